@@ -1,0 +1,226 @@
+"""DiT (Peebles & Xie, arXiv 2212.09748): embeddings, adaLN-Zero blocks, final layer, sizes and initialisation.
+
+A plain, single-device module with static shapes; its state-dict keys are those of facebookresearch/DiT. Routing is an
+argument of the call: `net(x, t, y)` is dense, `net(x, t, y, routes=net.routes)` is routed.
+"""
+
+import math
+from collections.abc import Iterable, Mapping
+from functools import partial
+
+import torch
+from timm.layers import Mlp, PatchEmbed
+from timm.models.vision_transformer import Attention
+from torch import Tensor, nn
+
+from routing_module import Route, Router, resolve_routes
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+def sincos_1d(dim: int, positions: Tensor) -> Tensor:
+    """Returns sines, then cosines, of positions (M,) at dim/2 geometric frequencies: (M, dim)."""
+    omega = 10000.0 ** -(torch.arange(dim // 2, dtype=torch.float64) / (dim / 2))
+    angles = positions.double()[:, None] * omega
+    return torch.cat([angles.sin(), angles.cos()], dim=1)
+
+
+def sincos_2d(dim: int, grid_size: int) -> Tensor:
+    """Returns the fixed position embedding (1, grid_size², dim): the first half encodes the column, the second the row."""
+    row, column = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")
+    return torch.cat([sincos_1d(dim // 2, column.flatten()), sincos_1d(dim // 2, row.flatten())], dim=1).float()[None]
+
+
+class TimestepEmbedder(nn.Module):
+    """Embeds a noise level (B,) as (B, hidden_size): cosines and sines, then a two-layer MLP."""
+
+    def __init__(self, hidden_size: int, frequency_embedding_size: int = 256):
+        super().__init__()
+        self.mlp = nn.Sequential(
+            nn.Linear(frequency_embedding_size, hidden_size),
+            nn.SiLU(),
+            nn.Linear(hidden_size, hidden_size),
+        )
+        self.frequency_embedding_size = frequency_embedding_size
+
+    def forward(self, t: Tensor) -> Tensor:
+        half = self.frequency_embedding_size // 2
+        freqs = torch.exp(-math.log(10000) / half * torch.arange(half, dtype=torch.float32, device=t.device))
+        angles = t.float()[:, None] * freqs
+        embedding = torch.cat([angles.cos(), angles.sin()], dim=-1)
+        return self.mlp(embedding.to(self.mlp[0].weight.dtype))
+
+
+class LabelEmbedder(nn.Module):
+    """Embeds a label (B,) int64 as (B, hidden_size); label `num_classes` is the null label of guidance."""
+
+    def __init__(self, num_classes: int, hidden_size: int):
+        super().__init__()
+        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
+
+    def forward(self, y: Tensor) -> Tensor:
+        return self.embedding_table(y)
+
+
+class DiTBlock(nn.Module):
+    """A transformer block whose two residual branches are shifted, scaled and gated by the condition (adaLN-Zero)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float):
+        super().__init__()
+        self.norm1 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.attn = Attention(hidden_size, num_heads=num_heads, qkv_bias=True)
+        self.norm2 = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=partial(nn.GELU, approximate="tanh"))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
+        x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        return x
+
+
+class FinalLayer(nn.Module):
+    """Turns each token into the pixels of its patch: (B, N, D) to (B, N, patch_size² · out_channels)."""
+
+    def __init__(self, hidden_size: int, patch_size: int, out_channels: int):
+        super().__init__()
+        self.norm_final = nn.LayerNorm(hidden_size, elementwise_affine=False, eps=1e-6)
+        self.linear = nn.Linear(hidden_size, patch_size * patch_size * out_channels)
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 2 * hidden_size))
+
+    def forward(self, x: Tensor, c: Tensor) -> Tensor:
+        shift, scale = self.adaLN_modulation(c).chunk(2, dim=1)
+        return self.linear(modulate(self.norm_final(x), shift, scale))
+
+
+class DiT(nn.Module):
+    """A diffusion transformer over square latents, whose tokens may take routes.
+
+    input_size is the side of the latent and must be a multiple of patch_size. `routes` are the routes the network is
+    meant to train with; they are checked and kept in `self.routes`, and each call says whether it takes them. `init`
+    is "adaln_zero" (each block starts as the identity, as DiT) or "xavier" (the modulation and output layers are not
+    zeroed: what the official TREAD code does in effect). Raises ValueError for sizes that do not divide and for routes
+    that do not fit (see `resolve_routes`).
+    """
+
+    def __init__(
+        self,
+        input_size: int = 32,
+        patch_size: int = 2,
+        in_channels: int = 4,
+        hidden_size: int = 1152,
+        depth: int = 28,
+        num_heads: int = 16,
+        mlp_ratio: float = 4.0,
+        num_classes: int = 1000,
+        learn_sigma: bool = False,
+        routes: Iterable[Route] = (),
+        init: str = "adaln_zero",
+    ):
+        super().__init__()
+        if input_size % patch_size:
+            raise ValueError(f"The latent's side {input_size} is not a multiple of the patch size {patch_size}: "
+                             f"choose a backbone_type with another patch size, or another resolution.")
+        if hidden_size % num_heads or hidden_size % 4:
+            raise ValueError(f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} and of 4 "
+                             f"(sines and cosines of two axes).")
+        if init not in ("adaln_zero", "xavier"):
+            raise ValueError(f"init is {init!r}; it must be 'adaln_zero' or 'xavier'.")
+        self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
+        self.out_channels = in_channels * 2 if learn_sigma else in_channels
+        self.num_classes = num_classes
+        self.routes = resolve_routes(routes, depth)
+        self.router = Router()
+
+        self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
+        self.t_embedder = TimestepEmbedder(hidden_size)
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size)
+        self.register_buffer("pos_embed", torch.empty(1, self.x_embedder.num_patches, hidden_size))
+        self.blocks = nn.ModuleList(DiTBlock(hidden_size, num_heads, mlp_ratio) for _ in range(depth))
+        self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels)
+        self.initialize_weights(init)
+
+    def initialize_weights(self, init: str) -> None:
+        for module in self.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.xavier_uniform_(module.weight)
+                nn.init.zeros_(module.bias)
+        # A patch embedding is a linear layer over the flattened patch, so it is initialised as one.
+        nn.init.xavier_uniform_(self.x_embedder.proj.weight.flatten(1))
+        nn.init.zeros_(self.x_embedder.proj.bias)
+        self.pos_embed.copy_(sincos_2d(self.pos_embed.shape[-1], self.input_size // self.patch_size))
+        nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
+        nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
+        if init == "adaln_zero":
+            for layer in (*(block.adaLN_modulation[-1] for block in self.blocks),
+                          self.final_layer.adaLN_modulation[-1], self.final_layer.linear):
+                nn.init.zeros_(layer.weight)
+
+    def unpatchify(self, x: Tensor) -> Tensor:
+        """Lays the tokens' patches out as an image: (B, N, p² · C) to (B, C, h, w)."""
+        p, side = self.patch_size, self.input_size // self.patch_size
+        x = x.unflatten(1, (side, side)).unflatten(-1, (p, p, self.out_channels))
+        return torch.einsum("bhwpqc->bchpwq", x).reshape(x.shape[0], self.out_channels, side * p, side * p)
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+        """Predicts from a noised latent x (B, C, h, w), its noise level t (B,) and label y (B,): (B, out_channels, h, w).
+
+        `routes` are resolved routes, as in `self.routes`; without them every token passes through every block.
+        """
+        start_of = {route.start_layer_idx: route for route in routes if route.selection_ratio > 0}
+        end_layer_idx = None
+
+        x = self.x_embedder(x) + self.pos_embed            # (B, N, D)
+        c = self.t_embedder(t) + self.y_embedder(y)        # (B, D)
+        for i, block in enumerate(self.blocks):
+            if i in start_of:
+                original_x, end_layer_idx = x, start_of[i].end_layer_idx
+                ids_keep = self.router.get_mask(x, start_of[i].selection_ratio)        # (B, K)
+                x = self.router.start_route(x, ids_keep)                               # (B, K, D)
+            x = block(x, c)
+            if i == end_layer_idx:
+                x = self.router.end_route(x, ids_keep, original_x)                     # (B, N, D)
+        return self.unpatchify(self.final_layer(x, c))     # (B, out_channels, h, w)
+
+
+SIZES = {
+    "S": dict(depth=12, hidden_size=384, num_heads=6),
+    "B": dict(depth=12, hidden_size=768, num_heads=12),
+    "L": dict(depth=24, hidden_size=1024, num_heads=16),
+    "XL": dict(depth=28, hidden_size=1152, num_heads=16),
+}
+DiT_models = {
+    f"DiT-{name}/{patch_size}": partial(DiT, patch_size=patch_size, **size)
+    for name, size in SIZES.items()
+    for patch_size in (2, 4, 8)
+}
+
+
+def infer_architecture(state_dict: Mapping[str, Tensor]) -> dict:
+    """Reads a DiT's constructor arguments off the shapes of its weights, for files that come without a config.
+
+    The number of heads leaves no trace in the shapes: it is the one of the published size with this width and depth.
+    Raises ValueError where the weights are not a DiT's or their size is not a published one.
+    """
+    try:
+        hidden_size, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
+        num_tokens = state_dict["pos_embed"].shape[1]
+        num_classes = state_dict["y_embedder.embedding_table.weight"].shape[0] - 1
+        out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
+        mlp_ratio = state_dict["blocks.0.mlp.fc1.weight"].shape[0] / hidden_size
+    except KeyError as missing:
+        raise ValueError(f"These weights are not a DiT's: they lack {missing}; they hold {list(state_dict)[:3]} …") from None
+    depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
+    heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in SIZES.values()}
+    if (hidden_size, depth) not in heads:
+        raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its number "
+                         f"of heads cannot be told from its weights: load it from its run or checkpoint folder.")
+    return dict(
+        input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
+        hidden_size=hidden_size, depth=depth, num_heads=heads[hidden_size, depth], mlp_ratio=mlp_ratio,
+        num_classes=num_classes, learn_sigma=out_channels == 2 * in_channels,
+    )

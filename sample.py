@@ -1,0 +1,348 @@
+"""Seeds -> images, over ranks: a labelled grid, a folder of PNGs, or one npz.
+
+    python sample.py checkpoint=runs/quickstart                           # a grid, one row a class
+    python sample.py checkpoint=runs/x seeds=0-63 classes=[207,360] num_steps=40 out=dogs.png
+    accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance_scale=1.5
+
+`checkpoint` is a run, a checkpoint folder, or a weights file (ours, facebookresearch/DiT's or CompVis/tread's). Each
+image is a function of its own seed: the same picture on any number of ranks and at any batch size. See
+configs/sample.yaml for every option.
+"""
+
+import argparse
+import contextlib
+import io
+import math
+import os
+import sys
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+
+import hydra
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from omegaconf import DictConfig
+from PIL import Image, ImageDraw, ImageFont
+from safetensors.torch import load_file
+from torch import Tensor
+from tqdm import tqdm
+
+import autoencoder as autoencoders
+import checkpoint as checkpoints
+from dit import DiT, infer_architecture
+from edm import DDPM, EDM
+from guidance import Guidance
+from routing_module import Route
+
+DIFFUSIONS = {"edm": EDM, "ddpm": DDPM}
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+Batch = tuple[Tensor, Tensor, Tensor]     # seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8
+
+
+@dataclass
+class Trained:
+    """What is needed to draw with a network: the network itself and what its checkpoint says about it."""
+
+    net: DiT
+    diffusion: EDM
+    autoencoder: str
+    class_names: list[str] | None
+    step: int | None
+    folder: Path | None      # the checkpoint folder, None for a bare weights file
+
+
+def build_network(network: dict) -> DiT:
+    """Builds a DiT from plain keywords, among them `routes` as a list of dicts, as a checkpoint's meta.json records them."""
+    return DiT(**{**network, "routes": [Route(**route) for route in network.get("routes", [])]})
+
+
+def build_diffusion(diffusion: dict) -> EDM:
+    """Builds a diffusion from its name and keywords, as a checkpoint's meta.json records them."""
+    keywords = dict(diffusion)
+    name = keywords.pop("name")
+    if name not in DIFFUSIONS:
+        raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
+    return DIFFUSIONS[name](**keywords)
+
+
+def read_weights(path: Path) -> dict[str, Tensor]:
+    """Reads a state dict from .safetensors, or from a .pt as published, of which only tensors are ever unpickled.
+
+    A training checkpoint that holds several state dicts gives its `ema` one. Wrapper prefixes are taken off the keys.
+    """
+    if path.suffix == ".safetensors":
+        state = load_file(path)
+    else:
+        try:
+            # DiT's train.py stores its argparse.Namespace beside the weights: a bag of plain values, safe to build.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+        except Exception as error:
+            raise ValueError(f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are "
+                             f"loaded, since unpickling anything else could run code; save its state dict as .safetensors.") from error
+        for key in ("ema", "model", "state_dict"):
+            if isinstance(state.get(key), dict):
+                state = state[key]
+                break
+    return {key.removeprefix("module.").removeprefix("_orig_mod."): value for key, value in state.items()}
+
+
+def load_trained(
+    path: str | Path, weights: str = "ema", diffusion: str | None = None, autoencoder: str | None = None,
+    device: torch.device | str = "cpu",
+) -> Trained:
+    """Loads a run, a checkpoint folder or a weights file; `diffusion` and `autoencoder` overrule what is recorded there.
+
+    A weights file beside its meta.json is built as that says. Without one, the architecture is read off the shapes: with
+    2C output channels it is taken for one of facebookresearch/DiT's (diffusion `ddpm`), else for an `edm` one.
+    Raises ValueError where there is no such path, no whole checkpoint, or weights that are not a DiT's.
+    """
+    path = Path(path)
+    if path.is_file():
+        state, folder = read_weights(path), path.parent if (path.parent / "meta.json").is_file() else None
+    elif (path / "meta.json").is_file() or (path / "checkpoints").is_dir():
+        folder = path
+        if (path / "meta.json").is_file():
+            if why := checkpoints.problem(path, (weights,)):
+                raise ValueError(f"The checkpoint {path} is damaged: {why}. Choose another of its run.")
+        else:
+            folder = checkpoints.latest(path, (weights,))
+        if folder is None:
+            raise ValueError(f"The run {path} holds no whole checkpoint yet; let it train until its first save.")
+        state = read_weights(folder / f"{weights}.safetensors")
+    else:
+        raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
+                         f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
+    if folder is not None:
+        meta = checkpoints.read_meta(folder)
+        network, recorded, data = meta["network"], meta["diffusion"], meta["data"]
+    else:
+        network, meta = infer_architecture(state), {}
+        recorded = {"name": "ddpm" if network["learn_sigma"] else "edm"}
+        data = {"autoencoder": "identity" if network["in_channels"] == 3 else "sd_vae_ema", "class_names": None}
+    with torch.device("meta"):
+        net = build_network(network)
+    missing, unexpected = net.load_state_dict(state, strict=False, assign=True)
+    if missing or unexpected:
+        raise ValueError(f"The weights at {path} do not fit the network they should: {len(missing)} are missing "
+                         f"({', '.join(missing[:3])} …), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} …).")
+    return Trained(
+        net=net.to(device).float().eval().requires_grad_(False),
+        diffusion=build_diffusion({"name": diffusion} if diffusion else recorded),
+        autoencoder=autoencoder or data["autoencoder"],
+        class_names=data["class_names"], step=meta.get("step"), folder=folder,
+    )
+
+
+def parse_range(what: str, given: str | int | Iterable[int]) -> list[int]:
+    """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints. Raises ValueError for anything else."""
+    parts = str(given).split(",") if isinstance(given, str | int) else [str(part) for part in given]
+    numbers: list[int] = []
+    for part in parts:
+        first, _, last = part.strip().partition("-")
+        if not (first.isdigit() and (last.isdigit() or not last)) or (last and int(last) < int(first)):
+            raise ValueError(f"{what}={given} is not understood at {part!r}: write {what}=7, {what}=0-63 or {what}=[1,5,9].")
+        numbers.extend(range(int(first), int(last or first) + 1))
+    return numbers
+
+
+def parse_classes(given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None) -> list[int]:
+    """Reads class names, indices and ranges of indices; None is all classes. Raises ValueError for a class there is not."""
+    if given is None:
+        return list(range(num_classes))
+    parts = str(given).split(",") if isinstance(given, str | int) else [str(part) for part in given]
+    index = {name: i for i, name in enumerate(class_names or [])}
+    labels = [label for part in parts for label in ([index[part]] if part in index else parse_range("classes", part))]
+    if wrong := [label for label in labels if label >= num_classes]:
+        raise ValueError(f"classes={given} asks for class {wrong[0]}; this checkpoint has {num_classes}, numbered from 0.")
+    return labels
+
+
+def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:
+    """Gives each seed its class, balanced and by the seed alone, so that an image never depends on its neighbours."""
+    return [classes[seed % len(classes)] for seed in seeds]
+
+
+class SeededNoise:
+    """One random generator per image, so that an image does not depend on its batch; drawn on the CPU, then moved."""
+
+    def __init__(self, seeds: list[int], device: torch.device | str):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device = device
+
+    def randn(self, shape: tuple[int, ...]) -> Tensor:
+        """Draws float32 unit noise (B, *shape)."""
+        return torch.stack([torch.randn(shape, generator=g) for g in self.generators]).to(self.device)
+
+    def randn_like(self, x: Tensor) -> Tensor:
+        return self.randn(x.shape[1:]).to(x.dtype)
+
+
+def generate(
+    net: DiT, diffusion: EDM, decode: Callable[[Tensor], Tensor], seeds: list[int], labels: list[int], *,
+    batch_size: int, num_steps: int, guidance: Guidance | None = None, precision: str = "fp32",
+    progress: str | None = None, **sampler: float,
+) -> Iterator[Batch]:
+    """Draws the images of this rank, batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
+
+    All batches are full, so that a compiled network sees one shape: where seeds run out the rest are copies, whose
+    seed is given as -1. `gathered` puts the ranks' parts together in order and drops the copies.
+    """
+    state = PartialState()
+    device = next(net.parameters()).device
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=progress is None or not state.is_main_process)
+    for start in range(0, len(seeds), batch_size * state.num_processes):
+        first = start + batch_size * state.process_index
+        here = seeds[first : first + batch_size]
+        pad = batch_size - len(here)
+        drawn = here + [seeds[0]] * pad
+        y = torch.tensor(labels[first : first + batch_size] + [labels[0]] * pad, device=device)
+        noise = SeededNoise(drawn, device)
+        sampling = partial(diffusion.sample, randn_like=noise.randn_like) if sampler.get("S_churn") else diffusion.sample
+        unit = noise.randn((net.in_channels, net.input_size, net.input_size))
+        with torch.autocast(unit.device.type, DTYPES[precision], enabled=precision != "fp32"):
+            latents = sampling(net, unit, y, num_steps=num_steps, guidance=guidance, **sampler)
+        yield torch.tensor(here + [-1] * pad, device=device), y, decode(latents)
+        bar.update(min(batch_size * state.num_processes, len(seeds) - start))
+    bar.close()
+
+
+def gathered(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Brings every rank's batches together on all ranks, on the CPU, in the order of the seeds and without the copies."""
+    for batch in batches:
+        seeds, labels, images = (gather(part.contiguous()).cpu() for part in batch)
+        real = seeds >= 0
+        yield seeds[real], labels[real], images[real]
+
+
+def draw_grid(images: Tensor, labels: list[int], class_names: list[str] | None) -> Image.Image:
+    """Lays out images (N, H, W, 3) uint8, one captioned row a class, or in rows of mixed classes where each has few."""
+    images = images.numpy()
+    height, width = images.shape[1:3]
+    zoom = max(1, 64 // height)
+    order = sorted(range(len(labels)), key=lambda i: labels[i])
+    columns = max(labels.count(label) for label in set(labels))
+    if columns < 4:      # too few images a class for a row each
+        columns = min(8, len(labels))
+        rows = [order[i : i + columns] for i in range(0, len(order), columns)]
+    else:
+        rows = [[i for i in order if labels[i] == label] for label in sorted(set(labels))]
+
+    def name(label: int) -> str:
+        return class_names[label] if class_names else str(label)
+
+    captions = [", ".join(dict.fromkeys(name(labels[i]) for i in row)) for row in rows]
+    font = ImageFont.load_default(size=13)
+    captions = [text if len(text) <= 40 else text[:39] + "…" for text in captions]
+    margin = 12 + max(math.ceil(font.getlength(text)) for text in captions)
+    cell_w, cell_h = width * zoom + 2, height * zoom + 2
+    grid = Image.new("RGB", (margin + columns * cell_w, len(rows) * cell_h), "white")
+    pen = ImageDraw.Draw(grid)
+    for r, row in enumerate(rows):
+        pen.text((6, r * cell_h + cell_h / 2), captions[r], fill="black", font=font, anchor="lm")
+        for c, i in enumerate(row):
+            picture = Image.fromarray(images[i]).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+            grid.paste(picture, (margin + c * cell_w + 1, r * cell_h + 1))
+    return grid
+
+
+def save_image(image: Image.Image, path: Path) -> None:
+    """Writes a PNG beside and renames it, so that a kill leaves no half picture."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    beside = path.with_name(f".{path.name}.tmp")
+    image.save(beside, format="PNG")
+    os.replace(beside, path)
+
+
+def write_grid(batches: Iterable[Batch], path: Path, class_names: list[str] | None) -> None:
+    """Consumes the gathered batches of all ranks; the main one writes the grid."""
+    parts = list(batches)
+    if PartialState().is_main_process:
+        labels = torch.cat([labels for _, labels, _ in parts]).tolist()
+        save_image(draw_grid(torch.cat([images for *_, images in parts]), labels, class_names), path)
+
+
+def write_pngs(batches: Iterable[Batch], folder: Path) -> None:
+    """Consumes the gathered batches of all ranks; the main one writes each image as `<seed>_<label>.png`."""
+    for seeds, labels, images in batches:
+        if PartialState().is_main_process:
+            for seed, label, image in zip(seeds.tolist(), labels.tolist(), images.numpy(), strict=True):
+                save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png")
+
+
+def write_npz(batches: Iterable[Batch], path: Path, count: int) -> None:
+    """Consumes the gathered batches of all ranks; the main one streams them into an npz in ADM's keys.
+
+    `arr_0` are the images (N, H, W, 3) uint8, `arr_1` the labels (N,), `seeds` the seeds (N,), both int64.
+    """
+    beside = path.with_name(f".{path.name}.tmp")
+    is_main = PartialState().is_main_process
+    small: dict[str, list[np.ndarray]] = {"arr_1": [], "seeds": []}
+    with contextlib.ExitStack() as stack:
+        if is_main:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            archive = stack.enter_context(zipfile.ZipFile(beside, "w"))
+            file = None
+        for seeds, labels, images in batches:
+            if is_main:
+                if file is None:
+                    file = archive.open("arr_0.npy", "w", force_zip64=True)
+                    header = {"descr": "|u1", "fortran_order": False, "shape": (count, *images.shape[1:])}
+                    np.lib.format.write_array_header_1_0(file, header)
+                file.write(images.numpy().tobytes())
+                small["arr_1"].append(labels.numpy())
+                small["seeds"].append(seeds.numpy())
+        if is_main:
+            file.close()
+            for key, values in small.items():
+                buffer = io.BytesIO()
+                np.save(buffer, np.concatenate(values))
+                archive.writestr(f"{key}.npy", buffer.getvalue())
+    if is_main:
+        os.replace(beside, path)
+
+
+@hydra.main(config_path="configs", config_name="sample", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    state = PartialState(cpu=cfg.cpu)
+    try:
+        if cfg.checkpoint is None:
+            raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
+        if cfg.precision not in DTYPES:
+            raise ValueError(f"precision={cfg.precision} is not one of {', '.join(DTYPES)}.")
+        if cfg.batch_size < 1 or cfg.num_steps < 1:
+            raise ValueError(f"batch_size={cfg.batch_size} and num_steps={cfg.num_steps} must be at least 1.")
+        trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion, cfg.autoencoder, state.device)
+        seeds = parse_range("seeds", cfg.seeds)
+        classes = parse_classes(cfg.classes, trained.net.num_classes, trained.class_names)
+        decoder = autoencoders.load(trained.autoencoder, device=state.device)
+    except ValueError as error:
+        sys.exit(f"sample.py: {error}")
+    run = trained.folder.parent.parent if trained.folder else Path(cfg.checkpoint).parent
+    default = run / "samples" / f"{trained.folder.name if trained.folder else Path(cfg.checkpoint).stem}-{cfg.weights}.png"
+    out = Path(cfg.out or default)
+    batches = gathered(generate(
+        trained.net, trained.diffusion, decoder.decode, seeds, labels_of(seeds, classes),
+        batch_size=min(cfg.batch_size, math.ceil(len(seeds) / state.num_processes)), num_steps=cfg.num_steps,
+        guidance=Guidance(cfg.guidance_scale) if cfg.guidance_scale is not None else None,
+        precision=cfg.precision, progress="sampling", **cfg.sampler,
+    ))
+    if out.suffix == ".png":
+        write_grid(batches, out, trained.class_names)
+    elif out.suffix == ".npz":
+        write_npz(batches, out, len(seeds))
+    else:
+        write_pngs(batches, out)
+    state.print(f"{len(seeds)} images from {trained.folder or cfg.checkpoint}: {out}")
+    if state.num_processes > 1:
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,27 @@
+"""Puts the project root on the import path and finds the real data that some tests use where it is there."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
+
+
+@pytest.fixture(autouse=True)
+def _few_threads():
+    import torch
+
+    torch.set_num_threads(2)
+
+
+@pytest.fixture
+def real_data() -> Path:
+    """The folder of real images; the test is skipped where it is absent."""
+    folder = Path(os.environ.get("TREAD_REAL_DATA", ROOT.parent / "shared" / "data"))
+    if not folder.is_dir():
+        pytest.skip("no real data beside the checkout")
+    return folder
