@@ -86,11 +86,14 @@ def read_weights(path: Path) -> dict[str, Tensor]:
         except Exception as error:
             raise ValueError(f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are "
                              f"loaded, since unpickling anything else could run code; save its state dict as .safetensors.") from error
-        for key in ("ema", "model", "state_dict"):
+        for key in ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict"):
             if isinstance(state.get(key), dict):
                 state = state[key]
                 break
-    return {key.removeprefix("module.").removeprefix("_orig_mod."): value for key, value in state.items()}
+    # DDP, torch.compile and EDM's preconditioner each put their own word before every key.
+    for prefix in ("module.", "_orig_mod.", "model."):
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state
 
 
 def load_trained(
@@ -310,7 +313,7 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int) -> None:
 
 @hydra.main(config_path="configs", config_name="sample", version_base="1.3")
 def main(cfg: DictConfig) -> None:
-    state = PartialState(cpu=cfg.cpu)
+    state = PartialState(cpu=cfg.cpu or not torch.accelerator.is_available())     # several ranks on CPUs need to be told
     try:
         if cfg.checkpoint is None:
             raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")

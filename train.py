@@ -168,7 +168,8 @@ def main(cfg: DictConfig) -> None:
         stop = StopRequest()
         check_settings(cfg)
         accelerator = Accelerator(
-            mixed_precision=PRECISIONS[cfg.precision], gradient_accumulation_steps=cfg.grad_accum_steps, cpu=cfg.cpu,
+            mixed_precision=PRECISIONS[cfg.precision], gradient_accumulation_steps=cfg.grad_accum_steps,
+            cpu=cfg.cpu or not torch.accelerator.is_available(),     # several ranks on CPUs need to be told
             log_with=list(cfg.log.trackers) or None, project_dir=run_dir,
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         )

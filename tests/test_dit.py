@@ -1,0 +1,94 @@
+"""DiT: published sizes, the initialisation that makes blocks identities, and weights that travel."""
+
+import pytest
+import torch
+
+from dit import SIZES, DiT, DiT_models, infer_architecture
+
+
+@pytest.mark.parametrize(("name", "millions"), [("DiT-S/2", 33), ("DiT-B/2", 130), ("DiT-L/2", 458), ("DiT-XL/2", 675)])
+def test_parameter_counts_are_the_papers(name, millions):
+    with torch.device("meta"):
+        count = sum(p.numel() for p in DiT_models[name]().parameters())
+    assert round(count / 1e6) == millions
+
+
+@pytest.mark.parametrize("name", DiT_models)
+def test_every_size_maps_a_latent_to_its_own_shape(name):
+    with torch.device("meta"):
+        model = DiT_models[name](learn_sigma=True, num_classes=7)
+        out = model(torch.empty(2, 4, 32, 32), torch.empty(2), torch.zeros(2, dtype=torch.int64))
+    assert len(DiT_models) == 12 and out.shape == (2, 8, 32, 32)
+
+
+def tiny(**kwargs):
+    return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=5), **kwargs})
+
+
+def test_adaln_zero_starts_as_zero_and_every_block_as_the_identity():
+    model = tiny()
+    x = torch.randn(2, 3, 8, 8)
+    assert (model(x, torch.randn(2), torch.tensor([0, 5])) == 0).all()
+    h, c = torch.randn(2, 16, 32), torch.randn(2, 32)
+    assert torch.equal(model.blocks[1](h, c), h)
+
+
+def test_xavier_starts_with_every_path_open():
+    model = tiny(init="xavier")
+    assert (model(torch.randn(2, 3, 8, 8), torch.randn(2), torch.tensor([0, 5])) != 0).all()
+    assert all((block.adaLN_modulation[-1].weight != 0).any() for block in model.blocks)
+
+
+def test_the_label_and_the_noise_level_matter():
+    model = tiny(init="xavier")
+    x, t = torch.randn(1, 3, 8, 8), torch.zeros(1)
+    outs = [model(x, t + dt, torch.tensor([y])) for dt, y in ((0, 0), (0, 5), (1, 0))]
+    assert not torch.allclose(outs[0], outs[1]) and not torch.allclose(outs[0], outs[2])
+
+
+def test_unpatchify_undoes_the_patch_embeddings_order():
+    model = tiny(in_channels=2)
+    with torch.no_grad():        # a patch embedding that lists its patch's pixels as (row, column, channel)
+        model.x_embedder.proj.weight.copy_(torch.eye(8).view(2, 2, 2, 8).permute(3, 2, 0, 1).repeat(4, 1, 1, 1))
+    x = torch.randn(3, 2, 8, 8)
+    assert torch.allclose(model.unpatchify(model.x_embedder(x)[..., :8]), x, atol=1e-6)
+
+
+def test_the_position_embedding_is_no_parameter_but_is_saved():
+    model = tiny()
+    assert "pos_embed" in model.state_dict() and "pos_embed" not in dict(model.named_parameters())
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("options", [{}, {"learn_sigma": True, "num_classes": 10}, {"input_size": 64, "in_channels": 3}])
+def test_the_architecture_is_read_off_the_weights(size, options):
+    with torch.device("meta"):
+        model = DiT_models[f"DiT-{size}/4"](**options)
+        again = DiT(**infer_architecture(model.state_dict()))
+    assert {k: v.shape for k, v in again.state_dict().items()} == {k: v.shape for k, v in model.state_dict().items()}
+    assert again.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads
+
+
+def test_weights_that_are_not_a_dits_are_refused_in_a_sentence():
+    with pytest.raises(ValueError, match="not a DiT's"):
+        infer_architecture({"conv1.weight": torch.zeros(1)})
+    with pytest.raises(ValueError, match="width 32 and depth 3"):
+        infer_architecture(tiny().state_dict())
+
+
+@pytest.mark.parametrize(("options", "says"), [
+    ({"input_size": 9}, "side 9 is not a multiple of the patch size 2"),
+    ({"num_heads": 3}, "hidden_size 32 must be a multiple of num_heads 3"),
+    ({"init": "zeros"}, "'adaln_zero' or 'xavier'"),
+])
+def test_sizes_that_do_not_fit_are_refused(options, says):
+    with pytest.raises(ValueError, match=says):
+        tiny(**options)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_reach_every_parameter(dtype):
+    model = tiny(init="xavier")
+    with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+        model(torch.randn(4, 3, 8, 8), torch.randn(4), torch.arange(4)).float().square().mean().backward()
+    assert all(p.grad is not None and p.grad.isfinite().all() and (p.grad != 0).any() for p in model.parameters())

@@ -1,0 +1,144 @@
+"""EDM against closed forms: exact denoisers, exact samples, and the loss of a perfect network."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from edm import DDPM, EDM
+from guidance import Guidance
+
+
+class ExactDenoiser(nn.Module):
+    """The raw network F_x that makes D(x; sigma) the posterior mean of data N(mean_y, std²), under EDM's preconditioning."""
+
+    num_classes = 1
+
+    def __init__(self, edm: EDM, std: float, means=(0.0, 0.0)):
+        super().__init__()
+        self.edm, self.std, self.means, self.calls = edm, std, torch.tensor(means), 0
+
+    def forward(self, x, t, y, routes=()):
+        self.calls += 1
+        sigma = (4 * t).exp().view(-1, 1, 1, 1)
+        c_skip, c_out, c_in, _ = self.edm.preconditioning(sigma)
+        x, mean = x / c_in, self.means[y].view(-1, 1, 1, 1)
+        D_x = mean + self.std**2 / (self.std**2 + sigma**2) * (x - mean)
+        return (D_x - c_skip * x) / c_out
+
+
+def labels(n):
+    return torch.zeros(n, dtype=torch.int64)
+
+
+def test_the_networks_input_has_unit_variance_and_its_target_too():
+    edm, g = EDM(), torch.Generator().manual_seed(0)
+    for sigma in (0.01, 0.5, 20.0):
+        x = 0.5 * torch.randn(200_000, generator=g)
+        noised = x + sigma * torch.randn(200_000, generator=g)
+        c_skip, c_out, c_in, _ = edm.preconditioning(torch.tensor(sigma))
+        assert abs((c_in * noised).std() - 1) < 0.01
+        assert abs(((x - c_skip * noised) / c_out).std() - 1) < 0.01
+
+
+def test_the_loss_of_an_untrained_adaln_zero_network_is_the_variance_of_its_target():
+    edm = EDM()
+
+    def zero(x, t, y, routes=()):
+        return torch.zeros_like(x)
+
+    torch.manual_seed(0)
+    x = 0.5 * torch.randn(512, 4, 8, 8)
+    assert abs(edm.loss(zero, x, labels(512)).mean() - 1) < 0.02
+
+
+def test_the_exact_denoiser_has_the_least_loss_there_is():
+    edm, std = EDM(), 0.5
+    torch.manual_seed(0)
+    x = std * torch.randn(4096, 1, 4, 4)
+    sigma = torch.full((4096,), 0.7)
+    loss = edm.loss(ExactDenoiser(edm, std), x, labels(4096), sigma=sigma).mean()
+    posterior_variance = std**2 * 0.49 / (std**2 + 0.49)
+    assert abs(loss / (posterior_variance * (0.49 + 0.25) / (0.7 * 0.5) ** 2) - 1) < 0.02
+
+
+def test_the_loss_is_a_function_of_its_arguments_and_draws_what_is_missing():
+    edm, x = EDM(), torch.randn(8, 3, 4, 4)
+    sigma, eps = torch.rand(8) + 0.1, torch.randn_like(x)
+    net = ExactDenoiser(edm, 0.3)
+    assert torch.equal(edm.loss(net, x, labels(8), sigma=sigma, eps=eps), edm.loss(net, x, labels(8), sigma=sigma, eps=eps))
+    assert edm.loss(net, x, labels(8)).shape == (8,)
+    assert not torch.equal(edm.loss(net, x, labels(8)), edm.loss(net, x, labels(8)))
+
+
+@pytest.mark.parametrize("std", [0.1, 0.5, 1.0])
+def test_heun_carries_noise_to_the_data_and_converges_at_second_order(std):
+    edm, noise = EDM(), torch.randn(2, 1, 2, 2)
+    exact = std / math.sqrt(std**2 + 80**2) * 80        # the probability flow of a Gaussian is a scaling
+    errors = []
+    for steps in (20, 40, 80):
+        net = ExactDenoiser(edm, std)
+        scale = (edm.sample(net, noise, labels(2), num_steps=steps) / noise).mean().item()
+        errors.append(abs(scale / exact - 1))
+        assert net.calls == 2 * steps - 1
+    assert errors[2] < 0.005 and errors[0] / errors[1] > 3 and errors[1] / errors[2] > 3
+
+
+def test_churn_keeps_the_distribution():
+    edm, std = EDM(), 0.5
+    torch.manual_seed(0)
+    x = edm.sample(ExactDenoiser(edm, std), torch.randn(500, 1, 4, 4), labels(500), num_steps=40, S_churn=30)
+    assert abs(x.std() / std - 1) < 0.03
+
+
+def test_one_step_is_euler_to_the_denoised_estimate():
+    edm, noise = EDM(), torch.randn(2, 1, 2, 2)
+    net = ExactDenoiser(edm, 0.5)
+    expected = edm.denoise(net, noise * 80, torch.full((2,), 80.0), labels(2))
+    assert torch.allclose(edm.sample(net, noise, labels(2), num_steps=1), expected, atol=1e-6)
+
+
+def test_a_learned_variance_is_left_out():
+    edm, x = EDM(), torch.randn(2, 3, 4, 4)
+
+    def with_variance(x, t, y, routes=()):
+        return torch.cat([x, torch.full_like(x, 7)], dim=1)
+
+    def without(x, t, y, routes=()):
+        return x
+
+    sigma = torch.ones(2)
+    assert torch.equal(edm.denoise(with_variance, x, sigma, labels(2)), edm.denoise(without, x, sigma, labels(2)))
+
+
+def test_the_official_dit_weights_parameterisation_denoises_as_its_schedule_says():
+    ddpm, std = DDPM(), 0.3
+
+    def eps_network(x, t, y, routes=()):        # the exact eps prediction for data N(0, std²), at integer steps t
+        assert torch.equal(t, t.round()) and t.min() >= 0 and t.max() <= 999
+        sigma = ddpm.sigmas[t.long()].view(-1, 1, 1, 1)
+        noised = x * (sigma**2 + 1).sqrt()
+        return torch.cat([noised * sigma / (sigma**2 + std**2), noised], dim=1)
+
+    noise = torch.randn(4, 2, 4, 4)
+    sampled = ddpm.sample(eps_network, noise, labels(4), num_steps=80)
+    assert abs((sampled / noise).median() / std - 1) < 0.02
+
+
+def test_guidance_at_scale_1_is_the_strong_pass_bit_for_bit_and_costs_nothing():
+    edm, noise = EDM(), torch.randn(2, 1, 2, 2)
+    net = ExactDenoiser(edm, 0.5, means=(1.0, -1.0))
+    plain = edm.sample(net, noise, labels(2), num_steps=5)
+    calls = net.calls
+    assert torch.equal(edm.sample(net, noise, labels(2), num_steps=5, guidance=Guidance(1.0)), plain)
+    assert net.calls == 2 * calls
+
+
+def test_classifier_free_guidance_pushes_away_from_the_null_label():
+    edm = EDM()
+    net = ExactDenoiser(edm, 0.5, means=(1.0, -1.0))      # class 0, and the null label 1
+    x, sigma = torch.randn(4, 1, 2, 2), torch.full((4,), 2.0)
+    strong, weak = edm.denoise(net, x, sigma, labels(4)), edm.denoise(net, x, sigma, labels(4) + 1)
+    guided = Guidance(2.5)(edm.denoise, net, x, sigma, labels(4))
+    assert torch.allclose(guided, weak + 2.5 * (strong - weak), atol=1e-5)

@@ -1,0 +1,222 @@
+"""Our networks, losses and samplers against numbers that the published codes produced (tests/published/*.json).
+
+Weights and inputs are closed formulas, so both sides evaluate them without a shared random generator; each JSON
+names the repository and commit whose code was run, and how. Only numbers came from there.
+"""
+
+import hashlib
+import itertools
+import json
+import math
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dit import DiT, DiT_models
+from edm import DDPM, EDM
+from routing_module import Route, Router
+
+TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10)
+
+
+# ---- The closed formulas: the published side evaluated these very functions ------------------------------------
+
+def phase(i: float, k: float) -> float:
+    # A chirp: 0.7·i alone would make every weight matrix of rank 2, and such a test would see little.
+    return 0.7 * i + 1.3 * k + 0.001 * i * i
+
+
+def wave(shape: tuple[int, ...], k: float = 0, amplitude: float = 1) -> Tensor:
+    """Returns amplitude·sin(phase(i, k)) at flat index i, computed in float64 and cast to float32."""
+    i = torch.arange(math.prod(shape), dtype=torch.float64)
+    return (amplitude * torch.sin(phase(i, k))).reshape(shape).float()
+
+
+def amplitude_of(weight: Tensor) -> float:
+    return math.sqrt(2 / weight[0].numel()) if weight.ndim > 1 else 0.1
+
+
+def fill(net: nn.Module) -> nn.Module:
+    """Gives every weight but the fixed pos_embed its closed form; k is the key's place in alphabetical order."""
+    weights = {key: weight for key, weight in net.state_dict().items() if key != "pos_embed"}
+    for k, key in enumerate(sorted(weights)):
+        weights[key].copy_(wave(weights[key].shape, k, amplitude_of(weights[key])))
+    return net.eval()
+
+
+class Pointwise(nn.Module):
+    """A raw network without weights that reads x, its noise level and its label."""
+
+    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+        return torch.sin(1.5 * x) + (0.3 * torch.cos(t) + 0.1 * y).view(-1, 1, 1, 1)
+
+
+class CountedNoise:
+    """The n-th call returns the n-th wave, of unit variance."""
+
+    def __init__(self):
+        self.calls = itertools.count()
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return wave(tuple(x.shape), 100 + next(self.calls), math.sqrt(2)).to(x.dtype)
+
+
+class SameNoise:
+    """Every call returns the same wave: it does not matter whether a step without churn draws noise too."""
+
+    def __call__(self, x: Tensor) -> Tensor:
+        return wave(tuple(x.shape), 100, math.sqrt(2)).to(x.dtype)
+
+
+NETS = {"pointwise": Pointwise, "dit": lambda: fill(DiT(**TINY))}
+NOISES = {"counted": CountedNoise, "same": SameNoise}
+
+
+def signature(shapes: dict[str, tuple[int, ...]]) -> str:
+    """Hashes the sorted "key shape" lines of a state dict."""
+    lines = "\n".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items()))
+    return hashlib.sha256(lines.encode()).hexdigest()
+
+
+def checksum(x: Tensor) -> float:
+    """Projects x on a wave: it moves when any value moves or two change places."""
+    return (x.double() * wave(tuple(x.shape), 7).double()).sum().item()
+
+
+# ---- The comparisons -------------------------------------------------------------------------------------------
+
+def published(name: str) -> dict:
+    return json.loads((Path(__file__).parent / "published" / f"{name}.json").read_text())
+
+
+DIT, EDM_, TREAD, DDPM_ = (published(name) for name in ("dit", "edm", "tread", "ddpm"))
+
+
+def names(cases: list[dict]) -> list[str]:
+    return [case["name"] for case in cases]
+
+
+def assert_equal(ours: Tensor, theirs: list, atol: float = 1e-5) -> None:
+    theirs = torch.tensor(theirs, dtype=torch.float64)
+    assert theirs.std() > 0.05, "the published values carry no signal"
+    torch.testing.assert_close(ours.double().flatten(), theirs.flatten(), rtol=0, atol=atol)
+
+
+def test_both_sides_used_the_closed_form_as_weights():
+    net = fill(DiT(**TINY, learn_sigma=True)).state_dict()
+    keys = sorted(set(net) - {"pos_embed"})
+    assert len({key for key, _, _ in DIT["probes"]}) == len(keys)
+    for key, i, theirs in DIT["probes"]:
+        closed_form = amplitude_of(net[key]) * math.sin(phase(i, keys.index(key)))
+        assert net[key].flatten()[i].item() == pytest.approx(closed_form, abs=1e-7)
+        assert theirs == pytest.approx(closed_form, abs=1e-7)
+
+
+@pytest.mark.parametrize("case", DIT["forward"], ids=names(DIT["forward"]))
+@torch.no_grad()
+def test_a_dense_forward_equals_facebookresearch_dit(case):
+    net = fill(DiT(**TINY | case["config"]))
+    out = net(wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"]))
+    assert_equal(out, case["out"])
+
+
+def test_positions_equal_facebookresearch_dit():
+    assert_equal(DiT(**TINY).pos_embed, DIT["pos_embed"], atol=1e-6)
+    xl = DiT(input_size=32, patch_size=2, hidden_size=1152, depth=1, num_heads=16).pos_embed
+    assert checksum(xl) == pytest.approx(DIT["pos_embed_xl2_checksum"], abs=1e-3)
+
+
+@pytest.mark.parametrize("size", DIT["sizes"], ids=names(DIT["sizes"]))
+def test_keys_shapes_and_counts_equal_facebookresearch_dit(size):
+    with torch.device("meta"):
+        net = DiT_models[size["model"]](**size["config"])
+    assert signature({key: weight.shape for key, weight in net.state_dict().items()}) == size["signature"]
+    assert sum(weight.numel() for weight in net.parameters() if weight.requires_grad) == size["trainable"]
+
+
+@pytest.mark.parametrize("init, theirs", [("adaln_zero", DIT["init"]), ("xavier", TREAD["init"])])
+def test_the_initial_weights_have_the_spread_of_the_published_ones(init, theirs):
+    torch.manual_seed(0)
+    for key, weight in DiT(**TINY, init=init).state_dict().items():
+        if theirs[key] == 0:
+            assert not weight.any(), f"{key} starts at zero there"
+        elif key != "x_embedder.proj.bias":    # DiT, as read, leaves it to PyTorch; TREAD and we zero it
+            assert weight.std().item() == pytest.approx(theirs[key], rel=0.1), key
+
+
+@pytest.mark.parametrize("case", TREAD["routed"], ids=names(TREAD["routed"]))
+@torch.no_grad()
+def test_a_routed_forward_equals_compvis_tread(case):
+    net = fill(DiT(**TINY | case["config"], routes=[Route(*route) for route in case["routes"]]))
+    masks = iter(torch.tensor(ids) for ids in case["ids_keep"])
+    num_keep = []
+
+    class Forced(Router):
+        def get_mask(self, x, selection_ratio):
+            num_keep.append(super().get_mask(x, selection_ratio).shape[1])
+            return next(masks).sort(dim=1).values
+
+    net.router = Forced()
+    x, t, y = wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    out = net(x, t, y, routes=net.routes)
+    assert num_keep == [len(ids[0]) for ids in case["ids_keep"]]
+    assert_equal(out, case["out"])
+
+
+def test_as_many_tokens_stay_as_in_compvis_tread():
+    for num_tokens, ratio, num_keep in TREAD["num_keep"]:
+        assert Router().get_mask(torch.empty(2, num_tokens, 4), ratio).shape == (2, num_keep)
+
+
+def test_tokens_leave_and_rejoin_as_in_compvis_tread():
+    case = TREAD["router"]
+    x, ids_keep = wave(case["shape"]), torch.tensor(case["ids_keep"])
+    x_kept = Router().start_route(x, ids_keep)
+    assert_equal(x_kept, case["x_kept"], atol=1e-7)
+    assert_equal(Router().end_route(-2 * x_kept, ids_keep, x), case["rejoined"], atol=1e-7)
+
+
+@pytest.mark.parametrize("case", EDM_["denoise"], ids=names(EDM_["denoise"]))
+@torch.no_grad()
+def test_the_denoised_estimate_equals_nvlabs_edm(case):
+    sigma = torch.tensor(case["sigma"])
+    x = wave(case["shape"], amplitude=0.7) + sigma.view(-1, 1, 1, 1) * wave(case["shape"], 1, 1.4)
+    D_x = EDM(**case["edm"]).denoise(NETS[case["net"]](), x, sigma, torch.tensor(case["y"]))
+    assert_equal(D_x, case["out"])
+
+
+@pytest.mark.parametrize("case", EDM_["loss"], ids=names(EDM_["loss"]))
+@torch.no_grad()
+def test_the_loss_is_the_mean_over_pixels_of_the_one_of_nvlabs_edm(case):
+    x, eps, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["y"])
+    loss = EDM(**case["edm"]).loss(NETS[case["net"]](), x, y, sigma=torch.tensor(case["sigma"]), eps=eps)
+    assert loss.tolist() == pytest.approx(case["mean_loss"], rel=1e-5)
+
+
+@pytest.mark.parametrize("case", EDM_["sample"], ids=names(EDM_["sample"]))
+def test_a_sample_equals_nvlabs_edm(case):
+    out = EDM().sample(NETS[case["net"]](), wave(case["shape"], 2, 1.4), torch.tensor(case["y"]),
+                       randn_like=NOISES[case["noise"]](), **case["arguments"])
+    assert_equal(out, case["out"])
+
+
+def test_the_noise_levels_of_ddpm_equal_facebookresearch_dit():
+    sigmas = DDPM().sigmas
+    assert len(sigmas) == DDPM_["num_timesteps"]
+    for t, abar in DDPM_["alphas_cumprod"]:
+        assert sigmas[t].item() == pytest.approx(math.sqrt((1 - abar) / abar), rel=1e-6)
+
+
+@torch.no_grad()
+def test_the_x_start_that_ddpm_predicts_equals_facebookresearch_dit():
+    case = DDPM_["pred_xstart"]
+    abar = torch.tensor(case["alphas_cumprod"], dtype=torch.float64)
+    sigma = ((1 - abar) / abar).sqrt().float()
+    x_t = wave(case["shape"], amplitude=1.4)
+    x = (x_t.double() / abar.sqrt().view(-1, 1, 1, 1)).float()     # ours adds noise to x, theirs also shrinks x
+    D_x = DDPM().denoise(fill(DiT(**TINY, learn_sigma=True)), x, sigma, torch.tensor(case["y"]))
+    # x_start = x - sigma·eps: an error of 1e-5 in eps is one of 1e-5·sigma in x_start, and sigma reaches 157 here.
+    unit = (1 + sigma).view(-1, 1, 1, 1)
+    assert_equal(D_x / unit, (torch.tensor(case["out"]).view(case["shape"]) / unit).tolist())

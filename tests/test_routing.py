@@ -1,0 +1,125 @@
+"""A route takes a random share of the tokens out, and gives each of them back where it was."""
+
+import pytest
+import torch
+
+from dit import DiT
+from routing_module import Route, Router, resolve_routes
+
+router = Router()
+
+
+def tokens(batch=4, num_tokens=16, dim=8, **kwargs):
+    return torch.randn(batch, num_tokens, dim, **kwargs)
+
+
+@pytest.mark.parametrize("num_tokens", [1, 7, 16, 81, 256])
+@pytest.mark.parametrize("ratio", [0.0, 0.1, 0.25, 0.5, 0.75, 0.99])
+def test_the_mask_keeps_the_right_number_of_distinct_tokens_in_raster_order(num_tokens, ratio):
+    ids = router.get_mask(tokens(num_tokens=num_tokens), ratio)
+    assert ids.shape == (4, num_tokens - int(num_tokens * ratio)) and ids.dtype == torch.int64
+    assert (ids[:, 1:] > ids[:, :-1]).all() and ids.min() >= 0 and ids.max() < num_tokens
+
+
+def test_every_token_is_kept_equally_often_and_each_sample_draws_its_own_mask():
+    torch.manual_seed(0)
+    ids = router.get_mask(tokens(batch=8000, num_tokens=10, dim=1), 0.5)
+    share = torch.zeros(10).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
+    assert (share - 0.5).abs().max() < 0.03        # five standard deviations are 0.028
+    assert len({tuple(row) for row in ids.tolist()}) > 240      # of 252 possible masks
+
+
+def test_masks_of_bfloat16_tokens_are_drawn_in_float32():
+    torch.manual_seed(0)
+    expected = router.get_mask(tokens(num_tokens=256), 0.5)
+    x = tokens(num_tokens=256)
+    torch.manual_seed(0)
+    torch.randn(4, 256, 8)
+    assert torch.equal(router.get_mask(x.bfloat16(), 0.5), expected)
+
+
+def test_every_token_comes_back_and_those_that_skipped_are_untouched():
+    x = tokens()
+    ids = router.get_mask(x, 0.5)
+    back = router.end_route(router.start_route(x, ids) + 1, ids, x)
+    kept = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, ids, True)
+    assert torch.equal(back[~kept], x[~kept])
+    assert torch.equal(back[kept], (x + 1)[kept])
+
+
+def test_the_gradient_of_a_skipping_token_takes_the_identity_path():
+    x = tokens().requires_grad_()
+    ids = router.get_mask(x, 0.5)
+    router.end_route(3 * router.start_route(x, ids), ids, x).sum().backward()
+    kept = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, ids, True)
+    assert (x.grad[kept] == 3).all() and (x.grad[~kept] == 1).all()
+
+
+@pytest.mark.parametrize(("depth", "end"), [(12, 8), (24, 20), (28, 24)])
+def test_the_absolute_rule_gives_the_papers_routes(depth, end):
+    assert resolve_routes([Route(2, -4, 0.5)], depth) == (Route(2, end, 0.5),)
+
+
+@pytest.mark.parametrize(("routes", "says"), [
+    ([Route(2, 12, 0.5)], "leaves the network"),
+    ([Route(-13, 5, 0.5)], "leaves the network"),
+    ([Route(6, 3, 0.5)], "backwards"),
+    ([Route(2, 8, 1.0)], "selection ratio"),
+    ([Route(2, 8, -0.1)], "selection ratio"),
+    ([Route(0, 4, 0.5), Route(4, 8, 0.5)], "overlaps"),
+])
+def test_a_route_that_does_not_fit_is_refused_with_its_numbers(routes, says):
+    with pytest.raises(ValueError, match=says) as error:
+        resolve_routes(routes, 12)
+    assert str(routes[-1]) in str(error.value) and "12 blocks" in str(error.value)
+
+
+def net(routes=(), **kwargs):
+    torch.manual_seed(1)
+    return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5, routes=routes,
+                         init="xavier"), **kwargs})
+
+
+def batch(size=8):
+    return torch.randn(4, 3, size, size), torch.randn(4), torch.tensor([0, 1, 4, 5])
+
+
+def test_ratio_0_is_the_dense_network_bit_for_bit_and_draws_nothing():
+    model = net([Route(2, -4, 0.0)])
+    x, t, y = batch()
+    before = torch.get_rng_state()
+    assert torch.equal(model(x, t, y, routes=model.routes), model(x, t, y))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_the_call_alone_decides_on_routing():
+    model = net([Route(2, -4, 0.5)])
+    x, t, y = batch()
+    dense = net()(x, t, y)
+    for mode in (True, False):
+        assert torch.equal(model.train(mode)(x, t, y), dense)
+        assert not torch.allclose(model(x, t, y, routes=model.routes), dense)
+
+
+def test_blocks_inside_a_route_see_only_the_tokens_that_stay():
+    model = net([Route(4, 5, 0.75), Route(1, 2, 0.5)])
+    seen = []
+    for block in model.blocks:
+        block.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
+    model(*batch(), routes=model.routes)
+    assert seen == [16, 8, 8, 16, 4, 4, 16, 16]
+
+
+def test_a_route_of_identity_blocks_changes_nothing():
+    model = net([Route(2, -4, 0.5)], init="adaln_zero")
+    torch.nn.init.normal_(model.final_layer.linear.weight)
+    x, t, y = batch()
+    assert torch.equal(model(x, t, y, routes=model.routes), model(x, t, y))
+
+
+def test_odd_token_counts_and_bfloat16_route():
+    model = net([Route(0, 7, 0.5)], input_size=6)
+    x, t, y = batch(6)
+    assert model(x, t, y, routes=model.routes).shape == x.shape
+    with torch.autocast("cpu", torch.bfloat16):
+        assert model(x, t, y, routes=model.routes).isfinite().all()
