@@ -1,0 +1,76 @@
+"""Every config composes and builds its network; a key that does not exist is an error."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from hydra import compose, initialize_config_dir
+from hydra.errors import ConfigCompositionException
+
+from dit import SIZES
+from sample import build_diffusion, build_network
+from train import check_settings, describe_network
+
+CONFIGS = Path(__file__).resolve().parents[1] / "configs"
+EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
+
+
+def load(*overrides, name="config"):
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose(name, overrides=list(overrides))
+
+
+def network(cfg):
+    check_settings(cfg)
+    with torch.device("meta"):
+        return build_network(describe_network(cfg))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_an_experiment_composes_and_builds(experiment):
+    cfg = load(f"experiment={experiment}")
+    model = network(cfg)
+    build_diffusion(dict(cfg.diffusion))
+    assert bool(model.routes) == (cfg.model.name == "tread") and cfg.steps > 0
+
+
+def test_every_row_of_the_papers_table_has_its_experiment():
+    for size, (start, end) in {"S": (2, 8), "B": (2, 8), "L": (2, 20), "XL": (2, 24)}.items():
+        for name in ("dit", "tread"):
+            cfg = load(f"experiment={size.lower()}2_{name}")
+            model = network(cfg)
+            assert len(model.blocks) == SIZES[size]["depth"] and model.pos_embed.shape[1] == 256
+            assert (cfg.steps, cfg.batch_size, cfg.optimizer.lr, cfg.ema.decay) == (400_000, 256, 1e-4, 0.9999)
+            assert (cfg.data.name, cfg.optimizer.weight_decay, cfg.label_dropout) == ("imagenet256", 0, 0.1)
+            routes = [(r.start_layer_idx, r.end_layer_idx, r.selection_ratio) for r in model.routes]
+            assert routes == ([(start, end, 0.5)] if name == "tread" else [])
+
+
+@pytest.mark.parametrize("model", ["dit", "tread"])
+@pytest.mark.parametrize("data", sorted(path.stem for path in (CONFIGS / "data").glob("*.yaml")))
+def test_every_model_fits_every_data_set(model, data):
+    cfg = load(f"model={model}", f"data={data}")
+    built = network(cfg)
+    assert (built.in_channels, built.input_size, built.num_classes) == (cfg.data.channels, cfg.data.input_size, cfg.data.num_classes)
+
+
+def test_an_experiment_takes_either_model_from_the_command_line():
+    for experiment in ("quickstart", "cifar10"):
+        for model in ("dit", "tread"):
+            cfg = load(f"experiment={experiment}", f"model={model}")
+            assert cfg.model.name == model and cfg.name == f"{experiment}-{model}"
+
+
+@pytest.mark.parametrize("override", ["step=3", "model.route=[]", "optimizer.learning_rate=1", "data.chanels=3"])
+def test_a_key_that_does_not_exist_is_an_error(override):
+    with pytest.raises(ConfigCompositionException):
+        load(override)
+
+
+@pytest.mark.parametrize(("override", "says"), [
+    ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("precision=int4", "bf16"), ("optimizer.schedule=step", "cosine"),
+    ("label_dropout=1.5", r"label_dropout=1.5 lies outside \[0, 1\]"), ("log.every=0", "log.every=0"), ("batch_size=0", "batch_size=0"),
+])
+def test_a_setting_that_cannot_work_is_a_sentence(override, says):
+    with pytest.raises(ValueError, match=says):
+        network(load(override))
