@@ -1,0 +1,561 @@
+"""Latent folders and TREAD's webdataset tars -> endless shuffled batches, the same ones on any number of ranks.
+
+Files are memory-mapped and never read whole. What grows with the data set is 4 bytes an image for the epoch's
+permutation (8 past 4 billion images), 1 for the coin where there are mirrored copies, 1 or 2 for the label and,
+in tars, 8 for the offset.
+"""
+
+import glob
+import hashlib
+import io
+import itertools
+import json
+import math
+import os
+import queue
+import re
+import sys
+import tarfile
+import threading
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from tqdm import tqdm
+
+from autoencoder import scale_latent, scale_moments
+
+SD_SCALE = 0.18215
+KINDS = ("sample", "moments")
+NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
+NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
+TAR_INDEX = "latent-index.npz"
+
+HOW_TO_PREPARE = """Prepare it with
+  accelerate launch scripts/prepare_latents.py source=<images> out={path} resolution=256 autoencoder=sd_vae_ema mirror=true
+or run the built-in shapes, which need no download:
+  bash scripts/quickstart.sh
+or
+  python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16
+and then the same training command with data=shapes."""  # noqa: E501
+
+
+# ------------------------------------------------------------------------------------------------------------
+# A data set of latents
+
+
+class Latents:
+    """Holds the record of a data set and reads its latents and labels by index; `open_latents` makes one.
+
+    `shape` is (C, h, w) of one latent; what is stored has 2C channels [mean, std] where `kind` is "moments".
+    `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
+    """
+
+    def __init__(self, *, where, files, starts, first_byte, offsets, labels, stored_shape, stored_dtype, raw,
+                 kind, mirrored, num_classes, class_names, autoencoder, scale, shift):
+        self.where = where
+        self.kind, self.mirrored = kind, mirrored
+        self.num_classes, self.class_names = num_classes, class_names
+        self.autoencoder, self.scale, self.shift = autoencoder, scale, shift
+        self.count = len(labels)
+        self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])
+
+        self._maps = [np.asarray(np.memmap(file, np.uint8, "r")) for file in files]  # mirrored after plain shards
+        self._starts = starts  # index of each shard's first image, and the count at the end
+        self._first_byte = first_byte  # folders: where each file's rows begin
+        self._offsets = offsets  # tars: where each image's values begin; None for a folder
+        self._labels = labels
+        self._stored_shape, self._stored_dtype = stored_shape, stored_dtype
+        self._row_bytes = math.prod(stored_shape) * stored_dtype.itemsize
+        self._raw = raw  # True where values are still the autoencoder's own: (z - shift) * scale is due
+
+        record = [[(Path(file).name, m.size) for file, m in zip(files, self._maps, strict=True)], self.count,
+                  self.shape, str(stored_dtype), kind, mirrored, num_classes, class_names, autoencoder, scale,
+                  shift]
+        content = hashlib.sha256(json.dumps(record).encode())
+        content.update(labels)
+        content.update(self._read_stored(*self.probe()))
+        self.fingerprint = content.hexdigest()[:32]
+
+    def read(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
+        """Returns (stored (B, C or 2C, h, w) float16, labels (B,) int64) of `indices` (B,) int64, in their order.
+
+        `mirror` (B,) bool picks the encoding of the flipped image where True.
+        """
+        stored = self._read_stored(indices, mirror)
+        if self._raw:
+            convert = scale_moments if self.kind == "moments" else scale_latent
+            stored = convert(torch.from_numpy(stored).float(), self.scale, self.shift).half().numpy()
+        return stored, self._labels[indices].astype(np.int64)
+
+    def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
+        """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
+        if tuple(shape) != self.shape:
+            raise ValueError(
+                f"{self.where} holds latents of shape {self.shape} (channels, height, width), but the network is "
+                f"set up for {tuple(shape)}: set data.channels={self.shape[0]} and "
+                f"data.input_size={self.shape[1]}, or data.path to another data set."
+            )
+        if num_classes < self.num_classes:
+            raise ValueError(
+                f"{self.where} has {self.num_classes} classes, but the network is set up for {num_classes}: "
+                f"set data.num_classes={self.num_classes} or more."
+            )
+
+    def probe(self) -> tuple[np.ndarray, np.ndarray | None]:
+        """Returns (indices, mirror) of the same few hundred latents each time, spread over all shards."""
+        indices = np.unique(np.linspace(0, self.count - 1, min(self.count, NUM_PROBED)).astype(np.int64))
+        return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
+
+    def _read_stored(self, indices, mirror=None):
+        assert len(indices) and 0 <= indices.min() and indices.max() < self.count
+        assert mirror is None or self.mirrored or not mirror.any()
+        order = np.argsort(indices)  # pages are visited in the order of the file
+        index = indices[order]
+        shard = np.searchsorted(self._starts, index, side="right") - 1
+        if self._offsets is None:
+            row = index - self._starts[shard]
+            shard = shard if mirror is None else shard + mirror[order] * (len(self._starts) - 1)
+            first = self._first_byte[shard] + row * self._row_bytes
+        else:
+            first = self._offsets[index]
+        last = first + self._row_bytes
+        rows = np.empty((len(indices), self._row_bytes), np.uint8)
+        # Row by row beats fancy indexing per shard: a shuffled batch meets most shards once or twice.
+        for i, s, a, b in zip(order.tolist(), shard.tolist(), first.tolist(), last.tolist(), strict=True):
+            rows[i] = self._maps[s][a:b]
+        return rows.view(self._stored_dtype).reshape(len(indices), *self._stored_shape)
+
+
+def open_latents(path: str | Path, *, kind: str | None = None, scale: float | None = None, shift: float = 0.0,
+                 num_classes: int | None = None) -> Latents:
+    """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
+
+    Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its
+    kind, scale, shift and classes, so the arguments may only agree with it. Tars carry no record: `kind` is
+    "sample" or "moments" ([mean, logvar]), `scale` (default 0.18215) and `shift` bring the autoencoder's own
+    values to (z - shift) * scale, and labels lie below `num_classes` (default 1000). Their first opening indexes
+    them and keeps the index beside them, so let one rank open before the others. Raises ValueError, with the
+    numbers and the remedy, for data that is absent, unfinished, damaged, or not scaled for the network.
+    """
+    path = Path(path)
+    if (path / "metadata.json").is_file():
+        latents = _open_folder(path, kind, scale, shift, num_classes)
+    elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
+        raise ValueError(f"{path}: preparation has not finished; run the same prepare_latents command again, "
+                         "and it goes on from there.")
+    elif tars := _find_tars(path):
+        latents = _open_tars(path, tars, kind, scale, shift, num_classes)
+    else:
+        seen = (f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
+                if path.is_dir() else f"There is no data set at {path}.")
+        raise ValueError(f"{seen} {HOW_TO_PREPARE.format(path=path)}")
+    _check_values(latents)
+    return latents
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Latent folders
+
+
+def _open_folder(folder, kind, scale, shift, num_classes):
+    file = folder / "metadata.json"
+    try:
+        meta = json.loads(file.read_text())
+        if meta["format"] != 1:
+            raise ValueError(f"{file} is of format {meta['format']}; this version reads format 1.")
+        count, shape, dtype = int(meta["count"]), tuple(map(int, meta["shape"])), meta["dtype"]
+        record = {key: meta[key] for key in ("kind", "mirrored", "class_names", "autoencoder")}
+        record |= {"scale": float(meta["scale"]), "shift": float(meta["shift"])}
+        record |= {"num_classes": int(meta["num_classes"])}
+        parts = ["latents", "mirrored"] if meta["mirrored"] else ["latents"]
+        counts = [int(shard["count"]) for shard in meta["shards"]]
+        names = {part: [folder / shard[part] for shard in meta["shards"]] for part in (*parts, "labels")}
+    except (json.JSONDecodeError, KeyError, TypeError) as error:
+        raise ValueError(f"{file} is not a latent folder's record ({type(error).__name__}: {error}); "
+                         "docs/data.md has the format, and scripts/prepare_latents.py writes it.") from error
+
+    classes, class_names = record["num_classes"], record["class_names"]
+    if record["kind"] not in KINDS or len(shape) != 3 or dtype != "float16":
+        raise ValueError(f"{file} says kind {record['kind']!r}, shape {list(shape)} and dtype {dtype!r}; "
+                         f"this version reads kinds {KINDS}, shapes [C, h, w] and float16.")
+    if class_names is not None and len(class_names) != classes:
+        raise ValueError(f"{file} says num_classes {classes} but names {len(class_names)} classes.")
+    if sum(counts) != count or count == 0:
+        raise ValueError(f"{file} says {count} images, but its {len(counts)} shards hold {sum(counts)}.")
+    if kind is not None and kind != record["kind"]:
+        raise ValueError(f"data.kind is {kind!r}, but {folder} holds {record['kind']!r}; "
+                         "leave data.kind=null for a latent folder.")
+    for name, asked in (("scale", scale), ("shift", shift or None)):
+        if asked is not None and not math.isclose(asked, record[name]):
+            raise ValueError(f"data.{name} is {asked}, but {folder} was written with {record[name]} and is "
+                             f"scaled already; leave data.{name} unset for a latent folder.")
+    if num_classes is not None and num_classes < classes:
+        raise ValueError(f"data.num_classes is {num_classes}, but {folder} has {classes}: "
+                         f"set data.num_classes={classes} or more.")
+
+    stored_shape = (shape[0] * (2 if record["kind"] == "moments" else 1), *shape[1:])
+    files = [file for part in parts for file in names[part]]
+    first_byte = [_check_npy(file, np.dtype("<f2"), (n, *stored_shape))
+                  for file, n in zip(files, counts * len(parts), strict=True)]
+    starts = np.concatenate([[0], np.cumsum(counts)])
+    labels = np.empty(count, np.min_scalar_type(max(classes - 1, 0)))
+    for file, start, end in zip(names["labels"], starts[:-1], starts[1:], strict=True):
+        _check_npy(file, np.dtype("<i8"), (int(end - start),))
+        shard_labels = np.load(file, allow_pickle=False)
+        _check_labels(shard_labels, classes, file, 'correct the labels or "num_classes" in metadata.json')
+        labels[start:end] = shard_labels
+    _allow_open_files(len(files))
+    return Latents(where=str(folder), files=files, starts=starts, first_byte=np.array(first_byte), offsets=None,
+                   labels=labels, stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), raw=False, **record)
+
+
+def _npy_header(stream):
+    """Reads an npy header and leaves the stream at the first value -> (shape, Fortran order, dtype)."""
+    version = np.lib.format.read_magic(stream)
+    if version not in ((1, 0), (2, 0)):
+        raise ValueError(f"npy version {version} is not read here")
+    v1, v2 = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
+    return (v1 if version == (1, 0) else v2)(stream)
+
+
+def _check_npy(file, dtype, shape):
+    """Returns the byte where an npy file's values begin, once its header and size are what metadata.json says."""
+    again = "copy the folder again, or prepare it again"
+    if not file.is_file():
+        raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.")
+    with open(file, "rb") as stream:
+        try:
+            found_shape, fortran, found_dtype = _npy_header(stream)
+        except ValueError as error:
+            raise ValueError(f"{file} is not an npy file ({error}): {again}.") from error
+        first_byte = stream.tell()
+    if (found_shape, fortran, found_dtype) != (shape, False, dtype):
+        order = " in Fortran order" if fortran else ""
+        raise ValueError(f"{file} holds {found_dtype} {found_shape}{order}, but metadata.json says "
+                         f"{dtype} {shape}: the two are not of one preparation.")
+    size, expected = file.stat().st_size, first_byte + math.prod(shape) * dtype.itemsize
+    if size != expected:
+        raise ValueError(f"{file} has {size} bytes, but its header promises {expected}: it was cut short or "
+                         f"written over; {again}.")
+    return first_byte
+
+
+def _check_labels(labels, num_classes, where, remedy):
+    low, high = labels.min(initial=0), labels.max(initial=0)
+    if low < 0 or high >= num_classes:
+        bad = low if low < 0 else high
+        raise ValueError(f"{where} has label {bad} (row {int(np.argmax(labels == bad))}), outside "
+                         f"0..{num_classes - 1}: {remedy}.")
+
+
+def _allow_open_files(num_files):
+    """Raises this process's limit on open files where the maps, which hold one descriptor each, would pass it."""
+    import resource
+
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    wanted = num_files + 512  # and what Python, torch and the trackers hold open
+    if soft == resource.RLIM_INFINITY or soft >= wanted:
+        return
+    if hard != resource.RLIM_INFINITY and hard < wanted:
+        raise ValueError(f"The data set has {num_files} files, but this machine lets a process open {hard}: "
+                         "raise `ulimit -n`, or prepare the data in larger shards.")
+    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Tars
+
+
+def _find_tars(path):
+    """Returns the tar files that a folder, a file, a glob or a brace pattern names, in order of name."""
+    if path.is_dir():
+        found = [file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name)]
+    elif path.is_file():
+        found = [path]
+    elif "{" in str(path):
+        from braceexpand import braceexpand
+
+        found = [Path(name) for name in braceexpand(str(path))]
+        absent = [file for file in found if not file.is_file()]
+        if absent and len(absent) < len(found):
+            raise ValueError(f"{path} names {len(found)} tars, but {len(absent)} of them are absent, "
+                             f"{absent[0]} first.")
+        found = [] if absent else found
+    else:
+        found = [Path(name) for name in glob.glob(str(path))]
+    return sorted(found)
+
+
+def _open_tars(path, tars, kind, scale, shift, num_classes):
+    scale = SD_SCALE if scale is None else scale
+    num_classes = 1000 if num_classes is None else num_classes
+    index = _tar_index(tars)
+    dtype, stored_shape = np.dtype(str(index["dtype"])), tuple(index["shape"].tolist())
+    channels = stored_shape[0]
+    if kind is None:
+        likely = {8: "; 8 are almost surely the moments of a 4-channel autoencoder",
+                  4: "; 4 are almost surely samples"}
+        raise ValueError(f"{path} holds latents of {channels} channels{likely.get(channels, '')}, but tars carry "
+                         "no record of it: set data.kind=moments for [mean, logvar], or data.kind=sample.")
+    if kind not in KINDS or (kind == "moments" and channels % 2):
+        raise ValueError(f"data.kind is {kind!r} and {path} holds {channels} channels: the kinds are {KINDS}, "
+                         "and moments, [mean, logvar], have an even number of channels. Set data.kind.")
+    _check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
+    _allow_open_files(len(tars))
+    labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
+    # The autoencoder is the one TREAD trains on; nothing in the tars says so or otherwise.
+    return Latents(where=str(path), files=tars, starts=index["starts"], first_byte=None, offsets=index["offsets"],
+                   labels=labels, stored_shape=stored_shape, stored_dtype=dtype, raw=True, kind=kind,
+                   mirrored=False, num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema",
+                   scale=scale, shift=shift)
+
+
+def _tar_index(tars):
+    """Returns starts, offsets, labels, shape, dtype, kept in an npz beside the tars while they do not change."""
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in tars]
+    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
+    cache = tars[0].parent / TAR_INDEX
+    try:
+        with np.load(cache, allow_pickle=False) as kept:
+            if str(kept["key"]) == key:
+                return {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+    except Exception:  # absent, unreadable or damaged: the tars are the truth
+        pass
+
+    starts, offsets, labels, headers = [0], [], [], {}
+    total = sum(size for _, size, _ in stats)
+    with tqdm(desc="indexing tars", total=total, unit="B", unit_scale=True, delay=2) as progress:
+        for file in tars:
+            for offset, label in _index_one_tar(file, headers, progress):
+                offsets.append(offset)
+                labels.append(label)
+            starts.append(len(offsets))
+    shape, dtype = next(iter(headers.values()))
+    index = {"starts": np.array(starts), "offsets": np.array(offsets, np.int64),
+             "labels": np.array(labels, np.int32), "shape": np.array(shape), "dtype": np.array(dtype.str)}
+
+    beside = cache.with_name(f".{cache.name}.{os.getpid()}")
+    try:
+        with open(beside, "wb") as stream:
+            np.savez(stream, key=np.array(key), **index)
+        os.replace(beside, cache)
+    except OSError:  # a read-only folder or a full disk: index again next time
+        if beside.exists():
+            beside.unlink()
+    return index
+
+
+def _index_one_tar(file, headers, progress):
+    """Returns [(first byte of the values, label)] of a tar's samples; `headers` is shared by all tars."""
+    bytes_of = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.empty(0, np.uint8)
+    if bytes_of[:6].tobytes().startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
+        raise ValueError(f"{file} is compressed, so its latents cannot be read at random: decompress it first.")
+    latents, labels, endings, end = {}, {}, set(), 0
+    try:
+        with tarfile.open(file, "r:") as tar:
+            while (member := tar.next()) is not None:
+                tar.members.clear()  # tarfile would keep every header
+                first, end = member.offset_data, member.offset_data + -(-member.size // 512) * 512
+                progress.update(end - member.offset)
+                content = bytes_of[first : first + member.size]
+                where = f"{file}: {member.name}"
+                if member.name.endswith(".latent.npy"):
+                    kept, sample = latents, member.name.removesuffix(".latent.npy")
+                    value = first + _latent_header(content, headers, where)
+                elif member.name.endswith(".cls"):
+                    kept, sample = labels, member.name.removesuffix(".cls")
+                    value = _class_number(content, where)
+                else:
+                    endings.add("".join(Path(member.name).suffixes))
+                    continue
+                if sample in kept:
+                    raise ValueError(f"{where} is there twice; a key names one sample.")
+                kept[sample] = value
+    except tarfile.TarError as error:
+        raise ValueError(f"{file} is cut short or no tar ({error}): copy it again.") from error
+    if len(bytes_of) < end + 512:  # a whole tar ends in empty blocks
+        raise ValueError(f"{file} ends at byte {len(bytes_of)} without a tar's end mark, so it was cut short: "
+                         "copy it again.")
+    if not latents:
+        seen = f", only {sorted(endings)[:8]}" if endings else ""
+        raise ValueError(f"{file} holds no '<key>.latent.npy'{seen}: tars of images go through "
+                         "scripts/prepare_latents.py first.")
+    if alone := sorted(latents.keys() ^ labels.keys()):
+        raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")
+    return [(offset, labels[sample]) for sample, offset in latents.items()]
+
+
+def _class_number(content, where):
+    text = content.tobytes()
+    if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
+        raise ValueError(f"{where} holds {text[:20]!r} where a class number is expected.")
+    return int(text)
+
+
+def _latent_header(content, headers, where):
+    """Returns the length of a latent's npy header, which is parsed once for all latents that share it."""
+    length = 10 + int.from_bytes(content[8:10].tobytes(), "little")  # npy v1, numpy's for every plain array
+    header = content[:length].tobytes()
+    if header not in headers:
+        try:
+            shape, fortran, dtype = _npy_header(io.BytesIO(header))
+        except ValueError as error:
+            raise ValueError(f"{where} is not an npy file ({error}).") from error
+        if len(shape) != 3 or fortran or dtype not in (np.dtype("<f2"), np.dtype("<f4")):
+            order = " in Fortran order" if fortran else ""
+            raise ValueError(f"{where} holds {dtype} {shape}{order}; a latent is a C-ordered "
+                             "float16 or float32 array of (channels, height, width).")
+        for other_shape, other_dtype in headers.values():
+            if (shape, dtype) != (other_shape, other_dtype):
+                raise ValueError(f"{where} holds {dtype} {shape}, but the latents before it {other_dtype} "
+                                 f"{other_shape}; one data set has one shape.")
+        headers[header] = shape, dtype
+    shape, dtype = headers[header]
+    expected = length + math.prod(shape) * dtype.itemsize
+    if len(content) != expected:
+        raise ValueError(f"{where} has {len(content)} bytes, but its header promises {expected}.")
+    return length
+
+
+# ------------------------------------------------------------------------------------------------------------
+# What looks wrong
+
+
+def _check_values(latents):
+    """Raises ValueError where a few hundred latents are not finite or do not look scaled for the network."""
+    indices, mirror = latents.probe()
+    stored = latents.read(indices, mirror)[0].astype(np.float64)
+    where = f"{latents.where} ({len(indices)} of {latents.count} latents looked at)"
+    finite = np.isfinite(stored).all(axis=(1, 2, 3))
+    if not finite.all():
+        raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, image {indices[~finite][0]} first. "
+                         "Prepare them again; an autoencoder in half precision is the usual cause.")
+    mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
+    if std.min() < 0:
+        raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard "
+                         "deviation is never negative. A latent folder stores [mean, std]; these look like "
+                         "[mean, logvar]: store exp(logvar / 2) * scale.")
+    if latents.autoencoder == "identity":
+        _check_pixels(mean.min(), mean.max(), where)
+    else:
+        _check_scale(math.sqrt(mean.var() + np.square(std).mean()), latents, where)  # of mean + std * eps
+
+
+def _check_pixels(low, high, where):
+    seen = f"{where}: pixels run from {low:.4g} to {high:.4g}"
+    if low < -1.05 or high > 1.05:
+        guess = ", which looks like 0..255" if low >= 0 and high <= 255 else ""
+        raise ValueError(f"{seen}{guess}; with autoencoder=identity they lie in -1..1: store image / 127.5 - 1.")
+    if low >= 0 and high > 0.5:  # pale pictures may be so
+        warnings.warn(f"{seen}, which looks like 0..1; -1..1 is expected (image / 127.5 - 1).", stacklevel=4)
+
+
+def _check_scale(spread, latents, where):
+    seen, in_tars = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks", latents._raw
+    if spread > 3:
+        remedy = (f"data.scale is {latents.scale:g}: set data.scale={SD_SCALE}." if in_tars else
+                  "Store latents times the autoencoder's scale, as scripts/prepare_latents.py does.")
+        raise ValueError(f"{seen} unscaled: {SD_SCALE} times that is {spread * SD_SCALE:.2g}. {remedy}")
+    if spread < 0.3:
+        remedy = ("Set data.scale=1 if the tars hold scaled latents." if in_tars else
+                  "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")
+        once = f"divided by {latents.scale:g} it is {spread / latents.scale:.2g}"
+        message = f"{seen} scaled twice: {once}. {remedy}"
+        if latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
+            raise ValueError(message)
+        warnings.warn(message, stacklevel=4)  # somebody's own autoencoder may be so
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Batches
+
+
+def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,
+            pin: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+    """Yields this rank's share of each global batch, without end: stored (batch_size / world, …) float16, y int64.
+
+    Epoch e is a permutation of all images by (seed, e), cut into floor(count / batch_size) global batches; rank r
+    takes the r-th part of each, so what a global batch holds does not depend on `world`. `start` global batches
+    are skipped at no cost: a run that resumes sees what it would have seen. One thread reads ahead; closing the
+    iterator ends it. `pin` page-locks the batches for copies to the current GPU. Raises ValueError for a batch
+    size that the images or the ranks do not fit.
+    """
+    if not 0 < batch_size <= latents.count:
+        raise ValueError(f"The batch size is {batch_size}, but {latents.where} holds {latents.count} images: "
+                         "set batch_size between 1 and that.")
+    if batch_size % world:
+        raise ValueError(f"The batch size {batch_size} does not divide by {world} ranks: "
+                         f"set batch_size to a multiple of {world}.")
+    assert 0 <= rank < world and start >= 0
+    device = torch.cuda.current_device() if pin else None
+    return _read_ahead(_load(latents, _plan(latents, batch_size, seed, rank, world, start), device))
+
+
+def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
+    """Returns x (B, C, h, w) float32 on the device of `stored`; moments are drawn from, x = mean + std * eps.
+
+    eps comes from the device's default generator.
+    """
+    stored = stored.float()
+    if kind == "sample":
+        return stored
+    mean, std = stored.chunk(2, dim=1)
+    return mean + std * torch.randn_like(mean)
+
+
+def _plan(latents, batch_size, seed, rank, world, start):
+    """Yields (indices, mirror or None) of one rank's batches, epoch after epoch."""
+    share, per_epoch = batch_size // world, latents.count // batch_size
+    first_epoch, first_batch = divmod(start, per_epoch)
+    for epoch in itertools.count(first_epoch):
+        rng = np.random.default_rng((seed, epoch))
+        order = np.arange(latents.count, dtype=np.uint32 if latents.count <= 2**32 else np.int64)
+        rng.shuffle(order)
+        # Drawn after the order, which is therefore the same with and without mirrored copies.
+        mirror = rng.integers(0, 2, latents.count, dtype=np.bool_) if latents.mirrored else None
+        for batch in range(first_batch if epoch == first_epoch else 0, per_epoch):
+            begin = batch * batch_size + rank * share
+            rows = slice(begin, begin + share)
+            yield order[rows].astype(np.int64), None if mirror is None else mirror[rows]
+        del order, mirror  # before the next epoch's are made
+
+
+def _load(latents, plan, device):
+    if device is not None:
+        torch.cuda.set_device(device)  # a new thread starts on GPU 0, and pinning would open a context there
+    for indices, mirror in plan:
+        stored, y = map(torch.from_numpy, latents.read(indices, mirror))
+        yield (stored, y) if device is None else (stored.pin_memory(), y.pin_memory())
+
+
+def _read_ahead(items):
+    """Yields `items`, made by one thread that is at most NUM_AHEAD of them ahead and ends with this generator."""
+    ready, free, stop = queue.SimpleQueue(), threading.Semaphore(NUM_AHEAD), threading.Event()
+
+    def produce():
+        try:
+            for item in items:
+                free.acquire()
+                if stop.is_set():
+                    return
+                ready.put((item, None))
+        except BaseException as error:  # raised where the batch is asked for
+            ready.put((None, error))
+
+    thread = threading.Thread(target=produce, name="read-ahead", daemon=True)
+    thread.start()
+    try:
+        while True:
+            item, error = ready.get()
+            if error is not None:
+                raise error
+            free.release()
+            yield item
+    finally:
+        stop.set()
+        free.release()
+        if not sys.is_finalizing():  # a daemon thread cannot be joined once the interpreter is going down
+            thread.join()

@@ -1,0 +1,634 @@
+"""What `data.py` promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
+
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+import data
+from data import batches, open_latents, to_latent
+
+ROOT = Path(__file__).resolve().parents[1]
+COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
+
+
+def write_folder(folder, latents, labels, mirrored=None, shard=40, **record):
+    """Writes a latent folder by its documented format, with no code of ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for s, start in enumerate(range(0, len(latents), shard)):
+        names = {"latents": f"latents-{s:05d}.npy", "labels": f"labels-{s:05d}.npy"}
+        parts = {"latents": latents, "labels": labels}
+        if mirrored is not None:
+            names["mirrored"], parts["mirrored"] = f"mirrored-{s:05d}.npy", mirrored
+        for part, name in names.items():
+            np.save(folder / name, parts[part][start : start + shard])
+        shards.append({**names, "count": len(latents[start : start + shard])})
+    channels = latents.shape[1] // (2 if record.get("kind") == "moments" else 1)
+    record = {
+        "format": 1, "count": len(latents), "shape": [channels, *latents.shape[2:]], "dtype": "float16",
+        "kind": "sample", "mirrored": mirrored is not None, "num_classes": 7, "class_names": None,
+        "autoencoder": "sd_vae_ema", "scale": 0.18215, "shift": 0.0, "resolution": 32, "shards": shards,
+        "source": "here", "unreadable": [], **record,
+    }  # fmt: skip
+    (folder / "metadata.json").write_text(json.dumps(record))
+    return folder
+
+
+def numbered(count=COUNT, channels=4, size=4, seed=0):
+    """Latents of unit spread whose first value tells the image's number, exactly in float16."""
+    latents = np.random.default_rng(seed).standard_normal((count, channels, size, size)).astype(np.float16)
+    latents[:, 0, 0, 0] = np.arange(count) / 512 - 1
+    return latents
+
+
+def numbers(stored):
+    """Tells which images of `numbered` these are."""
+    return np.rint((np.asarray(stored)[:, 0, 0, 0].astype(np.float64) + 1) * 512).astype(int).tolist()
+
+
+def labels_of(count=COUNT):
+    return np.arange(count, dtype=np.int64) * 5 % 7
+
+
+def take(latents, num, batch_size, **how):
+    stream = batches(latents, batch_size, **how)
+    taken = list(itertools.islice(stream, num))
+    stream.close()
+    return taken
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "set", numbered(), labels_of())
+
+
+# --- folders and batches
+
+
+def test_a_folder_tells_what_it_holds(tmp_path):
+    names = ["a", "b", "c", "d", "e", "f", "g"]
+    latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), class_names=names))
+    assert (latents.count, latents.shape, latents.kind, latents.mirrored) == (COUNT, (4, 4, 4), "sample", False)
+    assert (latents.num_classes, latents.class_names, latents.autoencoder) == (7, names, "sd_vae_ema")
+    assert (latents.scale, latents.shift) == (0.18215, 0.0)
+
+
+def test_read_returns_the_rows_that_were_asked_for_in_their_order(folder):
+    indices = np.array([102, 3, 40, 39, 3, 80])
+    stored, labels = open_latents(folder).read(indices)
+    assert stored.dtype == np.float16 and labels.dtype == np.int64
+    np.testing.assert_array_equal(stored, numbered()[indices])
+    np.testing.assert_array_equal(labels, labels_of()[indices])
+
+
+def test_batches_are_tensors_of_the_stored_type(folder):
+    stored, y = take(open_latents(folder), 1, 8, seed=0)[0]
+    assert (stored.dtype, tuple(stored.shape)) == (torch.float16, (8, 4, 4, 4))
+    assert (y.dtype, tuple(y.shape)) == (torch.int64, (8,))
+
+
+def test_every_image_is_seen_at_most_once_an_epoch_and_only_the_rest_is_dropped(folder):
+    for epoch in range(3):
+        taken = take(open_latents(folder), 10, 10, seed=3, start=10 * epoch)
+        seen = [n for stored, _ in taken for n in numbers(stored)]
+        assert len(set(seen)) == 100
+
+
+def test_every_image_is_seen_where_the_batch_divides_the_count(tmp_path):
+    latents = open_latents(write_folder(tmp_path / "set", numbered(100), labels_of(100)))
+    seen = [n for stored, _ in take(latents, 10, 20, seed=3) for n in numbers(stored)]
+    first, second = seen[:100], seen[100:]
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second and first != list(range(100))
+
+
+def test_labels_stay_with_their_images(folder):
+    for stored, y in take(open_latents(folder), 12, 10, seed=1):
+        np.testing.assert_array_equal(y.numpy(), labels_of()[numbers(stored)])
+
+
+def test_the_shuffle_is_global(folder):
+    first = numbers(take(open_latents(folder), 1, 30, seed=0)[0][0])
+    assert {n // 40 for n in first} == {0, 1, 2}  # one batch meets every shard
+
+
+def test_another_seed_is_another_order_and_the_same_seed_the_same(folder):
+    latents = open_latents(folder)
+    orders = [numbers(take(latents, 1, 100, seed=seed)[0][0]) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_partition_each_global_batch_of_the_one_rank_run(tmp_path, world):
+    latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=numbered(seed=9)))
+    whole = take(latents, 14, 8, seed=5)  # twelve batches an epoch
+    parts = [take(latents, 14, 8, seed=5, rank=rank, world=world) for rank in range(world)]
+    for g, (stored, y) in enumerate(whole):
+        assert torch.equal(torch.cat([part[g][0] for part in parts]), stored)
+        assert torch.equal(torch.cat([part[g][1] for part in parts]), y)
+
+
+@pytest.mark.parametrize("start", [1, 9, 10, 11, 25])
+def test_resuming_gives_the_batches_of_a_run_that_was_not_stopped(tmp_path, start):
+    latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=numbered(seed=9)))
+    unbroken = take(latents, 28, 10, seed=5)  # ten batches an epoch
+    resumed = take(latents, 28 - start, 10, seed=5, start=start)
+    for (stored, y), (stored_again, y_again) in zip(unbroken[start:], resumed, strict=True):
+        assert torch.equal(stored, stored_again) and torch.equal(y, y_again)
+
+
+def test_the_order_is_the_one_that_was_written_down(folder):
+    """A change here breaks the resumption of every run there is."""
+    assert numbers(take(open_latents(folder), 1, 8, seed=0)[0][0]) == [85, 37, 20, 5, 86, 16, 74, 96]
+
+
+# --- mirrored copies
+
+
+def test_mirrored_copies_are_chosen_about_half_the_time_and_never_change_the_order(tmp_path):
+    plain, copies = numbered(1000), numbered(1000)
+    plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
+    alone = open_latents(write_folder(tmp_path / "a", plain, labels_of(1000), shard=300))
+    both = open_latents(write_folder(tmp_path / "b", plain, labels_of(1000), mirrored=copies, shard=300))
+    flips = []
+    for (x, y), (x_both, y_both) in zip(take(alone, 20, 100, seed=2), take(both, 20, 100, seed=2), strict=True):
+        assert numbers(x) == numbers(x_both) and torch.equal(y, y_both)
+        flips.append(x_both[:, 1, 0, 0].numpy())
+    flips = np.concatenate(flips)
+    assert abs(flips.mean() - 0.5) < 4 * 0.5 / np.sqrt(len(flips))
+    assert (flips[:1000] != flips[1000:]).any()  # a fresh coin each epoch
+
+
+def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
+    plain, copies = numbered(), numbered(seed=9)
+    latents = open_latents(write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies))
+    indices, mirror = np.array([90, 5, 41, 5]), np.array([True, False, True, True])
+    stored, labels = latents.read(indices, mirror)
+    np.testing.assert_array_equal(stored, np.where(mirror[:, None, None, None], copies[indices], plain[indices]))
+    np.testing.assert_array_equal(labels, labels_of()[indices])
+
+
+# --- moments
+
+
+def test_moments_are_sampled_with_their_mean_and_standard_deviation():
+    stored = torch.empty(20_000, 2, 2, 2, dtype=torch.float16)
+    stored[:, 0], stored[:, 1] = 1.5, 0.25
+    torch.manual_seed(0)
+    x = to_latent(stored, "moments")
+    assert x.dtype == torch.float32 and x.shape == (20_000, 1, 2, 2)
+    assert abs(x.mean().item() - 1.5) < 0.005 and abs(x.std().item() - 0.25) < 0.005
+    torch.manual_seed(0)
+    assert torch.equal(to_latent(stored, "moments"), x)  # the default generator and nothing else
+    assert not torch.equal(to_latent(stored, "moments"), x)
+
+
+def test_samples_are_only_widened():
+    stored = torch.randn(3, 4, 2, 2).half()
+    x = to_latent(stored, "sample")
+    assert x.dtype == torch.float32 and torch.equal(x, stored.float())
+
+
+def test_a_folder_of_moments_has_half_the_channels_it_stores(tmp_path):
+    moments = np.concatenate([numbered(), np.full_like(numbered(), 0.1)], axis=1)
+    latents = open_latents(write_folder(tmp_path / "set", moments, labels_of(), kind="moments"))
+    assert latents.shape == (4, 4, 4)
+    stored, _ = take(latents, 1, 10, seed=0)[0]
+    assert stored.shape == (10, 8, 4, 4) and to_latent(stored, latents.kind).shape == (10, 4, 4, 4)
+
+
+# --- tars
+
+
+def write_tars(folder, latents, labels, maxcount=40):
+    """Writes tars as TREAD's users do, with webdataset's own writer."""
+    import webdataset
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with webdataset.ShardWriter(str(folder / "shard-%06d.tar"), maxcount=maxcount, verbose=0) as writer:
+        for i, (latent, label) in enumerate(zip(latents, labels, strict=True)):
+            writer.write({"__key__": f"n{i:08d}", "latent.npy": latent, "cls": int(label), "json": {"i": i}})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("kind", ["sample", "moments"])
+def test_webdataset_tars_read_back_as_the_folder_with_the_same_latents(tmp_path, kind, dtype):
+    raw = (numbered().astype(np.float64) / 0.18215).astype(dtype)
+    stored = torch.from_numpy(raw).float() * 0.18215
+    if kind == "moments":
+        logvar = np.random.default_rng(1).uniform(-20, 1, raw.shape).astype(dtype)
+        stored = torch.cat([stored, torch.from_numpy(logvar).float().div(2).exp() * 0.18215], dim=1)
+        raw = np.concatenate([raw, logvar], axis=1)
+    folder = open_latents(write_folder(tmp_path / "set", stored.half().numpy(), labels_of(), kind=kind))
+    tars = open_latents(write_tars(tmp_path / "tars", raw, labels_of()), kind=kind)
+    assert (tars.count, tars.shape, tars.kind) == (COUNT, (4, 4, 4), kind)
+    assert (tars.num_classes, tars.scale) == (1000, 0.18215)
+    for (x, y), (x_tar, y_tar) in zip(take(folder, 15, 10, seed=4), take(tars, 15, 10, seed=4), strict=True):
+        assert x_tar.dtype == torch.float16 and torch.equal(y, y_tar)
+        torch.testing.assert_close(x, x_tar, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("pattern", ["", "*.tar", "shard-{000000..000002}.tar", "shard-00000[0-2].tar"])
+def test_tars_are_named_by_a_folder_a_glob_or_braces(tmp_path, pattern):
+    write_tars(tmp_path, numbered(), labels_of())
+    latents = open_latents(f"{tmp_path}/{pattern}", kind="sample", scale=1)
+    np.testing.assert_array_equal(latents.read(np.arange(COUNT))[0], numbered())
+    np.testing.assert_array_equal(latents.read(np.arange(COUNT))[1], labels_of())
+
+
+def test_tar_values_are_shifted_and_scaled(tmp_path):
+    write_tars(tmp_path, numbered() * 2 + 1, labels_of())
+    latents = open_latents(tmp_path, kind="sample", scale=0.5, shift=1.0, num_classes=7)
+    np.testing.assert_allclose(latents.read(np.arange(COUNT))[0], numbered(), atol=4e-3)
+    assert (latents.scale, latents.shift, latents.num_classes) == (0.5, 1.0, 7)
+
+
+def test_the_tar_index_is_kept_and_made_again_when_the_tars_change(tmp_path, monkeypatch):
+    write_tars(tmp_path, numbered(), labels_of())
+    first = open_latents(tmp_path, kind="sample", scale=1)
+    with monkeypatch.context() as patch:
+        patch.setattr(data.tarfile, "open", None)  # a second indexing would fail
+        assert open_latents(tmp_path, kind="sample", scale=1).fingerprint == first.fingerprint
+    write_tars(tmp_path, numbered(seed=8), labels_of()[::-1])  # files of the same names and sizes
+    stored, labels = open_latents(tmp_path, kind="sample", scale=1).read(np.arange(COUNT))
+    np.testing.assert_array_equal(stored, numbered(seed=8))
+    np.testing.assert_array_equal(labels, labels_of()[::-1])
+    (tmp_path / data.TAR_INDEX).write_bytes(b"half an index")
+    assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".npz", ".tar", ".tar", ".tar"]
+
+
+def test_tars_in_a_folder_that_cannot_be_written_are_read_all_the_same(tmp_path, monkeypatch):
+    write_tars(tmp_path, numbered(), labels_of())
+
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(data.np, "savez", refuse)
+    assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
+    assert {file.suffix for file in tmp_path.iterdir()} == {".tar"}
+
+
+# --- the record
+
+
+def test_a_moved_folder_is_the_same_data_set_and_other_content_is_not(tmp_path):
+    prints = [
+        open_latents(write_folder(tmp_path / "a", numbered(), labels_of())).fingerprint,
+        open_latents(write_folder(tmp_path / "b" / "c", numbered(), labels_of(), source="elsewhere")).fingerprint,
+        open_latents(write_folder(tmp_path / "d", numbered(seed=1), labels_of())).fingerprint,
+        open_latents(write_folder(tmp_path / "e", numbered(), labels_of()[::-1].copy())).fingerprint,
+        open_latents(write_folder(tmp_path / "f", numbered(), labels_of(), num_classes=8)).fingerprint,
+    ]
+    assert prints[0] == prints[1] and len(set(prints)) == 4 and int(prints[0], 16)
+
+
+def test_a_network_that_fits_is_accepted_with_more_classes_too(folder):
+    open_latents(folder).require(shape=(4, 4, 4), num_classes=7)
+    open_latents(folder).require(shape=(4, 4, 4), num_classes=1000)
+
+
+@pytest.mark.parametrize(
+    "shape, num_classes, words",
+    [
+        ((3, 4, 4), 7, ["(4, 4, 4)", "(3, 4, 4)", "data.channels=4", "data.input_size=4"]),
+        ((4, 8, 8), 7, ["(4, 4, 4)", "(4, 8, 8)", "data.channels=4", "data.input_size=4"]),
+        ((4, 4, 4), 6, ["7 classes", "set up for 6", "data.num_classes=7"]),
+    ],
+)
+def test_a_network_that_does_not_fit_is_refused_with_both_numbers(folder, shape, num_classes, words):
+    with pytest.raises(ValueError) as error:
+        open_latents(folder).require(shape=shape, num_classes=num_classes)
+    assert all(word in str(error.value) for word in words)
+
+
+@pytest.mark.parametrize("how, words", [
+    ({"batch_size": 104}, ["104", "103", "batch_size"]),
+    ({"batch_size": 0}, ["batch size is 0"]),
+    ({"batch_size": 10, "world": 3}, ["10", "3 ranks"]),
+])  # fmt: skip
+def test_a_batch_that_cannot_be_is_refused_at_once(folder, how, words):
+    with pytest.raises(ValueError) as error:
+        batches(open_latents(folder), seed=0, **how)  # not at the first next()
+    assert all(word in str(error.value) for word in words)
+
+
+# --- what is refused on opening
+
+
+def edit(folder, **changes):
+    record = json.loads((folder / "metadata.json").read_text())
+    record = {key: value for key, value in {**record, **changes}.items() if value != "gone"}
+    (folder / "metadata.json").write_text(json.dumps(record))
+
+
+def with_bad_row(value):
+    latents = numbered()
+    latents[41, 1, 2, 2] = value
+    return latents
+
+
+def cut(name, size):
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def put(name, array):
+    return lambda folder: np.save(folder / name, array, allow_pickle=True)
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def record(**changes):
+    return lambda folder: edit(folder, **changes)
+
+
+LATENTS, LABELS = "latents-00001.npy", "labels-00001.npy"  # of the second shard, 40 images
+BAD_FOLDERS = {
+    "shard missing": (remove(LATENTS), {}, ["latents-00001.npy is missing"]),
+    "labels missing": (remove(LABELS), {}, ["labels-00001.npy is missing"]),
+    "shard truncated": (cut(LATENTS, 3000), {}, ["3000 bytes", "5248", "cut short"]),
+    "shard longer": (cut(LATENTS, 6000), {}, ["6000 bytes", "5248"]),
+    "labels truncated": (cut(LABELS, 300), {}, ["300 bytes", "448", "cut short"]),
+    "header truncated": (cut(LATENTS, 50), {}, ["latents-00001.npy is not an npy file"]),
+    "not npy": (write(LATENTS, b"x" * 9999), {}, ["latents-00001.npy is not an npy file"]),
+    "pickled": (put(LABELS, np.array([{}] * 40)), {}, ["object"]),
+    "float32": (put(LATENTS, numbered(40).astype(np.float32)), {}, ["float32", "float16"]),
+    "short labels": (put(LABELS, labels_of(39)), {}, ["(39,)", "(40,)"]),
+    "int32 labels": (put(LABELS, labels_of(40).astype(np.int32)), {}, ["int32", "int64"]),
+    "other shape": (put(LATENTS, numbered(40, size=8)), {}, ["(40, 4, 8, 8)", "(40, 4, 4, 4)"]),
+    "Fortran order": (put(LATENTS, np.asfortranarray(numbered(40))), {}, ["Fortran"]),
+    "label too high": (put(LABELS, labels_of(40) + 1), {}, ["label 7 (row 4)", "0..6"]),
+    "label negative": (put(LABELS, labels_of(40) - 1), {}, ["label -1 (row 0)", "0..6"]),
+    "counts differ": (record(count=104), {}, ["104 images", "hold 103"]),
+    "moments shape": (record(kind="moments"), {}, ["(40, 4, 4, 4)", "(40, 8, 4, 4)"]),
+    "kind unknown": (record(kind="mean"), {}, ["'mean'", "moments"]),
+    "no kind": (record(kind="gone"), {}, ["metadata.json", "kind"]),
+    "other format": (record(format=2), {}, ["format 2", "format 1"]),
+    "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
+    "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),
+    "unfinished": (remove("metadata.json"), {}, ["has not finished", "same prepare_latents command"]),
+    "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
+    "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
+    "shift argument": (None, {"shift": 0.5}, ["0.5", "0.0"]),
+    "classes argument": (None, {"num_classes": 6}, ["data.num_classes is 6", "has 7"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_FOLDERS)
+def test_a_damaged_folder_is_refused_in_a_sentence(folder, case):
+    damage, arguments, words = BAD_FOLDERS[case]
+    if damage:
+        damage(folder)
+    with pytest.raises(ValueError) as error:
+        open_latents(folder, **arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_arguments_that_agree_with_the_folder_are_accepted(folder):
+    assert open_latents(folder, kind="sample", scale=0.18215, num_classes=1000).num_classes == 7
+
+
+def test_a_folder_that_is_being_prepared_says_so(tmp_path):
+    (tmp_path / "preparing.json").write_text("{}")
+    with pytest.raises(ValueError, match="has not finished"):
+        open_latents(tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data/imagenet256", "shards/*.tar", "s-{000..004}.tar", ""])
+def test_an_absent_data_set_tells_how_to_prepare_it_and_how_to_go_without(tmp_path, name):
+    with pytest.raises(ValueError) as error:
+        open_latents(tmp_path / name)
+    assert all(word in str(error.value) for word in (
+        str(tmp_path / name), "scripts/prepare_latents.py source=", "bash scripts/quickstart.sh", "data=shapes",
+        "python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16",
+    ))  # fmt: skip
+
+
+def moments(mean, std):
+    return np.concatenate([mean, std], axis=1)
+
+
+PIXELS, MOMENTS = {"autoencoder": "identity", "scale": 1.0}, {"kind": "moments"}
+BAD_VALUES = {
+    "unscaled": (numbered() * 4.7, {}, ["standard deviation 4.68", "unscaled", "0.18215 times that is 0.8"]),
+    "scaled twice": (numbered() * 0.18215, {}, ["standard deviation 0.18", "scaled twice", "it is 1"]),
+    "NaN": (with_bad_row(np.nan), {}, ["1 hold NaN", "image 41 first"]),
+    "infinity": (with_bad_row(np.inf), {}, ["1 hold NaN or infinity", "image 41 first"]),
+    "logvar for std": (moments(numbered(), numbered() - 9), MOMENTS, ["never negative", "[mean, logvar]"]),
+    "unscaled moments": (moments(numbered() * 4.7, abs(numbered()) * 0.01), MOMENTS, ["unscaled"]),
+    "bytes": (abs(numbered()) * 50, PIXELS, ["0..255", "image / 127.5 - 1"]),
+    "latents as pixels": (numbered(), PIXELS, ["pixels run from -3.", "-1..1"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_VALUES)
+def test_values_that_do_not_look_ready_for_the_network_are_refused_with_the_numbers(tmp_path, case):
+    latents, record, words = BAD_VALUES[case]
+    with pytest.raises(ValueError) as error:
+        open_latents(write_folder(tmp_path / "set", latents.astype(np.float16), labels_of(), **record))
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_a_bad_mirrored_copy_is_found_too(tmp_path):
+    with pytest.raises(ValueError, match="image 41 first"):
+        open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=with_bad_row(np.nan)))
+
+
+@pytest.mark.parametrize("latents, autoencoder", [
+    (numbered() * 0.1, "my/own_vae"),  # a local autoencoder may be so
+    (np.clip(abs(numbered()), 0, 1), "identity"),  # light pictures may be so
+])  # fmt: skip
+def test_what_may_be_right_is_only_warned_of(tmp_path, latents, autoencoder):
+    with pytest.warns(UserWarning, match="looks"):
+        open_latents(write_folder(tmp_path / "set", latents, labels_of(), autoencoder=autoencoder))
+
+
+def rename_in_tar(old, new):
+    def damage(folder):
+        with tarfile.open(folder / "shard-000001.tar") as tar:
+            members = [(member, tar.extractfile(member)) for member in tar.getmembers()]
+            with tarfile.open(folder / "new", "w") as out:
+                for member, content in members:
+                    member.name = member.name.replace(old, new)
+                    out.addfile(member, content)
+        os.replace(folder / "new", folder / "shard-000001.tar")
+
+    return damage
+
+
+def compress(folder):
+    import gzip
+
+    file = folder / "shard-000000.tar"
+    file.write_bytes(gzip.compress(file.read_bytes()))
+
+
+def without_end_mark(folder):
+    """Cuts a tar exactly behind a member, where tarfile itself sees nothing wrong."""
+    with tarfile.open(folder / "shard-000001.tar") as tar:
+        cut = tar.getmembers()[30].offset
+    os.truncate(folder / "shard-000001.tar", cut)
+
+
+SAMPLE = {"kind": "sample", "scale": 1}
+TAR = "shard-000001.tar"
+BAD_TARS = {
+    "no kind": (None, {}, ["4 channels", "data.kind=moments", "data.kind=sample", "almost surely samples"]),
+    "other kind": (None, {"kind": "mean"}, ["'mean'", "4 channels"]),
+    "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
+    "scaled twice": (None, {"kind": "sample"}, ["scaled twice", "data.scale=1"]),
+    "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
+    "truncated": (cut(TAR, 20000), SAMPLE, [TAR, "cut short"]),
+    "truncated in a header": (cut(TAR, 51300), SAMPLE, [TAR, "cut short"]),
+    "truncated between members": (without_end_mark, SAMPLE, [TAR, "cut short"]),
+    "empty": (cut(TAR, 0), SAMPLE, [TAR, "cut short"]),
+    "not a tar": (write(TAR, b"x" * 9999), SAMPLE, [TAR, "no tar"]),
+    "compressed": (compress, SAMPLE, ["shard-000000.tar is compressed", "decompress"]),
+    "images": (rename_in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", ".jpg", "prepare_latents"]),
+    "no label": (rename_in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
+    "key twice": (rename_in_tar("n00000050", "n00000051"), SAMPLE, ["n00000051.cls is there twice"]),
+    "label no number": (rename_in_tar("50.json", "50b.cls"), SAMPLE, ["n00000050b.cls", "class number"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD_TARS)
+def test_bad_tars_are_refused_in_a_sentence(tmp_path, case):
+    damage, arguments, words = BAD_TARS[case]
+    write_tars(tmp_path, numbered(), labels_of())
+    if damage:
+        damage(tmp_path)
+    with pytest.raises(ValueError) as error:
+        open_latents(tmp_path, **arguments)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+@pytest.mark.parametrize("last, words", [
+    (np.zeros((4, 8, 8), np.float16), ["(4, 8, 8)", "(4, 4, 4)"]),
+    (np.zeros((4, 4, 4), np.float32), ["float32", "float16"]),
+    (np.zeros((4, 4), np.float16), ["(4, 4)", "(channels, height, width)"]),
+    (np.zeros((4, 4, 4), np.float64), ["float64", "float32"]),
+])  # fmt: skip
+def test_tars_whose_latents_differ_are_refused(tmp_path, last, words):
+    with pytest.raises(ValueError) as error:
+        open_latents(write_tars(tmp_path, [*numbered(), last], labels_of(COUNT + 1)), kind="sample", scale=1)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def test_eight_channels_are_named_as_probable_moments(tmp_path):
+    with pytest.raises(ValueError, match="8 are almost surely the moments of a 4-channel autoencoder"):
+        open_latents(write_tars(tmp_path, numbered(channels=8), labels_of()))
+
+
+def test_braces_that_name_an_absent_tar_are_refused(tmp_path):
+    write_tars(tmp_path, numbered(), labels_of())
+    with pytest.raises(ValueError, match=r"names 4 tars, but 1 of them are absent, .*shard-000003.tar first"):
+        open_latents(tmp_path / "shard-{000000..000003}.tar", kind="sample")
+
+
+# --- the reading thread, and memory
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+
+
+def test_the_reading_thread_runs_ahead_a_little_and_ends_with_the_iterator(folder, monkeypatch):
+    latents, reads, waiting = open_latents(folder), [], threading.Event()
+    read = latents.read
+    monkeypatch.setattr(latents, "read", lambda *a: (reads.append(1), waiting.set(), read(*a))[2])
+    stream = batches(latents, 10, seed=0)
+    assert not reads and not readers()  # nothing starts before the first batch is asked for
+    next(stream)
+    for _ in range(100):
+        threading.Event().wait(0.005)
+    assert 1 < len(reads) <= data.NUM_AHEAD + 2 and len(readers()) == 1
+    stream.close()
+    assert not readers()
+
+
+def test_an_error_in_the_reading_thread_reaches_the_one_who_waits_for_the_batch(folder, monkeypatch):
+    latents, read, reads = open_latents(folder), data.Latents.read, []
+
+    def fail_at_the_third(*args):
+        reads.append(1)
+        if len(reads) == 3:
+            raise OSError("the disk went away")
+        return read(latents, *args)
+
+    monkeypatch.setattr(latents, "read", fail_at_the_third)
+    stream = batches(latents, 10, seed=0)
+    assert len([next(stream), next(stream)]) == 2  # what was read before is still good
+    with pytest.raises(OSError, match="the disk went away"):
+        next(stream)
+    assert not readers()
+
+
+def test_a_program_that_leaves_its_batches_open_still_ends(folder):
+    program = (
+        "import data, json\n"
+        f"stream = json.stream = data.batches(data.open_latents({str(folder)!r}), 10, seed=0)\n"  # outlives `data`
+        "next(stream)\n"
+        "print('left')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
+def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_path):
+    count = 1_000_000  # 6 GB of latents in holes of a sparse file
+    write_folder(tmp_path, np.zeros((1, 3, 32, 32), np.float16), np.zeros(1, np.int64), **PIXELS)
+    for name, dtype, shape in (("latents", "<f2", (count, 3, 32, 32)), ("labels", "<i8", (count,))):
+        with open(tmp_path / f"{name}-00000.npy", "wb") as stream:
+            header = {"descr": dtype, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(stream, header)
+            stream.truncate(stream.tell() + np.dtype(dtype).itemsize * int(np.prod(shape)))
+    shard = {"latents": "latents-00000.npy", "labels": "labels-00000.npy", "count": count}
+    edit(tmp_path, count=count, shards=[shard])
+    program = (
+        "import resource, data\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux\n"
+        "before = peak()\n"
+        f"stream = data.batches(data.open_latents({str(tmp_path)!r}), 256, seed=0)\n"
+        "for _ in range(10): next(stream)\n"
+        "print(peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.4, f"memory grew by {done.stdout} GB"
+
+
+def test_more_files_than_a_process_may_open_at_first_are_opened_all_the_same(tmp_path):
+    write_folder(tmp_path, numbered(300), labels_of(300), shard=1)
+    program = (
+        "import resource, data, numpy\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        f"print(data.open_latents({str(tmp_path)!r}).read(numpy.arange(300))[0].shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(300, 4, 4, 4)\n", done.stderr
+
+
+def test_the_data_configs_name_what_the_code_reads():
+    from omegaconf import OmegaConf
+
+    for name, fits in {"imagenet256": (4, 32, 1000), "shapes": (3, 16, 6), "cifar10": (3, 32, 10)}.items():
+        cfg = OmegaConf.load(ROOT / "configs" / "data" / f"{name}.yaml")
+        assert (cfg.channels, cfg.input_size, cfg.num_classes) == fits
+        assert (cfg.kind, cfg.scale) == (None, None) and not Path(cfg.path).is_absolute()

@@ -1,0 +1,279 @@
+"""Training as users run it, in processes of its own: killed, interrupted, out of disk, misconfigured, on two ranks."""
+
+import json
+import os
+import random
+import resource
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from safetensors.torch import load_file
+
+import checkpoint as checkpoints
+from train import learning_rate, step_seed, update_ema
+
+PYTHON = (sys.executable,)
+TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
+
+
+@pytest.fixture(scope="module")
+def shapes(tmp_path_factory) -> Path:
+    """The built-in shapes, 300 of them, as a latent folder."""
+    out = tmp_path_factory.mktemp("data") / "shapes"
+    subprocess.run([*PYTHON, "scripts/prepare_latents.py", "source=shapes", "shapes.count=300", "resolution=16",
+                    "autoencoder=identity", f"out={out}"], cwd=ROOT, check=True, capture_output=True)
+    return out
+
+
+def command(run: Path, data: Path, *overrides, launcher=PYTHON) -> list[str]:
+    return [*launcher, "train.py", "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8", "model.hidden_size=32",
+            "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3", "checkpoint.every=4", "steps=24", *overrides]
+
+
+def train(run, data, *overrides, launcher=PYTHON, **options) -> subprocess.CompletedProcess:
+    return subprocess.run(command(run, data, *overrides, launcher=launcher), cwd=ROOT, capture_output=True, text=True,
+                          timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+
+
+def start(run, data, *overrides, launcher=PYTHON) -> subprocess.Popen:
+    """Starts training in a session of its own, so that a signal reaches its launcher and every rank, as a scheduler's does."""
+    return subprocess.Popen(command(run, data, *overrides, launcher=launcher), cwd=ROOT, start_new_session=True, text=True,
+                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+
+
+def rows(run: Path) -> list[dict]:
+    """The rows of metrics.jsonl without what depends on the clock."""
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in (run / "metrics.jsonl").read_text().splitlines()]
+
+
+def wait_until(condition, process, seconds=120):
+    deadline = time.monotonic() + seconds
+    while not condition() and process.poll() is None:
+        assert time.monotonic() < deadline, "the run did not get there"
+        time.sleep(0.0005)
+
+
+def assert_same_end(run: Path, reference: Path):
+    """Weights, EMA, optimizer and metrics are equal to the last bit."""
+    ends = [checkpoints.latest(folder) for folder in (run, reference)]
+    assert ends[0].name == ends[1].name
+    for name in ("model", "ema", "training"):
+        one, other = (load_file(end / f"{name}.safetensors") for end in ends)
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+    assert rows(run) == rows(reference)
+
+
+@pytest.fixture(scope="module")
+def reference(shapes, tmp_path_factory) -> Path:
+    """A run that nothing disturbed, with checkpoints that fall between reports."""
+    run = tmp_path_factory.mktemp("reference") / "run"
+    result = train(run, shapes)
+    assert result.returncode == 0, result.stderr
+    assert [row["step"] for row in rows(run)] == [3, 6, 9, 12, 15, 18, 21, 24]
+    return run
+
+
+def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was_not(shapes, reference, tmp_path):
+    run, kills, rng = tmp_path / "run", 0, random.Random(0)
+    saves = run / "checkpoints"
+    for attempt in range(6):
+        process = start(run, shapes, "model.hidden_size=32")
+        before = len(checkpoints.all_steps(run)) and int(checkpoints.all_steps(run)[-1].name[5:])
+        if attempt % 2:      # in the middle of a save: its folder is there under the name that does not count
+            wait_until(lambda: saves.is_dir() and any(p.name.endswith(".tmp") for p in saves.iterdir()), process)
+        else:                # at some moment after new progress
+            wait_until(lambda last=before: (run / "metrics.jsonl").is_file() and (rows(run) or [{"step": 0}])[-1]["step"] > last, process)
+            time.sleep(rng.random() * 0.1)
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGKILL)
+            kills += 1
+        process.communicate()
+    assert kills >= 4, f"only {kills} kills landed before the run had finished"
+    result = train(run, shapes)
+    assert result.returncode == 0, result.stderr
+    assert_same_end(run, reference)
+    assert not list(saves.glob(".*.tmp"))
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_saves_and_leaves_with_a_clear_line_and_the_run_goes_on_unchanged(shapes, reference, tmp_path, number):
+    run = tmp_path / "run"
+    process = start(run, shapes)
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, process)
+    os.killpg(process.pid, number)
+    output = process.communicate(timeout=60)[0]
+    assert process.returncode == 128 + number
+    assert f"Stopped by {number.name} at step" in output and "The same command resumes." in output and "Traceback" not in output
+    assert checkpoints.latest(run) is not None
+    assert train(run, shapes).returncode == 0
+    assert_same_end(run, reference)
+
+
+def test_a_truncated_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(shapes, reference, tmp_path):
+    run = tmp_path / "run"
+    assert train(run, shapes, "steps=8").returncode == 0
+    broken = run / "checkpoints/step-00000008/training.safetensors"
+    broken.write_bytes(broken.read_bytes()[:-100])
+    result = train(run, shapes)
+    assert result.returncode == 0 and "step-00000008 is damaged" in result.stderr and "resuming step-00000004" in result.stdout
+    assert_same_end(run, reference)
+
+
+def test_a_full_disk_ends_the_run_with_a_sentence_and_leaves_the_last_good_checkpoint(shapes, tmp_path):
+    run = tmp_path / "run"
+    assert train(run, shapes, "steps=4").returncode == 0
+    good = checkpoints.latest(run)
+    size = max(path.stat().st_size for path in good.iterdir())
+
+    def small_disk():     # no file may grow past half a checkpoint's
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
+
+    result = train(run, shapes, preexec_fn=small_disk)
+    assert result.returncode == 1 and "could not be written" in result.stderr and "MiB are free" in result.stderr
+    assert checkpoints.latest(run) == good and [p.name for p in (run / "checkpoints").iterdir()] == [good.name]
+    assert train(run, shapes, "steps=8").returncode == 0
+
+
+def test_a_finished_run_finishes_again_at_once_and_changes_nothing(shapes, reference, tmp_path):
+    before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
+    result = train(reference, shapes)
+    assert result.returncode == 0 and "Finished 24 steps" in result.stdout
+    assert {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()} == before
+
+
+def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_the_run(shapes, tmp_path):
+    run = tmp_path / "run"
+    result = train(run, shapes, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "log.every=2", "checkpoint.every=2", "max_skipped_in_row=6")
+    assert result.returncode == 1
+    skipped = [row["skipped"] for row in rows(run)]
+    assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
+    assert f"The last good checkpoint is {checkpoints.latest(run)}" in result.stderr
+    weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run)]
+    assert all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])      # skipped steps moved nothing
+
+
+def test_accumulated_parts_add_up_to_the_whole_batch(shapes, tmp_path):
+    """With nothing random but the noise, which follows the parts, the losses agree as means over other noise do."""
+    for parts in (1, 4):
+        result = train(tmp_path / str(parts), shapes, f"grad_accum_steps={parts}", "batch_size=64", "steps=6", "log.every=6")
+        assert result.returncode == 0, result.stderr
+    one, four = (rows(tmp_path / str(parts))[0] for parts in (1, 4))
+    assert one["images"] == four["images"] == 384
+    assert abs(one["loss"] / four["loss"] - 1) < 0.1 and abs(one["grad_norm"] / four["grad_norm"] - 1) < 0.2
+
+
+@pytest.mark.parametrize("options", [
+    ["precision=bf16"], ["optimizer.clip_norm=0.1", "optimizer.schedule=cosine"],
+    ["activation_checkpointing=true", "model=dit", "log.trackers=[tensorboard]"],
+])
+def test_options_of_the_loop_train(shapes, tmp_path, options):
+    run = tmp_path / "run"
+    result = train(run, shapes, "steps=60", "log.every=20", "optimizer.warmup_steps=0", *options)
+    assert result.returncode == 0, result.stderr
+    losses = [row["loss"] for row in rows(run)]
+    assert losses[-1] < losses[0]
+
+
+def test_activation_checkpointing_changes_no_bit(shapes, reference, tmp_path):
+    assert train(tmp_path / "run", shapes, "activation_checkpointing=true").returncode == 0
+    assert_same_end(tmp_path / "run", reference)
+
+
+def test_grids_are_drawn_on_time_and_do_not_change_the_run(shapes, reference, tmp_path):
+    run = tmp_path / "run"
+    result = train(run, shapes, "samples.every=10", "samples.seeds=0-5", "samples.num_steps=2")
+    assert result.returncode == 0, result.stderr
+    assert sorted(p.name for p in (run / "samples").iterdir()) == [f"step-{step:08d}.png" for step in (10, 20, 24)]
+    assert_same_end(run, reference)
+
+
+def test_two_ranks_train_one_network_save_on_sigterm_and_one_rank_can_go_on(shapes, tmp_path):
+    run = tmp_path / "run"
+    process = start(run, shapes, "steps=100000", launcher=(*TWO_RANKS, "--master_port", "29541"))
+    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, process)
+    os.killpg(process.pid, signal.SIGTERM)
+    output = process.communicate(timeout=120)[0]
+    assert "2 × cpu" in output and "Stopped by SIGTERM at step" in output, output
+    saved = checkpoints.read_meta(checkpoints.latest(run))
+    assert saved["world"] == 2 and saved["images"] == 8 * saved["step"]
+    result = train(run, shapes, f"steps={saved['step'] + 2}")
+    assert result.returncode == 0 and "world was 2 and is now 1" in result.stdout
+    assert checkpoints.read_meta(checkpoints.latest(run))["step"] == saved["step"] + 2
+
+
+@pytest.mark.parametrize(("overrides", "says"), [
+    (["model.hidden_size=64"], "another network"), (["diffusion.name=ddpm"], "another diffusion"),
+])
+def test_what_cannot_be_resumed_is_refused_in_a_sentence(shapes, reference, overrides, says):
+    before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
+    result = train(reference, shapes, *overrides)
+    assert result.returncode == 1 and says in result.stderr and "name=<another>" in result.stderr and "Traceback" not in result.stderr
+    assert {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()} == before
+
+
+def test_another_data_set_is_refused_and_the_same_one_elsewhere_is_not(shapes, reference, tmp_path):
+    import shutil
+
+    moved = shutil.copytree(shapes, tmp_path / "moved")
+    assert train(reference, moved).returncode == 0
+    other = tmp_path / "other"
+    subprocess.run([*PYTHON, "scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity",
+                    f"out={other}"], cwd=ROOT, check=True, capture_output=True)
+    result = train(reference, other)
+    assert result.returncode == 1 and "another data set" in result.stderr
+
+
+def test_two_processes_cannot_train_one_run(shapes, tmp_path):
+    run = tmp_path / "run"
+    first = start(run, shapes, "steps=100000")
+    wait_until(lambda: (run / "metrics.jsonl").is_file(), first)
+    second = train(run, shapes)
+    os.killpg(first.pid, signal.SIGKILL)
+    first.communicate()
+    assert second.returncode == 1 and "Another process is training" in second.stderr
+
+
+@pytest.mark.parametrize(("overrides", "says"), [
+    (["data.path=nowhere"], "bash scripts/quickstart.sh"),
+    (["batch_size=9", "grad_accum_steps=2"], "must be a multiple of 2: 1 ranks × grad_accum_steps=2"),
+    (["batch_size=301"], "more than the 300 latents"),
+    (["data.input_size=32"], "data.input_size=16"), (["data.num_classes=5"], "data.num_classes=6"),
+    (["model.routes.0.end_layer_idx=9"], "with 6 blocks"), (["samples.every=5", "samples.seeds=x"], "samples.seeds=0-63"),
+    (["unknown.key=1"], "unknown"), (["precision=fp8"], "not one of"),
+])
+def test_a_mistake_is_found_before_the_first_step_and_told_in_a_sentence(shapes, tmp_path, overrides, says):
+    result = train(tmp_path / "run", shapes, *overrides)
+    assert result.returncode == 1 and says in result.stderr and "Traceback" not in result.stderr
+    assert not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_nothing_heavy_is_imported_before_it_is_needed():
+    heavy = ("tensorflow", "diffusers", "wandb", "matplotlib", "torch_fidelity", "webdataset", "tensorboard")
+    code = f"import sys, train, sample; print([name for name in {heavy} if name in sys.modules])"
+    result = subprocess.run([*PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    assert result.stdout.strip() == "[]"
+
+
+def test_the_learning_rate_warms_up_and_decays():
+    rates = [learning_rate(step, 100, 1.0, 10, "cosine") for step in range(101)]
+    assert rates[0] == 0.1 and rates[9] == 1 and rates[10] == 1 and rates[100] < 1e-9 and abs(rates[55] - 0.5) < 1e-9
+    assert {learning_rate(step, 100, 1.0, 0, "constant") for step in range(100)} == {1.0}
+
+
+def test_step_seeds_differ_over_seeds_steps_and_ranks_and_repeat():
+    seeds = {step_seed(*path) for path in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (0, 2**32, 0))}
+    assert len(seeds) == 5 and step_seed(3, 4, 5) == step_seed(3, 4, 5)
+
+
+def test_the_ema_is_the_published_recursion():
+    ema, model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
+    expected = 0.9 * ema.weight + 0.1 * model.weight
+    update_ema(ema, model, 0.9)
+    assert torch.allclose(ema.weight, expected)
