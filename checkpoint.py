@@ -1,4 +1,4 @@
-"""Named tensors <-> one folder: written beside and renamed, checked by hash, the latest that is whole. No pickle anywhere.
+"""Named tensors <-> one folder: written beside and renamed, checked by hash, the latest that is whole. No pickle.
 
 A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each holding `<name>.safetensors` files and a
 `meta.json`, which lists every file with its size and SHA-256.
@@ -66,8 +66,10 @@ def save(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict) 
         shutil.rmtree(beside, ignore_errors=True)
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
-        raise OSError(f"The checkpoint {folder} could not be written ({error}): it needs {need / 2**20:,.0f} MiB and "
-                      f"{free / 2**20:,.0f} MiB are free. Nothing of it was kept; earlier checkpoints are untouched.") from error
+        raise OSError(
+            f"The checkpoint {folder} could not be written ({error}): it needs {need / 2**20:,.0f} MiB and "
+            f"{free / 2**20:,.0f} MiB are free. Nothing of it was kept; earlier checkpoints are untouched."
+        ) from error
     shutil.rmtree(folder, ignore_errors=True)     # only ever a broken one
     os.rename(beside, folder)
     sync_folder(folder.parent)
@@ -120,7 +122,7 @@ def load(folder: Path, name: str) -> dict[str, Tensor]:
 
 
 def prune(run: Path, keep_last: int, keep_every: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints and those whose step is a multiple of `keep_every` (0: none)."""
+    """Deletes all but the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (0: none)."""
     for folder in all_steps(run)[:-keep_last]:
         if not (keep_every and int(folder.name.removeprefix("step-")) % keep_every == 0):
             # Renamed first, so that a kill in the middle leaves no half checkpoint under a valid name.

@@ -25,9 +25,8 @@ import numpy as np
 import torch
 from tqdm import tqdm
 
-from autoencoder import scale_latent, scale_moments
+from autoencoder import SD_VAE_SCALE, scale_latent, scale_moments
 
-SD_SCALE = 0.18215
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
@@ -290,7 +289,7 @@ def _find_tars(path):
 
 
 def _open_tars(path, tars, kind, scale, shift, num_classes):
-    scale = SD_SCALE if scale is None else scale
+    scale = SD_VAE_SCALE if scale is None else scale
     num_classes = 1000 if num_classes is None else num_classes
     index = _tar_index(tars)
     dtype, stored_shape = np.dtype(str(index["dtype"])), tuple(index["shape"].tolist())
@@ -456,9 +455,9 @@ def _check_pixels(low, high, where):
 def _check_scale(spread, latents, where):
     seen, in_tars = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks", latents._raw
     if spread > 3:
-        remedy = (f"data.scale is {latents.scale:g}: set data.scale={SD_SCALE}." if in_tars else
+        remedy = (f"data.scale is {latents.scale:g}: set data.scale={SD_VAE_SCALE}." if in_tars else
                   "Store latents times the autoencoder's scale, as scripts/prepare_latents.py does.")
-        raise ValueError(f"{seen} unscaled: {SD_SCALE} times that is {spread * SD_SCALE:.2g}. {remedy}")
+        raise ValueError(f"{seen} unscaled: {SD_VAE_SCALE} times that is {spread * SD_VAE_SCALE:.2g}. {remedy}")
     if spread < 0.3:
         remedy = ("Set data.scale=1 if the tars hold scaled latents." if in_tars else
                   "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")

@@ -9,8 +9,7 @@ from collections.abc import Iterable, Mapping
 from functools import partial
 
 import torch
-from timm.layers import Mlp, PatchEmbed
-from timm.models.vision_transformer import Attention
+from timm.layers import Attention, Mlp, PatchEmbed
 from torch import Tensor, nn
 
 from routing_module import Route, Router, resolve_routes
@@ -28,7 +27,7 @@ def sincos_1d(dim: int, positions: Tensor) -> Tensor:
 
 
 def sincos_2d(dim: int, grid_size: int) -> Tensor:
-    """Returns the fixed position embedding (1, grid_size², dim): the first half encodes the column, the second the row."""
+    """Returns the fixed position embedding (1, grid_size², dim): one half for the column, then one for the row."""
     row, column = torch.meshgrid(torch.arange(grid_size), torch.arange(grid_size), indexing="ij")
     return torch.cat([sincos_1d(dim // 2, column.flatten()), sincos_1d(dim // 2, row.flatten())], dim=1).float()[None]
 
@@ -167,7 +166,7 @@ class DiT(nn.Module):
         return torch.einsum("bhwpqc->bchpwq", x).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
-        """Predicts from a noised latent x (B, C, h, w), its noise level t (B,) and label y (B,): (B, out_channels, h, w).
+        """Predicts (B, out_channels, h, w) from a noised latent x (B, C, h, w), its noise level t (B,) and label y (B,).
 
         `routes` are resolved routes, as in `self.routes`; without them every token passes through every block.
         """
@@ -213,12 +212,12 @@ def infer_architecture(state_dict: Mapping[str, Tensor]) -> dict:
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
         mlp_ratio = state_dict["blocks.0.mlp.fc1.weight"].shape[0] / hidden_size
     except KeyError as missing:
-        raise ValueError(f"These weights are not a DiT's: they lack {missing}; they hold {list(state_dict)[:3]} …") from None
+        raise ValueError(f"These weights are not a DiT's: they lack {missing}, and hold {list(state_dict)[:3]} …") from None
     depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in SIZES.values()}
     if (hidden_size, depth) not in heads:
-        raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its number "
-                         f"of heads cannot be told from its weights: load it from its run or checkpoint folder.")
+        raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its "
+                         f"number of heads cannot be told from its weights: load it from its run or checkpoint folder.")
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
         hidden_size=hidden_size, depth=depth, num_heads=heads[hidden_size, depth], mlp_ratio=mlp_ratio,

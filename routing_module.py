@@ -36,11 +36,11 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
             raise ValueError(f"Route {route} leaves the network: with {depth} blocks an index lies in "
                              f"[{-depth}, {depth - 1}]. Set start_layer_idx and end_layer_idx of the route.")
         if start > end:
-            raise ValueError(f"Route {route} runs backwards: in a network of {depth} blocks it starts at block {start} "
-                             f"and ends at block {end}. The end may not come before the start.")
+            raise ValueError(f"Route {route} runs backwards: in a network of {depth} blocks it starts at block "
+                             f"{start} and ends at block {end}. The end may not come before the start.")
         if not 0 <= route.selection_ratio < 1:
-            raise ValueError(f"Route {route} in a network of {depth} blocks: the selection ratio is the share of tokens "
-                             f"that skips and must lie in [0, 1); at 1 no token would be left.")
+            raise ValueError(f"Route {route} in a network of {depth} blocks: the selection ratio is the share of "
+                             f"tokens that skips and must lie in [0, 1); at 1 no token would be left.")
         resolved.append(Route(start, end, route.selection_ratio))
     resolved.sort(key=lambda route: route.start_layer_idx)
     for first, second in zip(resolved, resolved[1:], strict=False):
@@ -61,7 +61,7 @@ class Router:
         """
         batch, num_tokens, _ = x.shape
         num_keep = num_tokens - int(num_tokens * selection_ratio)
-        # float32 whatever the activations are: bfloat16 has 256 levels in [0, 1), and its ties would favour some tokens.
+        # float32 whatever the activations are: bfloat16 has 256 levels in [0, 1), and ties would favour some tokens.
         noise = torch.rand(batch, num_tokens, device=x.device, dtype=torch.float32)
         return noise.argsort(dim=1)[:, :num_keep].sort(dim=1).values
 

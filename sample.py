@@ -68,7 +68,10 @@ def build_diffusion(diffusion: dict) -> EDM:
     name = keywords.pop("name")
     if name not in DIFFUSIONS:
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
-    return DIFFUSIONS[name](**keywords)
+    try:
+        return DIFFUSIONS[name](**keywords)
+    except TypeError as error:
+        raise ValueError(f"The diffusion {name!r} does not take these settings: {error}.") from error
 
 
 def read_weights(path: Path) -> dict[str, Tensor]:
@@ -84,8 +87,8 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            raise ValueError(f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are "
-                             f"loaded, since unpickling anything else could run code; save its state dict as .safetensors.") from error
+            raise ValueError(f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are loaded, "
+                             f"since unpickling anything else could run code; save its state dict as .safetensors.") from error
         for key in ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict"):
             if isinstance(state.get(key), dict):
                 state = state[key]

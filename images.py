@@ -1,0 +1,412 @@
+"""Folders, zips and webdataset tars of images, and the built-in shapes, as numbered items: name, label, pixels.
+
+A source keeps names and places only, about 130 bytes an image (170 MB for ImageNet; 800 while a zip is
+listed); pixels are read one image at a time.
+"""
+
+import colorsys
+import glob
+import hashlib
+import io
+import json
+import os
+import posixpath
+import struct
+import tarfile
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from PIL import Image, UnidentifiedImageError
+
+IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
+
+
+class UnreadableImage(Exception):
+    """One file cannot be read as an image: it is truncated, no image at all, or has no clear meaning in RGB."""
+
+
+# ------------------------------------------------------------------------------------------------------------
+# One image
+
+
+def to_rgb(image: Image.Image) -> Image.Image:
+    """Converts any PIL image to RGB: transparency is laid over white, 16-bit grey is scaled to 8 bits.
+
+    The EXIF orientation is not applied, as in ADM and DiT. Raises UnreadableImage for grey without a known range.
+    """
+    if image.mode == "RGB" and "transparency" not in image.info:
+        return image
+    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
+        values = np.asarray(image)  # convert("RGB") would clip at 255 and leave nearly everything white
+        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
+            raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range")
+        grey = (values.astype(np.uint32) * 255 + 32767) // 65535
+        return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
+    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        white = Image.new("RGBA", image.size, (255, 255, 255, 255))
+        return Image.alpha_composite(white, image).convert("RGB")
+    return image.convert("RGB")
+
+
+def decode_image(data: bytes) -> Image.Image:
+    """Decodes one image file to RGB; raises UnreadableImage with the reason."""
+    try:
+        with Image.open(io.BytesIO(data)) as image:
+            image.load()
+            return to_rgb(image)
+    except (UnreadableImage, MemoryError):
+        raise
+    except UnidentifiedImageError as error:
+        raise UnreadableImage("not an image of a known kind") from error
+    except Exception as error:  # on broken files Pillow raises nearly anything: SyntaxError, struct.error, ...
+        raise UnreadableImage(f"{type(error).__name__}: {error}") from error
+
+
+def center_crop(image: Image.Image, resolution: int) -> Image.Image:
+    """Scales and crops to a centred square (ADM's rule, so that results compare with ADM's, DiT's and TREAD's).
+
+    Halves with a box filter while the shorter side is at least twice the target, goes the rest of the way with a
+    bicubic one (which enlarges smaller images), and cuts the middle. An image of the right size passes untouched.
+    """
+    if max(image.size) > 64 * min(image.size):
+        raise UnreadableImage(
+            f"{image.width}x{image.height} is no picture: one side is over 64 times the other"
+        )
+    while min(image.size) >= 2 * resolution:
+        image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
+    scale = resolution / min(image.size)
+    image = image.resize((round(image.width * scale), round(image.height * scale)), Image.Resampling.BICUBIC)
+    left, top = (image.width - resolution) // 2, (image.height - resolution) // 2
+    return image.crop((left, top, left + resolution, top + resolution))
+
+
+def draw_shape(seed: int, index: int, resolution: int) -> np.ndarray:
+    """Draws item `index` of the shapes set, class `index % 6`, as uint8 (resolution, resolution, 3).
+
+    A pure function of (seed, index): another resolution samples the same drawing more finely.
+    """
+    rng = np.random.default_rng([seed, index])
+    center_x, center_y = rng.uniform(0.44, 0.56, size=2)  # in units of the image's side
+    size = rng.uniform(0.28, 0.38)
+    hue, saturation, value = rng.uniform(0, 1), rng.uniform(0.85, 1), rng.uniform(0.85, 1)
+    color = np.array(colorsys.hsv_to_rgb(hue, saturation, value))
+    # Yellow needs a dark ground and blue a light one: choose by the colour's luma.
+    dark = color @ [0.299, 0.587, 0.114] > 0.5
+    background = rng.uniform(0.0, 0.12) if dark else rng.uniform(0.88, 1.0)
+
+    axis = (np.arange(resolution) + 0.5) / resolution
+    x, y = (axis - center_x)[None, :], (axis - center_y)[:, None]  # y points down
+    ax, ay = np.abs(x), np.abs(y)
+    radius = np.sqrt(x**2 + y**2)
+    # Signed distance to the outline, negative inside.
+    match SHAPES[index % len(SHAPES)]:
+        case "circle":
+            distance = radius - size
+        case "ring":
+            distance = np.abs(radius - 0.78 * size) - 0.26 * size
+        case "square":
+            distance = np.maximum(ax, ay) - 0.86 * size
+        case "triangle":  # equilateral, point up; its centre lies below the middle of its height
+            lower = y - 0.1 * size
+            distance = np.maximum(lower, (np.sqrt(3) * ax - lower) / 2) - 0.62 * size
+        case "diamond":
+            distance = (ax + ay - 1.1 * size) / np.sqrt(2)
+        case "cross":
+            distance = np.minimum(
+                np.maximum(ax - size, ay - 0.3 * size), np.maximum(ax - 0.3 * size, ay - size)
+            )
+    coverage = np.clip(0.5 - distance * resolution, 0, 1)[..., None]
+    return np.floor((coverage * color + (1 - coverage) * background) * 255 + 0.5).astype(np.uint8)
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Sources
+
+
+@dataclass
+class ImageSource:
+    """Images as numbered items in an order that depends on nothing but the source.
+
+    `names[i]` says where image i lies, `labels[i]` (int64) is its class, `class_names[label]` the class's name;
+    `not_images` names the files that were passed over because they do not look like images.
+    """
+
+    names: list[str]
+    labels: np.ndarray
+    class_names: list[str]
+    not_images: list[str] = field(default_factory=list)
+    read: Callable[[int], bytes] | None = None  # the file's bytes; None for the shapes, which are drawn
+
+    def __len__(self) -> int:
+        return len(self.names)
+
+    def pixels(self, index: int, resolution: int | None = None) -> np.ndarray:
+        """Returns image `index` as uint8 RGB (H,W,3), a centred square of `resolution` or as stored.
+
+        Raises UnreadableImage.
+        """
+        image = decode_image(self.read(index))
+        return np.array(image if resolution is None else center_crop(image, resolution))
+
+    def fingerprint(self) -> str:
+        """Returns a hash of the names, labels and classes, in order; it does not look into the files."""
+        digest = hashlib.sha256("\0".join(self.class_names).encode("utf-8", "surrogateescape"))
+        for name in self.names:
+            digest.update(name.encode("utf-8", "surrogateescape") + b"\0")
+        digest.update(self.labels.astype("<i8").tobytes())
+        return digest.hexdigest()
+
+
+class ShapeSource(ImageSource):
+    """The built-in shapes: six classes in turn, drawn and never stored."""
+
+    def __init__(self, count: int, seed: int):
+        self.seed = seed
+        labels = np.arange(count, dtype=np.int64) % len(SHAPES)
+        names = [f"{SHAPES[label]}/{seed}-{index}" for index, label in enumerate(labels)]
+        super().__init__(names, labels, list(SHAPES))
+
+    def pixels(self, index: int, resolution: int | None = None) -> np.ndarray:
+        """Returns image `index` as uint8 RGB, 16x16 unless told."""
+        return draw_shape(self.seed, index, resolution or 16)
+
+
+def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> ImageSource:
+    """Lists a folder, a zip, webdataset tars (a .tar, a folder of them, a glob, a {000..012} pattern) or
+    `shapes`.
+        Raises ValueError where there is nothing to read, or where the classes cannot be told.
+    """
+    source = str(source)
+    path = Path(source)
+    if source == "shapes":
+        if shapes_count < len(SHAPES):
+            raise ValueError(
+                f"shapes.count={shapes_count} leaves classes empty; there are {len(SHAPES)} shapes."
+            )
+        listed = ShapeSource(shapes_count, shapes_seed)
+    elif path.is_dir():
+        tars = sorted(path.glob("*.tar"))
+        listed = list_tars(tars) if tars else list_folder(path)
+    elif path.is_file() and path.suffix.lower() == ".zip":
+        listed = list_zip(path)
+    elif path.is_file() and path.suffix.lower() == ".tar":
+        listed = list_tars([path])
+    elif path.is_file():
+        raise ValueError(
+            f"source={source} is a file of a kind that is not read; give a folder of class folders, a .zip, or "
+            f".tar files (a compressed .tar.gz has no random access: unpack it first)."
+        )
+    elif any(character in source for character in "*?[{"):
+        listed = list_tars(expand_tars(source))
+    else:
+        raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
+    if len(listed) == 0:
+        others = listed.not_images
+        passed = f"; {len(others)} other files are there, such as {others[0]}" if others else ""
+        raise ValueError(
+            f"source={source} holds no images{passed}. Their names end in {' '.join(sorted(IMAGE_SUFFIXES))}."
+        )
+    return listed
+
+
+def looks_like_image(name: str) -> bool:
+    """Tells by the name alone; hidden files and the Mac's resource forks (__MACOSX/._cat.jpg) are not images."""
+    hidden = any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    return not hidden and posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def sort_into_classes(
+    names: list[str], source: str, flat_class: str
+) -> tuple[list[int], np.ndarray, list[str]]:
+    """Returns the order by (class, name), the labels in that order, and the class names, from names with slashes.
+
+    The class is the first folder below what all images have in common, so `train/cat/x.jpg` and `train/dog/y.jpg`
+    are a cat and a dog. Images in one folder are one class with the folder's name, or `flat_class` at the top.
+    """
+    parents = {name.rpartition("/")[0] for name in names}
+    if len(parents) <= 1:
+        class_of = {parent: posixpath.basename(parent) or flat_class for parent in parents}
+    else:
+        common = posixpath.commonpath(parents)
+        if common in parents:
+            stray = [name for name in names if name.rpartition("/")[0] == common]
+            raise ValueError(
+                f"source={source} has {len(stray)} images beside its class folders (such as {stray[0]}), so "
+                f"their class is unknown; move them into a class folder, or all images into one folder for a set "
+                f"without classes."
+            )
+        start = len(common) + 1 if common else 0
+        class_of = {parent: parent[start:].split("/")[0] for parent in parents}
+    # Folders named by plain numbers count as numbers: 10 comes after 9, not after 1.
+    numeric = all(name.isascii() and name.isdigit() for name in class_of.values())
+    class_names = sorted(set(class_of.values()), key=lambda name: (int(name), name) if numeric else name)
+    index_of = {name: index for index, name in enumerate(class_names)}
+    label_of = {parent: index_of[name] for parent, name in class_of.items()}
+    keys = [label_of[name.rpartition("/")[0]] for name in names]
+    order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
+    return order, np.array([keys[i] for i in order], dtype=np.int64), class_names
+
+
+def list_folder(folder: Path) -> ImageSource:
+    """Lists a folder of class folders, nested or not, or a flat folder as one class; follows links."""
+    root = str(folder)
+    names, not_images = [], []
+    for parent, folders, files in os.walk(root, followlinks=True):
+        relative = os.path.relpath(parent, root).replace(os.sep, "/")
+        prefix = "" if relative == "." else f"{relative}/"
+        for file in files:
+            (names if looks_like_image(prefix + file) else not_images).append(prefix + file)
+        if prefix and not folders and not files:
+            not_images.append(prefix)  # an empty class folder is worth a word
+    order, labels, class_names = sort_into_classes(names, root, folder.resolve().name)
+    names = [names[i] for i in order]
+
+    def read(index: int) -> bytes:
+        path = os.path.join(root, names[index])
+        try:
+            with open(path, "rb") as file:
+                return file.read()
+        except (PermissionError, IsADirectoryError) as error:
+            raise UnreadableImage(str(error)) from error
+        except FileNotFoundError as error:
+            if os.path.islink(path):
+                raise UnreadableImage("a link to nothing") from error
+            raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
+
+    return ImageSource(names, labels, class_names, sorted(not_images), read)
+
+
+def list_zip(path: Path) -> ImageSource:
+    """Lists a zip of class folders; keeps offsets, not zipfile's objects, so that any thread can read."""
+    try:
+        with zipfile.ZipFile(path) as archive:
+            entries = [entry for entry in archive.infolist() if not entry.is_dir()]
+    except zipfile.BadZipFile as error:
+        raise ValueError(f"source={path} is not a whole zip file ({error}).") from error
+    images = [entry for entry in entries if looks_like_image(entry.filename)]
+    not_images = sorted(entry.filename for entry in entries if not looks_like_image(entry.filename))
+    for entry in images:
+        if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
+            raise ValueError(
+                f"source={path}: {entry.filename} is encrypted, or packed by other means than store or deflate; "
+                f"zip the folder anew."
+            )
+    order, labels, class_names = sort_into_classes([entry.filename for entry in images], str(path), path.stem)
+    images = [images[i] for i in order]
+    names = [entry.filename for entry in images]
+    places = np.array(
+        [(e.header_offset, e.compress_size, e.CRC, e.compress_type) for e in images], dtype=np.int64
+    ).reshape(-1, 4)
+
+    def read(index: int) -> bytes:
+        offset, size, checksum, method = places[index].tolist()
+        with open(path, "rb") as file:
+            file.seek(offset)
+            # The local header is 30 bytes, the last four of them the lengths of the name and of the extra field.
+            name_length, extra_length = struct.unpack("<HH", file.read(30)[26:])
+            file.seek(name_length + extra_length, os.SEEK_CUR)
+            data = file.read(size)
+        try:
+            data = zlib.decompress(data, wbits=-15) if method == zipfile.ZIP_DEFLATED else data
+        except zlib.error as error:
+            raise UnreadableImage(str(error)) from error
+        if zlib.crc32(data) != checksum:
+            raise UnreadableImage("the zip's checksum differs")
+        return data
+
+    return ImageSource(names, labels, class_names, not_images, read)
+
+
+def expand_tars(pattern: str) -> list[Path]:
+    """Expands a glob and a shell's braces ({000..012}) to existing tars."""
+    from braceexpand import braceexpand  # comes with webdataset
+
+    tars = []
+    for part in braceexpand(pattern):
+        found = sorted(glob.glob(part)) if any(character in part for character in "*?[") else [part]
+        tars += [Path(name) for name in found if Path(name).is_file()]
+        if part in found and not Path(part).is_file():
+            raise ValueError(f"source={pattern} names {part}, which does not exist.")
+    if not tars:
+        raise ValueError(f"source={pattern} matches no file (looked from {Path.cwd()}).")
+    return tars
+
+
+def tar_label(suffix: str, text: bytes) -> str | None:
+    """Reads a class where a member holds one: `.cls`, `.json` {"label": …}, or a `.txt` with a whole number."""
+    try:
+        if suffix == "cls":
+            return text.decode().strip()
+        if suffix == "json":
+            label = json.loads(text).get("label")
+            return None if label is None else str(label)
+        return str(int(text))
+    except (ValueError, AttributeError):  # a caption, or JSON of another build: no class in it
+        return None
+
+
+def list_tars(tars: list[Path]) -> ImageSource:
+    """Lists webdataset tars of images in the order of the tars, which is the fast order to read them in.
+
+    A sample is the members with one name up to the first dot. Whole numbers as labels are the class indices
+    themselves; other labels are names and are numbered in alphabetical order. Raises ValueError where an image
+    has no label."""
+    names, classes, where, not_images = [], [], [], []
+    for number, path in enumerate(tars):
+        images, labels = {}, {}  # of this tar, by key
+        try:
+            with tarfile.open(path, "r:") as archive:
+                for member in archive:
+                    archive.members = []  # tarfile would keep an object for every member it passes
+                    if not member.isfile():
+                        continue
+                    folder, _, base = member.name.rpartition("/")
+                    key, _, suffix = base.partition(".")
+                    key, suffix = f"{folder}/{key}" if folder else key, suffix.lower()
+                    if suffix in ("cls", "json", "txt"):
+                        label = tar_label(suffix, archive.extractfile(member).read())
+                        if label is not None and (suffix == "cls" or key not in labels):
+                            labels[key] = label
+                    elif looks_like_image(member.name) and key not in images:
+                        images[key] = (member.name, member.offset_data, member.size)
+                    else:
+                        not_images.append(f"{path.name}/{member.name}")
+                # At a damaged header tarfile stops as if the tar ended there; a true end is a block of zeros.
+                archive.fileobj.seek(archive.offset)
+                if archive.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):
+                    raise tarfile.ReadError(f"cut short or damaged at byte {archive.offset}")
+        except tarfile.TarError as error:
+            raise ValueError(f"source: {path} is not a whole uncompressed tar ({error}).") from error
+        for key, (name, offset, size) in images.items():
+            if not labels.get(key):
+                raise ValueError(
+                    f'source: {path} has no class for {name}: a sample needs {key}.cls, a .json with "label", or '
+                    f"a .txt with a whole number. Tars of bare images, one a class, are to be unpacked into class "
+                    f"folders."
+                )
+            names.append(f"{path.name}/{name}")
+            classes.append(labels[key])
+            where.append((number, offset, size))
+    distinct = set(classes)
+    if all(name.isascii() and name.isdigit() for name in distinct):
+        class_names = [str(index) for index in range(max(map(int, distinct), default=-1) + 1)]
+        labels = np.array([int(name) for name in classes], dtype=np.int64)
+    else:
+        class_names = sorted(distinct)
+        index_of = {name: index for index, name in enumerate(class_names)}
+        labels = np.array([index_of[name] for name in classes], dtype=np.int64)
+    places = np.array(where, dtype=np.int64).reshape(-1, 3)
+
+    def read(index: int) -> bytes:
+        number, offset, size = places[index].tolist()
+        with open(tars[number], "rb") as file:
+            file.seek(offset)
+            return file.read(size)
+
+    return ImageSource(names, labels, class_names, not_images, read)

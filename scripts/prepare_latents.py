@@ -1,0 +1,459 @@
+"""Images -> a folder of latents that train.py reads, over all ranks, resumable after a kill.
+
+    python scripts/prepare_latents.py source=shapes out=data/shapes16
+    python scripts/prepare_latents.py source=cifar10-train.zip out=data/cifar10 resolution=32 autoencoder=identity
+    accelerate launch scripts/prepare_latents.py source=imagenet/train out=data/imagenet256 mirror=true
+
+The options are in configs/prepare_latents.yaml, the format in docs/data.md. Every row of the result is a function
+of its image and the settings, and every shard is renamed into place when whole: neither a kill nor the number of
+ranks shows.
+"""
+
+import itertools
+import json
+import os
+import shutil
+import sys
+import time
+import warnings
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from datetime import timedelta
+from pathlib import Path
+
+import hydra
+import numpy as np
+import torch
+from accelerate import PartialState
+from omegaconf import DictConfig
+from tqdm import tqdm
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import autoencoder as autoencoders  # noqa: E402
+from images import ImageSource, UnreadableImage, open_source  # noqa: E402
+
+PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Files
+
+
+def write_json(path: Path, value: object) -> None:
+    """Writes beside and renames, so that the file is either whole or absent."""
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+    partial.write_text(json.dumps(value, indent=1) + "\n")
+    os.replace(partial, path)
+
+
+class RowWriter:
+    """A npy v1 file written row by row beside its place, and moved there by `close`; memory holds none of it."""
+
+    def __init__(self, path: Path):
+        self.path = path
+        self.partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
+        self.file = open(self.partial, "wb")
+        self.shape = None
+
+    def append(self, rows: np.ndarray) -> None:
+        """Adds rows (n, …); all calls agree in the type and in all sizes but n."""
+        if self.shape is None:
+            self.shape, self.descr = (0, *rows.shape[1:]), np.lib.format.dtype_to_descr(rows.dtype)
+            self._write_header()
+        self.shape = (self.shape[0] + len(rows), *self.shape[1:])
+        self.file.write(np.ascontiguousarray(rows).data)
+
+    def _write_header(self) -> None:
+        header = {"descr": self.descr, "fortran_order": False, "shape": self.shape}
+        np.lib.format.write_array_header_1_0(self.file, header)
+
+    def close(self) -> None:
+        end = self.file.tell()
+        self.file.seek(0)
+        self._write_header()  # numpy pads headers so that the first axis can grow in place
+        assert end - self.file.tell() == np.prod(self.shape) * np.dtype(self.descr).itemsize
+        self.file.close()
+        os.replace(self.partial, self.path)
+
+    def discard(self) -> None:
+        self.file.close()
+        self.partial.unlink(missing_ok=True)
+
+
+def shard_files(shard: int, mirror: bool) -> dict[str, str]:
+    """Names a shard's files, by their keys in metadata.json."""
+    kinds = ["latents", "labels"] + ["mirrored"] * mirror
+    return {kind: f"{kind}-{shard:05d}.npy" for kind in kinds}
+
+
+def read_record(
+    out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int
+) -> dict | None:
+    """Returns the record of a shard that is whole, {"count", "unreadable": [[name, reason], ...]}, or None."""
+    record_path = out / f"record-{shard:05d}.json"
+    if not record_path.is_file():
+        return None
+    record = json.loads(record_path.read_text())
+    if record["count"] == 0:
+        return record
+    try:
+        arrays = {
+            k: np.load(out / name, mmap_mode="r", allow_pickle=False)
+            for k, name in shard_files(shard, mirror).items()
+        }
+    except (OSError, ValueError):  # absent, or shorter than its header says
+        return None
+    labels = arrays.pop("labels")
+    whole = labels.dtype == np.int64 and labels.shape == (record["count"],)
+    whole = whole and labels.min() >= 0 and labels.max() < num_classes
+    whole = whole and all(
+        a.dtype == np.float16 and a.shape == (record["count"], *row_shape) for a in arrays.values()
+    )
+    return record if whole else None
+
+
+# ------------------------------------------------------------------------------------------------------------
+# Pixels and latents
+
+
+def in_order(pool: ThreadPoolExecutor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
+    """Yields function(job) in order while the pool works on the next `ahead` jobs."""
+    waiting = deque()
+    for job in jobs:
+        waiting.append(pool.submit(function, job))
+        if len(waiting) > ahead:
+            yield waiting.popleft().result()
+    while waiting:
+        yield waiting.popleft().result()
+
+
+def decode_batch(
+    source: ImageSource, indices: range, resolution: int
+) -> tuple[np.ndarray, list[int], list[list[str]]]:
+    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, reason] of the others."""
+    pixels, readable, unreadable = [], [], []
+    for index in indices:
+        try:
+            pixels.append(source.pixels(index, resolution))
+            readable.append(index)
+        except UnreadableImage as error:
+            unreadable.append([source.names[index], str(error)])
+    images = np.stack(pixels) if pixels else np.empty((0, resolution, resolution, 3), np.uint8)
+    return images, readable, unreadable
+
+
+def encode_rows(
+    autoencoder, images: torch.Tensor, indices: list[int], kind: str, seed: int, mirror: bool
+) -> np.ndarray:
+    """Encodes uint8 images (b,H,W,3) to rows as they are stored, float16 (b,C,h,w), or (b,2C,h,w) for moments."""
+    mean, std = autoencoder.encode(images.flip(2) if mirror else images)
+    if kind == "moments":
+        rows = torch.cat([mean, std], dim=1)
+    elif autoencoder.name == "identity":
+        rows = mean
+    else:
+        # One generator an image and side: neither batch, rank nor resume shows in the sample.
+        generators = [np.random.default_rng([seed, index, int(mirror)]) for index in indices]
+        eps = np.stack(
+            [generator.standard_normal(mean.shape[1:], dtype=np.float32) for generator in generators]
+        )
+        rows = mean + std * torch.from_numpy(eps).to(mean.device)
+    rows = rows.half()
+    if not rows.isfinite().all():
+        raise ValueError(
+            "The autoencoder's output is not finite or beyond float16 for some images; use precision=fp32 (some "
+            "VAEs overflow in fp16)."
+        )
+    return rows.cpu().numpy()
+
+
+def write_shard(
+    out: Path, shard: int, batches: Iterable, source: ImageSource, encode: Callable, mirror: bool, bar: tqdm
+) -> None:
+    """Encodes and writes one shard and then its record, the mark that it is whole."""
+    files = shard_files(shard, mirror)
+    writers = {kind: RowWriter(out / name) for kind, name in files.items()}
+    record = {"count": 0, "unreadable": []}
+    try:
+        for images, indices, unreadable in batches:
+            if indices:
+                batch = torch.from_numpy(images)
+                writers["latents"].append(encode(batch, indices, mirror=False))
+                if mirror:
+                    writers["mirrored"].append(encode(batch, indices, mirror=True))
+                writers["labels"].append(source.labels[indices].astype("<i8"))
+            record["count"] += len(indices)
+            record["unreadable"] += unreadable
+            bar.update(len(indices) + len(unreadable))
+        for writer in writers.values():
+            if record["count"]:
+                writer.close()
+        write_json(out / f"record-{shard:05d}.json", record)
+    finally:
+        for writer in writers.values():
+            writer.discard()
+
+
+# ------------------------------------------------------------------------------------------------------------
+# The work
+
+
+def apply_label_map(source: ImageSource, label_map: Path) -> None:
+    """Renumbers a source's classes by a JSON file {"class name": index, ...} with indices 0..n-1, each once."""
+    if not label_map.is_file():
+        raise ValueError(f"label_map={label_map} does not exist.")
+    try:
+        index_of = json.loads(label_map.read_text())
+    except ValueError as error:
+        raise ValueError(f"label_map={label_map} is not JSON: {error}.") from error
+    if not isinstance(index_of, dict) or not all(type(index) is int for index in index_of.values()):
+        raise ValueError(
+            f'label_map={label_map} must be one object {{"class name": index, ...}} with whole numbers.'
+        )
+    if sorted(index_of.values()) != list(range(len(index_of))):
+        given = sorted(index_of.values())
+        raise ValueError(
+            f"label_map={label_map} must use each index from 0 to {len(index_of) - 1} once for its "
+            f"{len(index_of)} classes; it has {given[:8]}{'...' if len(given) > 8 else ''}."
+        )
+    lacking = [name for name in source.class_names if name not in index_of]
+    if lacking:
+        raise ValueError(
+            f"label_map={label_map} lacks {len(lacking)} of the source's {len(source.class_names)} classes: "
+            f"{', '.join(lacking[:8])}; its own are {', '.join(list(index_of)[:8])}."
+        )
+    source.labels = np.array([index_of[name] for name in source.class_names], dtype=np.int64)[source.labels]
+    source.class_names = sorted(index_of, key=index_of.get)
+
+
+def check_out(out: Path, settings: dict, fingerprint: str | None) -> bool:
+    """Returns whether `out` is already finished with these settings; ValueError where it holds anything else."""
+    if out.exists() and not out.is_dir():
+        raise ValueError(f"out={out} is a file; name a folder.")
+    if not (out / "preparing.json").is_file():
+        if out.is_dir() and any(not name.endswith(".partial") for name in os.listdir(out)):
+            raise ValueError(
+                f"out={out} holds files that this script did not write; name a new or empty folder."
+            )
+        return False
+    before = json.loads((out / "preparing.json").read_text())
+    changed = [
+        f"{key}={before.get(key)} then and {value} now"
+        for key, value in settings.items()
+        if before.get(key) != value
+    ]
+    if fingerprint is not None and before["fingerprint"] != fingerprint:
+        changed.append("the list of images or classes has changed")
+    if changed:
+        raise ValueError(
+            f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, or "
+            f"remove it."
+        )
+    return (out / "metadata.json").is_file()
+
+
+def prepare(
+    source: str,
+    out: Path,
+    resolution: int | None = None,
+    autoencoder: str | None = None,
+    kind: str | None = None,
+    mirror: bool = False,
+    label_map: Path | None = None,
+    seed: int = 0,
+    shapes_count: int = 6000,
+    shapes_seed: int = 0,
+    shard_size: int = 4096,
+    batch_size: int = 32,
+    num_workers: int = 8,
+    precision: str = "fp32",
+) -> None:
+    """Writes `source` to `out` as a folder of latents; the keywords are those of configs/prepare_latents.yaml.
+
+    Raises ValueError for whatever stands against it, before anything slow where that can be known.
+    """
+    # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
+    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
+    say = print if state.is_main_process else lambda *_: None
+    started = time.monotonic()
+    if resolution is None:
+        resolution = 16 if source == "shapes" else 256
+    autoencoder = autoencoder or ("identity" if source == "shapes" else "sd_vae_ema")
+    kind = kind or ("sample" if autoencoder == "identity" else "moments")
+    if kind not in ("sample", "moments"):
+        raise ValueError(f"kind={kind} is neither sample nor moments.")
+    if precision not in PRECISIONS:
+        raise ValueError(f"precision={precision} is none of {', '.join(PRECISIONS)}.")
+    if mirror not in (True, False):
+        raise ValueError(f"mirror={mirror} is neither true nor false.")
+    sizes = dict(resolution=resolution, shard_size=shard_size, batch_size=batch_size, num_workers=num_workers)
+    for name, value in sizes.items():
+        if not isinstance(value, int) or value < 1:
+            raise ValueError(f"{name}={value} must be a whole number of at least 1.")
+    settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=mirror, seed=seed)
+    settings |= dict(precision=precision, shard_size=shard_size)
+    check_out(out, settings, fingerprint=None)  # and again below, once the images are listed
+
+    images = open_source(source, shapes_count, shapes_seed)
+    if label_map is not None:
+        apply_label_map(images, label_map)
+    fingerprint = images.fingerprint()
+    num_classes, num_others = len(images.class_names), len(images.not_images)
+    say(f"{source}: {len(images):,} images in {num_classes} classes, {num_others} other files")
+    if check_out(out, settings, fingerprint):
+        say(f"{out} is already whole: nothing to do.")
+        return
+
+    with state.main_process_first():  # one rank downloads, the others find it in the cache
+        vae = autoencoders.load(autoencoder, state.device, PRECISIONS[precision])
+    if resolution % vae.downsample:
+        raise ValueError(
+            f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which {autoencoder} "
+            f"shrinks images."
+        )
+    side = resolution // vae.downsample
+    row_shape = (vae.channels * (2 if kind == "moments" else 1), side, side)
+    num_shards = -(-len(images) // shard_size)
+    whole = (mirror, row_shape, num_classes)
+    todo = [shard for shard in range(num_shards) if read_record(out, shard, *whole) is None]
+    needed = len(todo) * min(shard_size, len(images)) * (np.prod(row_shape) * 2 * (1 + mirror) + 8)
+    existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ValueError(
+            f"out={out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free; "
+            f"kind=sample or mirror=false each halve it."
+        )
+    state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
+    if state.is_main_process:
+        out.mkdir(parents=True, exist_ok=True)
+        for leftover in out.glob("*.partial"):  # of a killed run
+            leftover.unlink()
+        write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
+        if len(todo) < num_shards:
+            say(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
+    state.wait_for_everyone()
+
+    def encode(batch: torch.Tensor, indices: list[int], mirror: bool) -> np.ndarray:
+        return encode_rows(vae, batch, indices, kind, seed, mirror)
+
+    def decode(job: tuple[int, range]) -> tuple[int, tuple]:
+        shard, indices = job
+        return shard, decode_batch(images, indices, resolution)
+
+    mine = [
+        range(s * shard_size, min((s + 1) * shard_size, len(images)))
+        for s in todo[state.process_index :: state.num_processes]
+    ]
+    batches = (
+        (rows.start // shard_size, rows[at : at + batch_size])
+        for rows in mine
+        for at in range(0, len(rows), batch_size)
+    )
+    ranks = f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents"
+    bar = tqdm(
+        desc=ranks, total=sum(map(len, mine)), unit=" images", smoothing=0.05, disable=not state.is_main_process
+    )
+    pool = ThreadPoolExecutor(num_workers)
+    try:
+        # One stream over all of this rank's shards, so that decoding runs ahead across a shard's end as well.
+        stream = in_order(pool, decode, batches, ahead=num_workers + 1)
+        for shard, group in itertools.groupby(stream, key=lambda item: item[0]):
+            write_shard(out, shard, (batch for _, batch in group), images, encode, mirror, bar)
+    finally:
+        pool.shutdown(wait=False, cancel_futures=True)
+        bar.close()
+    state.wait_for_everyone()
+
+    if state.is_main_process:
+        records = [read_record(out, shard, *whole) for shard in range(num_shards)]
+        metadata = {
+            "format": 1,
+            "count": 0,
+            "shape": [vae.channels, side, side],
+            "dtype": "float16",
+            "kind": kind,
+            "mirrored": mirror,
+            "num_classes": num_classes,
+            "class_names": images.class_names,
+            "autoencoder": autoencoder,
+            "scale": vae.scale,
+            "shift": vae.shift,
+            "resolution": resolution,
+            "shards": [],
+            "source": source,
+            "unreadable": images.not_images,
+        }
+        finish(out, metadata, records)
+        seconds = time.monotonic() - started
+        done = sum(records[shard]["count"] for shard in todo)
+        print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")
+        print(f"next: accelerate launch train.py model=tread data.path={out}")
+
+
+def finish(out: Path, metadata: dict, records: list[dict | None]) -> None:
+    """Checks and adds up the shards' records, marks the folder as whole, and says what is in it."""
+    if None in records:
+        raise ValueError(
+            f"out={out}: {records.count(None)} shards are not whole, such as number {records.index(None)}; the "
+            f"same command writes them again."
+        )
+    reasons = [(name, "does not look like an image") for name in metadata["unreadable"]]
+    reasons += [row for record in records for row in record["unreadable"]]
+    metadata["unreadable"] = [name for name, _ in reasons]
+    metadata["count"] = sum(record["count"] for record in records)
+    if metadata["count"] == 0:
+        raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
+    for shard, record in enumerate(records):
+        if record["count"]:
+            metadata["shards"].append(shard_files(shard, metadata["mirrored"]) | {"count": record["count"]})
+    write_json(out / "metadata.json", metadata)
+    for record_path in out.glob("record-*.json"):
+        record_path.unlink()
+
+    if reasons:
+        print(f"{len(reasons)} files are not in the set (all are named in {out / 'metadata.json'}):")
+        for name, reason in reasons[:20]:
+            print(f"  {name}: {reason}".encode("utf-8", "backslashreplace").decode())
+    kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
+    size = sum(file.stat().st_size for file in out.glob("*.npy"))
+    print(f"{out}: {metadata['count']:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
+
+
+@hydra.main(version_base=None, config_path="../configs", config_name="prepare_latents")
+def main(cfg: DictConfig) -> None:
+    warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed below
+    try:
+        prepare(
+            source=str(cfg.source),
+            out=Path(str(cfg.out)),
+            resolution=cfg.resolution,
+            autoencoder=cfg.autoencoder,
+            kind=cfg.kind,
+            mirror=cfg.mirror,
+            label_map=None if cfg.label_map is None else Path(str(cfg.label_map)),
+            seed=cfg.seed,
+            shapes_count=cfg.shapes.count,
+            shapes_seed=cfg.shapes.seed,
+            shard_size=cfg.shard_size,
+            batch_size=cfg.batch_size,
+            num_workers=cfg.num_workers,
+            precision=cfg.precision,
+        )
+    except (ValueError, OSError) as error:
+        fail(str(error))
+    except KeyboardInterrupt:
+        fail("stopped; the same command goes on from here.")
+    PartialState().destroy_process_group()
+
+
+def fail(sentence: str) -> None:
+    """Ends this rank with a sentence, once where every rank has the same one."""
+    if not PartialState().is_main_process:
+        time.sleep(5)  # where the main rank fails too, it says so in this time and the launcher ends the others
+    sys.exit(f"prepare_latents: {sentence}")
+
+
+if __name__ == "__main__":
+    main()

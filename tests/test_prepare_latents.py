@@ -1,0 +1,442 @@
+"""Preparing latents: a killed run, two ranks and another container of the same images end in the same bytes."""
+
+import filecmp
+import io
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import autoencoder as autoencoders
+from images import draw_shape, open_source
+from scripts.prepare_latents import prepare
+
+ROOT = Path(__file__).resolve().parents[1]
+SCRIPT = ROOT / "scripts" / "prepare_latents.py"
+
+
+def noise(size: int, seed: int) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (size, size, 3), dtype=np.uint8)
+
+
+def png(pixels: np.ndarray) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, "png")
+    return buffer.getvalue()
+
+
+@pytest.fixture
+def pets(tmp_path) -> Path:
+    """A folder of 10 images 32x32 in three classes; image k of the sorted list is noise(32, k)."""
+    for k, name in enumerate(["cat"] * 4 + ["dog"] * 3 + ["emu"] * 3):
+        (tmp_path / "pets" / name).mkdir(parents=True, exist_ok=True)
+        (tmp_path / "pets" / name / f"{k}.png").write_bytes(png(noise(32, k)))
+    return tmp_path / "pets"
+
+
+@pytest.fixture(scope="module")
+def vae_folder(tmp_path_factory) -> str:
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    folder = tmp_path_factory.mktemp("vae")
+    AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4, latent_channels=4, layers_per_block=1,
+    ).save_pretrained(folder)  # fmt: skip
+    return str(folder)
+
+
+def read_folder(out: Path) -> tuple[dict, dict[str, np.ndarray]]:
+    """The metadata and the shards put together."""
+    metadata = json.loads((out / "metadata.json").read_text())
+    kinds = [kind for kind in ("latents", "labels", "mirrored") if kind in metadata["shards"][0]]
+    arrays = {
+        kind: [np.load(out / shard[kind], allow_pickle=False) for shard in metadata["shards"]] for kind in kinds
+    }
+    for shard, *parts in zip(metadata["shards"], *arrays.values(), strict=True):
+        assert all(len(part) == shard["count"] for part in parts)
+    return metadata, {kind: np.concatenate(parts) for kind, parts in arrays.items()}
+
+
+def same_folder(a: Path, b: Path) -> bool:
+    """Whether two folders hold the same files with the same bytes."""
+    names = sorted(os.listdir(a))
+    return names == sorted(os.listdir(b)) and filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
+
+
+def command(*overrides: str, launcher: tuple[str, ...] = (sys.executable,)) -> list[str]:
+    return [*launcher, str(SCRIPT), *overrides]
+
+
+def run(*overrides: str, **options) -> subprocess.CompletedProcess:
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.run(
+        command(*overrides, **options), capture_output=True, text=True, env=environment, timeout=240
+    )
+
+
+def test_pixels_go_in_and_come_back(pets, tmp_path):
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4, batch_size=3)
+    metadata, arrays = read_folder(tmp_path / "out")
+    assert sorted(os.listdir(tmp_path / "out")) == sorted(
+        ["metadata.json", "preparing.json"]
+        + [f"{kind}-0000{i}.npy" for kind in ("latents", "labels") for i in range(3)]
+    )
+    assert metadata == {
+        "format": 1, "count": 10, "shape": [3, 32, 32], "dtype": "float16", "kind": "sample", "mirrored": False,
+        "num_classes": 3, "class_names": ["cat", "dog", "emu"], "autoencoder": "identity", "scale": 1.0,
+        "shift": 0.0, "resolution": 32, "source": str(pets), "unreadable": [],
+        "shards": [
+            {"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n}
+            for i, n in enumerate((4, 4, 2))
+        ],
+    }  # fmt: skip
+    assert arrays["labels"].tolist() == [0] * 4 + [1] * 3 + [2] * 3 and arrays["labels"].dtype == np.dtype(
+        "<i8"
+    )
+    assert arrays["latents"].dtype == np.dtype("<f2")
+    images = autoencoders.load("identity").decode(torch.from_numpy(arrays["latents"]))
+    assert np.array_equal(images, np.stack([noise(32, k) for k in range(10)]))
+
+
+def test_shards_are_the_bytes_that_numpy_itself_would_save(pets, tmp_path):
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", shard_size=7, mirror=True)
+    for path in (tmp_path / "out").glob("*.npy"):
+        buffer = io.BytesIO()
+        np.save(buffer, np.load(path, allow_pickle=False), allow_pickle=False)
+        assert path.read_bytes() == buffer.getvalue()
+
+
+def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_folder, tmp_path):
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder, mirror=True, batch_size=10)
+    metadata, arrays = read_folder(tmp_path / "out")
+    assert metadata["shape"] == [4, 4, 4] and metadata["kind"] == "moments" and metadata["mirrored"]
+    assert (metadata["scale"], metadata["shift"], metadata["autoencoder"]) == (0.18215, 0.0, vae_folder)
+    images = torch.from_numpy(np.stack([noise(32, k) for k in range(10)]))
+    vae = autoencoders.load(vae_folder)
+    for kind, side in (("latents", images), ("mirrored", images.flip(2))):
+        assert arrays[kind].shape == (10, 8, 4, 4)
+        torch.testing.assert_close(
+            torch.from_numpy(arrays[kind]).float(), torch.cat(vae.encode(side), dim=1), atol=1e-3, rtol=1e-3
+        )
+    assert not np.allclose(
+        arrays["latents"][..., ::-1], arrays["mirrored"], atol=1e-2
+    )  # not merely the flipped latent
+
+
+def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_folder, tmp_path):
+    settings = {"resolution": 32, "autoencoder": vae_folder, "mirror": True}
+    prepare(str(pets), tmp_path / "moments", **settings)
+    prepare(str(pets), tmp_path / "a", kind="sample", batch_size=3, shard_size=4, **settings)
+    prepare(str(pets), tmp_path / "b", kind="sample", batch_size=10, num_workers=1, **settings)
+    prepare(str(pets), tmp_path / "c", kind="sample", seed=1, **settings)
+    moments, a, b, c = (read_folder(tmp_path / name)[1] for name in ("moments", "a", "b", "c"))
+    noises = []
+    for side in ("latents", "mirrored"):
+        np.testing.assert_allclose(a[side], b[side], atol=2e-3)
+        mean, std = np.split(moments[side].astype(np.float32), 2, axis=1)
+        eps = (a[side] - mean) / std
+        noises.append(eps)
+        assert abs(eps.mean()) < 0.2 and 0.8 < eps.std() < 1.2
+        assert np.abs(a[side] - c[side]).max() > 0.05
+    assert abs(np.corrcoef(noises[0].ravel(), noises[1].ravel())[0, 1]) < 0.3  # each side has its own noise
+
+
+def test_a_zip_and_tars_of_the_folder_give_its_latents(pets, tmp_path):
+    import webdataset
+
+    source = open_source(pets)
+    with zipfile.ZipFile(tmp_path / "pets.zip", "w") as archive:
+        for name in reversed(source.names):
+            archive.write(pets / name, f"train/{name}")
+    with webdataset.TarWriter(str(tmp_path / "pets.tar")) as writer:
+        for index, name in enumerate(source.names):
+            writer.write(
+                {"__key__": f"{index:03d}", "png": (pets / name).read_bytes(), "cls": int(source.labels[index])}
+            )
+    results = []
+    for number, given in enumerate((pets, tmp_path / "pets.zip", tmp_path / "pets.tar")):
+        prepare(str(given), tmp_path / str(number), resolution=24, autoencoder="identity", shard_size=4)
+        results.append(read_folder(tmp_path / str(number))[1])
+    for arrays in results[1:]:
+        assert all(np.array_equal(arrays[kind], results[0][kind]) for kind in ("latents", "labels"))
+
+
+def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys):
+    whole = (pets / "dog" / "4.png").read_bytes()
+    (pets / "dog" / "4.png").write_bytes(whole[:300])
+    for k in range(4):  # the whole first shard
+        (pets / "cat" / f"{k}.png").write_bytes(b"no image")
+    (pets / "cat" / "notes.txt").write_text("hello")
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4, batch_size=2)
+    metadata, arrays = read_folder(tmp_path / "out")
+    assert metadata["unreadable"] == ["cat/notes.txt", *(f"cat/{k}.png" for k in range(4)), "dog/4.png"]
+    assert metadata["count"] == 5 and [shard["count"] for shard in metadata["shards"]] == [3, 2]
+    assert arrays["labels"].tolist() == [1, 1, 2, 2, 2] and metadata["num_classes"] == 3
+    printed = capsys.readouterr().out
+    assert "6 files are not in the set" in printed
+    assert (
+        "cat/0.png: not an image of a known kind" in printed
+        and "cat/notes.txt: does not look like an image" in printed
+    )
+
+
+def test_a_set_with_nothing_readable_is_refused(tmp_path):
+    (tmp_path / "cats").mkdir()
+    (tmp_path / "cats" / "a.png").write_bytes(b"no image")
+    with pytest.raises(ValueError, match="no readable image; a.png: not an image of a known kind"):
+        prepare(str(tmp_path / "cats"), tmp_path / "out", resolution=32, autoencoder="identity")
+    assert not (tmp_path / "out" / "metadata.json").exists()
+
+
+def test_a_label_map_is_honoured(pets, tmp_path):
+    label_map = tmp_path / "map.json"
+    label_map.write_text(json.dumps({"emu": 0, "cat": 3, "yak": 1, "dog": 2}))
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", label_map=label_map)
+    metadata, arrays = read_folder(tmp_path / "out")
+    assert metadata["class_names"] == ["emu", "yak", "dog", "cat"] and metadata["num_classes"] == 4
+    assert arrays["labels"].tolist() == [3] * 4 + [2] * 3 + [0] * 3
+
+
+@pytest.mark.parametrize(
+    ("text", "sentence"),
+    [
+        ('{"cat": 0, "dog": 1}', "lacks 1 of the source's 3 classes: emu"),
+        ('{"cat": 0, "dog": 1, "emu": 3}', "each index from 0 to 2 once"),
+        ('{"cat": 0, "dog": 1, "emu": 1}', "each index from 0 to 2 once"),
+        ('{"cat": "0", "dog": 1, "emu": 2}', "whole numbers"),
+        ('["cat", "dog", "emu"]', "one object"),
+        ("{", "is not JSON"),
+        (None, "does not exist"),
+    ],
+)
+def test_a_label_map_that_cannot_be_used_is_refused(pets, tmp_path, text, sentence):
+    if text is not None:
+        (tmp_path / "map.json").write_text(text)
+    with pytest.raises(ValueError, match=sentence):
+        prepare(
+            str(pets), tmp_path / "out", resolution=32, autoencoder="identity", label_map=tmp_path / "map.json"
+        )
+    assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(
+    ("changes", "sentence"),
+    [
+        ({"source": "nowhere"}, "source=nowhere does not exist"),
+        ({"resolution": 30}, "resolution=30 is not divisible by 8"),
+        ({"resolution": 0}, "resolution=0 must be a whole number of at least 1"),
+        ({"kind": "mean"}, "kind=mean is neither"),
+        ({"precision": "fp8"}, "precision=fp8 is none of fp32, bf16, fp16"),
+        ({"mirror": "yes"}, "mirror=yes is neither"),
+        ({"autoencoder": "vqgan"}, "vqgan is neither one of"),
+    ],
+)
+def test_mistakes_are_sentences_before_anything_is_written(pets, vae_folder, tmp_path, changes, sentence):
+    settings = {"source": str(pets), "resolution": 32, "autoencoder": vae_folder} | changes
+    with pytest.raises(ValueError, match=sentence):
+        prepare(out=tmp_path / "out", **settings)
+    assert not (tmp_path / "out").exists()
+
+
+def test_out_may_not_be_a_file_or_hold_other_things(pets, tmp_path):
+    (tmp_path / "file").write_text("")
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "thesis.tex").write_text("")
+    for name, sentence in (("file", "is a file"), ("full", "did not write")):
+        with pytest.raises(ValueError, match=sentence):
+            prepare(str(pets), tmp_path / name, resolution=32, autoencoder="identity")
+
+
+def test_a_disk_without_room_is_noticed_first(pets, tmp_path, monkeypatch):
+    import shutil
+
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
+    with pytest.raises(ValueError, match="needs 0.0 GB more and its disk has 0.0 GB free"):
+        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
+    assert not (tmp_path / "out").exists()
+
+
+def test_a_vae_that_overflows_float16_is_not_stored(pets, vae_folder, tmp_path, monkeypatch):
+    encode = autoencoders.KLAutoencoder.encode
+    monkeypatch.setattr(
+        autoencoders.KLAutoencoder, "encode", lambda self, images: [m * 1e9 for m in encode(self, images)]
+    )
+    with pytest.raises(ValueError, match="not finite"):
+        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder)
+    assert os.listdir(tmp_path / "out") == ["preparing.json"]
+
+
+def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tmp_path, capsys):
+    settings = {"source": str(pets), "out": tmp_path / "out", "autoencoder": "identity", "shard_size": 4}
+    prepare(resolution=32, **settings)
+    before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
+    prepare(resolution=32, **settings)
+    assert "already whole" in capsys.readouterr().out
+    with pytest.raises(ValueError, match="resolution=32 then and 16 now"):
+        prepare(resolution=16, **settings)
+    (pets / "emu" / "new.png").write_bytes(png(noise(32, 99)))
+    with pytest.raises(ValueError, match="list of images or classes has changed"):
+        prepare(resolution=32, **settings)
+    assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
+
+
+@pytest.mark.parametrize("damage", ["missing", "short", "no record"])
+def test_a_shard_that_is_not_whole_is_written_again(pets, tmp_path, damage):
+    prepare(str(pets), tmp_path / "whole", resolution=32, autoencoder="identity", shard_size=4)
+    out = tmp_path / "out"
+    # Stop as a kill would after the second shard's record: the third shard never comes.
+    with pytest.MonkeyPatch.context() as patch:
+        import scripts.prepare_latents as script
+
+        write_shard = script.write_shard
+
+        def stop_at_two(out, shard, *rest):
+            if shard == 2:
+                raise OSError("killed")
+            write_shard(out, shard, *rest)
+
+        patch.setattr(script, "write_shard", stop_at_two)
+        with pytest.raises(OSError, match="killed"):
+            prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+    assert not (out / "metadata.json").exists() and (out / "record-00001.json").exists()
+    if damage == "missing":
+        (out / "latents-00001.npy").unlink()
+    elif damage == "short":
+        os.truncate(out / "latents-00001.npy", 5000)
+    else:
+        (out / "record-00001.json").unlink()
+    first = (out / "latents-00000.npy").stat().st_mtime_ns
+    prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+    assert (out / "latents-00000.npy").stat().st_mtime_ns == first
+    assert same_folder(tmp_path / "whole", out)
+
+
+def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
+    overrides = ("source=shapes", "shapes.count=9000", "resolution=64", "shard_size=300", "mirror=true")
+    out = tmp_path / "killed"
+    kills = 0
+    for target in (3, 9, 16):  # shards that are whole when the kill comes
+        process = subprocess.Popen(
+            command(*overrides, f"out={out}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
+        )
+        deadline = time.monotonic() + 60
+        while process.poll() is None and len(list(out.glob("record-*.json"))) < target:
+            assert time.monotonic() < deadline
+            time.sleep(0.002)
+        process.send_signal(signal.SIGKILL)
+        kills += process.wait() == -signal.SIGKILL
+    assert kills == 3 and not (out / "metadata.json").exists()
+    done = {path.name: path.stat().st_mtime_ns for path in out.glob("record-*.json")}
+    resumed = run(*overrides, f"out={out}")
+    assert resumed.returncode == 0, resumed.stderr
+    assert f"going on: {len(done)} of 30 shards are whole" in resumed.stdout
+
+    prepare("shapes", tmp_path / "whole", resolution=64, shapes_count=9000, shard_size=300, mirror=True)
+    assert same_folder(tmp_path / "whole", out)
+
+
+def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
+    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
+    overrides = (
+        f"source={pets}",
+        "resolution=32",
+        f"autoencoder={vae_folder}",
+        "kind=sample",
+        "shard_size=3",
+        "mirror=true",
+    )
+    one = run(*overrides, f"out={tmp_path / 'one'}")
+    two = run(*overrides, f"out={tmp_path / 'two'}", launcher=torchrun)
+    assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
+    assert (
+        "rank 0 of 2" in two.stderr
+        and two.stdout.count("next: accelerate launch train.py model=tread data.path=") == 1
+    )
+    assert same_folder(tmp_path / "one", tmp_path / "two")
+
+
+def test_a_users_mistake_is_one_sentence_and_no_traceback(tmp_path):
+    result = run("source=nowhere", f"out={tmp_path / 'out'}")
+    assert result.returncode == 1
+    assert (
+        "prepare_latents: source=nowhere does not exist" in result.stderr and "Traceback" not in result.stderr
+    )
+
+
+def test_memory_does_not_grow_with_the_data_set(tmp_path):
+    program = f"""
+import resource, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+from scripts.prepare_latents import prepare
+peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
+out = Path({str(tmp_path)!r})
+for count in (1000, 5000):  # 4,000 images more, of which the pixels alone are 49 MB and the latents 98 MB
+    prepare("shapes", out / str(count), resolution=64, shapes_count=count, shard_size=10**6)
+    print(peak(), file=sys.stderr)
+"""
+    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    assert result.returncode == 0, result.stderr
+    small, large = (int(line) for line in result.stderr.split("\n") if line.isdigit())
+    assert (tmp_path / "5000" / "latents-00000.npy").stat().st_size > 120e6
+    assert large - small < 20, f"peak memory went from {small} to {large} MB"
+
+
+def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
+    result = run(
+        "source=shapes",
+        "resolution=16",
+        "autoencoder=identity",
+        f"out={tmp_path / 'shapes16'}",
+        "shapes.count=60",
+    )
+    assert result.returncode == 0, result.stderr
+    metadata, arrays = read_folder(tmp_path / "shapes16")
+    assert metadata["shape"] == [3, 16, 16] and metadata["class_names"][0] == "circle"
+    images = autoencoders.load("identity").decode(torch.from_numpy(arrays["latents"])).numpy()
+    assert np.array_equal(images, np.stack([draw_shape(0, index, 16) for index in range(60)]))
+    assert arrays["labels"].tolist() == [index % 6 for index in range(60)]
+
+
+def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
+    import data
+
+    text = (ROOT / "docs" / "data.md").read_text()
+    example = text.split("```python\n")[1].split("```")[0]
+    monkeypatch.chdir(tmp_path)
+    exec(compile(example, "docs/data.md", "exec"), {})
+    latents = data.open_latents(tmp_path / "my-latents")
+    assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
+
+
+def test_training_reads_what_this_writes(pets, tmp_path):
+    import data
+
+    prepare(
+        str(pets),
+        tmp_path / "out",
+        resolution=32,
+        autoencoder="identity",
+        kind="moments",
+        mirror=True,
+        shard_size=4,
+    )
+    latents = data.open_latents(tmp_path / "out")
+    metadata, arrays = read_folder(tmp_path / "out")
+    stored, labels = latents.read(np.arange(10), np.arange(10) % 2 == 1)
+    assert np.array_equal(stored[0::2], arrays["latents"][0::2]) and np.array_equal(
+        stored[1::2], arrays["mirrored"][1::2]
+    )
+    assert (stored[:, 3:] == 0).all() and np.array_equal(labels, arrays["labels"])
+    assert np.array_equal(arrays["mirrored"], arrays["latents"][..., ::-1])  # true of pixels, not of a VAE
