@@ -166,7 +166,7 @@ class DiT(nn.Module):
         return torch.einsum("bhwpqc->bchpwq", x).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
     def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
-        """Predicts (B, out_channels, h, w) from a noised latent x (B, C, h, w), its noise level t (B,) and label y (B,).
+        """Predicts (B, out_channels, h, w) from a noised latent x (B, C, h, w), noise level t (B,) and label y (B,).
 
         `routes` are resolved routes, as in `self.routes`; without them every token passes through every block.
         """
@@ -212,7 +212,8 @@ def infer_architecture(state_dict: Mapping[str, Tensor]) -> dict:
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
         mlp_ratio = state_dict["blocks.0.mlp.fc1.weight"].shape[0] / hidden_size
     except KeyError as missing:
-        raise ValueError(f"These weights are not a DiT's: they lack {missing}, and hold {list(state_dict)[:3]} …") from None
+        raise ValueError(f"These weights are not a DiT's: they lack {missing}; "
+                         f"they hold {list(state_dict)[:3]} …") from None
     depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in SIZES.values()}
     if (hidden_size, depth) not in heads:

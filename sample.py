@@ -18,7 +18,6 @@ import sys
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
-from functools import partial
 from pathlib import Path
 
 import hydra
@@ -58,7 +57,7 @@ class Trained:
 
 
 def build_network(network: dict) -> DiT:
-    """Builds a DiT from plain keywords, among them `routes` as a list of dicts, as a checkpoint's meta.json records them."""
+    """Builds a DiT from plain keywords, `routes` a list of dicts, as a checkpoint's meta.json records them."""
     return DiT(**{**network, "routes": [Route(**route) for route in network.get("routes", [])]})
 
 
@@ -87,8 +86,10 @@ def read_weights(path: Path) -> dict[str, Tensor]:
             with torch.serialization.safe_globals([argparse.Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
         except Exception as error:
-            raise ValueError(f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are loaded, "
-                             f"since unpickling anything else could run code; save its state dict as .safetensors.") from error
+            raise ValueError(
+                f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are loaded, "
+                f"since unpickling anything else could run code; save its state dict as .safetensors."
+            ) from error
         for key in ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict"):
             if isinstance(state.get(key), dict):
                 state = state[key]
@@ -103,10 +104,10 @@ def load_trained(
     path: str | Path, weights: str = "ema", diffusion: str | None = None, autoencoder: str | None = None,
     device: torch.device | str = "cpu",
 ) -> Trained:
-    """Loads a run, a checkpoint folder or a weights file; `diffusion` and `autoencoder` overrule what is recorded there.
+    """Loads a run, a checkpoint folder or a weights file; `diffusion` and `autoencoder` overrule what is recorded.
 
-    A weights file beside its meta.json is built as that says. Without one, the architecture is read off the shapes: with
-    2C output channels it is taken for one of facebookresearch/DiT's (diffusion `ddpm`), else for an `edm` one.
+    A weights file beside its meta.json is built as that says. Without one, the architecture is read off the shapes:
+    with 2C output channels it is taken for one of facebookresearch/DiT's (diffusion `ddpm`), else for an `edm` one.
     Raises ValueError where there is no such path, no whole checkpoint, or weights that are not a DiT's.
     """
     path = Path(path)
@@ -136,8 +137,10 @@ def load_trained(
         net = build_network(network)
     missing, unexpected = net.load_state_dict(state, strict=False, assign=True)
     if missing or unexpected:
-        raise ValueError(f"The weights at {path} do not fit the network they should: {len(missing)} are missing "
-                         f"({', '.join(missing[:3])} …), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} …).")
+        raise ValueError(
+            f"The weights at {path} do not fit the network they should: {len(missing)} are missing "
+            f"({', '.join(missing[:3])} …), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} …)."
+        )
     return Trained(
         net=net.to(device).float().eval().requires_grad_(False),
         diffusion=build_diffusion({"name": diffusion} if diffusion else recorded),
@@ -153,20 +156,24 @@ def parse_range(what: str, given: str | int | Iterable[int]) -> list[int]:
     for part in parts:
         first, _, last = part.strip().partition("-")
         if not (first.isdigit() and (last.isdigit() or not last)) or (last and int(last) < int(first)):
-            raise ValueError(f"{what}={given} is not understood at {part!r}: write {what}=7, {what}=0-63 or {what}=[1,5,9].")
+            raise ValueError(f"{what}={given} is not understood at {part!r}: "
+                             f"write {what}=7, {what}=0-63 or {what}=[1,5,9].")
         numbers.extend(range(int(first), int(last or first) + 1))
     return numbers
 
 
 def parse_classes(given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None) -> list[int]:
-    """Reads class names, indices and ranges of indices; None is all classes. Raises ValueError for a class there is not."""
+    """Reads class names, indices and ranges of indices; None is all. Raises ValueError for a class there is not."""
     if given is None:
         return list(range(num_classes))
     parts = str(given).split(",") if isinstance(given, str | int) else [str(part) for part in given]
     index = {name: i for i, name in enumerate(class_names or [])}
-    labels = [label for part in parts for label in ([index[part]] if part in index else parse_range("classes", part))]
+    labels = []
+    for part in parts:
+        labels += [index[part]] if part in index else parse_range("classes", part)
     if wrong := [label for label in labels if label >= num_classes]:
-        raise ValueError(f"classes={given} asks for class {wrong[0]}; this checkpoint has {num_classes}, numbered from 0.")
+        raise ValueError(f"classes={given} asks for class {wrong[0]}; "
+                         f"this checkpoint has {num_classes}, numbered from 0.")
     return labels
 
 
@@ -195,7 +202,7 @@ def generate(
     batch_size: int, num_steps: int, guidance: Guidance | None = None, precision: str = "fp32",
     progress: str | None = None, **sampler: float,
 ) -> Iterator[Batch]:
-    """Draws the images of this rank, batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
+    """Draws this rank's images batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
 
     All batches are full, so that a compiled network sees one shape: where seeds run out the rest are copies, whose
     seed is given as -1. `gathered` puts the ranks' parts together in order and drops the copies.
@@ -210,17 +217,17 @@ def generate(
         drawn = here + [seeds[0]] * pad
         y = torch.tensor(labels[first : first + batch_size] + [labels[0]] * pad, device=device)
         noise = SeededNoise(drawn, device)
-        sampling = partial(diffusion.sample, randn_like=noise.randn_like) if sampler.get("S_churn") else diffusion.sample
+        churn = {"randn_like": noise.randn_like} if sampler.get("S_churn") else {}
         unit = noise.randn((net.in_channels, net.input_size, net.input_size))
         with torch.autocast(unit.device.type, DTYPES[precision], enabled=precision != "fp32"):
-            latents = sampling(net, unit, y, num_steps=num_steps, guidance=guidance, **sampler)
+            latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance, **churn, **sampler)
         yield torch.tensor(here + [-1] * pad, device=device), y, decode(latents)
         bar.update(min(batch_size * state.num_processes, len(seeds) - start))
     bar.close()
 
 
 def gathered(batches: Iterable[Batch]) -> Iterator[Batch]:
-    """Brings every rank's batches together on all ranks, on the CPU, in the order of the seeds and without the copies."""
+    """Brings all ranks' batches together on every rank's CPU, in the order of the seeds and without the copies."""
     for batch in batches:
         seeds, labels, images = (gather(part.contiguous()).cpu() for part in batch)
         real = seeds >= 0
@@ -316,7 +323,8 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int) -> None:
 
 @hydra.main(config_path="configs", config_name="sample", version_base="1.3")
 def main(cfg: DictConfig) -> None:
-    state = PartialState(cpu=cfg.cpu or not torch.accelerator.is_available())     # several ranks on CPUs need to be told
+    # Several ranks on CPUs need to be told that they are.
+    state = PartialState(cpu=cfg.cpu or not torch.accelerator.is_available())
     try:
         if cfg.checkpoint is None:
             raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
@@ -331,8 +339,8 @@ def main(cfg: DictConfig) -> None:
     except ValueError as error:
         sys.exit(f"sample.py: {error}")
     run = trained.folder.parent.parent if trained.folder else Path(cfg.checkpoint).parent
-    default = run / "samples" / f"{trained.folder.name if trained.folder else Path(cfg.checkpoint).stem}-{cfg.weights}.png"
-    out = Path(cfg.out or default)
+    name = trained.folder.name if trained.folder else Path(cfg.checkpoint).stem
+    out = Path(cfg.out or run / "samples" / f"{name}-{cfg.weights}.png")
     batches = gathered(generate(
         trained.net, trained.diffusion, decoder.decode, seeds, labels_of(seeds, classes),
         batch_size=min(cfg.batch_size, math.ceil(len(seeds) / state.num_processes)), num_steps=cfg.num_steps,

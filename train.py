@@ -319,7 +319,7 @@ def main(cfg: DictConfig) -> None:
         if resumed is not None:
             meta = checkpoints.read_meta(resumed)
             for change in check_resumable(meta, record, run_dir):
-                accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without.")
+                accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
             step, images, elapsed_before = meta["step"], meta["images"], meta["elapsed_s"]
             model.load_state_dict(checkpoints.load(resumed, "model"))
             ema.load_state_dict(checkpoints.load(resumed, "ema"))
@@ -375,8 +375,8 @@ def main(cfg: DictConfig) -> None:
         accelerator.log({name: value for name, value in row.items() if value is not None}, step=step)
         if total["skipped_in_row"] >= cfg.max_skipped_in_row:
             last_good = checkpoints.latest(run_dir)
-            sys.exit(f"train.py: the last {int(total['skipped_in_row'])} steps had no finite gradient and were skipped, "
-                     f"so the run stops at step {step}. The last good checkpoint is {last_good or 'none'}. Lower "
+            sys.exit(f"train.py: the last {int(total['skipped_in_row'])} steps had no finite gradient and were "
+                     f"skipped: the run stops at step {step}. The last good checkpoint is {last_good or 'none'}. Lower "
                      f"optimizer.lr, set optimizer.clip_norm=1 or precision=fp32; the same command resumes from it.")
 
     def draw() -> None:

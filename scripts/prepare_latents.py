@@ -53,7 +53,7 @@ class RowWriter:
     def __init__(self, path: Path):
         self.path = path
         self.partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        self.file = open(self.partial, "wb")
+        self.file = open(self.partial, "wb")  # noqa: SIM115  (`close` ends it)
         self.shape = None
 
     def append(self, rows: np.ndarray) -> None:
