@@ -18,8 +18,8 @@ def images_to_pixels(images: torch.Tensor) -> torch.Tensor:
 
 
 def pixels_to_images(pixels: torch.Tensor) -> torch.Tensor:
-    """Maps pixels (B,3,H,W) in [-1, 1] or beyond to uint8 images (B,H,W,3): floor(clip(127.5 x + 128, 0,
-    255))."""  # The inverse of images_to_pixels plus one half, then floor: rounding to nearest, as EDM does it.
+    """Maps pixels (B,3,H,W) in [-1, 1] or beyond to uint8 images (B,H,W,3): floor(clip(127.5 x + 128, 0, 255))."""
+    # The inverse of images_to_pixels plus one half, then floor: rounding to nearest, as EDM does it.
     return (pixels.float() * 127.5 + 128).clip(0, 255).floor().to(torch.uint8).permute(0, 2, 3, 1).contiguous()
 
 
@@ -58,9 +58,9 @@ class Identity:
 class KLAutoencoder:
     """A diffusers AutoencoderKL behind the same four numbers and two verbs as `Identity`."""
 
-    def __init__(self, name: str, vae: torch.nn.Module, device: torch.device | str, dtype: torch.dtype):
-        self.name, self.device, self.dtype = name, device, dtype
-        self.vae = vae.to(device, dtype).eval().requires_grad_(False)
+    def __init__(self, name: str, vae: torch.nn.Module, device: torch.device | str):
+        self.name, self.device, self.dtype = name, device, vae.dtype
+        self.vae = vae.to(device).eval().requires_grad_(False)
         self.channels = vae.config.latent_channels
         self.downsample = 2 ** (len(vae.config.block_out_channels) - 1)
         self.scale = float(vae.config.scaling_factor)
@@ -87,37 +87,50 @@ def load(
     """Loads `identity`, `sd_vae_ema`, `sd_vae_mse` or a local diffusers folder of an AutoencoderKL.
 
     Reads safetensors only; `dtype` is the network's, moments come back in float32. Raises ValueError where the
-    name is unknown, the folder is not one, or a hub model is neither cached nor reachable.
+    name is unknown, the folder is not a whole one, or a hub model is neither cached nor reachable.
     """
     if name_or_folder == "identity":
         return Identity(device)
+    vae = _from_hub(name_or_folder, dtype) if name_or_folder in HUB_NAMES else _from_folder(name_or_folder, dtype)
+    return KLAutoencoder(name_or_folder, vae, device)
+
+
+def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
     from diffusers import AutoencoderKL
+    from huggingface_hub import get_hf_file_metadata, hf_hub_url
 
-    if name_or_folder in HUB_NAMES:
-        where = HUB_NAMES[name_or_folder]
-        try:
-            vae = AutoencoderKL.from_pretrained(where, use_safetensors=True)
-        except (
-            Exception
-        ) as error:  # diffusers, huggingface_hub and the HTTP client each have their own exceptions
-            raise ValueError(
-                f"autoencoder={name_or_folder} needs {where} from the Hugging Face hub, which is not in the "
-                f"cache and could not be fetched ({type(error).__name__}). On a machine with network, run `hf "
-                f"download {where} config.json diffusion_pytorch_model.safetensors --local-dir "
-                f"{name_or_folder}`, copy that folder here, and pass it as autoencoder=path/to/{name_or_folder}."
-            ) from error
-        return KLAutoencoder(name_or_folder, vae, device, dtype)
+    repo = HUB_NAMES[name]
+    options = {"use_safetensors": True, "torch_dtype": dtype}
+    try:
+        return AutoencoderKL.from_pretrained(repo, local_files_only=True, **options)
+    except Exception:  # not cached, or not whole
+        pass
+    try:
+        get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)  # asks once; from_pretrained for half a minute
+        return AutoencoderKL.from_pretrained(repo, **options)
+    except Exception as error:  # diffusers, huggingface_hub and the HTTP client each have their own exceptions
+        raise ValueError(
+            f"autoencoder={name} needs {repo} from the Hugging Face hub, which is not in the cache and could not be "
+            f"fetched ({type(error).__name__}). On a machine with network, run `hf download {repo} config.json "
+            f"diffusion_pytorch_model.safetensors --local-dir {name}`, copy that folder here, and pass it as "
+            f"autoencoder=path/to/{name}."
+        ) from error
 
-    folder = Path(name_or_folder)
-    names = ", ".join(["identity", *HUB_NAMES])
-    if not folder.is_dir():
-        raise ValueError(f"autoencoder={name_or_folder} is neither one of {names} nor a local folder.")
-    if not (folder / "config.json").is_file():
+
+def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
+    if not Path(folder).is_dir():
+        names = ", ".join(["identity", *HUB_NAMES])
+        raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder.")
+    config_file = Path(folder) / "config.json"
+    if not config_file.is_file():
         raise ValueError(
             f"autoencoder={folder} has no config.json: point it at the folder with config.json and "
             f"diffusion_pytorch_model.safetensors (of a whole pipeline, its vae/ folder)."
         )
-    config = json.loads((folder / "config.json").read_text())
+    try:
+        config = dict(json.loads(config_file.read_text()))
+    except (TypeError, ValueError) as error:
+        raise ValueError(f"{config_file} is not a JSON object: {error}.") from error
     if config.get("_class_name") != "AutoencoderKL":
         raise ValueError(
             f"autoencoder={folder} is of class {config.get('_class_name')}; only AutoencoderKL is read."
@@ -127,12 +140,22 @@ def load(
             f"autoencoder={folder} normalises each channel by latents_mean and latents_std; only a VAE with one "
             f"scaling_factor and shift_factor is read."
         )
+    if config.get("scaling_factor", SD_VAE_SCALE) is None:
+        raise ValueError(f"{config_file} has scaling_factor null: set it to 1 / the latents' standard deviation.")
+    from diffusers import AutoencoderKL
+
     try:
-        vae = AutoencoderKL.from_pretrained(folder, use_safetensors=True, local_files_only=True)
-    except OSError as error:
+        vae, found = AutoencoderKL.from_pretrained(
+            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True
+        )
+    except Exception as error:  # absent, cut short, of other shapes: diffusers and safetensors differ in what they raise
         raise ValueError(
-            f"autoencoder={folder} has no readable diffusion_pytorch_model.safetensors; weights in .bin are "
-            f"pickles and are not loaded (convert them with diffusers' save_pretrained). "
-            f"{str(error).splitlines()[0]}"
+            f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits config.json; "
+            f"weights in .bin are pickles and are not loaded (convert them with diffusers' save_pretrained), and "
+            f"*.fp16.safetensors is to be renamed. {str(error).splitlines()[0]}"
         ) from error
-    return KLAutoencoder(str(name_or_folder), vae, device, dtype)
+    if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
+        raise ValueError(
+            f"autoencoder={folder}: the weights lack {len(lacking)} of the tensors of config.json, {lacking[0]} first."
+        )
+    return vae

@@ -11,6 +11,7 @@ import io
 import json
 import os
 import posixpath
+import re
 import struct
 import tarfile
 import zipfile
@@ -22,7 +23,7 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-IMAGE_SUFFIXES = {".bmp", ".gif", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+IMAGE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
 
 
@@ -175,34 +176,34 @@ class ShapeSource(ImageSource):
 
 
 def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> ImageSource:
-    """Lists a folder, a zip, webdataset tars (a .tar, a folder of them, a glob, a {000..012} pattern) or
-    `shapes`.
-        Raises ValueError where there is nothing to read, or where the classes cannot be told.
+    """Lists a folder, a zip, webdataset tars (a .tar, a folder of them, a glob, a {000..012} pattern) or `shapes`.
+
+    Raises ValueError where there is nothing to read, or where the classes cannot be told.
     """
-    source = str(source)
     path = Path(source)
     if source == "shapes":
         if shapes_count < len(SHAPES):
-            raise ValueError(
-                f"shapes.count={shapes_count} leaves classes empty; there are {len(SHAPES)} shapes."
-            )
-        listed = ShapeSource(shapes_count, shapes_seed)
-    elif path.is_dir():
-        tars = sorted(path.glob("*.tar"))
-        listed = list_tars(tars) if tars else list_folder(path)
-    elif path.is_file() and path.suffix.lower() == ".zip":
+            raise ValueError(f"shapes.count={shapes_count} leaves classes empty; there are {len(SHAPES)} shapes.")
+        return ShapeSource(shapes_count, shapes_seed)
+    if path.is_file() and path.suffix.lower() == ".zip":
         listed = list_zip(path)
-    elif path.is_file() and path.suffix.lower() == ".tar":
-        listed = list_tars([path])
-    elif path.is_file():
+    elif path.is_file() and path.suffix.lower() != ".tar":
         raise ValueError(
             f"source={source} is a file of a kind that is not read; give a folder of class folders, a .zip, or "
             f".tar files (a compressed .tar.gz has no random access: unpack it first)."
         )
-    elif any(character in source for character in "*?[{"):
-        listed = list_tars(expand_tars(source))
     else:
-        raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
+        tars = find_tars(source)
+        if not tars and not path.is_dir():
+            raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
+        listed = list_folder(path) if path.is_dir() else list_tars(tars)
+        if tars and path.is_dir():
+            if len(listed):
+                raise ValueError(
+                    f"source={source} holds {len(tars)} tars beside {len(listed)} images, such as {listed.names[0]}: "
+                    f'name the tars alone by source="{source}/*.tar", or move them away.'
+                )
+            listed = list_tars(tars)
     if len(listed) == 0:
         others = listed.not_images
         passed = f"; {len(others)} other files are there, such as {others[0]}" if others else ""
@@ -210,6 +211,27 @@ def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> 
             f"source={source} holds no images{passed}. Their names end in {' '.join(sorted(IMAGE_SUFFIXES))}."
         )
     return listed
+
+
+def find_tars(pattern: str | Path) -> list[Path]:
+    """Returns the tars that a folder, a file, a glob or a shell's braces ({000..012}) name, in order of name.
+
+    Compressed ones are among a folder's, for their readers to refuse. Raises ValueError where some that the braces
+    name are absent; returns none where all are.
+    """
+    from braceexpand import braceexpand  # comes with webdataset
+
+    path = Path(pattern)
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name))
+    if path.is_file():
+        return [path]
+    names = list(braceexpand(str(pattern)))
+    found = {name: [file for file in glob.glob(name) if os.path.isfile(file)] for name in names}
+    absent = [name for name in names if not found[name]]
+    if 0 < len(absent) < len(names):
+        raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are absent, {absent[0]} first.")
+    return sorted({Path(file) for files in found.values() for file in files})
 
 
 def looks_like_image(name: str) -> bool:
@@ -254,7 +276,11 @@ def list_folder(folder: Path) -> ImageSource:
     """Lists a folder of class folders, nested or not, or a flat folder as one class; follows links."""
     root = str(folder)
     names, not_images = [], []
-    for parent, folders, files in os.walk(root, followlinks=True):
+
+    def stop(error: OSError) -> None:
+        raise error  # a folder that may not be read, or links in a circle: os.walk would pass over them in silence
+
+    for parent, folders, files in os.walk(root, onerror=stop, followlinks=True):
         relative = os.path.relpath(parent, root).replace(os.sep, "/")
         prefix = "" if relative == "." else f"{relative}/"
         for file in files:
@@ -320,21 +346,6 @@ def list_zip(path: Path) -> ImageSource:
     return ImageSource(names, labels, class_names, not_images, read)
 
 
-def expand_tars(pattern: str) -> list[Path]:
-    """Expands a glob and a shell's braces ({000..012}) to existing tars."""
-    from braceexpand import braceexpand  # comes with webdataset
-
-    tars = []
-    for part in braceexpand(pattern):
-        found = sorted(glob.glob(part)) if any(character in part for character in "*?[") else [part]
-        tars += [Path(name) for name in found if Path(name).is_file()]
-        if part in found and not Path(part).is_file():
-            raise ValueError(f"source={pattern} names {part}, which does not exist.")
-    if not tars:
-        raise ValueError(f"source={pattern} matches no file (looked from {Path.cwd()}).")
-    return tars
-
-
 def tar_label(suffix: str, text: bytes) -> str | None:
     """Reads a class where a member holds one: `.cls`, `.json` {"label": …}, or a `.txt` with a whole number."""
     try:
@@ -353,7 +364,8 @@ def list_tars(tars: list[Path]) -> ImageSource:
 
     A sample is the members with one name up to the first dot. Whole numbers as labels are the class indices
     themselves; other labels are names and are numbered in alphabetical order. Raises ValueError where an image
-    has no label."""
+    has no label.
+    """
     names, classes, where, not_images = [], [], [], []
     for number, path in enumerate(tars):
         images, labels = {}, {}  # of this tar, by key
@@ -361,7 +373,10 @@ def list_tars(tars: list[Path]) -> ImageSource:
             with tarfile.open(path, "r:") as archive:
                 for member in archive:
                     archive.members = []  # tarfile would keep an object for every member it passes
-                    if not member.isfile():
+                    if member.isdir():
+                        continue
+                    if not member.isfile():  # a link holds no bytes of its own
+                        not_images.append(f"{path.name}/{member.name}")
                         continue
                     folder, _, base = member.name.rpartition("/")
                     key, _, suffix = base.partition(".")

@@ -173,7 +173,7 @@ def parse_classes(given: str | int | Iterable | None, num_classes: int, class_na
         labels += [index[part]] if part in index else parse_range("classes", part)
     if wrong := [label for label in labels if label >= num_classes]:
         raise ValueError(f"classes={given} asks for class {wrong[0]}; "
-                         f"this checkpoint has {num_classes}, numbered from 0.")
+                         f"there are {num_classes}, numbered from 0.")
     return labels
 
 
@@ -248,7 +248,7 @@ def draw_grid(images: Tensor, labels: list[int], class_names: list[str] | None) 
         rows = [[i for i in order if labels[i] == label] for label in sorted(set(labels))]
 
     def name(label: int) -> str:
-        return class_names[label] if class_names else str(label)
+        return class_names[label] if class_names and label < len(class_names) else str(label)
 
     captions = [", ".join(dict.fromkeys(name(labels[i]) for i in row)) for row in rows]
     font = ImageFont.load_default(size=13)

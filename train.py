@@ -253,15 +253,25 @@ def lock(run_dir: Path) -> TextIO:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-def describe_network(cfg: DictConfig) -> dict:
-    """Gathers the network's keywords, as its checkpoints record them, from the config's model and data groups."""
+def describe_network(cfg: DictConfig, shape: tuple[int, int, int], num_classes: int) -> dict:
+    """Gathers the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
     sizes = {key: cfg.model[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")}
     return {
         **DiT_models[cfg.model.backbone_type].keywords,
         **{key: size for key, size in sizes.items() if size is not None},
-        "input_size": cfg.data.input_size, "in_channels": cfg.data.channels, "num_classes": cfg.data.num_classes,
+        "input_size": shape[1], "in_channels": shape[0], "num_classes": num_classes,
         "init": cfg.model.init, "routes": OmegaConf.to_container(cfg.model.routes),
     }
+
+
+def start_trackers(accelerator: Accelerator, cfg: DictConfig, run_dir: Path) -> None:
+    """Starts TensorBoard or wandb where asked; raises ValueError where one will not start, as wandb without a login."""
+    flat = {key: str(value) for key, value in OmegaConf.to_container(cfg, resolve=True).items()}
+    try:
+        accelerator.init_trackers("tread", flat, init_kwargs={"wandb": {"name": cfg.name, "dir": str(run_dir)}})
+    except Exception as error:
+        raise ValueError(f"log.trackers={list(cfg.log.trackers)} could not start: {error}. For wandb run `wandb login` "
+                         f"or set WANDB_MODE=offline; log.trackers=[] does without.") from error
 
 
 @hydra.main(config_path="configs", config_name="config", version_base="1.3")
@@ -280,22 +290,26 @@ def main(cfg: DictConfig) -> None:
         torch.backends.cudnn.allow_tf32 = cfg.tf32
 
         # ---- the data, and what is drawn from it
+        if cfg.data.path is None:
+            raise ValueError("Say what to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
         with accelerator.local_main_process_first():      # which indexes tars for the others
             latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                    num_classes=cfg.data.num_classes)
-        shape = (cfg.data.channels, cfg.data.input_size, cfg.data.input_size)
-        latents.require(shape=shape, num_classes=cfg.data.num_classes)
+        channels, side = cfg.data.channels or latents.shape[0], cfg.data.input_size or latents.shape[1]
+        shape, num_classes = (channels, side, side), cfg.data.num_classes or latents.num_classes
+        latents.require(shape=shape, num_classes=num_classes)
         check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
         autoencoder = cfg.data.autoencoder or latents.autoencoder
         if cfg.samples.every:
             decode = autoencoders.load(autoencoder, device=device).decode
             grid_seeds = parse_range("samples.seeds", cfg.samples.seeds)
-            grid_classes = parse_classes(cfg.samples.classes, cfg.data.num_classes, latents.class_names)
+            first_ten = list(range(min(10, latents.num_classes)))
+            grid_classes = parse_classes(cfg.samples.classes or first_ten, latents.num_classes, latents.class_names)
             grid_labels = labels_of(grid_seeds, grid_classes)
 
         # ---- the network, its average, its optimizer
         record = {
-            "network": describe_network(cfg), "diffusion": OmegaConf.to_container(cfg.diffusion),
+            "network": describe_network(cfg, shape, num_classes), "diffusion": OmegaConf.to_container(cfg.diffusion),
             "data": {"fingerprint": latents.fingerprint, "autoencoder": autoencoder,
                      "class_names": latents.class_names},
             "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size,
@@ -329,6 +343,7 @@ def main(cfg: DictConfig) -> None:
             checkpoints.load_optimizer(model, optimizer, training)
             if accelerator.scaler is not None and meta["scaler"]:
                 accelerator.scaler.load_state_dict(meta["scaler"])
+        start_trackers(accelerator, cfg, run_dir)
     except ValueError as error:
         sys.exit(f"train.py: {error}")
     metrics = run_dir / "metrics.jsonl"
@@ -343,9 +358,6 @@ def main(cfg: DictConfig) -> None:
         model.compile(dynamic=False)
     net, optimizer = accelerator.prepare(model, optimizer)
 
-    if cfg.log.trackers:
-        flat = {key: str(value) for key, value in OmegaConf.to_container(cfg, resolve=True).items()}
-        accelerator.init_trackers("tread", flat, init_kwargs={"wandb": {"name": cfg.name, "dir": str(run_dir)}})
     accelerator.print(
         f"{cfg.name}: {cfg.model.backbone_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
         f"routes {', '.join(map(str, model.routes)) or 'none'}; {latents.count:,} latents of {latents.shape} in "
@@ -415,10 +427,10 @@ def main(cfg: DictConfig) -> None:
         finished = step >= cfg.steps
         last_step = finished or stopped_by
         paused_at = time.perf_counter()
-        if moved and cfg.samples.every and (due(step, cfg.samples.every) or finished):
-            draw()
         if moved and (due(step, cfg.checkpoint.every) or last_step):
             save()
+        if moved and cfg.samples.every and (due(step, cfg.samples.every) or finished):
+            draw()
         reported_at += time.perf_counter() - paused_at      # a report is about training, not about drawing and saving
         if last_step:
             break

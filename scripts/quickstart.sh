@@ -26,5 +26,5 @@ Next:
   bash scripts/quickstart.sh model=dit                                    the same without routing
   python sample.py checkpoint=$run classes=ring guidance_scale=2
   python scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine resolution=256 autoencoder=sd_vae_ema
-  accelerate launch train.py model=tread data.path=data/mine data.num_classes=<n>
+  accelerate launch train.py model=tread data=folder data.path=data/mine name=mine
 TEXT

@@ -23,7 +23,8 @@ def load(*overrides, name="config"):
 def network(cfg):
     check_settings(cfg)
     with torch.device("meta"):
-        return build_network(describe_network(cfg))
+        shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
+        return build_network(describe_network(cfg, shape, cfg.data.num_classes or 1000))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -51,7 +52,8 @@ def test_every_row_of_the_papers_table_has_its_experiment():
 def test_every_model_fits_every_data_set(model, data):
     cfg = load(f"model={model}", f"data={data}")
     built = network(cfg)
-    assert (built.in_channels, built.input_size, built.num_classes) == (cfg.data.channels, cfg.data.input_size, cfg.data.num_classes)
+    expected = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.num_classes or 1000)
+    assert (built.in_channels, built.input_size, built.num_classes) == expected
 
 
 def test_an_experiment_takes_either_model_from_the_command_line():

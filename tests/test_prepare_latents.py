@@ -361,7 +361,7 @@ def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
     assert (
         "rank 0 of 2" in two.stderr
-        and two.stdout.count("next: accelerate launch train.py model=tread data.path=") == 1
+        and two.stdout.count("next: accelerate launch train.py model=tread data=folder data.path=") == 1
     )
     assert same_folder(tmp_path / "one", tmp_path / "two")
 

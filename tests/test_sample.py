@@ -131,7 +131,7 @@ def test_a_range_that_makes_no_sense_is_a_sentence(given):
 
 
 def test_a_class_there_is_not_is_a_sentence():
-    with pytest.raises(ValueError, match="class 4; this checkpoint has 4"):
+    with pytest.raises(ValueError, match="class 4; there are 4"):
         parse_classes("0-4", 4, None)
 
 

@@ -278,3 +278,12 @@ def test_the_ema_is_the_published_recursion():
     expected = 0.9 * ema.weight + 0.1 * model.weight
     update_ema(ema, model, 0.9)
     assert torch.allclose(ema.weight, expected)
+
+
+def test_any_folder_trains_with_the_shape_and_classes_that_it_says_it_has(shapes, tmp_path):
+    run = tmp_path / "run"
+    result = train(run, shapes, "data=folder", "steps=3", "samples.every=3", "samples.seeds=0-5", "samples.num_steps=2")
+    assert result.returncode == 0, result.stderr
+    network = checkpoints.read_meta(checkpoints.latest(run))["network"]
+    assert (network["in_channels"], network["input_size"], network["num_classes"]) == (3, 16, 6)
+    assert (run / "samples" / "step-00000003.png").is_file()
