@@ -106,7 +106,7 @@ def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
     except Exception:  # not cached, or not whole
         pass
     try:
-        get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)  # asks once; from_pretrained for half a minute
+        get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)  # from_pretrained asks for half a minute
         return AutoencoderKL.from_pretrained(repo, **options)
     except Exception as error:  # diffusers, huggingface_hub and the HTTP client each have their own exceptions
         raise ValueError(
@@ -148,7 +148,7 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
         vae, found = AutoencoderKL.from_pretrained(
             folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True
         )
-    except Exception as error:  # absent, cut short, of other shapes: diffusers and safetensors differ in what they raise
+    except Exception as error:  # absent, cut short, of other shapes: each raises its own
         raise ValueError(
             f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits config.json; "
             f"weights in .bin are pickles and are not loaded (convert them with diffusers' save_pretrained), and "

@@ -22,9 +22,13 @@ def step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
 
 
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
 def all_steps(run: Path) -> list[Path]:
     """Lists a run's checkpoint folders from the oldest to the newest, whole or not."""
-    return sorted((run / "checkpoints").glob("step-*"), key=lambda folder: int(folder.name.removeprefix("step-")))
+    return sorted((run / "checkpoints").glob("step-*"), key=step_of)
 
 
 def write_text(path: Path, text: str) -> None:
@@ -117,17 +121,33 @@ def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
     return None
 
 
+def set_aside_after(run: Path, step: int) -> None:
+    """Renames the checkpoints past `step` to `damaged-…`, so that none of them is counted among those to keep.
+
+    They are the ones that `latest` passed over; the run goes on from `step` and will write those steps anew.
+    """
+    for folder in all_steps(run):
+        if step_of(folder) > step:
+            aside = folder.with_name(f"damaged-{folder.name}")
+            shutil.rmtree(aside, ignore_errors=True)
+            os.rename(folder, aside)
+
+
 def load(folder: Path, name: str) -> dict[str, Tensor]:
     return load_file(folder / f"{name}.safetensors")
 
 
 def prune(run: Path, keep_last: int, keep_every: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (0: none)."""
+    """Deletes all but the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (0: none).
+
+    Also sweeps what killed saves left behind, so only the process that holds the run may call it.
+    """
+    for left in (run / "checkpoints").glob(".step-*.tmp"):
+        shutil.rmtree(left, ignore_errors=True)
     for folder in all_steps(run)[:-keep_last]:
-        if not (keep_every and int(folder.name.removeprefix("step-")) % keep_every == 0):
+        if not (keep_every and step_of(folder) % keep_every == 0):
             # Renamed first, so that a kill in the middle leaves no half checkpoint under a valid name.
             doomed = folder.with_name(f".{folder.name}.tmp")
-            shutil.rmtree(doomed, ignore_errors=True)
             os.rename(folder, doomed)
             shutil.rmtree(doomed)
 

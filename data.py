@@ -5,7 +5,6 @@ permutation (8 past 4 billion images), 1 for the coin where there are mirrored c
 in tars, 8 for the offset.
 """
 
-import glob
 import hashlib
 import io
 import itertools
@@ -20,17 +19,21 @@ import threading
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from typing import BinaryIO
 
 import numpy as np
 import torch
 from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, scale_latent, scale_moments
+from images import find_tars
 
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
 TAR_INDEX = "latent-index.npz"
+RECORD = {"kind": str, "mirrored": bool, "num_classes": int, "class_names": lambda names: names, "autoencoder": str,
+          "scale": float, "shift": float}  # what metadata.json says besides shapes, counts and files
 
 HOW_TO_PREPARE = """Prepare it with
   accelerate launch scripts/prepare_latents.py source=<images> out={path} resolution=256 autoencoder=sd_vae_ema mirror=true
@@ -52,8 +55,10 @@ class Latents:
     `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
     """
 
-    def __init__(self, *, where, files, starts, first_byte, offsets, labels, stored_shape, stored_dtype, raw,
-                 kind, mirrored, num_classes, class_names, autoencoder, scale, shift):
+    def __init__(self, *, where: str, files: list[Path], starts: np.ndarray, labels: np.ndarray,
+                 stored_shape: tuple[int, int, int], stored_dtype: np.dtype, first_byte: np.ndarray | None = None,
+                 offsets: np.ndarray | None = None, kind: str, mirrored: bool, num_classes: int,
+                 class_names: list[str] | None, autoencoder: str, scale: float, shift: float):
         self.where = where
         self.kind, self.mirrored = kind, mirrored
         self.num_classes, self.class_names = num_classes, class_names
@@ -61,18 +66,18 @@ class Latents:
         self.count = len(labels)
         self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])
 
+        _allow_open_files(len(files))
         self._maps = [np.asarray(np.memmap(file, np.uint8, "r")) for file in files]  # mirrored after plain shards
         self._starts = starts  # index of each shard's first image, and the count at the end
         self._first_byte = first_byte  # folders: where each file's rows begin
-        self._offsets = offsets  # tars: where each image's values begin; None for a folder
+        self._offsets = offsets  # tars: where each image's values begin
         self._labels = labels
         self._stored_shape, self._stored_dtype = stored_shape, stored_dtype
         self._row_bytes = math.prod(stored_shape) * stored_dtype.itemsize
-        self._raw = raw  # True where values are still the autoencoder's own: (z - shift) * scale is due
+        self.in_tars = offsets is not None  # values are still the autoencoder's own: (z - shift) * scale is due
 
-        record = [[(Path(file).name, m.size) for file, m in zip(files, self._maps, strict=True)], self.count,
-                  self.shape, str(stored_dtype), kind, mirrored, num_classes, class_names, autoencoder, scale,
-                  shift]
+        record = [[(file.name, m.size) for file, m in zip(files, self._maps, strict=True)], self.count, self.shape,
+                  str(stored_dtype), kind, mirrored, num_classes, class_names, autoencoder, scale, shift]
         content = hashlib.sha256(json.dumps(record).encode())
         content.update(labels)
         content.update(self._read_stored(*self.probe()))
@@ -84,7 +89,7 @@ class Latents:
         `mirror` (B,) bool picks the encoding of the flipped image where True.
         """
         stored = self._read_stored(indices, mirror)
-        if self._raw:
+        if self.in_tars:
             convert = scale_moments if self.kind == "moments" else scale_latent
             stored = convert(torch.from_numpy(stored).float(), self.scale, self.shift).half().numpy()
         return stored, self._labels[indices].astype(np.int64)
@@ -92,23 +97,21 @@ class Latents:
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
         if tuple(shape) != self.shape:
-            raise ValueError(
-                f"{self.where} holds latents of shape {self.shape} (channels, height, width), but the network is "
-                f"set up for {tuple(shape)}: set data.channels={self.shape[0]} and "
-                f"data.input_size={self.shape[1]}, or data.path to another data set."
-            )
+            moments = self.in_tars and self.kind == "sample" and self.shape[0] == 2 * shape[0]
+            remedy = ("set data.kind=moments if the channels are [mean, logvar]" if moments else
+                      f"set data.channels={self.shape[0]} and data.input_size={self.shape[1]}")
+            raise ValueError(f"{self.where} holds latents of shape {self.shape} (channels, height, width), but the "
+                             f"network is set up for {tuple(shape)}: {remedy}, or data.path to another data set.")
         if num_classes < self.num_classes:
-            raise ValueError(
-                f"{self.where} has {self.num_classes} classes, but the network is set up for {num_classes}: "
-                f"set data.num_classes={self.num_classes} or more."
-            )
+            raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
+                             f"{num_classes}: set data.num_classes={self.num_classes} or more.")
 
     def probe(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns (indices, mirror) of the same few hundred latents each time, spread over all shards."""
         indices = np.unique(np.linspace(0, self.count - 1, min(self.count, NUM_PROBED)).astype(np.int64))
         return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
-    def _read_stored(self, indices, mirror=None):
+    def _read_stored(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> np.ndarray:
         assert len(indices) and 0 <= indices.min() and indices.max() < self.count
         assert mirror is None or self.mirrored or not mirror.any()
         order = np.argsort(indices)  # pages are visited in the order of the file
@@ -128,25 +131,25 @@ class Latents:
         return rows.view(self._stored_dtype).reshape(len(indices), *self._stored_shape)
 
 
-def open_latents(path: str | Path, *, kind: str | None = None, scale: float | None = None, shift: float = 0.0,
+def open_latents(path: str | Path, *, kind: str | None = None, scale: float | None = None,
                  num_classes: int | None = None) -> Latents:
     """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
 
     Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its
-    kind, scale, shift and classes, so the arguments may only agree with it. Tars carry no record: `kind` is
-    "sample" or "moments" ([mean, logvar]), `scale` (default 0.18215) and `shift` bring the autoencoder's own
-    values to (z - shift) * scale, and labels lie below `num_classes` (default 1000). Their first opening indexes
-    them and keeps the index beside them, so let one rank open before the others. Raises ValueError, with the
-    numbers and the remedy, for data that is absent, unfinished, damaged, or not scaled for the network.
+    kind, scale and classes, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
+    "moments" ([mean, logvar]), `scale` (default 0.18215) brings the autoencoder's own values to z * scale, and
+    labels lie below `num_classes` (default 1000). Their first opening indexes them and keeps the index beside
+    them, so let one rank open before the others. Raises ValueError, with the numbers and the remedy, for data
+    that is absent, unfinished, damaged, or not scaled for the network.
     """
     path = Path(path)
     if (path / "metadata.json").is_file():
-        latents = _open_folder(path, kind, scale, shift, num_classes)
+        latents = _open_folder(path, kind, scale, num_classes)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
         raise ValueError(f"{path}: preparation has not finished; run the same prepare_latents command again, "
                          "and it goes on from there.")
-    elif tars := _find_tars(path):
-        latents = _open_tars(path, tars, kind, scale, shift, num_classes)
+    elif tars := find_tars(path):
+        latents = _open_tars(path, tars, kind, scale, num_classes)
     else:
         seen = (f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
                 if path.is_dir() else f"There is no data set at {path}.")
@@ -159,38 +162,34 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
 # Latent folders
 
 
-def _open_folder(folder, kind, scale, shift, num_classes):
+def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
     file = folder / "metadata.json"
     try:
         meta = json.loads(file.read_text())
         if meta["format"] != 1:
-            raise ValueError(f"{file} is of format {meta['format']}; this version reads format 1.")
+            raise ValueError(f"it is of format {meta['format']}, and this version reads format 1")
         count, shape, dtype = int(meta["count"]), tuple(map(int, meta["shape"])), meta["dtype"]
-        record = {key: meta[key] for key in ("kind", "mirrored", "class_names", "autoencoder")}
-        record |= {"scale": float(meta["scale"]), "shift": float(meta["shift"])}
-        record |= {"num_classes": int(meta["num_classes"])}
-        parts = ["latents", "mirrored"] if meta["mirrored"] else ["latents"]
+        record = {key: read(meta[key]) for key, read in RECORD.items()}
+        parts = ["latents", "mirrored"] if record["mirrored"] else ["latents"]
         counts = [int(shard["count"]) for shard in meta["shards"]]
         names = {part: [folder / shard[part] for shard in meta["shards"]] for part in (*parts, "labels")}
-    except (json.JSONDecodeError, KeyError, TypeError) as error:
+    except (KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} is not a latent folder's record ({type(error).__name__}: {error}); "
                          "docs/data.md has the format, and scripts/prepare_latents.py writes it.") from error
 
     classes, class_names = record["num_classes"], record["class_names"]
-    if record["kind"] not in KINDS or len(shape) != 3 or dtype != "float16":
-        raise ValueError(f"{file} says kind {record['kind']!r}, shape {list(shape)} and dtype {dtype!r}; "
-                         f"this version reads kinds {KINDS}, shapes [C, h, w] and float16.")
+    if record["kind"] not in KINDS or len(shape) != 3 or dtype != "float16" or not record["scale"] > 0:
+        raise ValueError(f"{file} says kind {record['kind']!r}, shape {list(shape)}, dtype {dtype!r} and scale "
+                         f"{record['scale']}; this version reads kinds {KINDS}, shapes [C, h, w], float16 and a "
+                         "scale above 0.")
     if class_names is not None and len(class_names) != classes:
         raise ValueError(f"{file} says num_classes {classes} but names {len(class_names)} classes.")
     if sum(counts) != count or count == 0:
         raise ValueError(f"{file} says {count} images, but its {len(counts)} shards hold {sum(counts)}.")
-    if kind is not None and kind != record["kind"]:
-        raise ValueError(f"data.kind is {kind!r}, but {folder} holds {record['kind']!r}; "
-                         "leave data.kind=null for a latent folder.")
-    for name, asked in (("scale", scale), ("shift", shift or None)):
-        if asked is not None and not math.isclose(asked, record[name]):
-            raise ValueError(f"data.{name} is {asked}, but {folder} was written with {record[name]} and is "
-                             f"scaled already; leave data.{name} unset for a latent folder.")
+    for name, asked in (("kind", kind), ("scale", scale)):
+        if asked is not None and asked != record[name]:
+            raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {record[name]!r}: "
+                             f"leave data.{name}=null for a latent folder.")
     if num_classes is not None and num_classes < classes:
         raise ValueError(f"data.num_classes is {num_classes}, but {folder} has {classes}: "
                          f"set data.num_classes={classes} or more.")
@@ -206,23 +205,20 @@ def _open_folder(folder, kind, scale, shift, num_classes):
         shard_labels = np.load(file, allow_pickle=False)
         _check_labels(shard_labels, classes, file, 'correct the labels or "num_classes" in metadata.json')
         labels[start:end] = shard_labels
-    _allow_open_files(len(files))
-    return Latents(where=str(folder), files=files, starts=starts, first_byte=np.array(first_byte), offsets=None,
-                   labels=labels, stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), raw=False, **record)
+    return Latents(where=str(folder), files=files, starts=starts, first_byte=np.array(first_byte), labels=labels,
+                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), **record)
 
 
-def _npy_header(stream):
+def _npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Reads an npy header and leaves the stream at the first value -> (shape, Fortran order, dtype)."""
-    version = np.lib.format.read_magic(stream)
-    if version not in ((1, 0), (2, 0)):
-        raise ValueError(f"npy version {version} is not read here")
-    v1, v2 = np.lib.format.read_array_header_1_0, np.lib.format.read_array_header_2_0
-    return (v1 if version == (1, 0) else v2)(stream)
+    if (version := np.lib.format.read_magic(stream)) != (1, 0):
+        raise ValueError(f"npy version {version} is not read here, only (1, 0)")
+    return np.lib.format.read_array_header_1_0(stream)
 
 
-def _check_npy(file, dtype, shape):
+def _check_npy(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> int:
     """Returns the byte where an npy file's values begin, once its header and size are what metadata.json says."""
-    again = "copy the folder again, or prepare it again"
+    again = "copy the folder again, or remove it and prepare it anew"
     if not file.is_file():
         raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.")
     with open(file, "rb") as stream:
@@ -242,7 +238,7 @@ def _check_npy(file, dtype, shape):
     return first_byte
 
 
-def _check_labels(labels, num_classes, where, remedy):
+def _check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
     low, high = labels.min(initial=0), labels.max(initial=0)
     if low < 0 or high >= num_classes:
         bad = low if low < 0 else high
@@ -250,7 +246,7 @@ def _check_labels(labels, num_classes, where, remedy):
                          f"0..{num_classes - 1}: {remedy}.")
 
 
-def _allow_open_files(num_files):
+def _allow_open_files(num_files: int) -> None:
     """Raises this process's limit on open files where the maps, which hold one descriptor each, would pass it."""
     import resource
 
@@ -268,28 +264,11 @@ def _allow_open_files(num_files):
 # Tars
 
 
-def _find_tars(path):
-    """Returns the tar files that a folder, a file, a glob or a brace pattern names, in order of name."""
-    if path.is_dir():
-        found = [file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name)]
-    elif path.is_file():
-        found = [path]
-    elif "{" in str(path):
-        from braceexpand import braceexpand
-
-        found = [Path(name) for name in braceexpand(str(path))]
-        absent = [file for file in found if not file.is_file()]
-        if absent and len(absent) < len(found):
-            raise ValueError(f"{path} names {len(found)} tars, but {len(absent)} of them are absent, "
-                             f"{absent[0]} first.")
-        found = [] if absent else found
-    else:
-        found = [Path(name) for name in glob.glob(str(path))]
-    return sorted(found)
-
-
-def _open_tars(path, tars, kind, scale, shift, num_classes):
+def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
     scale = SD_VAE_SCALE if scale is None else scale
+    if not isinstance(scale, (int, float)) or not scale > 0:
+        raise ValueError(f"data.scale is {scale!r}, but it must be a number above 0: {SD_VAE_SCALE} for Stable "
+                         "Diffusion's autoencoders, 1 for latents that are scaled already.")
     num_classes = 1000 if num_classes is None else num_classes
     index = _tar_index(tars)
     dtype, stored_shape = np.dtype(str(index["dtype"])), tuple(index["shape"].tolist())
@@ -303,16 +282,14 @@ def _open_tars(path, tars, kind, scale, shift, num_classes):
         raise ValueError(f"data.kind is {kind!r} and {path} holds {channels} channels: the kinds are {KINDS}, "
                          "and moments, [mean, logvar], have an even number of channels. Set data.kind.")
     _check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
-    _allow_open_files(len(tars))
     labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
     # The autoencoder is the one TREAD trains on; nothing in the tars says so or otherwise.
-    return Latents(where=str(path), files=tars, starts=index["starts"], first_byte=None, offsets=index["offsets"],
-                   labels=labels, stored_shape=stored_shape, stored_dtype=dtype, raw=True, kind=kind,
-                   mirrored=False, num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema",
-                   scale=scale, shift=shift)
+    return Latents(where=str(path), files=tars, starts=index["starts"], offsets=index["offsets"], labels=labels,
+                   stored_shape=stored_shape, stored_dtype=dtype, kind=kind, mirrored=False,
+                   num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema", scale=scale, shift=0.0)
 
 
-def _tar_index(tars):
+def _tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     """Returns starts, offsets, labels, shape, dtype, kept in an npz beside the tars while they do not change."""
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in tars]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
@@ -342,12 +319,11 @@ def _tar_index(tars):
             np.savez(stream, key=np.array(key), **index)
         os.replace(beside, cache)
     except OSError:  # a read-only folder or a full disk: index again next time
-        if beside.exists():
-            beside.unlink()
+        beside.unlink(missing_ok=True)
     return index
 
 
-def _index_one_tar(file, headers, progress):
+def _index_one_tar(file: Path, headers: dict[bytes, tuple], progress: tqdm) -> list[tuple[int, int]]:
     """Returns [(first byte of the values, label)] of a tar's samples; `headers` is shared by all tars."""
     bytes_of = np.memmap(file, np.uint8, "r") if file.stat().st_size else np.empty(0, np.uint8)
     if bytes_of[:6].tobytes().startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
@@ -387,14 +363,14 @@ def _index_one_tar(file, headers, progress):
     return [(offset, labels[sample]) for sample, offset in latents.items()]
 
 
-def _class_number(content, where):
+def _class_number(content: np.ndarray, where: str) -> int:
     text = content.tobytes()
     if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
         raise ValueError(f"{where} holds {text[:20]!r} where a class number is expected.")
     return int(text)
 
 
-def _latent_header(content, headers, where):
+def _latent_header(content: np.ndarray, headers: dict[bytes, tuple], where: str) -> int:
     """Returns the length of a latent's npy header, which is parsed once for all latents that share it."""
     length = 10 + int.from_bytes(content[8:10].tobytes(), "little")  # npy v1, numpy's for every plain array
     header = content[:length].tobytes()
@@ -423,7 +399,7 @@ def _latent_header(content, headers, where):
 # What looks wrong
 
 
-def _check_values(latents):
+def _check_values(latents: Latents) -> None:
     """Raises ValueError where a few hundred latents are not finite or do not look scaled for the network."""
     indices, mirror = latents.probe()
     stored = latents.read(indices, mirror)[0].astype(np.float64)
@@ -443,7 +419,7 @@ def _check_values(latents):
         _check_scale(math.sqrt(mean.var() + np.square(std).mean()), latents, where)  # of mean + std * eps
 
 
-def _check_pixels(low, high, where):
+def _check_pixels(low: float, high: float, where: str) -> None:
     seen = f"{where}: pixels run from {low:.4g} to {high:.4g}"
     if low < -1.05 or high > 1.05:
         guess = ", which looks like 0..255" if low >= 0 and high <= 255 else ""
@@ -452,14 +428,14 @@ def _check_pixels(low, high, where):
         warnings.warn(f"{seen}, which looks like 0..1; -1..1 is expected (image / 127.5 - 1).", stacklevel=4)
 
 
-def _check_scale(spread, latents, where):
-    seen, in_tars = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks", latents._raw
+def _check_scale(spread: float, latents: Latents, where: str) -> None:
+    seen = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks"
     if spread > 3:
-        remedy = (f"data.scale is {latents.scale:g}: set data.scale={SD_VAE_SCALE}." if in_tars else
+        remedy = (f"data.scale is {latents.scale:g}: set data.scale={SD_VAE_SCALE}." if latents.in_tars else
                   "Store latents times the autoencoder's scale, as scripts/prepare_latents.py does.")
         raise ValueError(f"{seen} unscaled: {SD_VAE_SCALE} times that is {spread * SD_VAE_SCALE:.2g}. {remedy}")
     if spread < 0.3:
-        remedy = ("Set data.scale=1 if the tars hold scaled latents." if in_tars else
+        remedy = ("Set data.scale=1 if the tars hold scaled latents." if latents.in_tars else
                   "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")
         once = f"divided by {latents.scale:g} it is {spread / latents.scale:.2g}"
         message = f"{seen} scaled twice: {once}. {remedy}"
@@ -505,7 +481,8 @@ def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
     return mean + std * torch.randn_like(mean)
 
 
-def _plan(latents, batch_size, seed, rank, world, start):
+def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
+          start: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
     """Yields (indices, mirror or None) of one rank's batches, epoch after epoch."""
     share, per_epoch = batch_size // world, latents.count // batch_size
     first_epoch, first_batch = divmod(start, per_epoch)
@@ -522,7 +499,7 @@ def _plan(latents, batch_size, seed, rank, world, start):
         del order, mirror  # before the next epoch's are made
 
 
-def _load(latents, plan, device):
+def _load(latents: Latents, plan: Iterator, device: int | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     if device is not None:
         torch.cuda.set_device(device)  # a new thread starts on GPU 0, and pinning would open a context there
     for indices, mirror in plan:
@@ -530,7 +507,7 @@ def _load(latents, plan, device):
         yield (stored, y) if device is None else (stored.pin_memory(), y.pin_memory())
 
 
-def _read_ahead(items):
+def _read_ahead(items: Iterator) -> Iterator:
     """Yields `items`, made by one thread that is at most NUM_AHEAD of them ahead and ends with this generator."""
     ready, free, stop = queue.SimpleQueue(), threading.Semaphore(NUM_AHEAD), threading.Event()
 

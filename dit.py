@@ -123,6 +123,8 @@ class DiT(nn.Module):
         if input_size % patch_size:
             raise ValueError(f"The latent's side {input_size} is not a multiple of the patch size {patch_size}: "
                              f"choose a backbone_type with another patch size, or another resolution.")
+        if depth < 1 or num_heads < 1:
+            raise ValueError(f"A DiT of depth {depth} with {num_heads} heads: both must be at least 1.")
         if hidden_size % num_heads or hidden_size % 4:
             raise ValueError(f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} and of 4 "
                              f"(sines and cosines of two axes).")

@@ -17,6 +17,9 @@ class EDM:
     """Noises a latent as x + sigma·eps with ln(sigma) ~ N(P_mean, P_std²), and learns D(x + sigma·eps; sigma) = x."""
 
     def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5):
+        if P_std < 0 or sigma_data <= 0:
+            raise ValueError(f"EDM with P_std={P_std} and sigma_data={sigma_data}: the first may not be negative, and "
+                             f"the second, the standard deviation of the latents, must be positive.")
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
 
     def preconditioning(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:

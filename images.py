@@ -23,7 +23,8 @@ from pathlib import Path
 import numpy as np
 from PIL import Image, UnidentifiedImageError
 
-IMAGE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff", ".webp"}
+IMAGE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff",
+                  ".webp"}
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
 
 
@@ -185,25 +186,25 @@ def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> 
         if shapes_count < len(SHAPES):
             raise ValueError(f"shapes.count={shapes_count} leaves classes empty; there are {len(SHAPES)} shapes.")
         return ShapeSource(shapes_count, shapes_seed)
-    if path.is_file() and path.suffix.lower() == ".zip":
+    if path.is_dir():
+        listed, tars = list_folder(path), find_tars(path)
+        if tars and len(listed):
+            raise ValueError(
+                f"source={source} holds {len(tars)} tars beside {len(listed)} images, such as {listed.names[0]}: "
+                f'name the tars alone by source="{source}/*.tar", or move them away.'
+            )
+        listed = list_tars(tars) if tars else listed
+    elif path.is_file() and path.suffix.lower() == ".zip":
         listed = list_zip(path)
     elif path.is_file() and path.suffix.lower() != ".tar":
         raise ValueError(
             f"source={source} is a file of a kind that is not read; give a folder of class folders, a .zip, or "
             f".tar files (a compressed .tar.gz has no random access: unpack it first)."
         )
+    elif tars := find_tars(source):
+        listed = list_tars(tars)
     else:
-        tars = find_tars(source)
-        if not tars and not path.is_dir():
-            raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
-        listed = list_folder(path) if path.is_dir() else list_tars(tars)
-        if tars and path.is_dir():
-            if len(listed):
-                raise ValueError(
-                    f"source={source} holds {len(tars)} tars beside {len(listed)} images, such as {listed.names[0]}: "
-                    f'name the tars alone by source="{source}/*.tar", or move them away.'
-                )
-            listed = list_tars(tars)
+        raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
     if len(listed) == 0:
         others = listed.not_images
         passed = f"; {len(others)} other files are there, such as {others[0]}" if others else ""
@@ -236,7 +237,8 @@ def find_tars(pattern: str | Path) -> list[Path]:
 
 def looks_like_image(name: str) -> bool:
     """Tells by the name alone; hidden files and the Mac's resource forks (__MACOSX/._cat.jpg) are not images."""
-    hidden = any(part.startswith(".") or part == "__MACOSX" for part in name.split("/"))
+    parts = name.removeprefix("./").split("/")  # `tar cf set.tar .` names everything ./…
+    hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
     return not hidden and posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
@@ -278,9 +280,12 @@ def list_folder(folder: Path) -> ImageSource:
     names, not_images = [], []
 
     def stop(error: OSError) -> None:
-        raise error  # a folder that may not be read, or links in a circle: os.walk would pass over them in silence
+        raise error  # a folder that may not be read: os.walk would pass over it in silence
 
     for parent, folders, files in os.walk(root, onerror=stop, followlinks=True):
+        for link in (path for name in folders if os.path.islink(path := os.path.join(parent, name))):
+            if f"{os.path.realpath(parent)}/".startswith(f"{os.path.realpath(link)}/"):
+                raise ValueError(f"source={root}: {link} links to a folder that it lies in: remove the link.")
         relative = os.path.relpath(parent, root).replace(os.sep, "/")
         prefix = "" if relative == "." else f"{relative}/"
         for file in files:

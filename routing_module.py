@@ -31,6 +31,8 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     """
     resolved = []
     for route in routes:
+        if not all(isinstance(i, int) for i in (route.start_layer_idx, route.end_layer_idx)):
+            raise ValueError(f"Route {route} in a network of {depth} blocks: block indices are whole numbers.")
         start, end = (i + depth if i < 0 else i for i in (route.start_layer_idx, route.end_layer_idx))
         if not (0 <= start < depth and 0 <= end < depth):
             raise ValueError(f"Route {route} leaves the network: with {depth} blocks an index lies in "

@@ -1,6 +1,6 @@
 """Seeds -> images, over ranks: a labelled grid, a folder of PNGs, or one npz.
 
-    python sample.py checkpoint=runs/quickstart                           # a grid, one row a class
+    python sample.py checkpoint=runs/quickstart-tread                     # a grid, one row a class
     python sample.py checkpoint=runs/x seeds=0-63 classes=[207,360] num_steps=40 out=dogs.png
     accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance_scale=1.5
 
@@ -11,6 +11,7 @@ configs/sample.yaml for every option.
 
 import argparse
 import contextlib
+import inspect
 import io
 import math
 import os
@@ -27,6 +28,7 @@ from accelerate import PartialState
 from accelerate.utils import gather
 from omegaconf import DictConfig
 from PIL import Image, ImageDraw, ImageFont
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor
 from tqdm import tqdm
@@ -58,7 +60,11 @@ class Trained:
 
 def build_network(network: dict) -> DiT:
     """Builds a DiT from plain keywords, `routes` a list of dicts, as a checkpoint's meta.json records them."""
-    return DiT(**{**network, "routes": [Route(**route) for route in network.get("routes", [])]})
+    try:
+        return DiT(**{**network, "routes": [Route(**route) for route in network.get("routes", [])]})
+    except TypeError as error:
+        raise ValueError(f"A network cannot be built from {network}: {error}. A route has the keys start_layer_idx, "
+                         f"end_layer_idx and selection_ratio.") from error
 
 
 def build_diffusion(diffusion: dict) -> EDM:
@@ -79,21 +85,26 @@ def read_weights(path: Path) -> dict[str, Tensor]:
     A training checkpoint that holds several state dicts gives its `ema` one. Wrapper prefixes are taken off the keys.
     """
     if path.suffix == ".safetensors":
-        state = load_file(path)
+        try:
+            state = load_file(path)
+        except SafetensorError as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
     else:
         try:
             # DiT's train.py stores its argparse.Namespace beside the weights: a bag of plain values, safe to build.
             with torch.serialization.safe_globals([argparse.Namespace]):
-                state = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:
             raise ValueError(
                 f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are loaded, "
                 f"since unpickling anything else could run code; save its state dict as .safetensors."
             ) from error
         for key in ("ema", "ema_state_dict", "model", "model_state_dict", "state_dict"):
-            if isinstance(state.get(key), dict):
+            if isinstance(state, dict) and isinstance(state.get(key), dict):
                 state = state[key]
                 break
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
+        raise ValueError(f"{path} holds no state dict, that is, no dictionary of tensors by name.")
     # DDP, torch.compile and EDM's preconditioner each put their own word before every key.
     for prefix in ("module.", "_orig_mod.", "model."):
         state = {key.removeprefix(prefix): value for key, value in state.items()}
@@ -111,6 +122,8 @@ def load_trained(
     Raises ValueError where there is no such path, no whole checkpoint, or weights that are not a DiT's.
     """
     path = Path(path)
+    if weights not in ("ema", "model"):
+        raise ValueError(f"weights={weights} is neither ema nor model.")
     if path.is_file():
         state, folder = read_weights(path), path.parent if (path.parent / "meta.json").is_file() else None
     elif (path / "meta.json").is_file() or (path / "checkpoints").is_dir():
@@ -128,6 +141,8 @@ def load_trained(
                          f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
     if folder is not None:
         meta = checkpoints.read_meta(folder)
+        if not {"network", "diffusion", "data"} <= meta.keys():
+            raise ValueError(f"{folder / 'meta.json'} describes no checkpoint of ours; move the weights elsewhere.")
         network, recorded, data = meta["network"], meta["diffusion"], meta["data"]
     else:
         network, meta = infer_architecture(state), {}
@@ -135,15 +150,20 @@ def load_trained(
         data = {"autoencoder": "identity" if network["in_channels"] == 3 else "sd_vae_ema", "class_names": None}
     with torch.device("meta"):
         net = build_network(network)
-    missing, unexpected = net.load_state_dict(state, strict=False, assign=True)
+    expected = net.state_dict()
+    missing = [key for key, value in expected.items() if key not in state or state[key].shape != value.shape]
+    unexpected = [key for key in state if key not in expected]
     if missing or unexpected:
         raise ValueError(
-            f"The weights at {path} do not fit the network they should: {len(missing)} are missing "
+            f"The weights at {path} do not fit the network they should: {len(missing)} are missing or of another shape "
             f"({', '.join(missing[:3])} …), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} …)."
         )
+    net.load_state_dict(state, assign=True)
+    if diffusion and diffusion != recorded["name"]:
+        recorded = {"name": diffusion}
     return Trained(
         net=net.to(device).float().eval().requires_grad_(False),
-        diffusion=build_diffusion({"name": diffusion} if diffusion else recorded),
+        diffusion=build_diffusion(recorded),
         autoencoder=autoencoder or data["autoencoder"],
         class_names=data["class_names"], step=meta.get("step"), folder=folder,
     )
@@ -159,21 +179,31 @@ def parse_range(what: str, given: str | int | Iterable[int]) -> list[int]:
             raise ValueError(f"{what}={given} is not understood at {part!r}: "
                              f"write {what}=7, {what}=0-63 or {what}=[1,5,9].")
         numbers.extend(range(int(first), int(last or first) + 1))
+    if not numbers or max(numbers) >= 2**63:
+        raise ValueError(f"{what}={given} names {'no number' if not numbers else 'a number past 2^63'}: "
+                         f"write {what}=7, {what}=0-63 or {what}=[1,5,9].")
     return numbers
 
 
-def parse_classes(given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None) -> list[int]:
+def parse_classes(
+    what: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None,
+) -> list[int]:
     """Reads class names, indices and ranges of indices; None is all. Raises ValueError for a class there is not."""
     if given is None:
         return list(range(num_classes))
-    parts = str(given).split(",") if isinstance(given, str | int) else [str(part) for part in given]
     index = {name: i for i, name in enumerate(class_names or [])}
+    parts = [str(given)] if str(given) in index or isinstance(given, int) else given
+    parts = parts.split(",") if isinstance(parts, str) else [str(part) for part in parts]
     labels = []
-    for part in parts:
-        labels += [index[part]] if part in index else parse_range("classes", part)
-    if wrong := [label for label in labels if label >= num_classes]:
-        raise ValueError(f"classes={given} asks for class {wrong[0]}; "
-                         f"there are {num_classes}, numbered from 0.")
+    for part in (part.strip() for part in parts):
+        if part not in index and not part[:1].isdigit():
+            names = f"; the names are {', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}" if index else ""
+            raise ValueError(f"{what}={given} asks for {part!r}, which is no class. Write indices, as in {what}=[0,5] "
+                             f"or {what}=0-9, or names{names}.")
+        labels += [index[part]] if part in index else parse_range(what, part)
+    if not labels or max(labels) >= num_classes:
+        wrong = f"class {max(labels)}" if labels else "none"
+        raise ValueError(f"{what}={given} asks for {wrong}; there are {num_classes}, numbered from 0.")
     return labels
 
 
@@ -321,6 +351,13 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int) -> None:
         os.replace(beside, path)
 
 
+def default_grid(given: Path, folder: Path | None, weights: str) -> Path:
+    """Places a grid in the run's samples, or, for a checkpoint or weights that lie alone, beside them."""
+    if folder is not None and folder.parent.name == "checkpoints":
+        return folder.parent.parent / "samples" / f"{folder.name}-{weights}.png"
+    return given / f"{weights}.png" if given.is_dir() else given.with_suffix(".png")
+
+
 @hydra.main(config_path="configs", config_name="sample", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     # Several ranks on CPUs need to be told that they are.
@@ -330,17 +367,22 @@ def main(cfg: DictConfig) -> None:
             raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
         if cfg.precision not in DTYPES:
             raise ValueError(f"precision={cfg.precision} is not one of {', '.join(DTYPES)}.")
-        if cfg.batch_size < 1 or cfg.num_steps < 1:
-            raise ValueError(f"batch_size={cfg.batch_size} and num_steps={cfg.num_steps} must be at least 1.")
-        trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion, cfg.autoencoder, state.device)
+        for key in ("batch_size", "num_steps"):
+            if type(cfg[key]) is not int or cfg[key] < 1:
+                raise ValueError(f"{key}={cfg[key]} is not a whole number of at least 1.")
+        if not isinstance(cfg.guidance_scale, int | float | None):
+            raise ValueError(f"guidance_scale={cfg.guidance_scale} is not a number; null samples unguided.")
+        if unknown := set(cfg.sampler) - set(inspect.signature(EDM.sample).parameters):
+            raise ValueError(f"The sampler has no setting {', '.join(unknown)}.")
+        trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device)
         seeds = parse_range("seeds", cfg.seeds)
-        classes = parse_classes(cfg.classes, trained.net.num_classes, trained.class_names)
+        classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
         decoder = autoencoders.load(trained.autoencoder, device=state.device)
+        out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained.folder, cfg.weights)
+        if out.suffix not in (".png", ".npz", ""):
+            raise ValueError(f"out={out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
     except ValueError as error:
         sys.exit(f"sample.py: {error}")
-    run = trained.folder.parent.parent if trained.folder else Path(cfg.checkpoint).parent
-    name = trained.folder.name if trained.folder else Path(cfg.checkpoint).stem
-    out = Path(cfg.out or run / "samples" / f"{name}-{cfg.weights}.png")
     batches = gathered(generate(
         trained.net, trained.diffusion, decoder.decode, seeds, labels_of(seeds, classes),
         batch_size=min(cfg.batch_size, math.ceil(len(seeds) / state.num_processes)), num_steps=cfg.num_steps,

@@ -25,6 +25,7 @@ import hydra
 import numpy as np
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import GradientAccumulationPlugin, broadcast
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -82,7 +83,7 @@ def train_step(
     for part, (x_part, y_part) in enumerate(zip(x.chunk(num_parts), y.chunk(num_parts), strict=True)):
         with contextlib.nullcontext() if part == num_parts - 1 else accelerator.no_sync(net):
             loss = diffusion.loss(net, x_part, y_part, routes=model.routes).mean()
-            accelerator.backward(loss)      # divides by the number of parts
+            accelerator.backward(loss)      # which divides by the number of parts
         step_loss += loss.detach() / num_parts
     accelerator.unscale_gradients(optimizer)
     grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters()])
@@ -117,31 +118,36 @@ def recompute_activations(model: DiT) -> None:
 class Sums:
     """Sums since the last report, on the device: reading them is the only time that the loop waits for it."""
 
+    NAMES = ("loss", "grad_norm", "steps", "skipped", "skipped_in_row")
+
     def __init__(self, device: torch.device):
-        names = ("loss", "grad_norm", "steps", "skipped", "skipped_in_row")
-        self.tensors = {name: torch.zeros((), dtype=torch.float64, device=device) for name in names}
+        self.values = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
 
     def add(self, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
-        self.tensors["loss"] += torch.where(skipped, 0, loss)
-        self.tensors["grad_norm"] += torch.where(skipped, 0, grad_norm)
-        self.tensors["steps"] += ~skipped
-        self.tensors["skipped"] += skipped
-        self.tensors["skipped_in_row"].add_(1).mul_(skipped)
+        taken = torch.stack([loss, grad_norm, torch.ones_like(loss)])
+        self.values[:3] += torch.where(skipped, 0, taken)
+        self.values[3] += skipped
+        self.values[4].add_(1).mul_(skipped)
 
-    def over_ranks(self, accelerator: Accelerator) -> dict[str, Tensor]:
-        return {name: accelerator.reduce(value.clone(), "mean") for name, value in self.tensors.items()}
+    def over_ranks(self, accelerator: Accelerator) -> Tensor:
+        return accelerator.reduce(self.values.clone(), "mean")
 
     def start_again(self) -> None:
         """Begins the next report's sums; the skipped steps are counted from the run's beginning."""
-        for name in ("loss", "grad_norm", "steps"):
-            self.tensors[name].zero_()
+        self.values[:3].zero_()
 
 
 class StopRequest:
-    """Turns the first SIGTERM or SIGINT into a request that the loop honours; a second one ends the process at once."""
+    """Turns the first SIGTERM or SIGINT into a request that the loop honours; a second one ends the process at once.
+
+    Several ranks must leave at the same step. Every few steps each says in the background whether it was told to stop,
+    over a process group on the CPUs, and reads the answer to the time before: nothing waits, neither host nor device.
+    """
+
+    EVERY = 10     # steps; launchers give a run 30 s between SIGTERM and SIGKILL
 
     def __init__(self):
-        self.signal = 0
+        self.signal, self.group, self.asked = 0, None, None
         for number in (signal.SIGTERM, signal.SIGINT):
             signal.signal(number, self.receive)
 
@@ -150,13 +156,22 @@ class StopRequest:
         signal.signal(signal.SIGTERM, signal.SIG_DFL)
         signal.signal(signal.SIGINT, signal.default_int_handler)
 
-    def agreed(self, accelerator: Accelerator, at_report: bool) -> int:
-        """Returns the signal that some rank received, or 0; several ranks agree at reports, where they wait anyway."""
-        if accelerator.num_processes == 1:
+    def agreed(self, step: int, world: int) -> int:
+        """Returns the signal on which all ranks leave at this step, or 0. Every rank calls it at every step."""
+        if world == 1:
             return self.signal
-        if not at_report:
+        if step % self.EVERY:
             return 0
-        return int(accelerator.gather(torch.tensor([self.signal], device=accelerator.device)).max())
+        answer = 0
+        if self.asked is not None:
+            votes, work = self.asked
+            work.wait()
+            answer = int(votes)
+        self.group = self.group or torch.distributed.new_group(backend="gloo")
+        votes = torch.tensor(self.signal)
+        work = torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, self.group, async_op=True)
+        self.asked = votes, work
+        return answer
 
 
 def due(step: int, every: int) -> bool:
@@ -179,16 +194,23 @@ def as_line(row: dict, steps: int) -> str:
     )
 
 
-def truncate_metrics(path: Path, step: int) -> None:
-    """Drops the rows after `step`, and a half-written last one: the resumed run writes them again."""
-    if not path.is_file():
-        return
-    kept = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True):
-        with contextlib.suppress(ValueError):
-            if line.endswith("\n") and json.loads(line)["step"] <= step:
-                kept.append(line)
-    checkpoints.write_text(path, "".join(kept))
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drops what a run wrote after `step`, which it now does again: checkpoints that are damaged, grids, metrics rows.
+
+    A half-written last row goes too.
+    """
+    checkpoints.set_aside_after(run_dir, step)
+    for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
+        if int(picture.stem.removeprefix("step-")) > step:
+            picture.unlink()
+    metrics = run_dir / "metrics.jsonl"
+    if metrics.is_file():
+        kept = []
+        for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
+            with contextlib.suppress(ValueError):
+                if line.endswith("\n") and json.loads(line)["step"] <= step:
+                    kept.append(line)
+        checkpoints.write_text(metrics, "".join(kept))
 
 
 # ---- what a user may have got wrong ---------------------------------------------------------------------------------
@@ -196,17 +218,29 @@ def truncate_metrics(path: Path, step: int) -> None:
 
 def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError, with the numbers and the knob, for settings that cannot work."""
-    schedules = ("constant", "cosine")
-    choices = {"precision": PRECISIONS, "model.backbone_type": DiT_models, "optimizer.schedule": schedules}
+    choices = {"precision": PRECISIONS, "model.backbone_type": DiT_models,
+               "optimizer.schedule": ("constant", "cosine")}
     for key, allowed in choices.items():
-        if OmegaConf.select(cfg, key) not in allowed:
-            raise ValueError(f"{key}={OmegaConf.select(cfg, key)} is not one of {', '.join(allowed)}.")
-    at_least_one = ("batch_size", "grad_accum_steps", "log.every", "checkpoint.every", "checkpoint.keep_last",
-                    "max_skipped_in_row")
-    for key, low, high in (*((key, 1, math.inf) for key in at_least_one), ("steps", 0, math.inf),
-                           ("label_dropout", 0, 1), ("ema.decay", 0, 1), ("optimizer.warmup_steps", 0, math.inf)):
-        if not low <= OmegaConf.select(cfg, key) <= high:
-            raise ValueError(f"{key}={OmegaConf.select(cfg, key)} lies outside [{low}, {high}].")
+        if (value := OmegaConf.select(cfg, key)) not in allowed:
+            raise ValueError(f"{key}={value} is not one of {', '.join(allowed)}.")
+    whole = {"steps": 0, "batch_size": 1, "grad_accum_steps": 1, "seed": 0, "max_skipped_in_row": 1,
+             "optimizer.warmup_steps": 0, "log.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 1,
+             "checkpoint.keep_every": 0, "samples.every": 0, "samples.num_steps": 1, "samples.batch_size": 1}
+    for key, low in whole.items():
+        value = OmegaConf.select(cfg, key)
+        if type(value) is not int or value < low:
+            raise ValueError(f"{key}={value} is not a whole number of at least {low}.")
+    real = {"label_dropout": 1, "ema.decay": 1, "optimizer.lr": math.inf, "optimizer.eps": math.inf,
+            "optimizer.weight_decay": math.inf, "optimizer.betas.0": 1, "optimizer.betas.1": 1}
+    if cfg.optimizer.clip_norm is not None:
+        real["optimizer.clip_norm"] = math.inf
+    for key, high in real.items():
+        value = OmegaConf.select(cfg, key)
+        if type(value) not in (int, float) or not 0 <= value <= high:
+            raise ValueError(f"{key}={value} is not a number in [0, {high}].")
+    for key in ("model.routes", "log.trackers"):
+        if not OmegaConf.is_list(OmegaConf.select(cfg, key)):
+            raise ValueError(f"{key}={OmegaConf.select(cfg, key)} is not a list; write {key}=[] for none.")
 
 
 def check_batch_size(batch_size: int, world: int, num_parts: int, count: int) -> None:
@@ -253,6 +287,24 @@ def lock(run_dir: Path) -> TextIO:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
+def main_rank_says(accelerator: Accelerator, number: int) -> int:
+    """Gives every rank the main one's number."""
+    return int(broadcast(torch.tensor(int(number), device=accelerator.device)))
+
+
+def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
+    """Finds the latest whole checkpoint on the main rank, for all. Raises ValueError where another rank lacks it."""
+    latest = checkpoints.latest(run_dir) if accelerator.is_main_process else None
+    step = main_rank_says(accelerator, -1 if latest is None else checkpoints.step_of(latest))
+    if step < 0:
+        return None
+    folder = checkpoints.step_folder(run_dir, step)
+    if not folder.is_dir():
+        raise ValueError(f"Rank {accelerator.process_index} does not see {folder}, from which the main rank resumes: "
+                         f"{run_dir} must lie on a disk that all nodes share. Set run_dir.")
+    return folder
+
+
 def describe_network(cfg: DictConfig, shape: tuple[int, int, int], num_classes: int) -> dict:
     """Gathers the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
     sizes = {key: cfg.model[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")}
@@ -264,11 +316,12 @@ def describe_network(cfg: DictConfig, shape: tuple[int, int, int], num_classes: 
     }
 
 
-def start_trackers(accelerator: Accelerator, cfg: DictConfig, run_dir: Path) -> None:
+def start_trackers(accelerator: Accelerator, cfg: DictConfig, run_dir: Path, run_id: str) -> None:
     """Starts TensorBoard or wandb where asked; raises ValueError where one will not start, as wandb without a login."""
     flat = {key: str(value) for key, value in OmegaConf.to_container(cfg, resolve=True).items()}
     try:
-        accelerator.init_trackers("tread", flat, init_kwargs={"wandb": {"name": cfg.name, "dir": str(run_dir)}})
+        wandb = {"name": cfg.name, "dir": str(run_dir), "id": run_id, "resume": "allow"}
+        accelerator.init_trackers("tread", flat, init_kwargs={"wandb": wandb})
     except Exception as error:
         raise ValueError(f"log.trackers={list(cfg.log.trackers)} could not start: {error}. For wandb run `wandb login` "
                          f"or set WANDB_MODE=offline; log.trackers=[] does without.") from error
@@ -280,7 +333,8 @@ def main(cfg: DictConfig) -> None:
     try:
         check_settings(cfg)
         accelerator = Accelerator(
-            mixed_precision=PRECISIONS[cfg.precision], gradient_accumulation_steps=cfg.grad_accum_steps,
+            mixed_precision=PRECISIONS[cfg.precision],
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=cfg.grad_accum_steps),
             cpu=cfg.cpu or not torch.accelerator.is_available(),     # several ranks on CPUs need to be told
             log_with=list(cfg.log.trackers) or None, project_dir=run_dir,
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
@@ -303,8 +357,8 @@ def main(cfg: DictConfig) -> None:
         if cfg.samples.every:
             decode = autoencoders.load(autoencoder, device=device).decode
             grid_seeds = parse_range("samples.seeds", cfg.samples.seeds)
-            first_ten = list(range(min(10, latents.num_classes)))
-            grid_classes = parse_classes(cfg.samples.classes or first_ten, latents.num_classes, latents.class_names)
+            wanted = f"0-{min(10, latents.num_classes) - 1}" if cfg.samples.classes is None else cfg.samples.classes
+            grid_classes = parse_classes("samples.classes", wanted, latents.num_classes, latents.class_names)
             grid_labels = labels_of(grid_seeds, grid_classes)
 
         # ---- the network, its average, its optimizer
@@ -329,26 +383,26 @@ def main(cfg: DictConfig) -> None:
             run_dir.mkdir(parents=True, exist_ok=True)
             held = lock(run_dir)  # noqa: F841  (until the process ends)
         step, images, elapsed_before = 0, 0, 0.0
-        resumed = checkpoints.latest(run_dir)
+        run_id = f"{run_dir.name}-{time.time_ns():x}"
+        resumed = find_checkpoint(accelerator, run_dir)
         if resumed is not None:
             meta = checkpoints.read_meta(resumed)
             for change in check_resumable(meta, record, run_dir):
                 accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
-            step, images, elapsed_before = meta["step"], meta["images"], meta["elapsed_s"]
+            step, images, elapsed_before, run_id = (meta[key] for key in ("step", "images", "elapsed_s", "run_id"))
             model.load_state_dict(checkpoints.load(resumed, "model"))
             ema.load_state_dict(checkpoints.load(resumed, "ema"))
             training = checkpoints.load(resumed, "training")
-            for name, tensor in sums.tensors.items():
-                tensor.copy_(training.pop(f"sums.{name}"))
+            sums.values.copy_(training.pop("sums"))
             checkpoints.load_optimizer(model, optimizer, training)
             if accelerator.scaler is not None and meta["scaler"]:
                 accelerator.scaler.load_state_dict(meta["scaler"])
-        start_trackers(accelerator, cfg, run_dir)
-    except ValueError as error:
+        start_trackers(accelerator, cfg, run_dir, run_id)
+    except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
     metrics = run_dir / "metrics.jsonl"
     if accelerator.is_main_process:
-        truncate_metrics(metrics, step)
+        forget_after(run_dir, step)
         checkpoints.write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
 
     # ---- speed, applied from outside: `model` stays the plain network that is saved, `net` is what is called
@@ -369,7 +423,7 @@ def main(cfg: DictConfig) -> None:
 
     def report(num_steps: int, seconds: float) -> None:
         """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
-        total = {name: value.item() for name, value in sums.over_ranks(accelerator).items()}
+        total = dict(zip(Sums.NAMES, sums.over_ranks(accelerator).tolist(), strict=True))
         sums.start_again()
         row = {
             "step": step, "images": images,
@@ -391,18 +445,21 @@ def main(cfg: DictConfig) -> None:
                      f"skipped: the run stops at step {step}. The last good checkpoint is {last_good or 'none'}. Lower "
                      f"optimizer.lr, set optimizer.clip_norm=1 or precision=fp32; the same command resumes from it.")
 
+    def grid_path() -> Path:
+        return run_dir / "samples" / f"step-{step:08d}.png"
+
     def draw() -> None:
         pictures = generate(ema, diffusion, decode, grid_seeds, grid_labels, batch_size=cfg.samples.batch_size,
                             num_steps=cfg.samples.num_steps, precision=cfg.precision, progress="samples")
-        write_grid(gathered(pictures), run_dir / "samples" / f"step-{step:08d}.png", latents.class_names)
+        write_grid(gathered(pictures), grid_path(), latents.class_names)
 
     def save() -> None:
-        reduced = {f"sums.{name}": value for name, value in sums.over_ranks(accelerator).items()}
+        reduced = {"sums": sums.over_ranks(accelerator)}
         if not accelerator.is_main_process:
             return
         training = checkpoints.optimizer_tensors(model, optimizer.optimizer) | reduced
         scaler = accelerator.scaler and accelerator.scaler.state_dict()
-        meta = {"step": step, "images": images, "elapsed_s": elapsed(), "scaler": scaler, **record,
+        meta = {"step": step, "images": images, "elapsed_s": elapsed(), "run_id": run_id, "scaler": scaler, **record,
                 "config": OmegaConf.to_container(cfg, resolve=True), "torch": torch.__version__}
         try:
             checkpoints.save(checkpoints.step_folder(run_dir, step),
@@ -418,18 +475,18 @@ def main(cfg: DictConfig) -> None:
     first_step = reported_step = step
     started = reported_at = time.perf_counter()
     while True:
-        moved = step > first_step
-        at_report = moved and due(step, cfg.log.every)
-        if at_report:
+        moved, finished = step > first_step, step >= cfg.steps
+        if moved and (due(step, cfg.log.every) or finished):
             report(step - reported_step, time.perf_counter() - reported_at)
             reported_step, reported_at = step, time.perf_counter()
-        stopped_by = stop.agreed(accelerator, at_report)
-        finished = step >= cfg.steps
+        stopped_by = stop.agreed(step, world)
         last_step = finished or stopped_by
         paused_at = time.perf_counter()
         if moved and (due(step, cfg.checkpoint.every) or last_step):
             save()
-        if moved and cfg.samples.every and (due(step, cfg.samples.every) or finished):
+        # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
+        due_grid = step and cfg.samples.every and (due(step, cfg.samples.every) or finished)
+        if due_grid and main_rank_says(accelerator, not grid_path().exists()):
             draw()
         reported_at += time.perf_counter() - paused_at      # a report is about training, not about drawing and saving
         if last_step:

@@ -1,13 +1,13 @@
 # Sourced by the other scripts with the requirements file to install: makes .venv where there is none and puts it on the PATH.
-# TREAD_VENV names another folder; PYTHON another interpreter.
+# TREAD_VENV names another folder (its whole path); PYTHON another interpreter.
 requirements=$1
-venv=${TREAD_VENV:-.venv}
-if [ ! -x "$venv/bin/python" ]; then
+venv=${TREAD_VENV:-$PWD/.venv}
+if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # absent, or half made when it was interrupted
     python=${PYTHON:-$(command -v python3.12 >/dev/null && python3.12 -c '' 2>/dev/null && echo python3.12 || echo python3)}
     "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || {
         echo "Python 3.11 or 3.12 is needed and $python is $("$python" --version 2>&1). Set PYTHON=<path of one>." >&2; exit 1; }
     echo "Making $venv with $("$python" --version)"
-    "$python" -m venv "$venv"
+    "$python" -m venv --clear "$venv"
 fi
 # The stamp holds what was installed last, so that a second call costs nothing and a changed file is installed again.
 stamp="$venv/.installed-$(basename "$requirements")"
@@ -16,6 +16,4 @@ if ! cat requirements*.txt | cmp -s - "$stamp"; then
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --progress-bar on -r "$requirements"
     cat requirements*.txt > "$stamp"
 fi
-PATH="$PWD/$venv/bin:$PATH"
-case $venv in /*) PATH="$venv/bin:$PATH" ;; esac
-export PATH
+export PATH="$venv/bin:$PATH"

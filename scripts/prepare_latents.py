@@ -9,6 +9,7 @@ of its image and the settings, and every shard is renamed into place when whole:
 ranks shows.
 """
 
+import fcntl
 import itertools
 import json
 import os
@@ -19,6 +20,7 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager, nullcontext
 from datetime import timedelta
 from pathlib import Path
 
@@ -26,11 +28,12 @@ import hydra
 import numpy as np
 import torch
 from accelerate import PartialState
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders  # noqa: E402
+from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
 
 PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -45,6 +48,29 @@ def write_json(path: Path, value: object) -> None:
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     partial.write_text(json.dumps(value, indent=1) + "\n")
     os.replace(partial, path)
+
+
+@contextmanager
+def held(out: Path) -> Iterator[None]:
+    """Makes `out` this process's own until it ends, however it ends. Raises ValueError where another one has it."""
+    out.mkdir(parents=True, exist_ok=True)
+    handle = os.open(out, os.O_RDONLY)
+    try:
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            raise ValueError(f"Another process is writing out={out}: wait for it, stop it, or name another.") from None
+        except OSError:  # a file system that knows no locks
+            pass
+        yield
+    finally:
+        os.close(handle)
+
+
+def sweep(out: Path, *patterns: str) -> None:
+    for pattern in patterns:
+        for leftover in out.glob(pattern):
+            leftover.unlink(missing_ok=True)
 
 
 class RowWriter:
@@ -87,9 +113,7 @@ def shard_files(shard: int, mirror: bool) -> dict[str, str]:
     return {kind: f"{kind}-{shard:05d}.npy" for kind in kinds}
 
 
-def read_record(
-    out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int
-) -> dict | None:
+def read_record(out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int) -> dict | None:
     """Returns the record of a shard that is whole, {"count", "unreadable": [[name, reason], ...]}, or None."""
     record_path = out / f"record-{shard:05d}.json"
     if not record_path.is_file():
@@ -98,18 +122,14 @@ def read_record(
     if record["count"] == 0:
         return record
     try:
-        arrays = {
-            k: np.load(out / name, mmap_mode="r", allow_pickle=False)
-            for k, name in shard_files(shard, mirror).items()
-        }
+        arrays = {kind: np.load(out / name, mmap_mode="r", allow_pickle=False)
+                  for kind, name in shard_files(shard, mirror).items()}
     except (OSError, ValueError):  # absent, or shorter than its header says
         return None
     labels = arrays.pop("labels")
     whole = labels.dtype == np.int64 and labels.shape == (record["count"],)
     whole = whole and labels.min() >= 0 and labels.max() < num_classes
-    whole = whole and all(
-        a.dtype == np.float16 and a.shape == (record["count"], *row_shape) for a in arrays.values()
-    )
+    whole = whole and all(a.dtype == np.float16 and a.shape == (record["count"], *row_shape) for a in arrays.values())
     return record if whole else None
 
 
@@ -128,9 +148,7 @@ def in_order(pool: ThreadPoolExecutor, function: Callable, jobs: Iterable, ahead
         yield waiting.popleft().result()
 
 
-def decode_batch(
-    source: ImageSource, indices: range, resolution: int
-) -> tuple[np.ndarray, list[int], list[list[str]]]:
+def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[np.ndarray, list[int], list[list[str]]]:
     """Returns the readable images uint8 (b,R,R,3), their indices, and [name, reason] of the others."""
     pixels, readable, unreadable = [], [], []
     for index in indices:
@@ -155,9 +173,7 @@ def encode_rows(
     else:
         # One generator an image and side: neither batch, rank nor resume shows in the sample.
         generators = [np.random.default_rng([seed, index, int(mirror)]) for index in indices]
-        eps = np.stack(
-            [generator.standard_normal(mean.shape[1:], dtype=np.float32) for generator in generators]
-        )
+        eps = np.stack([generator.standard_normal(mean.shape[1:], dtype=np.float32) for generator in generators])
         rows = mean + std * torch.from_numpy(eps).to(mean.device)
     rows = rows.half()
     if not rows.isfinite().all():
@@ -233,23 +249,16 @@ def check_out(out: Path, settings: dict, fingerprint: str | None) -> bool:
         raise ValueError(f"out={out} is a file; name a folder.")
     if not (out / "preparing.json").is_file():
         if out.is_dir() and any(not name.endswith(".partial") for name in os.listdir(out)):
-            raise ValueError(
-                f"out={out} holds files that this script did not write; name a new or empty folder."
-            )
+            raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
     before = json.loads((out / "preparing.json").read_text())
-    changed = [
-        f"{key}={before.get(key)} then and {value} now"
-        for key, value in settings.items()
-        if before.get(key) != value
-    ]
+    changed = [f"{key}={before.get(key)} then and {value} now"
+               for key, value in settings.items() if before.get(key) != value]
     if fingerprint is not None and before["fingerprint"] != fingerprint:
         changed.append("the list of images or classes has changed")
     if changed:
-        raise ValueError(
-            f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, or "
-            f"remove it."
-        )
+        raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
+                         f"or remove it.")
     return (out / "metadata.json").is_file()
 
 
@@ -281,16 +290,18 @@ def prepare(
         resolution = 16 if source == "shapes" else 256
     autoencoder = autoencoder or ("identity" if source == "shapes" else "sd_vae_ema")
     kind = kind or ("sample" if autoencoder == "identity" else "moments")
-    if kind not in ("sample", "moments"):
+    if kind not in KINDS:
         raise ValueError(f"kind={kind} is neither sample nor moments.")
     if precision not in PRECISIONS:
         raise ValueError(f"precision={precision} is none of {', '.join(PRECISIONS)}.")
     if mirror not in (True, False):
         raise ValueError(f"mirror={mirror} is neither true nor false.")
     sizes = dict(resolution=resolution, shard_size=shard_size, batch_size=batch_size, num_workers=num_workers)
-    for name, value in sizes.items():
-        if not isinstance(value, int) or value < 1:
-            raise ValueError(f"{name}={value} must be a whole number of at least 1.")
+    seeds = {"seed": seed, "shapes.seed": shapes_seed}
+    for name, value in (sizes | seeds | {"shapes.count": shapes_count}).items():
+        least = 0 if name in seeds else 1
+        if not isinstance(value, int) or value < least:
+            raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=mirror, seed=seed)
     settings |= dict(precision=precision, shard_size=shard_size)
     check_out(out, settings, fingerprint=None)  # and again below, once the images are listed
@@ -302,16 +313,16 @@ def prepare(
     num_classes, num_others = len(images.class_names), len(images.not_images)
     say(f"{source}: {len(images):,} images in {num_classes} classes, {num_others} other files")
     if check_out(out, settings, fingerprint):
+        if state.is_main_process:
+            sweep(out, "record-*.json", "*.partial")  # of a run that was killed on its last lines
         say(f"{out} is already whole: nothing to do.")
         return
 
     with state.main_process_first():  # one rank downloads, the others find it in the cache
         vae = autoencoders.load(autoencoder, state.device, PRECISIONS[precision])
     if resolution % vae.downsample:
-        raise ValueError(
-            f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which {autoencoder} "
-            f"shrinks images."
-        )
+        raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
+                         f"{autoencoder} shrinks images.")
     side = resolution // vae.downsample
     row_shape = (vae.channels * (2 if kind == "moments" else 1), side, side)
     num_shards = -(-len(images) // shard_size)
@@ -321,19 +332,9 @@ def prepare(
     existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ValueError(
-            f"out={out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free; "
-            f"kind=sample or mirror=false each halve it."
-        )
+        raise ValueError(f"out={out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free; "
+                         f"kind=sample or mirror=false each halve it.")
     state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
-    if state.is_main_process:
-        out.mkdir(parents=True, exist_ok=True)
-        for leftover in out.glob("*.partial"):  # of a killed run
-            leftover.unlink()
-        write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
-        if len(todo) < num_shards:
-            say(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
-    state.wait_for_everyone()
 
     def encode(batch: torch.Tensor, indices: list[int], mirror: bool) -> np.ndarray:
         return encode_rows(vae, batch, indices, kind, seed, mirror)
@@ -342,63 +343,52 @@ def prepare(
         shard, indices = job
         return shard, decode_batch(images, indices, resolution)
 
-    mine = [
-        range(s * shard_size, min((s + 1) * shard_size, len(images)))
-        for s in todo[state.process_index :: state.num_processes]
-    ]
-    batches = (
-        (rows.start // shard_size, rows[at : at + batch_size])
-        for rows in mine
-        for at in range(0, len(rows), batch_size)
-    )
-    ranks = f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents"
-    bar = tqdm(
-        desc=ranks, total=sum(map(len, mine)), unit=" images", smoothing=0.05, disable=not state.is_main_process
-    )
-    pool = ThreadPoolExecutor(num_workers)
-    try:
-        # One stream over all of this rank's shards, so that decoding runs ahead across a shard's end as well.
-        stream = in_order(pool, decode, batches, ahead=num_workers + 1)
-        for shard, group in itertools.groupby(stream, key=lambda item: item[0]):
-            write_shard(out, shard, (batch for _, batch in group), images, encode, mirror, bar)
-    finally:
-        pool.shutdown(wait=False, cancel_futures=True)
-        bar.close()
-    state.wait_for_everyone()
+    with held(out) if state.is_main_process else nullcontext():
+        if state.is_main_process:
+            sweep(out, "*.partial")  # of a killed run
+            write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
+            if len(todo) < num_shards:
+                say(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
+        state.wait_for_everyone()
 
-    if state.is_main_process:
-        records = [read_record(out, shard, *whole) for shard in range(num_shards)]
-        metadata = {
-            "format": 1,
-            "count": 0,
-            "shape": [vae.channels, side, side],
-            "dtype": "float16",
-            "kind": kind,
-            "mirrored": mirror,
-            "num_classes": num_classes,
-            "class_names": images.class_names,
-            "autoencoder": autoencoder,
-            "scale": vae.scale,
-            "shift": vae.shift,
-            "resolution": resolution,
-            "shards": [],
-            "source": source,
-            "unreadable": images.not_images,
-        }
-        finish(out, metadata, records)
-        seconds = time.monotonic() - started
-        done = sum(records[shard]["count"] for shard in todo)
-        print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")
-        print(f"next: accelerate launch train.py model=tread data=folder data.path={out} name={out.name}")
+        mine = [range(s * shard_size, min((s + 1) * shard_size, len(images)))
+                for s in todo[state.process_index :: state.num_processes]]
+        batches = ((rows.start // shard_size, rows[at : at + batch_size])
+                   for rows in mine for at in range(0, len(rows), batch_size))
+        ranks = f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents"
+        bar = tqdm(desc=ranks, total=sum(map(len, mine)), unit=" images", smoothing=0.05,
+                   disable=not state.is_main_process)
+        pool = ThreadPoolExecutor(num_workers)
+        try:
+            # One stream over all of this rank's shards, so that decoding runs ahead across a shard's end as well.
+            stream = in_order(pool, decode, batches, ahead=num_workers + 1)
+            for shard, group in itertools.groupby(stream, key=lambda item: item[0]):
+                write_shard(out, shard, (batch for _, batch in group), images, encode, mirror, bar)
+        finally:
+            pool.shutdown(wait=False, cancel_futures=True)
+            bar.close()
+        state.wait_for_everyone()
+
+        if state.is_main_process:
+            records = [read_record(out, shard, *whole) for shard in range(num_shards)]
+            metadata = {
+                "format": 1, "count": 0, "shape": [vae.channels, side, side], "dtype": "float16",
+                "kind": kind, "mirrored": mirror, "num_classes": num_classes, "class_names": images.class_names,
+                "autoencoder": autoencoder, "scale": vae.scale, "shift": vae.shift, "resolution": resolution,
+                "shards": [], "source": source, "unreadable": images.not_images,
+            }
+            finish(out, metadata, records)
+            seconds = time.monotonic() - started
+            done = sum(records[shard]["count"] for shard in todo)
+            print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")
+            print(f"next: accelerate launch train.py model=tread data=folder data.path={out} name={out.name}")
 
 
 def finish(out: Path, metadata: dict, records: list[dict | None]) -> None:
     """Checks and adds up the shards' records, marks the folder as whole, and says what is in it."""
     if None in records:
-        raise ValueError(
-            f"out={out}: {records.count(None)} shards are not whole, such as number {records.index(None)}; the "
-            f"same command writes them again."
-        )
+        raise ValueError(f"out={out}: {records.count(None)} shards are not whole, such as number "
+                         f"{records.index(None)}; the same command writes them again.")
     reasons = [(name, "does not look like an image") for name in metadata["unreadable"]]
     reasons += [row for record in records for row in record["unreadable"]]
     metadata["unreadable"] = [name for name, _ in reasons]
@@ -409,8 +399,7 @@ def finish(out: Path, metadata: dict, records: list[dict | None]) -> None:
         if record["count"]:
             metadata["shards"].append(shard_files(shard, metadata["mirrored"]) | {"count": record["count"]})
     write_json(out / "metadata.json", metadata)
-    for record_path in out.glob("record-*.json"):
-        record_path.unlink()
+    sweep(out, "record-*.json")
 
     if reasons:
         print(f"{len(reasons)} files are not in the set (all are named in {out / 'metadata.json'}):")
@@ -425,6 +414,9 @@ def finish(out: Path, metadata: dict, records: list[dict | None]) -> None:
 def main(cfg: DictConfig) -> None:
     warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed below
     try:
+        if lacking := sorted(OmegaConf.missing_keys(cfg)):
+            raise ValueError(f"{' and '.join(lacking)} must be given, as in source=shapes out=data/shapes16; "
+                             "configs/prepare_latents.yaml has all options.")
         prepare(
             source=str(cfg.source),
             out=Path(str(cfg.out)),

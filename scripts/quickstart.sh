@@ -1,19 +1,20 @@
 #!/usr/bin/env bash
 # From nothing to pictures in minutes, on a CPU and without data: installs, writes the built-in shapes as latents, trains a
 # TREAD-routed DiT on them, and samples a grid with one row a class. Run again, it resumes, or finishes at once.
-#   bash scripts/quickstart.sh [overrides of train.py, such as model=dit]
+#   bash scripts/quickstart.sh [model=dit]
 set -euo pipefail
 cd "$(dirname "$0")/.."
+case ${1:-model=tread} in
+    model=tread | model=dit) model=${1:-model=tread} model=${model#model=} ;;
+    *) echo "quickstart.sh takes model=dit or model=tread; for other settings call train.py experiment=quickstart." >&2; exit 2 ;;
+esac
 . scripts/environment.sh requirements.txt
-
-model=tread
-for argument in "$@"; do case $argument in model=*) model=${argument#model=} ;; esac; done
 
 python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16
 # Without being told, accelerate gives a process on a CPU a single thread.
 accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     --num_cpu_threads_per_process "$(python -c 'import os; print(len(os.sched_getaffinity(0)))')" \
-    train.py experiment=quickstart model=tread "$@"
+    train.py experiment=quickstart model="$model"
 run=runs/quickstart-$model
 python sample.py checkpoint="$run" seeds=0-59 num_steps=18 batch_size=60 out="$run/samples/grid.png"
 

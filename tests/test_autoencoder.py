@@ -125,6 +125,57 @@ def test_a_hub_model_that_cannot_be_had_is_a_sentence_with_the_way_out(monkeypat
         autoencoders.load("sd_vae_ema")
 
 
+def test_without_network_the_hub_is_asked_once(monkeypatch):
+    import diffusers
+    import huggingface_hub
+
+    asked = []
+
+    def absent(*args, **options):
+        asked.append(options.get("local_files_only", "network"))
+        raise OSError
+
+    monkeypatch.setattr(diffusers.AutoencoderKL, "from_pretrained", absent)
+    monkeypatch.setattr(huggingface_hub, "get_hf_file_metadata", absent)
+    with pytest.raises(ValueError, match="could not be fetched"):
+        autoencoders.load("sd_vae_mse")
+    assert asked == [True, "network"]  # the cache, then one request
+
+
+def damaged(case, folder):
+    from safetensors.torch import load_file, save_file
+
+    weights = folder / "diffusion_pytorch_model.safetensors"
+    if case == "cut short":
+        weights.write_bytes(weights.read_bytes()[:5000])
+    elif case == "a tensor lacks":
+        tensors = load_file(weights)
+        save_file({key: tensors[key] for key in tensors if key != "encoder.conv_in.bias"}, weights)
+    elif case == "half precision":
+        save_file({key: tensor.half() for key, tensor in load_file(weights).items()}, weights)
+    elif case == "no JSON":
+        (folder / "config.json").write_text("{")
+
+
+@pytest.mark.parametrize("case, changes, sentence", [
+    ("cut short", {}, "can be read and fits"),
+    ("other shapes", {"latent_channels": 8}, "can be read and fits.*expected shape"),
+    ("a tensor lacks", {}, "lack 1 of the tensors of config.json, encoder.conv_in.bias"),
+    ("no JSON", {}, "config.json is not a JSON object"),
+    ("no scale", {"scaling_factor": None}, "scaling_factor null"),
+])  # fmt: skip
+def test_a_damaged_autoencoder_folder_is_refused_in_a_sentence(vae_folder, tmp_path, case, changes, sentence):
+    damaged(case, rewritten_config(vae_folder, tmp_path, **changes))
+    with pytest.raises(ValueError, match=sentence):
+        autoencoders.load(str(tmp_path))
+
+
+def test_weights_in_half_precision_compute_in_the_type_that_is_asked_for(vae_folder, tmp_path):
+    damaged("half precision", rewritten_config(vae_folder, tmp_path))
+    mean, _ = autoencoders.load(str(tmp_path)).encode(every_value())
+    torch.testing.assert_close(mean, autoencoders.load(str(vae_folder)).encode(every_value())[0], rtol=0, atol=2e-3)
+
+
 def test_what_is_no_autoencoder_folder_is_refused_in_a_sentence(vae_folder, tmp_path):
     with pytest.raises(
         ValueError, match="sd_vae_large is neither one of identity, sd_vae_ema, sd_vae_mse nor a local folder"
@@ -147,5 +198,5 @@ def test_weights_that_are_pickles_are_not_loaded(vae_folder, tmp_path):
 
     torch.save(load_file(weights), folder / "diffusion_pytorch_model.bin")
     weights.unlink()
-    with pytest.raises(ValueError, match="no readable diffusion_pytorch_model.safetensors"):
+    with pytest.raises(ValueError, match="has no diffusion_pytorch_model.safetensors that can be read"):
         autoencoders.load(str(folder))

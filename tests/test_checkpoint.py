@@ -88,6 +88,23 @@ def test_a_save_that_fails_leaves_no_trace_and_says_what_it_needed(tmp_path, mon
     assert checkpoints.problem(good) is None
 
 
+def test_damaged_checkpoints_that_were_passed_over_do_not_crowd_out_good_ones(tmp_path):
+    good, bad = save(tmp_path, 10), save(tmp_path, 20)
+    (bad / "ema.safetensors").write_bytes(b"")
+    checkpoints.set_aside_after(tmp_path, 10)
+    save(tmp_path, 13)
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert [p.name for p in checkpoints.all_steps(tmp_path)] == [good.name, "step-00000013"]
+    assert (tmp_path / "checkpoints/damaged-step-00000020").is_dir()
+
+
+def test_pruning_sweeps_what_killed_saves_left(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "checkpoints/.step-00000007.tmp").mkdir()
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
 def test_pruning_keeps_the_last_k_and_every_mth(tmp_path):
     for step in range(1, 11):
         save(tmp_path, step)

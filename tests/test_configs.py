@@ -71,8 +71,18 @@ def test_a_key_that_does_not_exist_is_an_error(override):
 
 @pytest.mark.parametrize(("override", "says"), [
     ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("precision=int4", "bf16"), ("optimizer.schedule=step", "cosine"),
-    ("label_dropout=1.5", r"label_dropout=1.5 lies outside \[0, 1\]"), ("log.every=0", "log.every=0"), ("batch_size=0", "batch_size=0"),
+    ("label_dropout=1.5", r"label_dropout=1.5 is not a number in \[0, 1\]"), ("log.every=0", "log.every=0 is not a whole number"),
+    ("batch_size=0", "at least 1"), ("batch_size=8.0", "batch_size=8.0"), ("steps=abc", "steps=abc"), ("seed=-1", "seed=-1"),
+    ("optimizer.lr=null", "optimizer.lr=None"), ("optimizer.betas=0.9", "optimizer.betas.0"), ("optimizer.clip_norm=abc", "clip_norm=abc"),
+    ("samples.batch_size=0", "samples.batch_size=0"), ("samples.every=-1", "samples.every=-1"), ("log.trackers=tensorboard", "is not a list"),
+    ("model.routes=null", "is not a list"), ("model.num_heads=0", "at least 1"), ("model.routes=[{start_layer_idx: 2}]", "A route has the keys"),
+    ("model.routes=[{start_layer_idx: 2.5, end_layer_idx: 3, selection_ratio: 0.5}]", "whole numbers"),
 ])
 def test_a_setting_that_cannot_work_is_a_sentence(override, says):
     with pytest.raises(ValueError, match=says):
         network(load(override))
+
+
+def test_a_diffusion_without_spread_is_a_sentence():
+    with pytest.raises(ValueError, match="must be positive"):
+        build_diffusion({"name": "edm", "sigma_data": 0})

@@ -246,11 +246,17 @@ def test_tars_are_named_by_a_folder_a_glob_or_braces(tmp_path, pattern):
     np.testing.assert_array_equal(latents.read(np.arange(COUNT))[1], labels_of())
 
 
-def test_tar_values_are_shifted_and_scaled(tmp_path):
-    write_tars(tmp_path, numbered() * 2 + 1, labels_of())
-    latents = open_latents(tmp_path, kind="sample", scale=0.5, shift=1.0, num_classes=7)
+def test_tar_values_are_scaled(tmp_path):
+    write_tars(tmp_path, numbered() * 2, labels_of())
+    latents = open_latents(tmp_path, kind="sample", scale=0.5, num_classes=7)
     np.testing.assert_allclose(latents.read(np.arange(COUNT))[0], numbered(), atol=4e-3)
-    assert (latents.scale, latents.shift, latents.num_classes) == (0.5, 1.0, 7)
+    assert (latents.scale, latents.shift, latents.num_classes) == (0.5, 0.0, 7)
+
+
+def test_tars_of_moments_read_as_samples_are_told_so(tmp_path):
+    write_tars(tmp_path, numbered(channels=8), labels_of())
+    with pytest.raises(ValueError, match=r"\(8, 4, 4\).*\(4, 4, 4\).*data.kind=moments"):
+        open_latents(tmp_path, kind="sample", scale=1).require(shape=(4, 4, 4), num_classes=1000)
 
 
 def test_the_tar_index_is_kept_and_made_again_when_the_tars_change(tmp_path, monkeypatch):
@@ -385,7 +391,8 @@ BAD_FOLDERS = {
     "unfinished": (remove("metadata.json"), {}, ["has not finished", "same prepare_latents command"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
-    "shift argument": (None, {"shift": 0.5}, ["0.5", "0.0"]),
+    "scale no number": (record(scale="big"), {}, ["metadata.json", "'big'"]),
+    "scale zero": (record(scale=0), {}, ["scale 0.0", "above 0"]),
     "classes argument": (None, {"num_classes": 6}, ["data.num_classes is 6", "has 7"]),
 }
 
@@ -493,6 +500,8 @@ BAD_TARS = {
     "other kind": (None, {"kind": "mean"}, ["'mean'", "4 channels"]),
     "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
     "scaled twice": (None, {"kind": "sample"}, ["scaled twice", "data.scale=1"]),
+    "scale zero": (None, {"kind": "sample", "scale": 0}, ["data.scale is 0", "0.18215"]),
+    "scale no number": (None, {"kind": "sample", "scale": "big"}, ["data.scale is 'big'", "0.18215"]),
     "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
     "truncated": (cut(TAR, 20000), SAMPLE, [TAR, "cut short"]),
     "truncated in a header": (cut(TAR, 51300), SAMPLE, [TAR, "cut short"]),

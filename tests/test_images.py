@@ -134,7 +134,7 @@ def test_a_folder_that_cannot_be_a_data_set_is_refused(tmp_path, files, sentence
 def test_sources_that_are_not_there_are_refused(tmp_path):
     with pytest.raises(ValueError, match="does not exist"):
         open_source(tmp_path / "nothing")
-    with pytest.raises(ValueError, match="matches no file"):
+    with pytest.raises(ValueError, match="does not exist"):
         open_source(tmp_path / "*.tar")
     (tmp_path / "x.zip").write_bytes(b"PK but no more")
     with pytest.raises(ValueError, match="not a whole zip"):
@@ -154,7 +154,41 @@ def test_a_file_that_vanishes_stops_the_run_and_a_dead_link_does_not(tmp_path):
         source.pixels(0)
 
 
+def test_a_circle_of_links_is_an_error_and_not_forty_copies(tmp_path):
+    write_files(tmp_path, PETS)
+    (tmp_path / "cat" / "again").symlink_to(tmp_path, target_is_directory=True)
+    with pytest.raises(ValueError, match="cat/again links to a folder that it lies in"):
+        open_source(tmp_path)
+
+
 # Tars
+
+
+def test_tars_beside_class_folders_are_refused(tmp_path):
+    write_files(tmp_path, PETS)
+    write_webdataset(tmp_path / "left-over.tar", samples_of(range(2), "cls"))
+    with pytest.raises(ValueError, match=r"1 tars beside 4 images.*such as cat/1.png.*/\*.tar"):
+        open_source(tmp_path)
+
+
+def test_members_of_a_tar_may_begin_with_a_dot_and_a_slash(tmp_path):
+    (tmp_path / "set").mkdir()
+    write_files(tmp_path / "set", {"0.png": PETS["cat/1.png"], "0.cls": b"3", ".hidden.png": b""})
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "set", ".")
+    source = open_source(tmp_path / "a.tar")
+    assert source.names == ["a.tar/./0.png"] and source.labels.tolist() == [3]
+    assert source.not_images == ["a.tar/./.hidden.png"]
+
+
+def test_a_link_in_a_tar_is_named(tmp_path):
+    write_webdataset(tmp_path / "a.tar", samples_of(range(2), "cls"))
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        link = tarfile.TarInfo("0002.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "0001.png"
+        tar.addfile(link)
+    source = open_source(tmp_path / "a.tar")
+    assert len(source) == 2 and source.not_images == ["a.tar/0002.png"]
 
 
 def write_webdataset(path, samples):
@@ -189,7 +223,7 @@ def test_webdatasets_own_tars_are_read(tmp_path, label_kind):
         for index in range(5):
             assert np.array_equal(source.pixels(index), noise(8, 8, index))
     assert len(open_source(tmp_path / "set-001.tar")) == 2
-    with pytest.raises(ValueError, match="names .*set-002.tar, which does not exist"):
+    with pytest.raises(ValueError, match="names 3 tars, but 1 of them are absent, .*set-002.tar"):
         open_source(tmp_path / "set-{000..002}.tar")
 
 

@@ -18,7 +18,7 @@ from PIL import Image
 
 import autoencoder as autoencoders
 from images import draw_shape, open_source
-from scripts.prepare_latents import prepare
+from scripts.prepare_latents import held, prepare
 
 ROOT = Path(__file__).resolve().parents[1]
 SCRIPT = ROOT / "scripts" / "prepare_latents.py"
@@ -240,6 +240,9 @@ def test_a_label_map_that_cannot_be_used_is_refused(pets, tmp_path, text, senten
         ({"precision": "fp8"}, "precision=fp8 is none of fp32, bf16, fp16"),
         ({"mirror": "yes"}, "mirror=yes is neither"),
         ({"autoencoder": "vqgan"}, "vqgan is neither one of"),
+        ({"seed": -1}, "seed=-1 must be a whole number of at least 0"),
+        ({"source": "shapes", "shapes_count": 7.5}, "shapes.count=7.5 must be a whole number"),
+        ({"source": "shapes", "shapes_seed": -1}, "shapes.seed=-1 must be a whole number of at least 0"),
     ],
 )
 def test_mistakes_are_sentences_before_anything_is_written(pets, vae_folder, tmp_path, changes, sentence):
@@ -322,6 +325,36 @@ def test_a_shard_that_is_not_whole_is_written_again(pets, tmp_path, damage):
     assert same_folder(tmp_path / "whole", out)
 
 
+@pytest.mark.parametrize("moment", ["before metadata.json is in place", "before the records are gone"])
+def test_a_kill_on_the_last_lines_leaves_nothing_behind(pets, tmp_path, moment):
+    settings = dict(source=str(pets), resolution=32, autoencoder="identity", shard_size=4)
+    prepare(out=tmp_path / "whole", **settings)
+    program = f"""
+import os, sys
+sys.path.insert(0, {str(ROOT)!r})
+from pathlib import Path
+import scripts.prepare_latents as script
+replace, unlink = os.replace, Path.unlink
+os.replace = lambda a, b: os._exit(9) if {moment == "before metadata.json is in place"} and "metadata" in str(b) else replace(a, b)
+Path.unlink = lambda path, **how: os._exit(9) if "record" in path.name else unlink(path, **how)
+script.prepare(out=Path({str(tmp_path / "out")!r}), **{settings!r})
+"""
+    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    assert killed.returncode == 9, killed.stderr
+    assert len(list((tmp_path / "out").glob("*.partial"))) + len(list((tmp_path / "out").glob("metadata.json"))) == 1
+    prepare(out=tmp_path / "out", **settings)
+    assert same_folder(tmp_path / "whole", tmp_path / "out")
+
+
+def test_a_second_process_on_the_same_folder_is_refused_and_the_first_goes_on(pets, tmp_path):
+    settings = dict(source=str(pets), out=tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4)
+    with held(tmp_path / "out"), pytest.raises(ValueError, match="Another process is writing out="):
+        prepare(**settings)
+    assert not any((tmp_path / "out").iterdir())
+    prepare(**settings)
+    assert (tmp_path / "out" / "metadata.json").is_file()
+
+
 def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
     overrides = ("source=shapes", "shapes.count=9000", "resolution=64", "shard_size=300", "mirror=true")
     out = tmp_path / "killed"
@@ -367,11 +400,13 @@ def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
 
 
 def test_a_users_mistake_is_one_sentence_and_no_traceback(tmp_path):
-    result = run("source=nowhere", f"out={tmp_path / 'out'}")
-    assert result.returncode == 1
-    assert (
-        "prepare_latents: source=nowhere does not exist" in result.stderr and "Traceback" not in result.stderr
-    )
+    for overrides, sentence in (
+        (("source=nowhere", f"out={tmp_path / 'out'}"), "source=nowhere does not exist"),
+        (("source=shapes",), "out must be given"),
+    ):
+        result = run(*overrides)
+        assert result.returncode == 1
+        assert f"prepare_latents: {sentence}" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_memory_does_not_grow_with_the_data_set(tmp_path):

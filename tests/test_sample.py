@@ -118,13 +118,15 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_range("seeds", "0-3,7") == parse_range("seeds", [0, "1-3", 7]) == [0, 1, 2, 3, 7]
     assert parse_range("seeds", 5) == [5]
     names = ["ant", "bee", "cat"]
-    assert parse_classes(None, 3, names) == [0, 1, 2]
-    assert parse_classes("bee", 3, names) == parse_classes(1, 3, names) == [1]
-    assert parse_classes(["cat", 0], 3, names) == [2, 0] and parse_classes("0-2", 3, None) == [0, 1, 2]
+    assert parse_classes("classes", None, 3, names) == [0, 1, 2]
+    assert parse_classes("classes", "bee", 3, names) == parse_classes("classes", 1, 3, names) == [1]
+    assert parse_classes("classes", ["cat", 0], 3, names) == parse_classes("classes", "cat, 0", 3, names) == [2, 0]
+    assert parse_classes("classes", "0-2", 3, None) == [0, 1, 2]
+    assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"]) == [1]
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 
 
-@pytest.mark.parametrize("given", ["a", "3-1", "1..4", "-5"])
+@pytest.mark.parametrize("given", ["a", "3-1", "1..4", "-5", [], 2**63])
 def test_a_range_that_makes_no_sense_is_a_sentence(given):
     with pytest.raises(ValueError, match="seeds=0-63"):
         parse_range("seeds", given)
@@ -132,7 +134,33 @@ def test_a_range_that_makes_no_sense_is_a_sentence(given):
 
 def test_a_class_there_is_not_is_a_sentence():
     with pytest.raises(ValueError, match="class 4; there are 4"):
-        parse_classes("0-4", 4, None)
+        parse_classes("classes", "0-4", 4, None)
+    with pytest.raises(ValueError, match="samples.classes=fish asks for 'fish'.*the names are ant, bee"):
+        parse_classes("samples.classes", "fish", 2, ["ant", "bee"])
+    with pytest.raises(ValueError, match="asks for none"):
+        parse_classes("classes", [], 4, None)
+
+
+@pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {"weight": 1.0}}])
+def test_a_pt_file_without_a_state_dict_is_a_sentence(tmp_path, content):
+    torch.save(content, tmp_path / "other.pt")
+    with pytest.raises(ValueError, match="holds no state dict"):
+        load_trained(tmp_path / "other.pt")
+
+
+def test_files_of_the_old_format_load_and_truncated_ones_are_a_sentence(tmp_path):
+    state = published(learn_sigma=True)
+    torch.save(state, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_trained(tmp_path / "legacy.pt").net.state_dict()["pos_embed"], state["pos_embed"])
+    save_file(state, tmp_path / "whole.safetensors")
+    (tmp_path / "half.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        load_trained(tmp_path / "half.safetensors")
+
+
+def test_the_recorded_diffusion_keeps_its_settings_when_named_again(run):
+    assert load_trained(run, diffusion="edm").diffusion.sigma_data == 0.6
+    assert type(load_trained(run, diffusion="ddpm").diffusion) is DDPM
 
 
 def test_a_weights_file_of_another_network_is_a_sentence(tmp_path):
@@ -142,7 +170,7 @@ def test_a_weights_file_of_another_network_is_a_sentence(tmp_path):
     state = DiT(input_size=8, hidden_size=384, depth=12, num_heads=6).state_dict()
     del state["final_layer.linear.bias"]
     save_file(state, tmp_path / "partial.safetensors")
-    with pytest.raises(ValueError, match="1 are missing"):
+    with pytest.raises(ValueError, match="1 are missing or of another shape"):
         load_trained(tmp_path / "partial.safetensors")
 
 
@@ -170,7 +198,9 @@ def test_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp
 
 @pytest.mark.parametrize(("overrides", "says"), [
     ([], "Say what to sample from"), (["checkpoint=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
-    (["classes=fish"], "classes=0-63"), (["precision=fp8"], "not one of fp32"), (["batch_size=0"], "must be at least 1"),
+    (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["batch_size=0"], "at least 1"),
+    (["num_steps=null"], "num_steps=None"), (["weights=best"], "neither ema nor model"), (["guidance_scale=much"], "not a number"),
+    (["+sampler.S_chrun=3"], "no setting S_chrun"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "choose one of edm, ddpm"),
 ])
 def test_a_mistake_ends_in_a_sentence_not_in_a_traceback(run, overrides, says):
     given = [] if not overrides or overrides[0].startswith("checkpoint") else [f"checkpoint={run}"]

@@ -186,6 +186,21 @@ def test_activation_checkpointing_changes_no_bit(shapes, reference, tmp_path):
     assert_same_end(tmp_path / "run", reference)
 
 
+def test_a_grid_that_a_kill_after_the_save_cost_is_drawn_on_the_next_start(shapes, tmp_path):
+    options = ("steps=4", "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2")
+    assert train(tmp_path / "run", shapes, *options).returncode == 0
+    grid = tmp_path / "run/samples/step-00000004.png"
+    drawn = grid.read_bytes()
+    grid.unlink()
+    assert train(tmp_path / "run", shapes, *options).returncode == 0
+    assert grid.read_bytes() == drawn
+
+
+def test_the_end_of_a_run_is_reported_between_reports_too(shapes, tmp_path):
+    assert train(tmp_path / "run", shapes, "steps=5").returncode == 0
+    assert [row["step"] for row in rows(tmp_path / "run")] == [3, 5]
+
+
 def test_grids_are_drawn_on_time_and_do_not_change_the_run(shapes, reference, tmp_path):
     run = tmp_path / "run"
     result = train(run, shapes, "samples.every=10", "samples.seeds=0-5", "samples.num_steps=2")
@@ -196,8 +211,9 @@ def test_grids_are_drawn_on_time_and_do_not_change_the_run(shapes, reference, tm
 
 def test_two_ranks_train_one_network_save_on_sigterm_and_one_rank_can_go_on(shapes, tmp_path):
     run = tmp_path / "run"
-    process = start(run, shapes, "steps=100000", launcher=(*TWO_RANKS, "--master_port", "29541"))
-    wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, process)
+    far_reports = ("steps=100000", "log.every=100000", "checkpoint.every=20")
+    process = start(run, shapes, *far_reports, launcher=(*TWO_RANKS, "--master_port", "29541"))
+    wait_until(lambda: len(checkpoints.all_steps(run)) > 0, process)
     os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
     assert "2 × cpu" in output and "Stopped by SIGTERM at step" in output, output
@@ -287,3 +303,29 @@ def test_any_folder_trains_with_the_shape_and_classes_that_it_says_it_has(shapes
     network = checkpoints.read_meta(checkpoints.latest(run))["network"]
     assert (network["in_channels"], network["input_size"], network["num_classes"]) == (3, 16, 6)
     assert (run / "samples" / "step-00000003.png").is_file()
+
+
+def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path):
+    options = ("compile=true", "model.depth=4", "model.routes.0.end_layer_idx=2", "checkpoint.every=2", "log.every=2")
+    result = train(tmp_path / "whole", shapes, "steps=4", *options)
+    assert result.returncode == 0, result.stderr
+    assert train(tmp_path / "parts", shapes, "steps=2", *options).returncode == 0
+    assert train(tmp_path / "parts", shapes, "steps=4", *options).returncode == 0
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+
+
+def test_the_routed_network_is_one_graph_and_is_not_compiled_again():
+    from accelerate import Accelerator
+    from torch._dynamo.testing import CompileCounter
+
+    from sample import build_network
+
+    model = build_network(dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
+                               routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2)]))
+    counter = CompileCounter()
+    model.compile(backend=counter, dynamic=False, fullgraph=True)
+    net = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        net(torch.randn(4, 3, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
+    assert counter.frame_count == 1
