@@ -16,11 +16,12 @@ accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dyna
     --num_cpu_threads_per_process "$(python -c 'import os; print(len(os.sched_getaffinity(0)))')" \
     train.py experiment=quickstart model="$model"
 run=runs/quickstart-$model
-python sample.py checkpoint="$run" seeds=0-59 num_steps=18 batch_size=60 out="$run/samples/grid.png"
+grid=$run/samples/grid.png
+[ "$grid" -nt "$run/checkpoints" ] || python sample.py checkpoint="$run" seeds=0-59 num_steps=18 batch_size=60 out="$grid"
 
 cat <<TEXT
 
-The pictures:       $run/samples/grid.png (one row a class; the last training grids lie beside it)
+The pictures:       $grid (one row a class; the last training grids lie beside it)
 The numbers:        $run/metrics.jsonl
 Next:
   source .venv/bin/activate
