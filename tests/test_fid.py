@@ -1,0 +1,419 @@
+"""Statistics, distances and neighbourhoods against closed forms and other people's code; the command against mistakes."""
+
+import json
+import signal
+import subprocess
+import sys
+import time
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from omegaconf import OmegaConf
+from PIL import Image
+from scipy import linalg
+
+import checkpoint as checkpoints
+import fid
+from features import Extractor, load
+from scripts.prepare_latents import prepare
+
+
+def normal(*shape, seed=0):
+    return torch.randn(*shape, dtype=torch.float64, generator=torch.Generator().manual_seed(seed))
+
+
+def statistics(features, batch=64):
+    moments = fid.Moments(features.shape[1])
+    for part in features.split(batch):
+        moments.add(part)
+    return moments.mean_and_covariance()
+
+
+# ---- the Fréchet distance
+
+
+def test_two_gaussians_match_the_closed_form():
+    mu1, mu2, a, b = (normal(50, seed=seed) for seed in range(4))
+    expected = ((mu1 - mu2) ** 2).sum() + ((a.abs().sqrt() - b.abs().sqrt()) ** 2).sum()     # diagonal ones commute
+    assert fid.frechet_distance(mu1, a.abs().diag(), mu2, b.abs().diag()) == pytest.approx(expected.item(), rel=1e-12)
+
+
+def test_gaussians_that_do_not_commute_match_the_matrix_root():
+    (mu1, s1), (mu2, s2) = (statistics(normal(300, 40, seed=seed) @ normal(40, 40, seed=seed + 9)) for seed in (1, 2))
+    root = np.trace(linalg.sqrtm((s1 @ s2).numpy()).real)
+    expected = ((mu1 - mu2) ** 2).sum() + s1.trace() + s2.trace() - 2 * root
+    found = fid.frechet_distance(mu1.numpy(), s1.numpy(), mu2.numpy(), s2.numpy())
+    assert found == pytest.approx(expected.item(), rel=1e-10)
+    assert fid.frechet_distance(mu2, s2, mu1, s1) == pytest.approx(found, rel=1e-10)
+
+
+def test_2048_means_one_apart_are_exactly_2048_apart():
+    eye = torch.eye(2048)
+    assert fid.frechet_distance(torch.zeros(2048), eye, torch.ones(2048), eye) == 2048
+
+
+@pytest.mark.parametrize(("count", "spread"), [(1000, 0), (30, 0), (1000, 5), (30, 5)])
+def test_a_set_against_itself_is_zero(count, spread):
+    features = normal(count, 300) * torch.logspace(1, 1 - spread, 300)     # up to ten orders in the variances
+    assert abs(fid.frechet_distance(*statistics(features), *statistics(features))) < 1e-6
+
+
+def test_covariances_of_different_low_ranks_match_their_singular_values():
+    a, b = normal(300, 12, seed=1), normal(300, 40, seed=2)
+    expected = (a**2).sum() + (b**2).sum() - 2 * torch.linalg.svdvals(a.T @ b).sum()
+    zero = torch.zeros(300)
+    assert fid.frechet_distance(zero, a @ a.T, zero, b @ b.T) == pytest.approx(expected.item(), rel=1e-10)
+
+
+def test_small_singular_values_are_not_lost_beside_large_ones():
+    spectrum = torch.logspace(0, -13, 200, dtype=torch.float64)
+    u, v = (torch.linalg.qr(normal(200, 200, seed=seed))[0] for seed in (1, 2))
+    assert fid.sum_of_singular_values((u * spectrum) @ v.T).item() == pytest.approx(spectrum.sum().item(), rel=1e-12)
+
+
+def test_the_same_features_through_other_peoples_distance_agree():
+    from pytorch_fid.fid_score import calculate_frechet_distance
+    from torch_fidelity.metric_fid import fid_features_to_statistics, fid_statistics_to_metric
+
+    one, two = normal(2000, 256, seed=1), normal(1500, 256, seed=2) @ normal(256, 256, seed=3) / 16 + 0.1
+    found = fid.frechet_distance(*statistics(one), *statistics(two))
+    theirs = [fid_features_to_statistics(features) for features in (one, two)]
+    assert found == pytest.approx(fid_statistics_to_metric(*theirs, False)["frechet_inception_distance"], rel=1e-6)
+    theirs = [(features.numpy().mean(0), np.cov(features.numpy(), rowvar=False)) for features in (one, two)]
+    assert found == pytest.approx(calculate_frechet_distance(*theirs[0], *theirs[1]), rel=1e-6)
+
+
+# ---- statistics and scores
+
+
+@pytest.mark.parametrize("batch", [1, 7, 64, 500])
+def test_statistics_of_batches_are_those_of_the_whole(batch):
+    features = normal(500, 20) @ normal(20, 20, seed=1) + 3
+    mu, sigma = statistics(features, batch)
+    assert torch.allclose(mu, features.mean(0), rtol=1e-12) and torch.allclose(sigma, torch.cov(features.T), rtol=1e-10)
+
+
+def test_a_mean_far_from_zero_costs_no_digits():
+    features = normal(500, 20)
+    assert torch.allclose(statistics(features + 1e7, 10)[1], torch.cov(features.T), atol=1e-8)
+
+
+def test_one_image_has_no_covariance():
+    with pytest.raises(ValueError, match="1 images have no covariance"):
+        statistics(normal(1, 4))
+
+
+def inception_score(probs):
+    sums = fid.ScoreSums(len(probs), probs.shape[1])
+    order = torch.randperm(len(probs), generator=torch.Generator().manual_seed(0))
+    for numbers in order.split(97):       # whichever way they come
+        sums.add(numbers, probs[numbers])
+    return sums.score()
+
+
+def test_inception_score_knows_its_extremes():
+    assert inception_score(torch.full((100, 10), 0.1)) == pytest.approx(1)
+    assert inception_score(torch.eye(10).repeat(20, 1)) == pytest.approx(10)
+
+
+def test_inception_score_is_the_mean_over_splits_of_5000_in_order():
+    probs = (normal(12_000, 6) * torch.linspace(0, 3, 12_000)[:, None]).softmax(1)
+    scores = [(p * (p.log() - p.mean(0).log())).sum(1).mean().exp() for p in probs.split(5000)]
+    assert len(scores) == 3 and inception_score(probs) == pytest.approx(sum(scores).item() / 3, rel=1e-10)
+
+
+# ---- precision and recall
+
+
+def counted(reference, images):
+    """Precision and recall by the definition, all distances at once."""
+    def balls(x):
+        return torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square().sort(1).values[:, 3]
+
+    distances = torch.cdist(images, reference, compute_mode="donot_use_mm_for_euclid_dist").square()
+    return ((distances <= balls(reference) + 1e-9).any(1).double().mean().item(),
+            (distances <= balls(images)[:, None] + 1e-9).any(0).double().mean().item())
+
+
+@pytest.mark.parametrize("block", [10_000, 64])
+@pytest.mark.parametrize("scale", [1, 100])     # 100: the squares overflow float16, and float32 takes over
+def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, scale, monkeypatch):
+    monkeypatch.setattr(fid, "BLOCK", block)
+    reference = (normal(150, 40, seed=1) * 2).round() * scale     # whole numbers, so that float16 is exact
+    images = (normal(200, 40, seed=2) * 1.8).round() * scale
+    found = fid.precision_recall(reference.float(), images.float())
+    assert found == counted(reference, images)
+    assert 0.05 < found[0] < 0.95 or 0.05 < found[1] < 0.95       # a test of something
+
+
+def test_a_set_lies_in_its_own_manifold_and_not_in_a_far_one():
+    features = normal(100, 16).float()
+    assert fid.precision_recall(features, features) == (1, 1)
+    assert fid.precision_recall(features, features + 20) == (0, 0)
+
+
+def test_too_few_images_for_neighbours_are_a_sentence():
+    with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images against 50 are too few"):
+        fid.precision_recall(normal(3, 4).float(), normal(50, 4).float())
+
+
+# ---- evaluate, as training calls it
+
+
+def shapes(count, seed=0, side=16):
+    from images import ShapeSource
+
+    source = ShapeSource(count, seed)
+    return torch.from_numpy(np.stack([source.pixels(i, side) for i in range(count)]))
+
+
+@pytest.fixture(scope="module")
+def reference_npz(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reference") / "shapes.npz"
+    np.savez(path, arr_0=shapes(120).numpy())
+    return path
+
+
+def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(reference_npz):
+    pixels, images = load("pixels"), shapes(60, seed=5)
+    reference = fid.open_reference(reference_npz, pixels)
+    before = torch.get_rng_state()
+    straight = fid.evaluate([(torch.arange(60), images)], 60, reference, pixels)
+    order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
+    parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]      # a copy in each
+    again = fid.evaluate(parts, 60, reference, pixels)
+    assert list(straight) == ["fd_pixels", "precision", "recall"] and again == pytest.approx(straight, rel=1e-9)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_fewer_images_than_asked_are_a_sentence(reference_npz):
+    pixels = load("pixels")
+    with pytest.raises(ValueError, match="60 images were asked for and 10 came"):
+        fid.evaluate([(torch.arange(10), shapes(10))], 60, fid.open_reference(reference_npz, pixels), pixels)
+
+
+def inception_like():
+    """Features with the names and sizes of Inception's, from pixels."""
+    pixels = load("pixels").compute
+
+    def compute(images):
+        pool = pixels(images)["pool"]
+        return {"pool": pool[:, :16], "spatial": pool[:, 16:40], "probs": pool[:, :5].softmax(1)}
+
+    return Extractor("adm", "inception-2015", "fid", {"pool": 16, "spatial": 24, "probs": 5}, "", compute, "graph.pb", "a" * 64)
+
+
+def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
+    adm, images = inception_like(), shapes(80, seed=3)
+    tally = fid.Tally(adm, 120, "cpu")
+    tally.add(torch.arange(120), adm.compute(shapes(120)))
+    (mu, sigma), (mu_s, sigma_s) = (tally.moments[name].mean_and_covariance() for name in ("pool", "spatial"))
+    np.savez(tmp_path / "ref.npz", mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s, arr_0=shapes(50, seed=9).numpy())
+    reference = fid.open_reference(tmp_path / "ref.npz", adm)
+    found = fid.evaluate([(torch.arange(80), images)], 80, reference, adm)
+    features = adm.compute(images)
+    assert list(found) == ["fid", "sfid", "inception_score", "precision", "recall"]
+    assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(features["pool"]), mu, sigma), rel=1e-9)
+    assert found["sfid"] == pytest.approx(fid.frechet_distance(*statistics(features["spatial"]), mu_s, sigma_s), rel=1e-9)
+    nine = adm.compute(shapes(50, seed=9))["pool"]
+    assert (found["precision"], found["recall"]) == fid.precision_recall(nine, features["pool"])
+
+
+def test_a_reference_without_images_gives_no_precision(tmp_path):
+    adm = inception_like()
+    np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
+    reference = fid.open_reference(tmp_path / "ref.npz", adm)
+    assert fid.available_metrics(adm, reference) == ["fid", "inception_score"]
+    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("kid", "not kid")):
+        with pytest.raises(ValueError, match=why):
+            fid.available_metrics(adm, reference, [name])
+
+
+@pytest.mark.parametrize(("arrays", "sentence"), [
+    (dict(mean=np.zeros(192)), "holds the keys mean; mu and sigma are needed"),
+    (dict(mu=np.zeros(2048), sigma=np.eye(2048)), r"mu of shape \(2048,\), but features=pixels need \(192,\)"),
+    (dict(mu=np.full(192, np.nan), sigma=np.eye(192)), "values in mu that are not finite"),
+    (dict(mu=np.zeros(192), sigma=np.eye(192), space="dinov2"), "measured on dinov2 features"),
+    (dict(mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc"), "weights of SHA-256 abc"),
+    (dict(arr_0=np.zeros((5, 8, 8, 3))), "float64 .* images are uint8"),
+    (dict(arr_0=np.zeros((1, 8, 8, 3), np.uint8)), "holds 1 images; at least two"),
+    (dict(mu=np.array([None])), "not an npz that can be read"),
+])
+def test_references_that_do_not_fit_are_sentences(arrays, sentence, tmp_path):
+    np.savez(tmp_path / "ref.npz", **arrays)
+    with pytest.raises(ValueError, match=sentence):
+        fid.open_reference(tmp_path / "ref.npz", load("pixels"))
+
+
+# ---- the command
+
+
+@pytest.fixture(scope="module")
+def run_folder(tmp_path_factory):
+    """A run with one checkpoint of an untrained network of three classes."""
+    from sample import build_network
+
+    network = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=3, init="xavier")
+    torch.manual_seed(0)
+    state, folder = build_network(network).state_dict(), tmp_path_factory.mktemp("runs") / "tiny"
+    meta = {"step": 7, "network": network, "diffusion": {"name": "edm"}, "data": {"autoencoder": "identity", "class_names": ["a", "b", "c"]}}
+    checkpoints.save(checkpoints.step_folder(folder, 7), {"ema": state, "model": state}, meta)
+    return folder
+
+
+def command(tmp_path, **options):
+    """Runs fid.py in this process and returns its row, or None where it writes a reference."""
+    options = {"features": "pixels", "cpu": True, "batch_size": 16, "results": str(tmp_path / "results.jsonl"), **options}
+    options = {key: str(value) if hasattr(value, "parts") else value for key, value in options.items()}
+    fid.main.__wrapped__(OmegaConf.merge(OmegaConf.load(ROOT / "configs/fid.yaml"), options))
+    results = tmp_path / "results.jsonl"
+    return json.loads(results.read_text().splitlines()[-1]) if results.is_file() else None
+
+
+def write_folder(folder, images):
+    folder.mkdir(parents=True)
+    for number, image in enumerate(images.numpy()):
+        Image.fromarray(image).save(folder / f"{number:04d}.png")
+    return folder
+
+
+def test_a_folder_a_zip_and_an_npz_of_the_same_images_score_the_same(tmp_path, reference_npz, capsys):
+    images = shapes(40, seed=2)
+    folder = write_folder(tmp_path / "images", images)
+    (folder / "notes.txt").write_text("not an image")
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for file in folder.glob("*.png"):
+            archive.write(file, file.name)
+    np.savez(tmp_path / "stored.npz", arr_0=images.numpy())
+    np.savez_compressed(tmp_path / "packed.npz", arr_0=images.numpy())
+    rows = [command(tmp_path, images=tmp_path / name, reference=reference_npz) for name in ("images", "images.zip", "stored.npz", "packed.npz")]
+    assert all(row["metrics"] == pytest.approx(rows[0]["metrics"], rel=1e-9) for row in rows)
+    assert rows[0]["images"] == 40 and rows[0]["source"]["not_images"] == 1
+    out = capsys.readouterr().out
+    assert "1 files are no images by their names and are passed over: notes.txt" in out and "fd_pixels" in out
+
+
+def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(tmp_path):
+    prepare("shapes", tmp_path / "latents", resolution=16, autoencoder="identity", shapes_count=60)
+    np.savez(tmp_path / "images.npz", arr_0=shapes(60).numpy())
+    for source in ("latents", "images.npz"):
+        command(tmp_path, reference_from=tmp_path / source, out=tmp_path / f"{source}.ref.npz", reference_images=20)
+    with np.load(tmp_path / "latents.ref.npz") as one, np.load(tmp_path / "images.npz.ref.npz") as two:
+        assert {"mu", "sigma", "arr_0"} <= set(one.files) == set(two.files)
+        assert np.allclose(one["sigma"], two["sigma"], rtol=1e-10) and one["arr_0"].shape == (20, 16, 16, 3)
+        assert np.array_equal(one["arr_0"], two["arr_0"]) and np.array_equal(one["arr_0"], shapes(60).numpy()[::3])
+        x = load("pixels").compute(shapes(60))["pool"].double()
+        assert np.allclose(one["mu"], x.mean(0)) and np.allclose(one["sigma"], torch.cov(x.T))
+    row = command(tmp_path, images=tmp_path / "images.npz", reference=tmp_path / "latents.ref.npz", metrics=["fd_pixels"])
+    assert abs(row["metrics"]["fd_pixels"]) < 1e-6
+
+
+def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=40, num_steps=3)
+    row = command(tmp_path, **options, guidance_scale=2.0, seed=5)
+    source = row["source"]
+    assert row["images"] == 40 and source["seeds"] == "5-44" and source["step"] == 7 and source["ema"]
+    assert source["evaluations"] == 2 * (2 * 3 - 1)      # Heun's, with both passes of guidance
+    file = run_folder / "checkpoints/step-00000007/ema.safetensors"
+    assert source["weights_sha256"] == checkpoints.sha256(file) and row["reference"]["sha256"] == checkpoints.sha256(reference_npz)
+    assert row["extractor"]["name"] == "pixels" and row["versions"]["torch"] == torch.__version__ and row["seconds"] > 0
+    other = command(tmp_path, **options)
+    assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance_scale"] is None
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({}, "Give one of checkpoint=, images= and reference_from=, not none"),
+    ({"images": "a", "checkpoint": "b"}, "not checkpoint and images"),
+    ({"images": "a"}, "images=a needs reference="),
+    ({"reference_from": "a"}, "reference_from=a needs out="),
+    ({"images": "{tmp}/none", "reference": "{ref}"}, "none does not exist"),
+    ({"images": "{tmp}/empty", "reference": "{ref}"}, "images=.*empty holds no images"),
+    ({"images": "{tmp}/mixed", "reference": "{ref}"}, "images of 2 sizes .*4 of 16x16, 1 of 8x8.*set resolution="),
+    ({"images": "{tmp}/broken", "reference": "{ref}"}, "1 of 5 files cannot be read as images: 0004.png"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 5}, "holds 4 images and 5 are needed"),
+    ({"images": "{tmp}/one", "reference": "{ref}"}, "holds 1 images and at least two are needed"),
+    ({"images": "{tmp}/four", "reference": "{tmp}/none.npz"}, "none.npz is not a file"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "metrics": ["fid"]}, "give fd_pixels, precision, recall, not fid"),
+    ({"checkpoint": "{run}", "reference": "{ref}", "classes": "3", "num_samples": 4}, "asks for class 3; there are 3"),
+    ({"checkpoint": "{tmp}/none", "reference": "{ref}"}, "no run, checkpoint folder or weights file"),
+    ({"checkpoint": "{run}", "reference": "{ref}", "features": "vgg"}, "features=vgg is not one of"),
+])
+def test_mistakes_are_sentences(options, sentence, tmp_path, run_folder, reference_npz):
+    write_folder(tmp_path / "four", shapes(4))
+    write_folder(tmp_path / "one", shapes(1))
+    write_folder(tmp_path / "mixed", shapes(4))
+    Image.new("RGB", (8, 8)).save(tmp_path / "mixed/x.png")
+    write_folder(tmp_path / "broken", shapes(4))
+    (tmp_path / "broken/0004.png").write_bytes(b"no image")
+    (tmp_path / "empty").mkdir()
+    places = {"{tmp}": tmp_path, "{ref}": reference_npz, "{run}": run_folder}
+    for mark, place in places.items():
+        options = {key: value.replace(mark, str(place)) if isinstance(value, str) else value for key, value in options.items()}
+    with pytest.raises(SystemExit, match=f"(?s)fid.py: .*{sentence}"):
+        command(tmp_path, **options)
+    assert not (tmp_path / "results.jsonl").exists()
+
+
+def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_npz):
+    write_folder(tmp_path / "mixed", shapes(4))
+    Image.new("RGB", (40, 30)).save(tmp_path / "mixed/x.png")
+    row = command(tmp_path, images=tmp_path / "mixed", reference=reference_npz, resolution=16)
+    assert row["images"] == 5 and row["resolution"] == 16 and row["source"]["size"] == [16, 16]
+
+
+# ---- kept features, and many processes
+
+
+def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, reference_npz):
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=96, num_steps=40, batch_size=4)
+    whole = command(tmp_path, **options)
+    arguments = [f"{key}={value}" for key, value in options.items()] + ["features=pixels", "cpu=true", "keep_features=true", f"results={tmp_path}/results.jsonl"]
+    process = subprocess.Popen([sys.executable, ROOT / "fid.py", *arguments], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    try:
+        end = time.monotonic() + 120
+        folder = tmp_path / "features"
+        while sum("count\": 96" in (f.parent / "record.json").read_text() for f in folder.glob("*/*.safetensors")) < 3:
+            assert process.poll() is None and time.monotonic() < end
+            time.sleep(0.005)
+    finally:
+        process.send_signal(signal.SIGKILL)
+        process.wait()
+    row = command(tmp_path, **options, keep_features=True)
+    assert 12 <= row["resumed_images"] < 96 and row["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
+    assert command(tmp_path, **options, keep_features=True)["resumed_images"] == 96
+
+
+def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folder, reference_npz, monkeypatch):
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=16, num_steps=2, keep_features=True)
+    command(tmp_path, **options)
+    for other in ({"seed": 1}, {"num_steps": 3}, {"guidance_scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
+        assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
+    monkeypatch.setattr(fid, "code_sha256", lambda: "another version")
+    assert command(tmp_path, **options)["resumed_images"] == 0
+
+
+def test_a_damaged_file_of_features_is_measured_again(tmp_path, run_folder, reference_npz):
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=64, num_steps=2, keep_features=True)
+    whole = command(tmp_path, **options)
+    for record in (tmp_path / "features").glob("*/record.json"):
+        file = record.parent / "00000016.safetensors"
+        file.write_bytes(file.read_bytes()[:-5])
+    row = command(tmp_path, **options)
+    assert row["resumed_images"] == 48 and row["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
+
+
+@pytest.mark.parametrize("what", ["checkpoint", "images"])
+def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, reference_npz):
+    np.savez(tmp_path / "images.npz", arr_0=shapes(70, seed=4).numpy())
+    options = {"checkpoint": dict(checkpoint=run_folder, num_samples=70, num_steps=3), "images": dict(images=tmp_path / "images.npz")}[what]
+    alone = command(tmp_path, **options, reference=reference_npz)
+    arguments = [f"{key}={value}" for key, value in options.items()]
+    arguments += [f"reference={reference_npz}", "features=pixels", "cpu=true", "batch_size=16", f"results={tmp_path}/results.jsonl"]
+    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
+                    ROOT / "fid.py", *arguments], check=True, capture_output=True, timeout=200)
+    both = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
+    assert both["processes"] == 2 and both["images"] == 70
+    assert both["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
