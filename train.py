@@ -32,6 +32,8 @@ from tqdm import tqdm
 
 import autoencoder as autoencoders
 import checkpoint as checkpoints
+import features
+import fid
 from data import batches, open_latents, to_latent
 from dit import DiT, DiT_models
 from edm import EDM
@@ -194,23 +196,27 @@ def as_line(row: dict, steps: int) -> str:
     )
 
 
-def forget_after(run_dir: Path, step: int) -> None:
-    """Drops what a run wrote after `step`, which it now does again: checkpoints that are damaged, grids, metrics rows.
+def read_rows(path: Path) -> list[dict]:
+    """Reads a file of JSON lines, without a last one that a kill has halved."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            if line.endswith("\n"):
+                rows.append(json.loads(line))
+    return rows
 
-    A half-written last row goes too.
-    """
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
-    metrics = run_dir / "metrics.jsonl"
-    if metrics.is_file():
-        kept = []
-        for line in metrics.read_text(encoding="utf-8").splitlines(keepends=True):
-            with contextlib.suppress(ValueError):
-                if line.endswith("\n") and json.loads(line)["step"] <= step:
-                    kept.append(line)
-        checkpoints.write_text(metrics, "".join(kept))
+    for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
+        if path.is_file():      # rows of results.jsonl that fid.py wrote are not training's to drop
+            ours = [(row, row.get("source", row | {"in_training": True})) for row in read_rows(path)]
+            kept = [row for row, its in ours if not its.get("in_training") or its["step"] <= step]
+            checkpoints.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 # ---- what a user may have got wrong ---------------------------------------------------------------------------------
@@ -225,7 +231,9 @@ def check_settings(cfg: DictConfig) -> None:
             raise ValueError(f"{key}={value} is not one of {', '.join(allowed)}.")
     whole = {"steps": 0, "batch_size": 1, "grad_accum_steps": 1, "seed": 0, "max_skipped_in_row": 1,
              "optimizer.warmup_steps": 0, "log.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 1,
-             "checkpoint.keep_every": 0, "samples.every": 0, "samples.num_steps": 1, "samples.batch_size": 1}
+             "checkpoint.keep_every": 0, "samples.every": 0, "samples.num_steps": 1, "samples.batch_size": 1,
+             "evaluate.every": 0, "evaluate.num_samples": 2, "evaluate.seed": 0, "evaluate.num_steps": 1,
+             "evaluate.batch_size": 1}
     for key, low in whole.items():
         value = OmegaConf.select(cfg, key)
         if type(value) is not int or value < low:
@@ -238,6 +246,9 @@ def check_settings(cfg: DictConfig) -> None:
         value = OmegaConf.select(cfg, key)
         if type(value) not in (int, float) or not 0 <= value <= high:
             raise ValueError(f"{key}={value} is not a number in [0, {high}].")
+    if any(type(scale) not in (int, float, type(None)) for scale in cfg.evaluate.guidance_scales or [""]):
+        raise ValueError(f"evaluate.guidance_scales={cfg.evaluate.guidance_scales} is not a list of numbers and null, "
+                         f"which is unguided.")
     for key in ("model.routes", "log.trackers"):
         if not OmegaConf.is_list(OmegaConf.select(cfg, key)):
             raise ValueError(f"{key}={OmegaConf.select(cfg, key)} is not a list; write {key}=[] for none.")
@@ -316,6 +327,19 @@ def describe_network(cfg: DictConfig, shape: tuple[int, int, int], num_classes: 
     }
 
 
+def open_evaluation(accelerator: Accelerator, cfg: DictConfig) -> tuple[features.Extractor, fid.Reference]:
+    """Loads what evaluations score with, and measures a reference that comes as images, before anything slow."""
+    if cfg.evaluate.reference is None:
+        raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz>; docs/evaluation.md "
+                         f"says where to get or how to make one.")
+    settings = cfg.evaluate
+    with accelerator.local_main_process_first():      # which downloads weights for the others
+        extractor = features.load(settings.features, settings.features_weights, settings.sha256, accelerator.device)
+    reference = fid.open_reference(settings.reference, extractor)
+    reference.complete(extractor, fid.available_metrics(extractor, reference, settings.metrics), settings.batch_size)
+    return extractor, reference
+
+
 def start_trackers(accelerator: Accelerator, cfg: DictConfig, run_dir: Path, run_id: str) -> None:
     """Starts TensorBoard or wandb where asked; raises ValueError where one will not start, as wandb without a login."""
     flat = {key: str(value) for key, value in OmegaConf.to_container(cfg, resolve=True).items()}
@@ -354,8 +378,11 @@ def main(cfg: DictConfig) -> None:
         latents.require(shape=shape, num_classes=num_classes)
         check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
         autoencoder = cfg.data.autoencoder or latents.autoencoder
-        if cfg.samples.every:
+        if cfg.samples.every or cfg.evaluate.every:
             decode = autoencoders.load(autoencoder, device=device).decode
+        if cfg.evaluate.every:
+            extractor, reference = open_evaluation(accelerator, cfg)
+        if cfg.samples.every:
             grid_seeds = parse_range("samples.seeds", cfg.samples.seeds)
             wanted = f"0-{min(10, latents.num_classes) - 1}" if cfg.samples.classes is None else cfg.samples.classes
             grid_classes = parse_classes("samples.classes", wanted, latents.num_classes, latents.class_names)
@@ -453,6 +480,30 @@ def main(cfg: DictConfig) -> None:
                             num_steps=cfg.samples.num_steps, precision=cfg.precision, progress="samples")
         write_grid(gathered(pictures), grid_path(), latents.class_names)
 
+    def evaluate() -> None:
+        """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
+        seeds = list(range(cfg.evaluate.seed, cfg.evaluate.seed + cfg.evaluate.num_samples))
+        labels = labels_of(seeds, list(range(latents.num_classes)))
+        done = {(row["source"]["step"], row["source"]["guidance_scale"])
+                for row in read_rows(run_dir / "results.jsonl") if row["source"].get("in_training")}
+        for scale in cfg.evaluate.guidance_scales:
+            if not main_rank_says(accelerator, (step, scale) not in done):
+                continue
+            began = time.perf_counter()
+            drawing = fid.Drawing(ema, diffusion, decode, seeds, labels, batch_size=cfg.evaluate.batch_size,
+                                  num_steps=cfg.evaluate.num_steps, guidance_scale=scale, precision=cfg.precision)
+            numbers = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
+                                   metrics=cfg.evaluate.metrics, progress="evaluation")
+            if accelerator.is_main_process:
+                source = {"checkpoint": str(run_dir), "step": step, "weights": "ema", "ema": True, "in_training": True,
+                          "classes": "all", **fid.describe_autoencoder(autoencoder), **drawing.record}
+                fid.report(fid.result_row(
+                    numbers, len(seeds), source, extractor, reference, seconds=time.perf_counter() - began,
+                    batch_size=cfg.evaluate.batch_size, image_rule=fid.DRAWN_RULE,
+                ), run_dir / "results.jsonl")
+            suffix = "" if scale is None else f"_guided_{scale:g}"
+            accelerator.log({f"{name}{suffix}": value for name, value in numbers.items()}, step=step)
+
     def save() -> None:
         reduced = {"sums": sums.over_ranks(accelerator)}
         if not accelerator.is_main_process:
@@ -488,6 +539,9 @@ def main(cfg: DictConfig) -> None:
         due_grid = step and cfg.samples.every and (due(step, cfg.samples.every) or finished)
         if due_grid and main_rank_says(accelerator, not grid_path().exists()):
             draw()
+        # The untrained network is evaluated too: it is what the numbers are to be compared with.
+        if cfg.evaluate.every and (due(step, cfg.evaluate.every) or finished):
+            evaluate()
         reported_at += time.perf_counter() - paused_at      # a report is about training, not about drawing and saving
         if last_step:
             break

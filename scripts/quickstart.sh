@@ -11,14 +11,25 @@ esac
 . scripts/environment.sh requirements.txt
 
 python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16
+reference=data/shapes16-pixels.npz
+[ -f $reference ] || python fid.py reference_from=data/shapes16 features=pixels out=$reference
 # Without being told, accelerate gives a process on a CPU a single thread.
 accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     --num_cpu_threads_per_process "$(python -c 'import os; print(len(os.sched_getaffinity(0)))')" \
-    train.py experiment=quickstart model="$model"
+    train.py experiment=quickstart model="$model" evaluate.every=1400 evaluate.reference=$reference
 run=runs/quickstart-$model
 grid=$run/samples/grid.png
 [ "$grid" -nt "$run/checkpoints" ] || python sample.py checkpoint="$run" seeds=0-59 num_steps=18 batch_size=60 out="$grid"
 
+python - "$run" <<'PYTHON'
+import json, sys
+rows = [json.loads(line) for line in open(f"{sys.argv[1]}/results.jsonl")]
+scores = {row["source"]["step"]: next(iter(row["metrics"].items())) for row in rows if row["source"].get("in_training")}
+name, untrained = scores[0]
+_, trained = scores[max(scores)]
+print(f"\nFréchet distance of raw pixels to the training set ({name}, {rows[0]['images']} images; no FID, and no "
+      f"measure of quality across data sets):\n  untrained {untrained:10.2f}\n  trained   {trained:10.2f}")
+PYTHON
 cat <<TEXT
 
 The pictures:       $grid (one row a class; the last training grids lie beside it)

@@ -201,6 +201,33 @@ def test_the_end_of_a_run_is_reported_between_reports_too(shapes, tmp_path):
     assert [row["step"] for row in rows(tmp_path / "run")] == [3, 5]
 
 
+@pytest.fixture(scope="module")
+def pixel_reference(shapes, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "pixels.npz"
+    subprocess.run([*PYTHON, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={out}"], cwd=ROOT, check=True,
+                   capture_output=True)
+    return out
+
+
+def test_evaluations_are_recorded_from_the_untrained_network_on_and_do_not_change_the_run(
+        shapes, reference, pixel_reference, tmp_path):
+    run = tmp_path / "run"
+    options = ("evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
+               "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
+    result = train(run, shapes, *options)
+    assert result.returncode == 0, result.stderr
+    scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
+    assert [(row["source"]["step"], row["source"]["guidance_scale"]) for row in scored] == [
+        (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
+    assert {row["source"]["evaluations"] for row in scored} == {3, 6} and all(row["images"] == 6 for row in scored)
+    assert_same_end(run, reference)
+    before = (run / "results.jsonl").read_bytes()
+    (run / "results.jsonl").write_bytes(before[: before.rindex(b"{\"metrics\"")])      # as if killed before the last one
+    assert train(run, shapes, *options).returncode == 0
+    again = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
+    assert [row["metrics"] for row in again] == [row["metrics"] for row in scored]
+
+
 def test_grids_are_drawn_on_time_and_do_not_change_the_run(shapes, reference, tmp_path):
     run = tmp_path / "run"
     result = train(run, shapes, "samples.every=10", "samples.seeds=0-5", "samples.num_steps=2")
@@ -262,7 +289,8 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     (["batch_size=301"], "more than the 300 latents"),
     (["data.input_size=32"], "data.input_size=16"), (["data.num_classes=5"], "data.num_classes=6"),
     (["model.routes.0.end_layer_idx=9"], "with 6 blocks"), (["samples.every=5", "samples.seeds=x"], "samples.seeds=0-63"),
-    (["unknown.key=1"], "unknown"), (["precision=fp8"], "not one of"),
+    (["evaluate.every=5"], "needs evaluate.reference"), (["evaluate.every=5", "evaluate.reference=no.npz"], "no.npz is not a file"),
+    (["evaluate.guidance_scales=[much]"], "not a list of numbers"), (["unknown.key=1"], "unknown"), (["precision=fp8"], "not one of"),
 ])
 def test_a_mistake_is_found_before_the_first_step_and_told_in_a_sentence(shapes, tmp_path, overrides, says):
     result = train(tmp_path / "run", shapes, *overrides)
