@@ -49,7 +49,7 @@ from features import EXTRACTORS, Extractor, exact_float32, extract
 from features import load as load_extractor
 from guidance import Guidance
 from images import UnreadableImage, open_source
-from sample import DTYPES, Batch, generate, labels_of, load_trained, parse_classes
+from sample import DTYPES, Batch, check_sampler, generate, labels_of, load_trained, parse_classes
 
 SPLIT = 5000        # images of one Inception Score; the score of a set is the mean over its splits
 NEIGHBOUR = 3       # precision and recall: a ball reaches to the third nearest neighbour
@@ -738,7 +738,8 @@ class Drawing:
             guidance=None if guidance_scale is None else Guidance(guidance_scale),
         )
         self.batch_size = batch_size
-        finite = {key: str(value) if value == math.inf else value for key, value in (sampler or {}).items()}     # for JSON
+        # JSON has no infinity.
+        finite = {key: str(value) if value == math.inf else value for key, value in (sampler or {}).items()}
         self.record = {
             "diffusion": type(diffusion).__name__, "sampler": {"name": "heun", **finite},
             "num_steps": num_steps, "guidance_scale": guidance_scale, "precision": precision,
@@ -774,6 +775,7 @@ def describe_autoencoder(name: str) -> dict:
 
 def open_checkpoint(cfg: DictConfig, device: torch.device) -> tuple[Drawing, Path]:
     """Loads a checkpoint to draw from; returns what draws, with its record, and the run's folder."""
+    check_sampler(cfg.sampler)
     trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, device)
     classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))

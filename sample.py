@@ -212,6 +212,12 @@ def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:
     return [classes[seed % len(classes)] for seed in seeds]
 
 
+def check_sampler(settings: Iterable[str]) -> None:
+    """Raises ValueError for the name of a setting that the sampler lacks."""
+    if unknown := set(settings) - set(inspect.signature(EDM.sample).parameters):
+        raise ValueError(f"The sampler has no setting {', '.join(unknown)}.")
+
+
 class SeededNoise:
     """One random generator per image, so that an image does not depend on its batch; drawn on the CPU, then moved."""
 
@@ -372,8 +378,7 @@ def main(cfg: DictConfig) -> None:
                 raise ValueError(f"{key}={cfg[key]} is not a whole number of at least 1.")
         if not isinstance(cfg.guidance_scale, int | float | None):
             raise ValueError(f"guidance_scale={cfg.guidance_scale} is not a number; null samples unguided.")
-        if unknown := set(cfg.sampler) - set(inspect.signature(EDM.sample).parameters):
-            raise ValueError(f"The sampler has no setting {', '.join(unknown)}.")
+        check_sampler(cfg.sampler)
         trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device)
         seeds = parse_range("seeds", cfg.seeds)
         classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)

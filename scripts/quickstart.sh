@@ -27,8 +27,8 @@ rows = [json.loads(line) for line in open(f"{sys.argv[1]}/results.jsonl")]
 scores = {row["source"]["step"]: next(iter(row["metrics"].items())) for row in rows if row["source"].get("in_training")}
 name, untrained = scores[0]
 _, trained = scores[max(scores)]
-print(f"\nFréchet distance of raw pixels to the training set ({name}, {rows[0]['images']} images; no FID, and no "
-      f"measure of quality across data sets):\n  untrained {untrained:10.2f}\n  trained   {trained:10.2f}")
+print(f"\nFréchet distance to the training set, of images averaged to 8x8 pixels ({name}, {rows[0]['images']} images; "
+      f"no FID, and no measure across data sets):\n  untrained {untrained:10.2f}\n  trained   {trained:10.2f}")
 PYTHON
 cat <<TEXT
 
