@@ -304,10 +304,17 @@ def main_rank_says(accelerator: Accelerator, number: int) -> int:
 
 
 def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
-    """Finds the latest whole checkpoint on the main rank, for all. Raises ValueError where another rank lacks it."""
+    """Finds the latest whole checkpoint on the main rank, for all; None where a run has none yet.
+
+    Raises ValueError where none that the run has is whole, or where another rank does not see it.
+    """
     latest = checkpoints.latest(run_dir) if accelerator.is_main_process else None
-    step = main_rank_says(accelerator, -1 if latest is None else checkpoints.step_of(latest))
-    if step < 0:
+    none_is_whole = latest is None and bool(checkpoints.all_steps(run_dir))
+    step = main_rank_says(accelerator, -none_is_whole - 1 if latest is None else checkpoints.step_of(latest))
+    if step == -2:
+        raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
+                         f"one, or move the folder away to start from the beginning.")
+    if step == -1:
         return None
     folder = checkpoints.step_folder(run_dir, step)
     if not folder.is_dir():

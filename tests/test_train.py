@@ -126,6 +126,16 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one
     assert_same_end(run, reference)
 
 
+def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_behind_the_users_back(shapes, tmp_path):
+    run = tmp_path / "run"
+    assert train(run, shapes, "steps=4").returncode == 0
+    (run / "checkpoints/step-00000004/ema.safetensors").write_bytes(b"")
+    before = (run / "metrics.jsonl").read_bytes()
+    result = train(run, shapes)
+    assert result.returncode == 1 and "None of the checkpoints" in result.stderr and "Traceback" not in result.stderr
+    assert (run / "metrics.jsonl").read_bytes() == before and (run / "checkpoints/step-00000004").is_dir()
+
+
 def test_a_full_disk_ends_the_run_with_a_sentence_and_leaves_the_last_good_checkpoint(shapes, tmp_path):
     run = tmp_path / "run"
     assert train(run, shapes, "steps=4").returncode == 0
