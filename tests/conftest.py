@@ -9,13 +9,7 @@ import pytest
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
-
-
-@pytest.fixture(autouse=True)
-def _few_threads():
-    import torch
-
-    torch.set_num_threads(2)
+os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
 
 
 @pytest.fixture
