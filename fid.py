@@ -815,7 +815,7 @@ def result_row(
 @hydra.main(config_path="configs", config_name="fid", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     # Several ranks on CPUs need to be told that they are.
-    state, started = PartialState(cpu=cfg.cpu or not torch.accelerator.is_available()), time.perf_counter()
+    state, started = PartialState(cpu=cfg.cpu or not torch.cuda.is_available()), time.perf_counter()
     try:
         # ---- everything that can be wrong, before anything slow
         check_settings(cfg)

@@ -240,8 +240,9 @@ def generate(
 ) -> Iterator[Batch]:
     """Draws this rank's images batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
 
-    All batches are full, so that a compiled network sees one shape: where seeds run out the rest are copies, whose
-    seed is given as -1. `gathered` puts the ranks' parts together in order and drops the copies.
+    All batches are full, so that shapes, and with them the bits, are the same on one rank and on several: where seeds
+    run out the rest are copies, whose seed is given as -1. `gathered` puts the ranks' parts together in order and drops
+    the copies.
     """
     state = PartialState()
     device = next(net.parameters()).device
@@ -367,7 +368,7 @@ def default_grid(given: Path, folder: Path | None, weights: str) -> Path:
 @hydra.main(config_path="configs", config_name="sample", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     # Several ranks on CPUs need to be told that they are.
-    state = PartialState(cpu=cfg.cpu or not torch.accelerator.is_available())
+    state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
     try:
         if cfg.checkpoint is None:
             raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
@@ -394,12 +395,15 @@ def main(cfg: DictConfig) -> None:
         guidance=Guidance(cfg.guidance_scale) if cfg.guidance_scale is not None else None,
         precision=cfg.precision, progress="sampling", **cfg.sampler,
     ))
-    if out.suffix == ".png":
-        write_grid(batches, out, trained.class_names)
-    elif out.suffix == ".npz":
-        write_npz(batches, out, len(seeds))
-    else:
-        write_pngs(batches, out)
+    try:
+        if out.suffix == ".png":
+            write_grid(batches, out, trained.class_names)
+        elif out.suffix == ".npz":
+            write_npz(batches, out, len(seeds))
+        else:
+            write_pngs(batches, out)
+    except OSError as error:
+        sys.exit(f"sample.py: out={out} cannot be written: {error}.")
     state.print(f"{len(seeds)} images from {trained.folder or cfg.checkpoint}: {out}")
     if state.num_processes > 1:
         torch.distributed.destroy_process_group()

@@ -18,6 +18,7 @@ import resource
 import signal
 import sys
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TextIO
 
@@ -196,6 +197,15 @@ def as_line(row: dict, steps: int) -> str:
     )
 
 
+@contextlib.contextmanager
+def full_disk_is_a_sentence() -> Iterator[None]:
+    """Ends the run with a sentence where a file cannot be written; as a decorator, of all that a function writes."""
+    try:
+        yield
+    except OSError as error:
+        sys.exit(f"train.py: {error} Free some room and run the same command again.")
+
+
 def read_rows(path: Path) -> list[dict]:
     """Reads a file of JSON lines, without a last one that a kill has halved."""
     rows = []
@@ -366,7 +376,7 @@ def main(cfg: DictConfig) -> None:
         accelerator = Accelerator(
             mixed_precision=PRECISIONS[cfg.precision],
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=cfg.grad_accum_steps),
-            cpu=cfg.cpu or not torch.accelerator.is_available(),     # several ranks on CPUs need to be told
+            cpu=cfg.cpu or not torch.cuda.is_available(),     # several ranks on CPUs need to be told
             log_with=list(cfg.log.trackers) or None, project_dir=run_dir,
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         )
@@ -431,13 +441,12 @@ def main(cfg: DictConfig) -> None:
             checkpoints.load_optimizer(model, optimizer, training)
             if accelerator.scaler is not None and meta["scaler"]:
                 accelerator.scaler.load_state_dict(meta["scaler"])
+        if accelerator.is_main_process:
+            forget_after(run_dir, step)
+            checkpoints.write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
         start_trackers(accelerator, cfg, run_dir, run_id)
     except (ValueError, OSError) as error:
         sys.exit(f"train.py: {error}")
-    metrics = run_dir / "metrics.jsonl"
-    if accelerator.is_main_process:
-        forget_after(run_dir, step)
-        checkpoints.write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
 
     # ---- speed, applied from outside: `model` stays the plain network that is saved, `net` is what is called
     if cfg.activation_checkpointing:
@@ -455,6 +464,7 @@ def main(cfg: DictConfig) -> None:
     def elapsed() -> float:
         return elapsed_before + time.perf_counter() - started
 
+    @full_disk_is_a_sentence()
     def report(num_steps: int, seconds: float) -> None:
         """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
         total = dict(zip(Sums.NAMES, sums.over_ranks(accelerator).tolist(), strict=True))
@@ -470,7 +480,7 @@ def main(cfg: DictConfig) -> None:
         }
         if accelerator.is_main_process:
             tqdm.write(as_line(row, cfg.steps))
-            with open(metrics, "a", encoding="utf-8") as file:
+            with open(run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
                 file.write(json.dumps(row) + "\n")
         accelerator.log({name: value for name, value in row.items() if value is not None}, step=step)
         if total["skipped_in_row"] >= cfg.max_skipped_in_row:
@@ -482,11 +492,13 @@ def main(cfg: DictConfig) -> None:
     def grid_path() -> Path:
         return run_dir / "samples" / f"step-{step:08d}.png"
 
+    @full_disk_is_a_sentence()
     def draw() -> None:
         pictures = generate(ema, diffusion, decode, grid_seeds, grid_labels, batch_size=cfg.samples.batch_size,
                             num_steps=cfg.samples.num_steps, precision=cfg.precision, progress="samples")
         write_grid(gathered(pictures), grid_path(), latents.class_names)
 
+    @full_disk_is_a_sentence()
     def evaluate() -> None:
         """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
         seeds = list(range(cfg.evaluate.seed, cfg.evaluate.seed + cfg.evaluate.num_samples))
@@ -511,6 +523,7 @@ def main(cfg: DictConfig) -> None:
             suffix = "" if scale is None else f"_guided_{scale:g}"
             accelerator.log({f"{name}{suffix}": value for name, value in numbers.items()}, step=step)
 
+    @full_disk_is_a_sentence()
     def save() -> None:
         reduced = {"sums": sums.over_ranks(accelerator)}
         if not accelerator.is_main_process:
@@ -519,12 +532,9 @@ def main(cfg: DictConfig) -> None:
         scaler = accelerator.scaler and accelerator.scaler.state_dict()
         meta = {"step": step, "images": images, "elapsed_s": elapsed(), "run_id": run_id, "scaler": scaler, **record,
                 "config": OmegaConf.to_container(cfg, resolve=True), "torch": torch.__version__}
-        try:
-            checkpoints.save(checkpoints.step_folder(run_dir, step),
-                             {"ema": ema.state_dict(), "model": model.state_dict(), "training": training}, meta)
-            checkpoints.prune(run_dir, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-        except OSError as error:
-            sys.exit(f"train.py: {error} Free some room and run the same command again.")
+        checkpoints.save(checkpoints.step_folder(run_dir, step),
+                         {"ema": ema.state_dict(), "model": model.state_dict(), "training": training}, meta)
+        checkpoints.prune(run_dir, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
     # ---- the loop
     loader = batches(latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world, start=images // cfg.batch_size,

@@ -13,10 +13,10 @@ esac
 python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16
 reference=data/shapes16-pixels.npz
 [ -f $reference ] || python fid.py reference_from=data/shapes16 features=pixels out=$reference
-# Without being told, accelerate gives a process on a CPU a single thread.
+# Scores the untrained network and, at the end, the trained one. Without being told, accelerate gives a process on a CPU a single thread.
 accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
     --num_cpu_threads_per_process "$(python -c 'import os; print(len(os.sched_getaffinity(0)))')" \
-    train.py experiment=quickstart model="$model" evaluate.every=1400 evaluate.reference=$reference
+    train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
 run=runs/quickstart-$model
 grid=$run/samples/grid.png
 [ "$grid" -nt "$run/checkpoints" ] || python sample.py checkpoint="$run" seeds=0-59 num_steps=18 batch_size=60 out="$grid"

@@ -200,7 +200,7 @@ def test_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp
     ([], "Say what to sample from"), (["checkpoint=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
     (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["batch_size=0"], "at least 1"),
     (["num_steps=null"], "num_steps=None"), (["weights=best"], "neither ema nor model"), (["guidance_scale=much"], "not a number"),
-    (["+sampler.S_chrun=3"], "no setting S_chrun"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "choose one of edm, ddpm"),
+    (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "cannot be written"), (["+sampler.S_chrun=3"], "no setting S_chrun"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "choose one of edm, ddpm"),
 ])
 def test_a_mistake_ends_in_a_sentence_not_in_a_traceback(run, overrides, says):
     given = [] if not overrides or overrides[0].startswith("checkpoint") else [f"checkpoint={run}"]

@@ -151,6 +151,17 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_leaves_the_last_good_check
     assert train(run, shapes, "steps=8").returncode == 0
 
 
+def test_a_metrics_file_that_cannot_grow_ends_the_run_with_a_sentence_too(shapes, reference, tmp_path):
+    def small_disk():     # room for config.yaml and a few rows, and no checkpoint before they are full
+        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
+
+    run = tmp_path / "run"
+    result = train(run, shapes, "log.every=1", "checkpoint.every=1000", preexec_fn=small_disk)
+    assert result.returncode == 1 and "Free some room" in result.stderr and "Traceback" not in result.stderr
+    assert train(run, shapes).returncode == 0
+    assert_same_end(run, reference)
+
+
 def test_a_finished_run_finishes_again_at_once_and_changes_nothing(shapes, reference, tmp_path):
     before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
     result = train(reference, shapes)
