@@ -167,20 +167,25 @@ class DiT(nn.Module):
         x = x.unflatten(1, (side, side)).unflatten(-1, (p, p, self.out_channels))
         return torch.einsum("bhwpqc->bchpwq", x).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
-    def forward(self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+    def forward(
+        self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
+    ) -> Tensor:
         """Predicts (B, out_channels, h, w) from a noised latent x (B, C, h, w), noise level t (B,) and label y (B,).
 
-        `routes` are resolved routes, as in `self.routes`; without them every token passes through every block.
+        `routes` are resolved routes, as in `self.routes`; without them every token passes through every block. Which
+        tokens take them is drawn here, or decided by mask_noise (B, len(routes), N) (see `Router.get_mask`).
         """
-        start_of = {route.start_layer_idx: route for route in routes if route.selection_ratio > 0}
+        start_of = {route.start_layer_idx: (r, route) for r, route in enumerate(routes) if route.selection_ratio > 0}
         end_layer_idx = None
 
         x = self.x_embedder(x) + self.pos_embed            # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y)        # (B, D)
         for i, block in enumerate(self.blocks):
             if i in start_of:
-                original_x, end_layer_idx = x, start_of[i].end_layer_idx
-                ids_keep = self.router.get_mask(x, start_of[i].selection_ratio)        # (B, K)
+                r, route = start_of[i]
+                original_x, end_layer_idx = x, route.end_layer_idx
+                noise = () if mask_noise is None else (mask_noise[:, r],)
+                ids_keep = self.router.get_mask(x, route.selection_ratio, *noise)      # (B, K)
                 x = self.router.start_route(x, ids_keep)                               # (B, K, D)
             x = block(x, c)
             if i == end_layer_idx:

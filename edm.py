@@ -9,7 +9,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor, nn
 
-from guidance import Guidance
+from guidance import UNGUIDED, Guidance
 from routing_module import Route
 
 
@@ -71,12 +71,7 @@ class EDM:
         Takes 2·num_steps - 1 network evaluations. The state is float64, as the steps near sigma_min are small beside
         the state at sigma_max. `randn_like` draws the noise of churn.
         """
-        def D(x: Tensor, t: float) -> Tensor:
-            sigma = torch.full((x.shape[0],), t, device=x.device)
-            if guidance is None:
-                return self.denoise(net, x, sigma, y).double()
-            return guidance(self.denoise, net, x, sigma, y).double()
-
+        D = (guidance or UNGUIDED).over(self.denoise, net, noise, y, num_steps)
         # The time grid stays on the host: comparing or reading it never waits for the device.
         ramp = torch.linspace(0, 1, num_steps, dtype=torch.float64)
         t_steps = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho
@@ -92,11 +87,11 @@ class EDM:
             else:
                 t_hat, x_hat = t_cur, x_cur
             # Euler, from t_hat to t_next.
-            d_cur = (x_hat - D(x_hat, t_hat)) / t_hat
+            d_cur = (x_hat - D(x_hat, t_hat, i).double()) / t_hat
             x_next = x_hat + (t_next - t_hat) * d_cur
             # Heun's correction, except into t = 0, where the slope has no value.
             if i < num_steps - 1:
-                d_prime = (x_next - D(x_next, t_next)) / t_next
+                d_prime = (x_next - D(x_next, t_next, i).double()) / t_next
                 x_next = x_hat + (t_next - t_hat) * (d_cur + d_prime) / 2
         return x_next.float()
 

@@ -1,25 +1,144 @@
-"""Guidance: extrapolate from a weak prediction to a strong one, weak + scale · (strong - weak)."""
+"""Guidance: extrapolate from a weak prediction to a strong one, weak + scale · (strong - weak).
 
+What makes the weak one weak is a setting: no label (classifier-free guidance), fewer tokens (TREAD guidance, SG), a
+worse network (AutoGuidance), or several of these, and at which noise levels.
+"""
+
+import hashlib
+import math
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 
 import torch
 from torch import Tensor, nn
 
+from routing_module import Route, resolve_routes
+
+Ratio = float | tuple[float, float]     # a selection ratio, or its first and last value, on a cosine over sampling
+
+
+def ratio_at(ratio: Ratio, progress: float) -> float:
+    """Returns the selection ratio at a share `progress` in [0, 1] of the sampler's steps."""
+    start, end = ratio if isinstance(ratio, tuple) else (ratio, ratio)
+    return start + (end - start) * (1 - math.cos(math.pi * progress)) / 2
+
 
 @dataclass(frozen=True)
 class Guidance:
-    """Classifier-free guidance (Ho & Salimans, arXiv 2207.12598): the weak pass sees the null label.
+    """A way to guide, which any sampler takes as `guidance=`; `Guidance(scale=1.5)` is classifier-free guidance.
 
-    A scale of 1 is the strong prediction alone and costs one pass. Any sampler takes it as `guidance=`.
+    scale       1 is the strong prediction alone and costs one pass
+    gamma1      selection ratio of the strong pass, a number or a pair (first, last) of a cosine schedule
+    gamma2      selection ratio of the weak pass, likewise
+    drop_label  whether the weak pass sees the null label
+    net2        the weak network, if it is another one (AutoGuidance)
+    interval    the noise levels (sigma of EDM, t of flow matching), both included, outside which only the strong
+                pass runs
+    routes      where tokens leave and rejoin, if not on the networks' own routes; their ratios are not used
+
+    Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
+    AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
+    Raises ValueError for a ratio outside [0, 1), a strong pass sparser than the weak one, or an empty interval.
     """
 
     scale: float
+    gamma1: Ratio = 0.0
+    gamma2: Ratio = 0.0
+    drop_label: bool = True
+    net2: nn.Module | None = None
+    interval: tuple[float, float] = (0.0, math.inf)
+    routes: tuple[Route, ...] | None = None
 
-    def __call__(self, predict: Callable[..., Tensor], net: nn.Module, x: Tensor, t: Tensor, y: Tensor) -> Tensor:
-        """Guides `predict(net, x, t, y)` (B, C, h, w), with both passes in one doubled batch."""
-        if self.scale == 1:
-            return predict(net, x, t, y)
-        null = torch.full_like(y, net.num_classes)
-        strong, weak = predict(net, torch.cat([x, x]), torch.cat([t, t]), torch.cat([y, null])).chunk(2)
-        return weak + self.scale * (strong - weak)
+    def __post_init__(self) -> None:
+        for name, ratio in (("gamma1", self.gamma1), ("gamma2", self.gamma2)):
+            if not all(0 <= value < 1 for value in (ratio if isinstance(ratio, tuple) else (ratio,))):
+                raise ValueError(f"{name}={ratio} is outside [0, 1): it is the share of tokens that skip, and at 1 no "
+                                 f"token would be left.")
+        if not isinstance(self.gamma1, tuple) and not isinstance(self.gamma2, tuple) and self.gamma1 > self.gamma2:
+            raise ValueError(f"The strong pass may not be sparser than the weak one, but gamma1={self.gamma1} is above "
+                             f"gamma2={self.gamma2}: raise gamma2 or lower gamma1.")
+        if not self.interval[0] < self.interval[1]:
+            raise ValueError(f"interval={list(self.interval)} is empty: write the lower noise level first.")
+
+    def check(self, net: nn.Module) -> None:
+        """Raises ValueError where `net` and the weak network cannot be guided so."""
+        for what, one, gamma in (("network", net, self.gamma1), ("weak network", self.net2 or net, self.gamma2)):
+            if gamma and not (one.routes if self.routes is None else self.routes):
+                raise ValueError(f"A selection ratio of {gamma} is asked of a {what} that has no route. Say where "
+                                 f"tokens leave and rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', "
+                                 f"or guide by the label (guidance=cfg).")
+            if self.routes is not None and gamma:
+                resolve_routes(self.routes, len(one.blocks))
+        if self.net2 is not None and (ours := shape_of(net)) != (theirs := shape_of(self.net2)):
+            raise ValueError(f"The weak network predicts another thing than the strong one: channels, side and "
+                             f"classes are {theirs} there and {ours} here. Choose a checkpoint of the same data.")
+
+    def routes_at(self, net: nn.Module, gamma: Ratio, progress: float) -> tuple[Route, ...]:
+        """Returns the routes of one pass; none at a ratio of 0, the dense network."""
+        ratio = ratio_at(gamma, progress)
+        if not ratio:
+            return ()
+        routes = net.routes if self.routes is None else resolve_routes(self.routes, len(net.blocks))
+        return tuple(replace(route, selection_ratio=ratio) for route in routes)
+
+    def over(
+        self, predict: Callable[..., Tensor], net: nn.Module, noise: Tensor, y: Tensor, num_steps: int,
+    ) -> Callable[[Tensor, float, int], Tensor]:
+        """Guides `predict(net, x, t, y, routes)`, a diffusion's estimate, through one sampling of `num_steps` steps.
+
+        Returns a function of the state x (B, C, h, w), the noise level t and the step's index to the guided estimate,
+        shaped like x. Every evaluation within a step, and both passes, see the masks that the step drew. Passes that
+        share network and ratio run as one doubled batch. Raises ValueError as `check` does.
+        """
+        self.check(net)
+        net2 = self.net2 or net
+        mask_noise_of = MaskNoise(noise)
+
+        def guided(x: Tensor, t: float, step: int) -> Tensor:
+            def of(one: nn.Module, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
+                if routes:
+                    mask_noise = mask_noise_of(step, len(routes), one.pos_embed.shape[1])
+                    one = partial(one, mask_noise=mask_noise.repeat(len(x) // len(mask_noise), 1, 1))
+                return predict(one, x, torch.full((len(x),), t, device=x.device), y, routes)
+
+            progress = step / max(1, num_steps - 1)
+            routes1, routes2 = self.routes_at(net, self.gamma1, progress), self.routes_at(net2, self.gamma2, progress)
+            same_pass = net2 is net and routes1 == routes2
+            inside = self.interval[0] <= t <= self.interval[1]
+            if self.scale == 1 or not inside or (same_pass and not self.drop_label):
+                return of(net, routes1, x, y)
+            y2 = torch.full_like(y, net2.num_classes) if self.drop_label else y
+            if same_pass:
+                strong, weak = of(net, routes1, torch.cat([x, x]), torch.cat([y, y2])).chunk(2)
+            else:
+                strong, weak = of(net, routes1, x, y), of(net2, routes2, x, y2)
+            return weak + self.scale * (strong - weak)
+
+        return guided
+
+
+UNGUIDED = Guidance(scale=1)
+
+
+class MaskNoise:
+    """The uniform noise behind a sampling's masks, a function of each image's own initial noise and of the step.
+
+    So an image depends neither on its batch nor on the order of evaluations, and needs no seed beside its noise.
+    """
+
+    def __init__(self, noise: Tensor):
+        self.noise, self.seeds = noise, None
+
+    def __call__(self, step: int, num_routes: int, num_tokens: int) -> Tensor:
+        """Draws (B, num_routes, num_tokens) float32, uniform in [0, 1)."""
+        if self.seeds is None:      # only where masks are drawn, since it brings the noise to the host
+            digests = [hashlib.sha256(row.tobytes()).digest() for row in self.noise.float().cpu().numpy()]
+            self.seeds = [int.from_bytes(digest[:6]) for digest in digests]
+        generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in self.seeds]
+        drawn = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
+        return torch.stack(drawn).to(self.noise.device)
+
+
+def shape_of(net: nn.Module) -> tuple[int, int, int]:
+    return net.in_channels, net.input_size, net.num_classes

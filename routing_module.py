@@ -55,16 +55,18 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
 class Router:
     """Chooses the tokens that stay, takes them out, and puts them back. It has no parameters and no state."""
 
-    def get_mask(self, x: Tensor, selection_ratio: float) -> Tensor:
+    def get_mask(self, x: Tensor, selection_ratio: float, noise: Tensor | None = None) -> Tensor:
         """Draws, for each sample anew, the tokens that stay: uniform and without replacement.
 
         x is (B, N, D); the result is ids_keep (B, K) int64 with K = N - int(N * selection_ratio), ascending, so that
-        raster order survives.
+        raster order survives. `noise` (B, N) float32, uniform in [0, 1), decides instead of a fresh draw: the tokens
+        of its K lowest values stay, so of two ratios on the same noise the higher keeps a subset of the lower's.
         """
         batch, num_tokens, _ = x.shape
         num_keep = num_tokens - int(num_tokens * selection_ratio)
         # float32 whatever the activations are: bfloat16 has 256 levels in [0, 1), and ties would favour some tokens.
-        noise = torch.rand(batch, num_tokens, device=x.device, dtype=torch.float32)
+        if noise is None:
+            noise = torch.rand(batch, num_tokens, device=x.device, dtype=torch.float32)
         return noise.argsort(dim=1)[:, :num_keep].sort(dim=1).values
 
     def start_route(self, x: Tensor, ids_keep: Tensor) -> Tensor:

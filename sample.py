@@ -38,9 +38,10 @@ import checkpoint as checkpoints
 from dit import DiT, infer_architecture
 from edm import DDPM, EDM
 from guidance import Guidance
+from rf import RF
 from routing_module import Route
 
-DIFFUSIONS = {"edm": EDM, "ddpm": DDPM}
+DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 Batch = tuple[Tensor, Tensor, Tensor]     # seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8

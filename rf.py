@@ -1,0 +1,94 @@
+"""Flow matching on straight lines (rectified flow, arXiv 2209.03003; SiT, arXiv 2401.08740), and TREAD guidance.
+
+    accelerate launch train.py model=tread diffusion=rf                                   # train
+    python rf.py checkpoint=runs/x guidance=tread gamma1=0.3 gamma2=0.7 scale=1.5         # guided and unguided grids
+
+Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)·x + t·eps the state, v = eps - x its velocity.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from guidance import UNGUIDED, Guidance
+from routing_module import Route
+
+
+class RF:
+    """Noises a latent on the line z_t = (1 - t)·x + t·eps, and learns its velocity eps - x.
+
+    Noise levels are drawn as sigmoid(N(0, 1)), "logit_normal" (arXiv 2403.03206), or "uniform" in [0, 1).
+    """
+
+    def __init__(self, timestep_sampling: str = "logit_normal"):
+        if timestep_sampling not in ("logit_normal", "uniform"):
+            raise ValueError(f"timestep_sampling={timestep_sampling} is neither logit_normal nor uniform.")
+        self.timestep_sampling = timestep_sampling
+
+    def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+        """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
+
+        The network runs in whatever precision the caller's autocast sets. One that also predicts variances
+        (learn_sigma, as SiT's published ones have the channels for) answers with 2C channels, the first C of them v.
+        """
+        z = z.float()
+        return net(z, t.float(), y, routes=routes)[:, : z.shape[1]].float()
+
+    def loss(
+        self, net: nn.Module, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
+        t: Tensor | None = None, eps: Tensor | None = None,
+    ) -> Tensor:
+        """Returns each sample's squared error of the velocity (B,), a mean over channels and pixels.
+
+        x is (B, C, h, w) float32 and y (B,); t (B,) and unit noise eps like x are drawn where they are not given.
+        """
+        if t is None:
+            if self.timestep_sampling == "logit_normal":
+                t = torch.randn(x.shape[0], device=x.device).sigmoid()
+            else:
+                t = torch.rand(x.shape[0], device=x.device)
+        if eps is None:
+            eps = torch.randn_like(x)
+        t_line = t.view(-1, 1, 1, 1)
+        z = (1 - t_line) * x + t_line * eps
+        return (self.velocity(net, z, t, y, routes) - (eps - x)).square().mean(dim=(1, 2, 3))
+
+    @torch.no_grad()
+    def sample(
+        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 40, solver: str = "euler",
+        guidance: Guidance | None = None,
+    ) -> Tensor:
+        """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32 along t = 1 → 0 in equal steps.
+
+        `solver` is "euler", num_steps evaluations, or "heun", 2·num_steps - 1: the last step is Euler's, as a network
+        has hardly been trained at t = 0. The state is float64, as in EDM's sampler.
+        """
+        if solver not in ("euler", "heun"):
+            raise ValueError(f"solver={solver} is neither euler nor heun.")
+        v = (guidance or UNGUIDED).over(self.velocity, net, noise, y, num_steps)
+        t_steps = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()
+
+        z_next = noise.double()
+        for i in range(num_steps):
+            z_cur, t_cur, t_next = z_next, t_steps[i], t_steps[i + 1]
+            # Euler, from t_cur to t_next.
+            v_cur = v(z_cur, t_cur, i).double()
+            z_next = z_cur + (t_next - t_cur) * v_cur
+            # Heun's correction, except into t = 0.
+            if solver == "heun" and i < num_steps - 1:
+                v_prime = v(z_next, t_next, i).double()
+                z_next = z_cur + (t_next - t_cur) * (v_cur + v_prime) / 2
+        return z_next.float()
+
+
+def sample_tread(
+    net1: nn.Module, gamma1: float, net2: nn.Module, gamma2: float, noise: Tensor, y: Tensor, num_steps: int = 40,
+    scale: float = 1.5,
+) -> Tensor:
+    """Samples a flow-matching network guided by a difference in selection ratio (arXiv 2601.01608, SG).
+
+    net1 at ratio gamma1 is the strong pass and net2, often the same network, at gamma2 ≥ gamma1 the weak one. Both
+    passes see the label; the official code drops it in both. noise is (B, C, h, w), y (B,); returns latents like
+    noise, float32.
+    """
+    guidance = Guidance(scale, gamma1, gamma2, drop_label=False, net2=None if net2 is net1 else net2)
+    return RF().sample(net1, noise, y, num_steps, guidance=guidance)
