@@ -4,6 +4,7 @@ A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each holding 
 `meta.json`, which lists every file with its size and SHA-256.
 """
 
+import contextlib
 import hashlib
 import json
 import os
@@ -39,6 +40,16 @@ def write_text(path: Path, text: str) -> None:
         file.flush()
         os.fsync(file.fileno())
     os.replace(beside, path)
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Reads a file of JSON lines, without a last one that a kill has halved."""
+    rows = []
+    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []:
+        with contextlib.suppress(ValueError):
+            if line.endswith("\n"):
+                rows.append(json.loads(line))
+    return rows
 
 
 def sha256(path: Path) -> str:

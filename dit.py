@@ -11,6 +11,7 @@ from functools import partial
 import torch
 from timm.layers import Attention, Mlp, PatchEmbed
 from torch import Tensor, nn
+from torch.utils.flop_counter import FlopCounterMode
 
 from routing_module import Route, Router, resolve_routes
 
@@ -204,6 +205,22 @@ DiT_models = {
     for name, size in SIZES.items()
     for patch_size in (2, 4, 8)
 }
+
+
+def multiply_adds(net: DiT, routes: tuple[Route, ...] = ()) -> tuple[int, int]:
+    """Counts the multiply-adds of one forward pass of one sample: those of the linear layers, and those of attention.
+
+    The patch embedding counts as linear. torch's flop counter counts on shapes alone, and two FLOPs a multiply-add.
+    """
+    x = torch.empty(1, net.in_channels, net.input_size, net.input_size, device="meta")
+    t, y = torch.empty(1, device="meta"), torch.empty(1, dtype=torch.int64, device="meta")
+    weights = {name: value.to("meta") for name, value in net.state_dict().items()}
+    with torch.no_grad(), FlopCounterMode(display=False) as counter:
+        torch.func.functional_call(net, weights, (x, t, y), {"routes": routes})
+    linear = {torch.ops.aten.addmm, torch.ops.aten.mm, torch.ops.aten.convolution}
+    flops = counter.get_flop_counts()["Global"]
+    of_linear = sum(count for op, count in flops.items() if op in linear)
+    return of_linear // 2, (sum(flops.values()) - of_linear) // 2
 
 
 def infer_architecture(state_dict: Mapping[str, Tensor]) -> dict:

@@ -49,7 +49,19 @@ from features import EXTRACTORS, Extractor, exact_float32, extract
 from features import load as load_extractor
 from guidance import Guidance
 from images import UnreadableImage, open_source
-from sample import DTYPES, Batch, check_sampler, generate, labels_of, load_trained, parse_classes
+from rf import RF
+from sample import (
+    DTYPES,
+    Batch,
+    build_guidance,
+    generate,
+    guidance_settings,
+    labels_of,
+    load_trained,
+    parse_classes,
+    sampler_settings,
+    sampling_cost,
+)
 
 SPLIT = 5000        # images of one Inception Score; the score of a set is the mean over its splits
 NEIGHBOUR = 3       # precision and recall: a ball reaches to the third nearest neighbour
@@ -728,23 +740,24 @@ class Drawing:
     """
 
     def __init__(
-        self, net: DiT, diffusion: EDM, decode: Callable[[Tensor], Tensor], seeds: list[int], labels: list[int], *,
-        batch_size: int, num_steps: int, guidance_scale: float | None = None, precision: str = "fp32",
+        self, net: DiT, diffusion: EDM | RF, decode: Callable[[Tensor], Tensor], seeds: list[int], labels: list[int], *,
+        batch_size: int, num_steps: int, guidance: Guidance | None = None, precision: str = "fp32",
         sampler: dict | None = None,
     ):
         self.net, self.seeds, self.labels = net, seeds, labels
-        self.generate = partial(
-            generate, net, diffusion, decode, num_steps=num_steps, precision=precision, **(sampler or {}),
-            guidance=None if guidance_scale is None else Guidance(guidance_scale),
-        )
+        sampler = sampler_settings(diffusion, sampler or {})
+        self.generate = partial(generate, net, diffusion, decode, num_steps=num_steps, guidance=guidance,
+                                precision=precision, **sampler)
         self.batch_size = batch_size
+        linear, attention = sampling_cost(net, diffusion, num_steps, guidance, **sampler)
         # JSON has no infinity.
-        finite = {key: str(value) if value == math.inf else value for key, value in (sampler or {}).items()}
+        finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
         self.record = {
-            "diffusion": type(diffusion).__name__, "sampler": {"name": "heun", **finite},
-            "num_steps": num_steps, "guidance_scale": guidance_scale, "precision": precision,
+            "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
+            "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
             "labels": "class seed % number of classes", "evaluations": None,
+            "multiply_adds": {"linear": linear, "attention": attention},      # of one image
         }
 
     def draw(self, todo: np.ndarray) -> Numbered:
@@ -775,23 +788,22 @@ def describe_autoencoder(name: str) -> dict:
 
 def open_checkpoint(cfg: DictConfig, device: torch.device) -> tuple[Drawing, Path]:
     """Loads a checkpoint to draw from; returns what draws, with its record, and the run's folder."""
-    check_sampler(cfg.sampler)
     trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, device)
     classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
     decoder = autoencoders.load(trained.autoencoder, device=device)
+    guidance, how_guided = build_guidance(guidance_settings(cfg), trained, device)
     drawing = Drawing(
         trained.net, trained.diffusion, decoder.decode, seeds, labels_of(seeds, classes), batch_size=cfg.batch_size,
-        num_steps=cfg.num_steps, guidance_scale=cfg.guidance_scale, precision=cfg.precision,
+        num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
         sampler=OmegaConf.to_container(cfg.sampler),
     )
     given = Path(cfg.checkpoint)
-    file = given if given.is_file() else trained.folder / f"{cfg.weights}.safetensors"
     drawing.record = {
         "checkpoint": str(trained.folder or given), "step": trained.step, "weights": cfg.weights,
-        "weights_sha256": checkpoints.sha256(file), "ema": cfg.weights == "ema",
+        "weights_sha256": checkpoints.sha256(trained.file), "ema": cfg.weights == "ema",
         "classes": classes if cfg.classes is not None else "all",
-        **describe_autoencoder(trained.autoencoder), **drawing.record,
+        **describe_autoencoder(trained.autoencoder), **drawing.record, "guidance": how_guided,
     }
     return drawing, trained.folder.parent.parent if trained.folder else given.parent
 
@@ -812,54 +824,84 @@ def result_row(
     }
 
 
-@hydra.main(config_path="configs", config_name="fid", version_base="1.3")
-def main(cfg: DictConfig) -> None:
-    # Several ranks on CPUs need to be told that they are.
-    state, started = PartialState(cpu=cfg.cpu or not torch.cuda.is_available()), time.perf_counter()
-    try:
-        # ---- everything that can be wrong, before anything slow
-        check_settings(cfg)
-        with state.local_main_process_first():      # which downloads weights, and records their hash, for the others
-            extractor = load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
-        if cfg.reference_from is not None:
-            write_statistics(cfg, extractor, state)
-            return
-        reference = open_reference(cfg.reference, extractor)
-        metrics = available_metrics(extractor, reference, cfg.metrics)
-        if cfg.checkpoint is not None:
-            drawing, home = open_checkpoint(cfg, state.device)
-            count, source, rule = len(drawing.seeds), drawing.record, DRAWN_RULE
-        else:
-            images, home = open_images("images", cfg.images, cfg.resolution, state.device), Path()
-            chosen = choose(images, cfg.num_samples, f"images={cfg.images}")
-            count, source, rule = len(chosen), {**images.record, "images": images.count}, "as stored"
-        results = Path(cfg.results or home / "results.jsonl")
-        root = results.parent / "features" if cfg.keep_features else None
+def scored_before(row: dict, path: Path) -> dict | None:
+    """Finds in results.jsonl a row whose numbers are those that `row`, still without any, is going to have."""
+    def facts(row: dict) -> dict:
+        found_in_drawing = ("evaluations", "size")
+        source = {key: value for key, value in row["source"].items() if key not in found_in_drawing}
+        same = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "code_sha256")
+        return {"source": source, **{key: row[key] for key in same}}
 
-        def kept(record: dict) -> Kept | None:
-            facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor)}
-            return Kept(root, record | facts) if root else None
+    wanted = facts(json.loads(json.dumps(row)))
+    return next((old for old in checkpoints.read_rows(path)
+                 if facts(old) == wanted and row["metrics"].keys() <= old["metrics"].keys()), None)
 
-        # ---- the reference's own images, then the stream
-        reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record, "count": None}))
-        keep = kept({"images": dict(source), "count": count})
-        todo = np.arange(count) if keep is None else keep.missing(count)
-        if cfg.checkpoint is not None:
-            batches = drawing.draw(todo)
-        else:
-            batches = read_over_ranks(images, chosen, todo, cfg.batch_size)
-        numbers = evaluate(batches, count, reference, extractor, metrics=metrics, keep=keep, progress="scoring")
-    except (ValueError, OSError) as error:
-        sys.exit(f"fid.py: {error}")
+
+def run(cfg: DictConfig, reuse: bool = False) -> tuple[dict, Path]:
+    """Scores what the settings name; returns the row and the file that it was appended to.
+
+    With `reuse`, a row that is there already is returned instead. Raises ValueError or OSError, with the knob, for
+    settings and files that cannot work.
+    """
+    state, started = PartialState(), time.perf_counter()
+
+    # ---- everything that can be wrong, before anything slow
+    check_settings(cfg)
+    with state.local_main_process_first():      # which downloads weights, and records their hash, for the others
+        extractor = load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
+    if cfg.reference_from is not None:
+        write_statistics(cfg, extractor, state)
+        return {}, Path(cfg.out)
+    reference = open_reference(cfg.reference, extractor)
+    metrics = available_metrics(extractor, reference, cfg.metrics)
+    if cfg.checkpoint is not None:
+        drawing, home = open_checkpoint(cfg, state.device)
+        count, source, rule = len(drawing.seeds), drawing.record, DRAWN_RULE
+    else:
+        images, home = open_images("images", cfg.images, cfg.resolution, state.device), Path()
+        chosen = choose(images, cfg.num_samples, f"images={cfg.images}")
+        count, source, rule = len(chosen), {**images.record, "images": images.count}, "as stored"
+    results = Path(cfg.results or home / "results.jsonl")
+    root = results.parent / "features" if cfg.keep_features else None
+
+    def kept(record: dict) -> Kept | None:
+        facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor)}
+        return Kept(root, record | facts) if root else None
+
+    def row(numbers: dict[str, float | None], resumed_images: int = 0) -> dict:
+        return result_row(
+            numbers, count, source, extractor, reference, seconds=time.perf_counter() - started,
+            batch_size=cfg.batch_size, image_rule=rule, resolution=cfg.resolution, resumed_images=resumed_images)
+
+    # ---- the reference's own images, then the stream
+    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record, "count": None}))
+    if reuse and (old := scored_before(row(dict.fromkeys(metrics)), results)):
+        return old, results
+    keep = kept({"images": dict(source), "count": count})
+    todo = np.arange(count) if keep is None else keep.missing(count)
+    if cfg.checkpoint is not None:
+        batches = drawing.draw(todo)
+    else:
+        batches = read_over_ranks(images, chosen, todo, cfg.batch_size)
+    numbers = evaluate(batches, count, reference, extractor, metrics=metrics, keep=keep, progress="scoring")
+    scored = row(numbers, keep.count if keep else 0)
     if state.is_main_process:
         size, its = reference.record.get("size"), source.get("size")
         if size and its and size != its:
             print(f"The images are {its[1]}x{its[0]} and the reference's {size[1]}x{size[0]}: is it the right one?")
-        report(result_row(
-            numbers, count, source, extractor, reference, seconds=time.perf_counter() - started,
-            batch_size=cfg.batch_size, image_rule=rule, resolution=cfg.resolution,
-            resumed_images=keep.count if keep else 0,
-        ), results)
+        report(scored, results)
+    state.wait_for_everyone()       # until the row is there for all to read
+    return scored, results
+
+
+@hydra.main(config_path="configs", config_name="fid", version_base="1.3")
+def main(cfg: DictConfig) -> None:
+    # Several ranks on CPUs need to be told that they are.
+    state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
+    try:
+        run(cfg)
+    except (ValueError, OSError) as error:
+        sys.exit(f"fid.py: {error}")
     if state.num_processes > 1:
         torch.distributed.destroy_process_group()
 
@@ -875,8 +917,6 @@ def write_statistics(cfg: DictConfig, extractor: Extractor, state: PartialState)
     if state.is_main_process:
         write_reference(Path(cfg.out), tally, extractor, images, cfg.reference_images)
         print(f"Statistics of {tally.count:,} images of {images.record['size']} on {extractor.name}: {cfg.out}")
-    if state.num_processes > 1:
-        torch.distributed.destroy_process_group()
 
 
 if __name__ == "__main__":

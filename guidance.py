@@ -7,7 +7,7 @@ worse network (AutoGuidance), or several of these, and at which noise levels.
 import hashlib
 import math
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from functools import partial
 
 import torch
@@ -18,9 +18,14 @@ from routing_module import Route, resolve_routes
 Ratio = float | tuple[float, float]     # a selection ratio, or its first and last value, on a cosine over sampling
 
 
+def ends(ratio: Ratio) -> tuple[float, float]:
+    """Returns a selection ratio's first and last value."""
+    return ratio if isinstance(ratio, tuple) else (ratio, ratio)
+
+
 def ratio_at(ratio: Ratio, progress: float) -> float:
     """Returns the selection ratio at a share `progress` in [0, 1] of the sampler's steps."""
-    start, end = ratio if isinstance(ratio, tuple) else (ratio, ratio)
+    start, end = ends(ratio)
     return start + (end - start) * (1 - math.cos(math.pi * progress)) / 2
 
 
@@ -33,9 +38,9 @@ class Guidance:
     gamma2      selection ratio of the weak pass, likewise
     drop_label  whether the weak pass sees the null label
     net2        the weak network, if it is another one (AutoGuidance)
-    interval    the noise levels (sigma of EDM, t of flow matching), both included, outside which only the strong
-                pass runs
-    routes      where tokens leave and rejoin, if not on the networks' own routes; their ratios are not used
+    interval    the lowest and the highest noise level (sigma of EDM, t of flow matching) outside which only the
+                strong pass runs; None: everywhere both do
+    routes      where tokens leave and rejoin, their ratios not used; None: on each network's own routes
 
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
@@ -47,28 +52,36 @@ class Guidance:
     gamma2: Ratio = 0.0
     drop_label: bool = True
     net2: nn.Module | None = None
-    interval: tuple[float, float] = (0.0, math.inf)
+    interval: tuple[float, float] | None = None
     routes: tuple[Route, ...] | None = None
 
     def __post_init__(self) -> None:
         for name, ratio in (("gamma1", self.gamma1), ("gamma2", self.gamma2)):
-            if not all(0 <= value < 1 for value in (ratio if isinstance(ratio, tuple) else (ratio,))):
+            if not all(0 <= value < 1 for value in ends(ratio)):
                 raise ValueError(f"{name}={ratio} is outside [0, 1): it is the share of tokens that skip, and at 1 no "
                                  f"token would be left.")
         if not isinstance(self.gamma1, tuple) and not isinstance(self.gamma2, tuple) and self.gamma1 > self.gamma2:
             raise ValueError(f"The strong pass may not be sparser than the weak one, but gamma1={self.gamma1} is above "
                              f"gamma2={self.gamma2}: raise gamma2 or lower gamma1.")
-        if not self.interval[0] < self.interval[1]:
+        if self.interval is not None and not self.interval[0] < self.interval[1]:
             raise ValueError(f"interval={list(self.interval)} is empty: write the lower noise level first.")
+
+    def record(self) -> dict:
+        """Returns the settings as plain values, without the weak network, which only its owner can name."""
+        routes = None if self.routes is None else [asdict(route) for route in self.routes]
+        return {"scale": self.scale, "gamma1": self.gamma1, "gamma2": self.gamma2, "drop_label": self.drop_label,
+                "interval": self.interval, "routes": routes}
 
     def check(self, net: nn.Module) -> None:
         """Raises ValueError where `net` and the weak network cannot be guided so."""
-        for what, one, gamma in (("network", net, self.gamma1), ("weak network", self.net2 or net, self.gamma2)):
-            if gamma and not (one.routes if self.routes is None else self.routes):
-                raise ValueError(f"A selection ratio of {gamma} is asked of a {what} that has no route. Say where "
-                                 f"tokens leave and rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', "
-                                 f"or guide by the label (guidance=cfg).")
-            if self.routes is not None and gamma:
+        for name, gamma, one in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
+            if not any(ends(gamma)):
+                continue
+            if not (one.routes if self.routes is None else self.routes):
+                raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens leave and "
+                                 f"rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
+                                 f"label (guidance=cfg).")
+            if self.routes is not None:
                 resolve_routes(self.routes, len(one.blocks))
         if self.net2 is not None and (ours := shape_of(net)) != (theirs := shape_of(self.net2)):
             raise ValueError(f"The weak network predicts another thing than the strong one: channels, side and "
@@ -105,7 +118,7 @@ class Guidance:
             progress = step / max(1, num_steps - 1)
             routes1, routes2 = self.routes_at(net, self.gamma1, progress), self.routes_at(net2, self.gamma2, progress)
             same_pass = net2 is net and routes1 == routes2
-            inside = self.interval[0] <= t <= self.interval[1]
+            inside = self.interval is None or self.interval[0] <= t <= self.interval[1]
             if self.scale == 1 or not inside or (same_pass and not self.drop_label):
                 return of(net, routes1, x, y)
             y2 = torch.full_like(y, net2.num_classes) if self.drop_label else y

@@ -2,7 +2,7 @@
 
     python sample.py checkpoint=runs/quickstart-tread                     # a grid, one row a class
     python sample.py checkpoint=runs/x seeds=0-63 classes=[207,360] num_steps=40 out=dogs.png
-    accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance_scale=1.5
+    accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance=cfg scale=1.5
 
 `checkpoint` is a run, a checkpoint folder, or a weights file (ours, facebookresearch/DiT's or CompVis/tread's). Each
 image is a function of its own seed: the same picture on any number of ranks and at any batch size. See
@@ -17,8 +17,8 @@ import math
 import os
 import sys
 import zipfile
-from collections.abc import Callable, Iterable, Iterator
-from dataclasses import dataclass
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 import hydra
@@ -26,7 +26,7 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import gather
-from omegaconf import DictConfig
+from omegaconf import DictConfig, OmegaConf
 from PIL import Image, ImageDraw, ImageFont
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -35,7 +35,7 @@ from tqdm import tqdm
 
 import autoencoder as autoencoders
 import checkpoint as checkpoints
-from dit import DiT, infer_architecture
+from dit import DiT, infer_architecture, multiply_adds
 from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
@@ -52,11 +52,13 @@ class Trained:
     """What is needed to draw with a network: the network itself and what its checkpoint says about it."""
 
     net: DiT
-    diffusion: EDM
+    diffusion: EDM | RF
     autoencoder: str
     class_names: list[str] | None
     step: int | None
     folder: Path | None      # the checkpoint folder, None for a bare weights file
+    file: Path               # of the weights
+    recorded: dict           # `network` and `diffusion` as plain keywords
 
 
 def build_network(network: dict) -> DiT:
@@ -68,7 +70,7 @@ def build_network(network: dict) -> DiT:
                          f"end_layer_idx and selection_ratio.") from error
 
 
-def build_diffusion(diffusion: dict) -> EDM:
+def build_diffusion(diffusion: dict) -> EDM | RF:
     """Builds a diffusion from its name and keywords, as a checkpoint's meta.json records them."""
     keywords = dict(diffusion)
     name = keywords.pop("name")
@@ -126,7 +128,7 @@ def load_trained(
     if weights not in ("ema", "model"):
         raise ValueError(f"weights={weights} is neither ema nor model.")
     if path.is_file():
-        state, folder = read_weights(path), path.parent if (path.parent / "meta.json").is_file() else None
+        file, folder = path, path.parent if (path.parent / "meta.json").is_file() else None
     elif (path / "meta.json").is_file() or (path / "checkpoints").is_dir():
         folder = path
         if (path / "meta.json").is_file():
@@ -136,10 +138,11 @@ def load_trained(
             folder = checkpoints.latest(path, (weights,))
         if folder is None:
             raise ValueError(f"The run {path} holds no whole checkpoint yet; let it train until its first save.")
-        state = read_weights(folder / f"{weights}.safetensors")
+        file = folder / f"{weights}.safetensors"
     else:
         raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
                          f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
+    state = read_weights(file)
     if folder is not None:
         meta = checkpoints.read_meta(folder)
         if not {"network", "diffusion", "data"} <= meta.keys():
@@ -166,7 +169,8 @@ def load_trained(
         net=net.to(device).float().eval().requires_grad_(False),
         diffusion=build_diffusion(recorded),
         autoencoder=autoencoder or data["autoencoder"],
-        class_names=data["class_names"], step=meta.get("step"), folder=folder,
+        class_names=data["class_names"], step=meta.get("step"), folder=folder, file=file,
+        recorded={"network": network, "diffusion": recorded},
     )
 
 
@@ -213,10 +217,115 @@ def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:
     return [classes[seed % len(classes)] for seed in seeds]
 
 
-def check_sampler(settings: Iterable[str]) -> None:
-    """Raises ValueError for the name of a setting that the sampler lacks."""
-    if unknown := set(settings) - set(inspect.signature(EDM.sample).parameters):
-        raise ValueError(f"The sampler has no setting {', '.join(unknown)}.")
+def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
+    """Completes the settings of a diffusion's sampler, of which None is the sampler's own value.
+
+    Raises ValueError for a setting that the sampler lacks, or a value of another kind than its own.
+    """
+    own = {name: parameter.default for name, parameter in inspect.signature(diffusion.sample).parameters.items()
+           if name != "num_steps" and isinstance(parameter.default, int | float | str)}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in own:
+            raise ValueError(f"sampler.{name}={value}: the sampler of {type(diffusion).__name__} has no such setting; "
+                             f"it has {', '.join(own)}.")
+        if isinstance(value, str) != isinstance(own[name], str) or isinstance(value, bool):
+            raise ValueError(f"sampler.{name}={value} is of another kind than its usual value, {own[name]}.")
+    return own | given
+
+
+GUIDANCE = ("scale", "gamma1", "gamma2", "drop_label", "weak", "interval", "routes")     # the keys of configs/guidance
+
+
+def build_guidance(
+    settings: Mapping, trained: Trained, device: torch.device | str = "cpu",
+) -> tuple[Guidance | None, dict | None]:
+    """Builds guidance from plain settings, loading the weak network where there is one; None where `scale` is None.
+
+    Returns it with its record: the settings, and which weights the weak network has. Raises ValueError, with the
+    numbers and the knob, for settings that cannot work with `trained`.
+    """
+    settings = dict(settings)
+    if settings["scale"] is None:
+        others = {"gamma1": 0, "gamma2": 0, "weak": None, "interval": None}
+        if changed := [key for key, value in others.items() if settings[key] != value]:
+            raise ValueError(f"{', '.join(f'{key}={settings[key]}' for key in changed)} guides nothing without a "
+                             f"scale: give scale=1.5, say, or none of these.")
+        return None, None
+    if settings["weak"] == "???":
+        raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
+
+    def number(value: object) -> bool:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+
+    def pair(value: object) -> bool:
+        return isinstance(value, list | tuple) and len(value) == 2 and all(map(number, value))
+
+    if not number(settings["scale"]):
+        raise ValueError(f"scale={settings['scale']} is not a number; null samples unguided.")
+    for key in ("gamma1", "gamma2"):
+        if not number(settings[key]) and not pair(settings[key]):
+            raise ValueError(f"{key}={settings[key]} is neither a number nor a pair [first, last].")
+    if settings["interval"] is not None and not pair(settings["interval"]):
+        raise ValueError(f"interval={settings['interval']} is neither null nor a pair of noise levels [low, high].")
+    if type(settings["drop_label"]) is not bool:
+        raise ValueError(f"drop_label={settings['drop_label']} is neither true nor false.")
+    if settings["interval"] and type(trained.diffusion).__name__ == "RF" and 1 < settings["interval"][1] < math.inf:
+        raise ValueError(f"interval={settings['interval']} reaches past 1, but flow matching's noise levels t lie in "
+                         f"[0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+    weak = None
+    if settings["weak"] is not None:
+        weak = load_trained(settings["weak"], device=device)
+        here, there = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
+        if type(weak.diffusion) is not type(trained.diffusion) or here != there:
+            raise ValueError(f"weak={settings['weak']} was trained with {type(weak.diffusion).__name__} "
+                             f"(sigma_data {there}) and the checkpoint with {type(trained.diffusion).__name__} "
+                             f"(sigma_data {here}): their predictions cannot be mixed.")
+    values = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
+    values["routes"] = settings["routes"] and tuple(
+        Route(route["start_layer_idx"], route["end_layer_idx"], route.get("selection_ratio", 0.0))
+        for route in settings["routes"])
+    del values["weak"]
+    guidance = Guidance(**values, net2=weak and weak.net)
+    guidance.check(trained.net)
+    source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
+                       "weights_sha256": checkpoints.sha256(weak.file)}
+    return guidance, {**guidance.record(), "weak": source}
+
+
+class Meter:
+    """Stands in for a network that is sampled, and counts the multiply-adds that its passes would take."""
+
+    def __init__(self, net: DiT):
+        self.net, self.passes, self.linear, self.attention = net, 0, 0, 0
+        self.known: dict[tuple[Route, ...], tuple[int, int]] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.net, name)
+
+    def __call__(
+        self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
+    ) -> Tensor:
+        if routes not in self.known:
+            self.known[routes] = multiply_adds(self.net, routes)
+        linear, attention = self.known[routes]
+        self.passes += len(x)
+        self.linear += len(x) * linear
+        self.attention += len(x) * attention
+        return torch.zeros_like(x)
+
+
+def sampling_cost(
+    net: DiT, diffusion: EDM | RF, num_steps: int, guidance: Guidance | None = None, **sampler: float | str,
+) -> tuple[int, int]:
+    """Counts the multiply-adds of sampling one image: those of linear layers, and those of attention."""
+    meters = [Meter(net)]
+    if guidance is not None and guidance.net2 is not None:
+        meters.append(Meter(guidance.net2))
+        guidance = replace(guidance, net2=meters[-1])
+    noise, y = torch.zeros(1, net.in_channels, net.input_size, net.input_size), torch.zeros(1, dtype=torch.int64)
+    diffusion.sample(meters[0], noise, y, num_steps=num_steps, guidance=guidance, **sampler)
+    return sum(meter.linear for meter in meters), sum(meter.attention for meter in meters)
 
 
 class SeededNoise:
@@ -235,9 +344,9 @@ class SeededNoise:
 
 
 def generate(
-    net: DiT, diffusion: EDM, decode: Callable[[Tensor], Tensor], seeds: list[int], labels: list[int], *,
+    net: DiT, diffusion: EDM | RF, decode: Callable[[Tensor], Tensor], seeds: list[int], labels: list[int], *,
     batch_size: int, num_steps: int, guidance: Guidance | None = None, precision: str = "fp32",
-    progress: str | None = None, **sampler: float,
+    progress: str | None = None, **sampler: float | str,
 ) -> Iterator[Batch]:
     """Draws this rank's images batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
 
@@ -366,46 +475,81 @@ def default_grid(given: Path, folder: Path | None, weights: str) -> Path:
     return given / f"{weights}.png" if given.is_dir() else given.with_suffix(".png")
 
 
+@dataclass
+class Sampling:
+    """What a command asks to be drawn: of what, of which seeds and classes, how guided, and to where."""
+
+    trained: Trained
+    guidance: Guidance | None
+    seeds: list[int]
+    labels: list[int]
+    sampler: dict[str, float | str]
+    draw: Callable[[Guidance | None], Iterator[Batch]]      # gathered batches
+    out: Path
+
+
+def open_sampling(cfg: DictConfig, state: PartialState, seeds_per_class: int | None = None) -> Sampling:
+    """Reads the settings of a command that draws, and loads what it needs, before anything slow.
+
+    With `seeds_per_class`, seeds that are not given are so many for each class, and classes not given the first ten.
+    Raises ValueError, with the numbers and the knob, for settings that cannot work.
+    """
+    if cfg.checkpoint is None:
+        raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
+    if cfg.precision not in DTYPES:
+        raise ValueError(f"precision={cfg.precision} is not one of {', '.join(DTYPES)}.")
+    for key in ("batch_size", "num_steps"):
+        if type(cfg[key]) is not int or cfg[key] < 1:
+            raise ValueError(f"{key}={cfg[key]} is not a whole number of at least 1.")
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device)
+    sampler = sampler_settings(trained.diffusion, OmegaConf.to_container(cfg.sampler))
+    guidance, _ = build_guidance(guidance_settings(cfg), trained, state.device)
+    num_classes = trained.net.num_classes
+    wanted = f"0-{min(10, num_classes) - 1}" if seeds_per_class and cfg.classes is None else cfg.classes
+    classes = parse_classes("classes", wanted, num_classes, trained.class_names)
+    given = f"0-{seeds_per_class * len(classes) - 1}" if seeds_per_class and cfg.seeds is None else cfg.seeds
+    seeds = parse_range("seeds", given)
+    labels = labels_of(seeds, classes)
+    decoder = autoencoders.load(trained.autoencoder, device=state.device)
+
+    def draw(guidance: Guidance | None) -> Iterator[Batch]:
+        return gathered(generate(
+            trained.net, trained.diffusion, decoder.decode, seeds, labels, guidance=guidance,
+            batch_size=min(cfg.batch_size, math.ceil(len(seeds) / state.num_processes)), num_steps=cfg.num_steps,
+            precision=cfg.precision, progress="sampling" if guidance is None else "sampling, guided", **sampler,
+        ))
+
+    out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained.folder, cfg.weights)
+    return Sampling(trained, guidance, seeds, labels, sampler, draw, out)
+
+
+def guidance_settings(cfg: DictConfig) -> dict:
+    """Takes the settings of guidance out of a command's, as plain values."""
+    return {key: OmegaConf.to_container(cfg, resolve=True)[key] for key in GUIDANCE}
+
+
 @hydra.main(config_path="configs", config_name="sample", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     # Several ranks on CPUs need to be told that they are.
     state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
     try:
-        if cfg.checkpoint is None:
-            raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
-        if cfg.precision not in DTYPES:
-            raise ValueError(f"precision={cfg.precision} is not one of {', '.join(DTYPES)}.")
-        for key in ("batch_size", "num_steps"):
-            if type(cfg[key]) is not int or cfg[key] < 1:
-                raise ValueError(f"{key}={cfg[key]} is not a whole number of at least 1.")
-        if not isinstance(cfg.guidance_scale, int | float | None):
-            raise ValueError(f"guidance_scale={cfg.guidance_scale} is not a number; null samples unguided.")
-        check_sampler(cfg.sampler)
-        trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device)
-        seeds = parse_range("seeds", cfg.seeds)
-        classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
-        decoder = autoencoders.load(trained.autoencoder, device=state.device)
-        out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained.folder, cfg.weights)
+        sampling = open_sampling(cfg, state)
+        trained, out = sampling.trained, sampling.out
         if out.suffix not in (".png", ".npz", ""):
             raise ValueError(f"out={out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
     except ValueError as error:
         sys.exit(f"sample.py: {error}")
-    batches = gathered(generate(
-        trained.net, trained.diffusion, decoder.decode, seeds, labels_of(seeds, classes),
-        batch_size=min(cfg.batch_size, math.ceil(len(seeds) / state.num_processes)), num_steps=cfg.num_steps,
-        guidance=Guidance(cfg.guidance_scale) if cfg.guidance_scale is not None else None,
-        precision=cfg.precision, progress="sampling", **cfg.sampler,
-    ))
+    batches = sampling.draw(sampling.guidance)
     try:
         if out.suffix == ".png":
             write_grid(batches, out, trained.class_names)
         elif out.suffix == ".npz":
-            write_npz(batches, out, len(seeds))
+            write_npz(batches, out, len(sampling.seeds))
         else:
             write_pngs(batches, out)
     except OSError as error:
         sys.exit(f"sample.py: out={out} cannot be written: {error}.")
-    state.print(f"{len(seeds)} images from {trained.folder or cfg.checkpoint}: {out}")
+    state.print(f"{len(sampling.seeds)} images from {trained.folder or cfg.checkpoint}: {out}")
     if state.num_processes > 1:
         torch.distributed.destroy_process_group()
 

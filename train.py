@@ -38,12 +38,15 @@ import fid
 from data import batches, open_latents, to_latent
 from dit import DiT, DiT_models
 from edm import EDM
+from guidance import Guidance
+from rf import RF
 from sample import (
     build_diffusion,
     build_network,
     gathered,
     generate,
     labels_of,
+    load_trained,
     parse_classes,
     parse_range,
     write_grid,
@@ -73,7 +76,7 @@ def ema_decay(step: int, decay: float, warmup: bool) -> float:
 
 
 def train_step(
-    accelerator: Accelerator, net: nn.Module, model: DiT, diffusion: EDM, optimizer: torch.optim.Optimizer,
+    accelerator: Accelerator, net: nn.Module, model: DiT, diffusion: EDM | RF, optimizer: torch.optim.Optimizer,
     x: Tensor, y: Tensor, *, lr: float, label_dropout: float, clip_norm: float | None, num_parts: int,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
@@ -206,16 +209,6 @@ def full_disk_is_a_sentence() -> Iterator[None]:
         sys.exit(f"train.py: {error} Free some room and run the same command again.")
 
 
-def read_rows(path: Path) -> list[dict]:
-    """Reads a file of JSON lines, without a last one that a kill has halved."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []:
-        with contextlib.suppress(ValueError):
-            if line.endswith("\n"):
-                rows.append(json.loads(line))
-    return rows
-
-
 def forget_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
@@ -224,7 +217,7 @@ def forget_after(run_dir: Path, step: int) -> None:
             picture.unlink()
     for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
         if path.is_file():      # rows of results.jsonl that fid.py wrote are not training's to drop
-            ours = [(row, row.get("source", row | {"in_training": True})) for row in read_rows(path)]
+            ours = [(row, row.get("source", row | {"in_training": True})) for row in checkpoints.read_rows(path)]
             kept = [row for row, its in ours if not its.get("in_training") or its["step"] <= step]
             checkpoints.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
 
@@ -272,20 +265,32 @@ def check_batch_size(batch_size: int, world: int, num_parts: int, count: int) ->
         raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
 
 
+def architecture(network: dict) -> dict:
+    """Takes out of a network's keywords those that its weights depend on."""
+    known = {"mlp_ratio": 4.0, "learn_sigma": False, **network}
+    return {key: value for key, value in known.items() if key not in ("routes", "init")}
+
+
+def differing(old: object, new: object) -> tuple[object, object]:
+    """Returns of two dicts only what differs, and anything else as it is."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return old, new
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
+
+
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     """Compares a checkpoint's record with this run's; returns what has changed and may, as sentences.
 
     Raises ValueError for what cannot be continued: another network, another diffusion, another data set.
     """
     def facts(record: dict) -> dict:
-        network = {key: value for key, value in record["network"].items() if key not in ("routes", "init")}
-        return {"network": network, "diffusion": record["diffusion"], "data set": record["data"]["fingerprint"]}
+        return {"network": architecture(record["network"]), "diffusion": record["diffusion"],
+                "data set": record["data"]["fingerprint"], "init_from": record.get("init_from")}
 
     for (what, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
         if old != new:
-            if isinstance(old, dict):
-                differing = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-                old, new = ({key: side.get(key) for key in differing} for side in (old, new))
+            old, new = differing(old, new)
             raise ValueError(f"{run_dir} was trained with another {what}, so it cannot go on: it has {old}, this "
                              f"command {new}. Start a run of its own with name=<another>, or give the settings that "
                              f"it began with.")
@@ -331,6 +336,25 @@ def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
         raise ValueError(f"Rank {accelerator.process_index} does not see {folder}, from which the main rank resumes: "
                          f"{run_dir} must lie on a disk that all nodes share. Set run_dir.")
     return folder
+
+
+def weights_of_parent(path: str, record: dict) -> dict[str, Tensor]:
+    """Reads the EMA weights that this run, described by `record`, starts from: another run's, or a weights file's.
+
+    Raises ValueError where they are of another network or predict another thing. Routes may differ.
+    """
+    parent = load_trained(path)
+    old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
+    if old:
+        raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "
+                         f"model and data as it was trained with.")
+    # A weights file alone does not say how it was trained.
+    old, new = differing(*({key: side["diffusion"].get(key) for key in ("name", "sigma_data")}
+                           for side in (parent.recorded, record)))
+    if parent.folder is not None and old:
+        raise ValueError(f"init_from={path} was trained with another diffusion: {old} there, {new} here. Give "
+                         f"diffusion={parent.recorded['diffusion']['name']} and its settings.")
+    return parent.net.state_dict()
 
 
 def describe_network(cfg: DictConfig, shape: tuple[int, int, int], num_classes: int) -> dict:
@@ -410,7 +434,7 @@ def main(cfg: DictConfig) -> None:
             "network": describe_network(cfg, shape, num_classes), "diffusion": OmegaConf.to_container(cfg.diffusion),
             "data": {"fingerprint": latents.fingerprint, "autoencoder": autoencoder,
                      "class_names": latents.class_names},
-            "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size,
+            "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
         }
         torch.manual_seed(cfg.seed)
         model = build_network(record["network"]).to(device)
@@ -429,6 +453,10 @@ def main(cfg: DictConfig) -> None:
         step, images, elapsed_before = 0, 0, 0.0
         run_id = f"{run_dir.name}-{time.time_ns():x}"
         resumed = find_checkpoint(accelerator, run_dir)
+        if resumed is None and cfg.init_from is not None:
+            parent = weights_of_parent(cfg.init_from, record)
+            model.load_state_dict(parent)
+            ema.load_state_dict(parent)
         if resumed is not None:
             meta = checkpoints.read_meta(resumed)
             for change in check_resumable(meta, record, run_dir):
@@ -503,14 +531,15 @@ def main(cfg: DictConfig) -> None:
         """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
         seeds = list(range(cfg.evaluate.seed, cfg.evaluate.seed + cfg.evaluate.num_samples))
         labels = labels_of(seeds, list(range(latents.num_classes)))
-        done = {(row["source"]["step"], row["source"]["guidance_scale"])
-                for row in read_rows(run_dir / "results.jsonl") if row["source"].get("in_training")}
+        done = {(row["source"]["step"], (row["source"].get("guidance") or {}).get("scale"))
+                for row in checkpoints.read_rows(run_dir / "results.jsonl") if row["source"].get("in_training")}
         for scale in cfg.evaluate.guidance_scales:
             if not main_rank_says(accelerator, (step, scale) not in done):
                 continue
             began = time.perf_counter()
             drawing = fid.Drawing(ema, diffusion, decode, seeds, labels, batch_size=cfg.evaluate.batch_size,
-                                  num_steps=cfg.evaluate.num_steps, guidance_scale=scale, precision=cfg.precision)
+                                  num_steps=cfg.evaluate.num_steps, precision=cfg.precision,
+                                  guidance=None if scale is None else Guidance(scale))
             numbers = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
                                    metrics=cfg.evaluate.metrics, progress="evaluation")
             if accelerator.is_main_process:

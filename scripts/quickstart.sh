@@ -37,7 +37,7 @@ The numbers:        $run/metrics.jsonl
 Next:
   source .venv/bin/activate
   bash scripts/quickstart.sh model=dit                                    the same without routing
-  python sample.py checkpoint=$run classes=ring guidance_scale=2
+  python sample.py checkpoint=$run classes=ring guidance=cfg scale=2
   python scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine resolution=256 autoencoder=sd_vae_ema
   accelerate launch train.py model=tread data=folder data.path=data/mine name=mine
 TEXT

@@ -268,7 +268,7 @@ def command(tmp_path, **options):
     """Runs fid.py in this process and returns its row, or None where it writes a reference."""
     options = {"features": "pixels", "cpu": True, "batch_size": 16, "results": str(tmp_path / "results.jsonl"), **options}
     options = {key: str(value) if hasattr(value, "parts") else value for key, value in options.items()}
-    fid.main.__wrapped__(OmegaConf.merge(OmegaConf.load(ROOT / "configs/fid.yaml"), options))
+    fid.main.__wrapped__(OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / name) for name in ("guidance/none.yaml", "fid.yaml")), options))
     results = tmp_path / "results.jsonl"
     return json.loads(results.read_text().splitlines()[-1]) if results.is_file() else None
 
@@ -313,7 +313,7 @@ def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(
 
 def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=40, num_steps=3)
-    row = command(tmp_path, **options, guidance_scale=2.0, seed=5)
+    row = command(tmp_path, **options, scale=2.0, seed=5)
     source = row["source"]
     assert row["images"] == 40 and source["seeds"] == "5-44" and source["step"] == 7 and source["ema"]
     assert source["evaluations"] == 2 * (2 * 3 - 1)      # Heun's, with both passes of guidance
@@ -321,7 +321,7 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     assert source["weights_sha256"] == checkpoints.sha256(file) and row["reference"]["sha256"] == checkpoints.sha256(reference_npz)
     assert row["extractor"]["name"] == "pixels" and row["versions"]["torch"] == torch.__version__ and row["seconds"] > 0
     other = command(tmp_path, **options)
-    assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance_scale"] is None
+    assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance"] is None
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
@@ -389,7 +389,7 @@ def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, r
 def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folder, reference_npz, monkeypatch):
     options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=16, num_steps=2, keep_features=True)
     command(tmp_path, **options)
-    for other in ({"seed": 1}, {"num_steps": 3}, {"guidance_scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
+    for other in ({"seed": 1}, {"num_steps": 3}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
     monkeypatch.setattr(fid, "code_sha256", lambda: "another version")
     assert command(tmp_path, **options)["resumed_images"] == 0

@@ -199,8 +199,12 @@ def test_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp
 @pytest.mark.parametrize(("overrides", "says"), [
     ([], "Say what to sample from"), (["checkpoint=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
     (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["batch_size=0"], "at least 1"),
-    (["num_steps=null"], "num_steps=None"), (["weights=best"], "neither ema nor model"), (["guidance_scale=much"], "not a number"),
-    (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "cannot be written"), (["+sampler.S_chrun=3"], "no setting S_chrun"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "choose one of edm, ddpm"),
+    (["num_steps=null"], "num_steps=None"), (["weights=best"], "neither ema nor model"), (["scale=much"], "not a number"),
+    (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "cannot be written"), (["+sampler.S_chrun=3"], "sampler.S_chrun=3: the sampler of EDM has no such setting"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "choose one of edm, ddpm, rf"),
+    (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "of another kind than its usual value"),
+    (["gamma2=0.5"], "guides nothing without a scale"), (["guidance=tread", "gamma1=1.5"], "outside [0, 1)"), (["guidance=tread", "gamma1=x"], "neither a number nor a pair"),
+    (["guidance=tread", "gamma1=0.9", "gamma2=0.5"], "may not be sparser"), (["guidance=interval", "interval=[3,1]"], "is empty"),
+    (["guidance=autoguidance"], "needs weak="), (["guidance=cfg", "weak=nowhere"], "no run, checkpoint folder"), (["guidance=cfg", "drop_label=maybe"], "neither true nor false"),
 ])
 def test_a_mistake_ends_in_a_sentence_not_in_a_traceback(run, overrides, says):
     given = [] if not overrides or overrides[0].startswith("checkpoint") else [f"checkpoint={run}"]

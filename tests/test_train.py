@@ -238,7 +238,7 @@ def test_evaluations_are_recorded_from_the_untrained_network_on_and_do_not_chang
     result = train(run, shapes, *options)
     assert result.returncode == 0, result.stderr
     scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
-    assert [(row["source"]["step"], row["source"]["guidance_scale"]) for row in scored] == [
+    assert [(row["source"]["step"], (row["source"]["guidance"] or {}).get("scale")) for row in scored] == [
         (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
     assert {row["source"]["evaluations"] for row in scored} == {3, 6} and all(row["images"] == 6 for row in scored)
     assert_same_end(run, reference)

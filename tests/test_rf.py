@@ -1,0 +1,199 @@
+"""Flow matching against closed forms: exact velocities, exact samples, and the published sampler in a few lines."""
+
+import copy
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from dit import DiT
+from guidance import Guidance, MaskNoise
+from rf import RF, sample_tread
+from routing_module import Route
+
+LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)      # noises that are easy to follow
+
+
+class ExactVelocity(nn.Module):
+    """E[eps - x | z_t] for data N(mean_y, std²); at std 0 that is (z - mean_y) / t. Keeps what it was called with."""
+
+    def __init__(self, std: float, means=(0.0,)):
+        super().__init__()
+        self.std, self.means, self.calls = std, torch.tensor(means), []
+
+    def forward(self, z, t, y, routes=()):
+        self.calls.append((z, t, y))
+        t, mean = t.view(-1, 1, 1, 1), self.means[y].view(-1, 1, 1, 1)
+        variance = (1 - t)**2 * self.std**2 + t**2
+        return -mean + (t - (1 - t) * self.std**2) / variance * (z - (1 - t) * mean)
+
+
+def labels(n):
+    return torch.zeros(n, dtype=torch.int64)
+
+
+def small_dit(seed=0, **config):
+    """A random network whose output depends strongly on its label, with a route around its middle block."""
+    torch.manual_seed(seed)
+    config = dict(input_size=8, hidden_size=32, depth=3, num_heads=4, num_classes=10, routes=[Route(1, 1, 0.5)]) | config
+    net = DiT(**config, init="xavier").eval()
+    net.y_embedder.embedding_table.weight.data.mul_(50)
+    return net
+
+
+def noise_and_labels(n=3):
+    return torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(n) * 3 % 10
+
+
+def labels_seen_by(net):
+    seen = []
+    net.register_forward_pre_hook(lambda net, args: seen.append(args[2].tolist()))
+    return seen
+
+
+def test_the_network_sees_the_line_the_noise_level_itself_and_the_label():
+    x, eps, t, y = torch.randn(4, 1, 2, 2), torch.randn(4, 1, 2, 2), torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
+    net = ExactVelocity(0.5, means=[0.0] * 4)
+    RF().loss(net, x, y, t=t, eps=eps)
+    (z, t_seen, y_seen), = net.calls
+    assert torch.equal(t_seen, t) and torch.equal(y_seen, y)
+    assert torch.equal(z[0], x[0]) and torch.equal(z[3], eps[3])
+    assert torch.allclose(z[1], 0.75 * x[1] + 0.25 * eps[1]) and torch.allclose(z[2], (x[2] + eps[2]) / 2)
+
+
+def test_a_perfect_network_of_a_single_point_has_no_loss():
+    x = torch.full((256, 1, 2, 2), 0.7)
+    assert RF().loss(ExactVelocity(0.0, means=(0.7,)), x, labels(256)).max() < 1e-7
+    assert RF().loss(ExactVelocity(0.0, means=(0.6,)), x, labels(256)).min() > 1e-3
+
+
+@pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
+def test_the_exact_velocity_of_a_gaussian_has_the_least_loss_there_is(t):
+    torch.manual_seed(0)
+    std, x = 0.5, 0.3 + 0.5 * torch.randn(8192, 1, 4, 4)
+    loss = RF().loss(ExactVelocity(std, means=(0.3,)), x, labels(8192), t=torch.full((8192,), t)).mean()
+    assert loss.item() == pytest.approx(std**2 / ((1 - t)**2 * std**2 + t**2), rel=0.02)    # Var[eps - x | z_t]
+
+
+def test_the_loss_is_a_function_of_its_arguments_and_draws_what_is_missing():
+    net, x = ExactVelocity(0.3), torch.randn(8, 3, 4, 4)
+    t, eps = torch.rand(8), torch.randn_like(x)
+    assert torch.equal(RF().loss(net, x, labels(8), t=t, eps=eps), RF().loss(net, x, labels(8), t=t, eps=eps))
+    assert RF().loss(net, x, labels(8)).shape == (8,)
+    assert not torch.equal(RF().loss(net, x, labels(8), t=t), RF().loss(net, x, labels(8), t=t))
+    assert not torch.equal(RF().loss(net, x, labels(8), eps=eps), RF().loss(net, x, labels(8), eps=eps))
+
+
+@pytest.mark.parametrize("sampling", ["logit_normal", "uniform"])
+def test_noise_levels_have_the_quantiles_of_their_distribution(sampling):
+    torch.manual_seed(0)
+    net = ExactVelocity(0.5)
+    RF(sampling).loss(net, torch.zeros(40_000, 1, 1, 1), labels(40_000))
+    t = net.calls[0][1]
+    q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+    expected = q if sampling == "uniform" else torch.distributions.Normal(0, 1).icdf(q).sigmoid()
+    assert t.dtype == torch.float32 and 0 <= t.min() and t.max() < 1
+    assert torch.allclose(t.quantile(q), expected, atol=0.01)
+
+
+@pytest.mark.parametrize("num_steps", [1, 7])
+def test_straight_lines_are_carried_exactly_even_by_one_step(num_steps):
+    net, y = ExactVelocity(0.0, means=(1.5, -0.5)), torch.tensor([0, 1, 0])
+    x = RF().sample(net, torch.randn(3, 2, 4, 4), y, num_steps=num_steps)
+    assert torch.allclose(x, net.means[y].view(-1, 1, 1, 1).expand_as(x), rtol=0, atol=1e-6)
+
+
+@pytest.mark.parametrize("solver, order", [("euler", 1), ("heun", 2)])
+@pytest.mark.parametrize("std", [0.3, 2.0])
+def test_samplers_converge_at_their_order_to_the_flow_of_a_gaussian(solver, order, std):
+    errors = []
+    for num_steps in (10, 20, 40, 80):
+        net = ExactVelocity(std, means=(0.7,))
+        x = RF().sample(net, LINE, labels(9), num_steps=num_steps, solver=solver)
+        assert abs(x.mean() - 0.7) < 1e-4                                # the mean moves on a straight line
+        errors.append((x - (0.7 + std * LINE)).abs().max().item())       # the exact flow is a scaling
+        assert len(net.calls) == (num_steps if solver == "euler" else 2 * num_steps - 1)
+        assert min(t.min() for _, t, _ in net.calls) == pytest.approx(1 / num_steps), "no evaluation at t = 0"
+    ratios = [first / second for first, second in zip(errors, errors[1:], strict=False)]
+    assert errors[-1] < 0.05 * std and ratios[-1] == pytest.approx(2**order, rel=0.15), ratios
+    assert abs(ratios[-1] - 2**order) < abs(ratios[0] - 2**order), "the ratio approaches its limit"
+
+
+@pytest.mark.parametrize("scale", [None, 1.5, 4.0])
+@torch.no_grad()
+def test_a_sample_equals_the_published_euler_loop(scale):
+    # minRF's loop, which the official TREAD code shares, in our words: float32, t = i/n downwards, CFG of velocities.
+    net, (noise, y), n = small_dit(), noise_and_labels(), 8
+    z = noise
+    for i in range(n, 0, -1):
+        t = torch.full((3,), i / n)
+        v = net(z, t, y)
+        if scale is not None:
+            v_null = net(z, t, torch.full_like(y, 10))
+            assert (v - v_null).std() > 0.05, "the label matters"
+            v = v_null + scale * (v - v_null)
+        z = z - v / n
+    ours = RF().sample(net, noise, y, num_steps=n, guidance=None if scale is None else Guidance(scale))
+    assert ours.dtype == torch.float32
+    torch.testing.assert_close(ours, z, rtol=1e-5, atol=1e-5)
+
+
+def test_tread_guidance_without_a_difference_is_the_plain_sample_bit_for_bit():
+    net, (noise, y) = small_dit(), noise_and_labels()
+    plain = RF().sample(net, noise, y, num_steps=4)
+    assert torch.equal(sample_tread(net, 0.0, net, 0.0, noise, y, num_steps=4), plain)
+    assert torch.equal(sample_tread(net, 0.0, copy.deepcopy(net), 0.0, noise, y, num_steps=4), plain)
+    assert torch.equal(sample_tread(net, 0.0, net, 0.7, noise, y, num_steps=4, scale=1), plain)
+    assert not torch.allclose(sample_tread(net, 0.0, net, 0.7, noise, y, num_steps=4), plain, atol=1e-3)
+
+
+@torch.no_grad()
+def test_each_step_of_tread_guidance_extrapolates_between_two_ratios_on_the_same_mask_noise():
+    net, (noise, y), n = small_dit(), noise_and_labels(), 5
+    z = noise.double()
+    for i in range(n):
+        mask_noise, t = MaskNoise(noise)(i, 1, 16), torch.full((3,), 1 - i / n)
+        strong = net(z.float(), t, y, routes=(Route(1, 1, 0.3),), mask_noise=mask_noise)
+        weak = net(z.float(), t, y, routes=(Route(1, 1, 0.7),), mask_noise=mask_noise)
+        z = z - (weak + 1.5 * (strong - weak)).double() / n
+    ours = sample_tread(net, 0.3, net, 0.7, noise, y, num_steps=n)
+    torch.testing.assert_close(ours, z.float(), rtol=1e-5, atol=1e-5)
+    assert torch.equal(ours, RF().sample(net, noise, y, n, guidance=Guidance(1.5, 0.3, 0.7, drop_label=False)))
+
+
+def test_both_passes_of_tread_guidance_see_the_label():
+    net, net2, (noise, y) = small_dit(), small_dit(1), noise_and_labels()
+    seen, seen2 = labels_seen_by(net), labels_seen_by(net2)
+    sample_tread(net, 0.3, net, 0.7, noise, y, num_steps=4)
+    assert seen == [y.tolist()] * 8
+    sample_tread(net, 0.3, net2, 0.7, noise, y, num_steps=4)
+    assert seen == [y.tolist()] * 12 and seen2 == [y.tolist()] * 4
+
+
+def test_a_learned_variance_is_left_out():
+    net, (noise, y), t = small_dit(learn_sigma=True), noise_and_labels(), torch.full((3,), 0.5)
+    assert torch.equal(RF().velocity(net, noise, t, y), net(noise, t, y)[:, :4])
+    assert RF().loss(net, noise, y).shape == (3,)
+    assert RF().sample(net, noise, y, num_steps=2, guidance=Guidance(1.5, 0.3, 0.7)).shape == noise.shape
+
+
+def test_unknown_noise_levels_and_solvers_are_sentences():
+    with pytest.raises(ValueError, match="timestep_sampling=cosine is neither"):
+        RF("cosine")
+    with pytest.raises(ValueError, match="solver=rk4 is neither"):
+        RF().sample(ExactVelocity(0.5), torch.randn(1, 1, 2, 2), labels(1), solver="rk4")
+
+
+def test_a_short_routed_training_learns_and_the_dense_network_learns_with_it():
+    net, y = small_dit(), torch.arange(32) % 2
+    x = (2.0 * y - 1).view(-1, 1, 1, 1).expand(32, 4, 8, 8)
+    t, eps = torch.rand(32), torch.randn(32, 4, 8, 8)
+    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
+    before = RF().loss(net, x, y, t=t, eps=eps).mean().item()
+    for _ in range(60):
+        optimizer.zero_grad()
+        RF().loss(net, x, y, routes=net.routes).mean().backward()
+        optimizer.step()
+    after = RF().loss(net, x, y, t=t, eps=eps).mean().item()
+    assert math.isfinite(after) and after < 0.5 * before, (before, after)
