@@ -252,7 +252,7 @@ def build_guidance(
             raise ValueError(f"{', '.join(f'{key}={settings[key]}' for key in changed)} guides nothing without a "
                              f"scale: give scale=1.5, say, or none of these.")
         return None, None
-    if settings["weak"] == "???":
+    if settings["weak"] == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
 
     def number(value: object) -> bool:
@@ -282,12 +282,19 @@ def build_guidance(
                              f"(sigma_data {there}) and the checkpoint with {type(trained.diffusion).__name__} "
                              f"(sigma_data {here}): their predictions cannot be mixed.")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
-    values["routes"] = settings["routes"] and tuple(
-        Route(route["start_layer_idx"], route["end_layer_idx"], route.get("selection_ratio", 0.0))
-        for route in settings["routes"])
+    if settings["routes"] is not None:
+        if not isinstance(settings["routes"], list | tuple) or not all(
+                {"start_layer_idx", "end_layer_idx"} <= set(route) for route in settings["routes"]):
+            raise ValueError(f"routes={settings['routes']} is no list of routes. A route has the keys start_layer_idx "
+                             f"and end_layer_idx; its ratios are gamma1 and gamma2.")
+        values["routes"] = tuple(Route(route["start_layer_idx"], route["end_layer_idx"], 0.0)
+                                 for route in settings["routes"])
     del values["weak"]
     guidance = Guidance(**values, net2=weak and weak.net)
     guidance.check(trained.net)
+    if guidance.scale != 1 and weak is None and not guidance.drop_label and guidance.gamma1 == guidance.gamma2:
+        raise ValueError(f"Both passes are the same, so scale={guidance.scale} changes nothing: give the weak one a "
+                         f"larger gamma2, drop_label=true, or a network of its own, weak=.")
     source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
                        "weights_sha256": checkpoints.sha256(weak.file)}
     return guidance, {**guidance.record(), "weak": source}
@@ -504,6 +511,7 @@ def open_sampling(cfg: DictConfig, state: PartialState, seeds_per_class: int | N
     trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device)
     sampler = sampler_settings(trained.diffusion, OmegaConf.to_container(cfg.sampler))
     guidance, _ = build_guidance(guidance_settings(cfg), trained, state.device)
+    sampling_cost(trained.net, trained.diffusion, 1, guidance, **sampler)     # refuses now what sampling would refuse
     num_classes = trained.net.num_classes
     wanted = f"0-{min(10, num_classes) - 1}" if seeds_per_class and cfg.classes is None else cfg.classes
     classes = parse_classes("classes", wanted, num_classes, trained.class_names)

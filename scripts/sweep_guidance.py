@@ -64,7 +64,8 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
     figure.colorbar(heat, ax=axes, label=metric)
     figure.suptitle(f"{title}; unguided {unguided:.4g}", fontsize=9)
     figure.canvas.draw()
-    save_image(Image.fromarray(figure.canvas.buffer_rgba().__array__()).convert("RGB"), path)
+    drawn = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
+    save_image(drawn.convert("RGB"), path)
     pyplot.close(figure)
 
 

@@ -1,0 +1,196 @@
+"""rf.py, sample.py, fid.py and the sweep take the same guidance; what it costs is what torch's flop counter says."""
+
+import importlib.util
+import json
+import sys
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from PIL import Image
+from torch.nn.attention import SDPBackend, sdpa_kernel
+from torch.utils.flop_counter import FlopCounterMode
+
+import checkpoint as checkpoints
+import fid
+import rf
+import sample
+from dit import DiT_models, multiply_adds
+from edm import EDM
+from guidance import Guidance
+from rf import RF, sample_tread
+from routing_module import Route
+from sample import SeededNoise, build_network, load_trained, sampling_cost
+
+NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
+               routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
+
+
+def write_run(folder, seed=0, diffusion=None, **network):
+    """Writes a run of one checkpoint with an untrained network."""
+    torch.manual_seed(seed)
+    network = NETWORK | network
+    state = build_network(network).state_dict()
+    meta = {"step": 5 + seed, "network": network, "diffusion": diffusion or {"name": "rf"},
+            "data": {"autoencoder": "identity", "class_names": ["ant", "bee", "cat"][: network["num_classes"]]}}
+    checkpoints.save(checkpoints.step_folder(folder, 5 + seed), {"ema": state, "model": state}, meta)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    return write_run(tmp_path_factory.mktemp("runs") / "flow")
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory):
+    path = tmp_path_factory.mktemp("reference") / "ref.npz"
+    np.savez(path, arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
+    return path
+
+
+def command(entry, *overrides, name=None):
+    """Runs an entry's main in this process on its own config."""
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        cfg = compose(name or entry.__name__, overrides=["cpu=true", *overrides])
+    entry.main.__wrapped__(cfg)
+
+
+def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run, tmp_path, capsys):
+    command(rf, f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7", "scale=1.8", "num_steps=4", f"out={tmp_path}/g.png")
+    trained, seeds = load_trained(run), list(range(24))      # eight a class
+    y = torch.tensor([seed % 3 for seed in seeds])
+    noise = SeededNoise(seeds, "cpu").randn((3, 8, 8))
+    for file, latents in (("g.png", sample_tread(trained.net, 0.3, trained.net, 0.7, noise, y, num_steps=4, scale=1.8)),
+                          ("g-unguided.png", RF().sample(trained.net, noise, y, num_steps=4))):
+        images = (127.5 * latents + 128).clamp(0, 255).byte().permute(0, 2, 3, 1).numpy().astype(int)
+        grid = np.asarray(Image.open(tmp_path / file)).astype(int)
+        zoom, cell = 8, 8 * 8 + 2
+        assert grid.shape[0] == 3 * cell and (grid.shape[1] - 8 * cell) > 0
+        for i in (0, 1, 5, 23):
+            row, column = i % 3, i // 3
+            left = grid.shape[1] - 8 * cell + column * cell + 1
+            drawn = grid[row * cell + 1 : row * cell + 65 : zoom, left : left + 64 : zoom]
+            assert np.abs(drawn - images[i]).max() <= 1, (file, i)
+    said = capsys.readouterr().out
+    dense, strong, weak = (sum(multiply_adds(trained.net, routes)) for routes in (
+        (), *((Route(1, 3, gamma),) for gamma in (0.3, 0.7))))
+    for count in (2 * dense, 2 * (strong + weak)):
+        assert f"[{count / 1e9:.4g}] GFLOP an evaluation" in said and f"[{4 * count / 1e9:.4g}] GFLOP an image of 4" in said
+
+
+def test_rf_puts_both_grids_into_the_runs_samples(run):
+    command(rf, f"checkpoint={run}", "guidance=cfg", "seeds=0-3", "num_steps=1")
+    assert {path.name for path in (run / "samples").iterdir()} == {"step-00000005-ema-guided.png", "step-00000005-ema-unguided.png"}
+
+
+@pytest.mark.parametrize(("overrides", "says"), [
+    (["guidance=none"], "nothing to compare"), (["out=x.npz"], "is no .png"), (["gamma1=0.95"], "may not be sparser"),
+    (["gamma2=1"], r"outside \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"),
+    (["guidance=autoguidance"], "needs weak="), (["sampler.S_churn=1"], "has no such setting; it has solver"), (["sampler.solver=rk4"], "neither euler nor heun"),
+    (["guidance=autoguidance", "weak={smaller}"], "another thing than the strong one"), (["guidance=autoguidance", "weak={edm}"], "cannot be mixed"),
+    (["checkpoint={dense}"], "gamma1=0.5 is asked of a network that has no route"), (["checkpoint={edm}"], "was trained with EDM, not by flow matching"),
+    (["gamma1=0", "gamma2=0"], "Both passes are the same"), (["routes=[{start_layer_idx: 2, end_layer_idx: 9}]"], "leaves the network"), (["routes=[{start: 2}]"], "A route has the keys"),
+])
+def test_a_mistake_is_a_sentence(run, tmp_path, overrides, says):
+    folders = {"smaller": write_run(tmp_path / "smaller", num_classes=2), "dense": write_run(tmp_path / "dense", routes=[]),
+               "edm": write_run(tmp_path / "edm", diffusion={"name": "edm"})}
+    for name, folder in folders.items():
+        overrides = [override.replace("{" + name + "}", str(folder)) for override in overrides]
+    with pytest.raises(SystemExit, match=says):
+        command(rf, f"checkpoint={run}", f"out={tmp_path}/g.png", "num_steps=1", *overrides)
+
+
+def test_a_dense_network_is_guided_over_a_route_that_is_given(tmp_path):
+    dense = write_run(tmp_path / "dense", routes=[])
+    command(rf, f"checkpoint={dense}", "routes=[{start_layer_idx: 1, end_layer_idx: -2}]", "seeds=0-3", "num_steps=2", f"out={tmp_path}/given.png")
+    command(rf, f"checkpoint={write_run(tmp_path / 'routed')}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/own.png")
+    assert (tmp_path / "given.png").read_bytes() == (tmp_path / "own.png").read_bytes()
+    assert (tmp_path / "given.png").read_bytes() != (tmp_path / "given-unguided.png").read_bytes()
+
+
+@pytest.mark.parametrize("diffusion", [EDM(), RF()])
+@pytest.mark.parametrize("settings", [
+    None, dict(scale=2), dict(scale=2, gamma1=0.25, gamma2=0.75, drop_label=False), dict(scale=2, gamma1=(0.0, 0.5), gamma2=(0.75, 0.0)),
+    dict(scale=2, interval=(0.1, 0.6)), dict(scale=1, gamma2=0.5), "weak network",
+])
+def test_the_cost_of_sampling_is_what_torchs_flop_counter_sees(diffusion, settings):
+    net, other = build_network(NETWORK), build_network(NETWORK | {"hidden_size": 16, "depth": 4})
+    settings = dict(scale=2, drop_label=False, net2=other) if settings == "weak network" else settings
+    guidance = settings and Guidance(**settings)
+    linear, attention = sampling_cost(net, diffusion, 5, guidance)
+    # The counter does not know the CPU's fused attention.
+    with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
+        diffusion.sample(net, torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), num_steps=5, guidance=guidance)
+    assert counter.get_total_flops() == 2 * 2 * (linear + attention)      # two images, two FLOPs a multiply-add
+    assert 0 < attention < linear
+
+
+def test_the_published_costs_come_out_at_256_tokens():
+    with torch.device("meta"):
+        net = DiT_models["DiT-XL/2"](routes=[Route(2, -4, 0.5)])
+    linear, attention = multiply_adds(net)
+    assert (round(linear / 1e9, 1), round((linear + attention) / 1e9, 1)) == (114.4, 118.6)
+
+    def an_evaluation(**settings):
+        return sampling_cost(net, RF(), 1, Guidance(scale=1.5, **settings))[0] / 1e9
+
+    assert round(an_evaluation(), 1) == 228.8
+    assert abs(an_evaluation(gamma1=0.5, gamma2=0.9, drop_label=False) - 97.7) < 0.06
+
+
+def test_scores_say_how_they_were_guided(run, reference, tmp_path):
+    weak = write_run(tmp_path / "weak", seed=1)
+    results = tmp_path / "results.jsonl"
+    common = [f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2", f"results={results}"]
+    settings = [[], ["guidance=tread", "gamma2=[0.9,0.5]"], ["guidance=autoguidance", f"weak={weak}"], ["sampler.solver=heun"]]
+    for overrides in settings:
+        command(fid, *common, *overrides)
+    plain, tread, auto, heun = (json.loads(line) for line in results.read_text().splitlines())
+    assert plain["source"]["guidance"] is None and plain["source"]["sampler"] == {"solver": "euler"} and plain["source"]["evaluations"] == 2
+    assert tread["source"]["guidance"] == {"scale": 1.5, "gamma1": 0.5, "gamma2": [0.9, 0.5], "drop_label": False, "interval": None,
+                                           "routes": None, "weak": None}
+    assert auto["source"]["guidance"]["weak"] == {"checkpoint": str(weak / "checkpoints/step-00000006"), "step": 6,
+                                                  "weights_sha256": checkpoints.sha256(weak / "checkpoints/step-00000006/ema.safetensors")}
+    assert heun["source"]["evaluations"] == 3 and heun["source"]["sampler"] == {"solver": "heun"}
+    assert len({row["metrics"]["fd_pixels"] for row in (plain, tread, auto, heun)}) == 4
+    net = load_trained(run).net
+    assert plain["source"]["multiply_adds"] == dict(zip(("linear", "attention"), (2 * n for n in multiply_adds(net)), strict=True))
+
+
+def test_a_sweep_scores_each_point_once_and_draws_the_landscape(run, reference, tmp_path, monkeypatch):
+    spec = importlib.util.spec_from_file_location("sweep_guidance", ROOT / "scripts/sweep_guidance.py")
+    sweep = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(sweep)
+    results, picture = tmp_path / "results.jsonl", tmp_path / "landscape.png"
+    scored, score = [], fid.evaluate
+    monkeypatch.setattr(fid, "evaluate", lambda *args, **options: scored.append(1) or score(*args, **options))
+    landscape = {}
+    monkeypatch.setattr(sweep, "draw_landscape", lambda points, *rest, draw=sweep.draw_landscape: landscape.update(points) or draw(points, *rest))
+    points = [("1.5", "0", "0.5"), ("2", "0", "0.5"), ("2", "0.25", "0.5"), ("2", "0.9", "0.5"), ("2", "0", "0.5")]
+    for scale, gamma1, gamma2 in points:
+        command(sweep, f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2", f"results={results}",
+                f"picture={picture}", f"scale={scale}", f"gamma1={gamma1}", f"gamma2={gamma2}")
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert len(scored) == len(rows) == 4, "three points and the unguided one; a point twice and an impossible one are passed over"
+    assert landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
+                         for row in rows if row["source"]["guidance"]}
+    assert min(Image.open(picture).size) > 100
+
+
+def test_a_sweep_is_a_multirun_over_the_grid_of_the_command_line(tmp_path):
+    import subprocess
+
+    result = subprocess.run([sys.executable, "scripts/sweep_guidance.py", "checkpoint=nowhere", "reference=none.npz", "features=pixels",
+                             "scale=2", "gamma1=0.9,0", "gamma2=0.5", f"hydra.sweep.dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
+    assert "gamma1=0.9 is above gamma2=0.5: passed over" in result.stdout      # the first job
+    assert result.returncode == 1 and "sweep_guidance.py: " in result.stderr and "Traceback" not in result.stderr      # the second
+
+
+def test_sampling_with_the_entry_takes_guidance_too(run, tmp_path):
+    command(sample, f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/a.npz")
+    command(sample, f"checkpoint={run}", "seeds=0-3", "num_steps=2", "guidance=cfg_tread", f"out={tmp_path}/b.npz")
+    with np.load(tmp_path / "a.npz") as a, np.load(tmp_path / "b.npz") as b:
+        assert (a["arr_0"] != b["arr_0"]).any()
