@@ -292,9 +292,6 @@ def build_guidance(
     del values["weak"]
     guidance = Guidance(**values, net2=weak and weak.net)
     guidance.check(trained.net)
-    if guidance.scale != 1 and weak is None and not guidance.drop_label and guidance.gamma1 == guidance.gamma2:
-        raise ValueError(f"Both passes are the same, so scale={guidance.scale} changes nothing: give the weak one a "
-                         f"larger gamma2, drop_label=true, or a network of its own, weak=.")
     source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
                        "weights_sha256": checkpoints.sha256(weak.file)}
     return guidance, {**guidance.record(), "weak": source}

@@ -74,6 +74,7 @@ def main(cfg: DictConfig) -> None:
     state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
     numbers = [value if isinstance(value, int | float) else -1 for value in (cfg.gamma1, cfg.gamma2)]
     if -1 not in numbers and numbers[0] > numbers[1]:
+        # the whole grid of a sweep need not make sense
         state.print(f"gamma1={cfg.gamma1} is above gamma2={cfg.gamma2}: passed over.")
         return
     plain = OmegaConf.merge(cfg, {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None})

@@ -9,7 +9,7 @@ from hydra.errors import ConfigCompositionException
 
 from dit import SIZES
 from sample import build_diffusion, build_network
-from train import check_settings, describe_network
+from train import architecture, check_settings, describe_network
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -37,14 +37,39 @@ def test_an_experiment_composes_and_builds(experiment):
 
 def test_every_row_of_the_papers_table_has_its_experiment():
     for size, (start, end) in {"S": (2, 8), "B": (2, 8), "L": (2, 20), "XL": (2, 24)}.items():
-        for name in ("dit", "tread"):
+        for name in ("dit", "tread", "sit", "sit_tread"):
             cfg = load(f"experiment={size.lower()}2_{name}")
             model = network(cfg)
+            assert cfg.diffusion.name == ("rf" if "sit" in name else "edm")
             assert len(model.blocks) == SIZES[size]["depth"] and model.pos_embed.shape[1] == 256
             assert (cfg.steps, cfg.batch_size, cfg.optimizer.lr, cfg.ema.decay) == (400_000, 256, 1e-4, 0.9999)
             assert (cfg.data.name, cfg.optimizer.weight_decay, cfg.label_dropout) == ("imagenet256", 0, 0.1)
             routes = [(r.start_layer_idx, r.end_layer_idx, r.selection_ratio) for r in model.routes]
-            assert routes == ([(start, end, 0.5)] if name == "tread" else [])
+            assert routes == ([(start, end, 0.5)] if "tread" in name else [])
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.endswith("_finetune")])
+def test_a_dense_fine_tune_fits_the_run_it_starts_from(experiment):
+    cfg, parent = load(f"experiment={experiment}"), load(f"experiment={experiment.removesuffix('_finetune')}")
+    assert cfg.init_from == parent.run_dir and cfg.run_dir != parent.run_dir and cfg.diffusion == parent.diffusion
+    assert (network(cfg).routes, bool(network(parent).routes)) == ((), True)
+    assert architecture(describe_network(cfg, (4, 32, 32), 1000)) == architecture(describe_network(parent, (4, 32, 32), 1000))
+
+
+@pytest.mark.parametrize("experiment", EXPERIMENTS)
+def test_any_experiment_trains_by_flow_matching_on_demand(experiment):
+    assert build_diffusion(dict(load(f"experiment={experiment}", "diffusion=rf").diffusion)).timestep_sampling == "logit_normal"
+
+
+def test_every_way_to_guide_is_a_setting_of_one_value():
+    own = {"none": (None, 0, 0, True), "cfg": (1.5, 0, 0, True), "tread": (1.5, 0.5, 0.9, False), "cfg_tread": (2.5, 0.2, 0.7, True),
+           "autoguidance": (1.5, 0, 0, False), "autoguidance_tread": (1.5, [0.0, 0.6], [0.6, 0.0], False), "interval": (2.0, 0, 0, True)}
+    assert {path.stem for path in (CONFIGS / "guidance").glob("*.yaml")} == set(own)
+    for name, values in own.items():
+        for entry in ("sample", "fid", "rf", "sweep_guidance"):
+            cfg = load(f"guidance={name}", name=entry)
+            assert (cfg.scale, cfg.gamma1, cfg.gamma2, cfg.drop_label) == values
+        assert cfg.weak == ("required" if "auto" in name else None) and (cfg.interval is not None) == (name == "interval")
 
 
 @pytest.mark.parametrize("model", ["dit", "tread"])

@@ -71,6 +71,52 @@ def assert_same_end(run: Path, reference: Path):
 
 
 @pytest.fixture(scope="module")
+def flow(shapes, tmp_path_factory) -> Path:
+    """A routed flow-matching run of eight steps, with evaluations of its own grids."""
+    run = tmp_path_factory.mktemp("flow") / "run"
+    result = train(run, shapes, "diffusion=rf", "steps=8", "samples.every=8", "samples.seeds=0-5", "samples.num_steps=2")
+    assert result.returncode == 0, result.stderr
+    return run
+
+
+def test_flow_matching_trains_in_the_same_loop_and_resumes_bit_for_bit(shapes, flow, tmp_path):
+    assert (flow / "samples/step-00000008.png").is_file()
+    assert checkpoints.read_meta(checkpoints.latest(flow))["diffusion"] == {"name": "rf", "timestep_sampling": "logit_normal"}
+    for steps in (5, 8):
+        assert train(tmp_path / "run", shapes, "diffusion=rf", f"steps={steps}").returncode == 0
+    ends = [load_file(checkpoints.latest(run) / "ema.safetensors") for run in (flow, tmp_path / "run")]
+    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
+
+
+def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resumes_without_it(shapes, flow, tmp_path):
+    import shutil
+
+    parent, run = shutil.copytree(flow, tmp_path / "parent"), tmp_path / "run"
+    options = ("diffusion=rf", "model=dit", f"init_from={parent}", "optimizer.lr=0")
+    assert train(run, shapes, *options, "steps=1").returncode == 0
+    start = load_file(checkpoints.latest(parent) / "ema.safetensors")
+    for name in ("model", "ema"):      # a step at a learning rate of 0 changes nothing
+        weights = load_file(checkpoints.latest(run) / f"{name}.safetensors")
+        assert all(torch.equal(weights[key], start[key]) for key in start), name
+    meta = checkpoints.read_meta(checkpoints.latest(run))
+    assert meta["step"] == 1 and meta["network"]["routes"] == [] and meta["init_from"] == str(parent)
+    shutil.rmtree(parent)
+    assert train(run, shapes, *options, "steps=2").returncode == 0
+    refused = train(run, shapes, "diffusion=rf", "model=dit", "steps=3")
+    assert refused.returncode == 1 and "was trained with another init_from" in refused.stderr
+
+
+@pytest.mark.parametrize(("overrides", "says"), [
+    ([], "was trained with another diffusion: {'name': 'rf', 'sigma_data': None} there, {'name': 'edm', 'sigma_data': 0.8} here"),
+    (["diffusion=rf", "model.depth=7"], "has another network: {'depth': 6} there, {'depth': 7} here"),
+    (["init_from=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
+])
+def test_a_start_that_does_not_fit_is_a_sentence(shapes, flow, tmp_path, overrides, says):
+    result = train(tmp_path / "run", shapes, f"init_from={flow}", "model=dit", *overrides)
+    assert result.returncode == 1 and says in result.stderr and "Traceback" not in result.stderr
+
+
+@pytest.fixture(scope="module")
 def reference(shapes, tmp_path_factory) -> Path:
     """A run that nothing disturbed, with checkpoints that fall between reports."""
     run = tmp_path_factory.mktemp("reference") / "run"
