@@ -178,9 +178,9 @@ def sample(*overrides, launcher=(sys.executable,)):
     return subprocess.run([*launcher, "sample.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=120)
 
 
-def test_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp_path):
+def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp_path):
     def options(name):
-        return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", f"out={tmp_path / name}"]
+        return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3", f"out={tmp_path / name}"]
 
     two = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531")
     results = [sample(*options("one.npz")), sample(*options("two.npz"), launcher=two), sample(*options("pngs")), sample(*options("grid.png"))]
