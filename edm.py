@@ -71,7 +71,7 @@ class EDM:
         Takes 2·num_steps - 1 network evaluations. The state is float64, as the steps near sigma_min are small beside
         the state at sigma_max. `randn_like` draws the noise of churn.
         """
-        D = (guidance or UNGUIDED).over(self.denoise, net, noise, y, num_steps)
+        D = (guidance or UNGUIDED).guide(self.denoise, net, noise, y, num_steps)
         # The time grid stays on the host: comparing or reading it never waits for the device.
         ramp = torch.linspace(0, 1, num_steps, dtype=torch.float64)
         t_steps = (sigma_max ** (1 / rho) + ramp * (sigma_min ** (1 / rho) - sigma_max ** (1 / rho))) ** rho

@@ -735,7 +735,7 @@ def choose(images: Images, num_samples: int | None, what: str) -> np.ndarray:
 class Drawing:
     """Images that a network draws of `seeds`, and the record of how: what a result must say to be compared.
 
-    Network evaluations an image and the images' size are put into the record while they are drawn. `decode` turns
+    The images' size is put into the record when the first are drawn. `decode` turns
     latents (B, C, h, w) into images uint8; `seeds` and `labels` are of all images, over all ranks.
     """
 
@@ -749,15 +749,15 @@ class Drawing:
         self.generate = partial(generate, net, diffusion, decode, num_steps=num_steps, guidance=guidance,
                                 precision=precision, **sampler)
         self.batch_size = batch_size
-        linear, attention = sampling_cost(net, diffusion, num_steps, guidance, **sampler)
+        passes, linear, attention = sampling_cost(net, diffusion, num_steps, guidance, **sampler)
         # JSON has no infinity.
         finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
         self.record = {
             "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
             "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": "class seed % number of classes", "evaluations": None,
-            "multiply_adds": {"linear": linear, "attention": attention},      # of one image
+            "labels": "class seed % number of classes",      # and of one image:
+            "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
 
     def draw(self, todo: np.ndarray) -> Numbered:
@@ -765,20 +765,13 @@ class Drawing:
         wanted = [self.seeds[number] for number in todo]
         if not wanted:
             return
-        seen = Counter()
-        counter = self.net.register_forward_pre_hook(lambda net, args: seen.update(evaluations=len(args[0])))
-        try:
-            batches = self.generate(
-                wanted, [self.labels[number] for number in todo],
-                batch_size=min(self.batch_size, -(-len(wanted) // PartialState().num_processes)),
-            )
-            for numbers, images in numbered(batches, self.seeds):
-                seen.update(images=len(images))
-                self.record["evaluations"] = seen["evaluations"] / seen["images"]
-                self.record["size"] = list(images.shape[1:3])
-                yield numbers, images
-        finally:
-            counter.remove()
+        batches = self.generate(
+            wanted, [self.labels[number] for number in todo],
+            batch_size=min(self.batch_size, -(-len(wanted) // PartialState().num_processes)),
+        )
+        for numbers, images in numbered(batches, self.seeds):
+            self.record["size"] = list(images.shape[1:3])
+            yield numbers, images
 
 
 def describe_autoencoder(name: str) -> dict:
@@ -827,8 +820,7 @@ def result_row(
 def scored_before(row: dict, path: Path) -> dict | None:
     """Finds in results.jsonl a row whose numbers are those that `row`, still without any, is going to have."""
     def facts(row: dict) -> dict:
-        found_in_drawing = ("evaluations", "size")
-        source = {key: value for key, value in row["source"].items() if key not in found_in_drawing}
+        source = {key: value for key, value in row["source"].items() if key != "size"}     # known when it is drawn
         same = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "code_sha256")
         return {"source": source, **{key: row[key] for key in same}}
 
@@ -837,23 +829,26 @@ def scored_before(row: dict, path: Path) -> dict | None:
                  if facts(old) == wanted and row["metrics"].keys() <= old["metrics"].keys()), None)
 
 
-def run(cfg: DictConfig, reuse: bool = False) -> tuple[dict, Path]:
+def open_extractor(cfg: DictConfig, state: PartialState) -> Extractor:
+    with state.local_main_process_first():      # which downloads weights, and records their hash, for the others
+        return load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
+
+
+def run(cfg: DictConfig, reuse: bool = False, must_have: str | None = None) -> tuple[dict, Path]:
     """Scores what the settings name; returns the row and the file that it was appended to.
 
     With `reuse`, a row that is there already is returned instead. Raises ValueError or OSError, with the knob, for
-    settings and files that cannot work.
+    settings and files that cannot work, or where the metric `must_have` would not be among the numbers.
     """
     state, started = PartialState(), time.perf_counter()
 
     # ---- everything that can be wrong, before anything slow
     check_settings(cfg)
-    with state.local_main_process_first():      # which downloads weights, and records their hash, for the others
-        extractor = load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
-    if cfg.reference_from is not None:
-        write_statistics(cfg, extractor, state)
-        return {}, Path(cfg.out)
+    extractor = open_extractor(cfg, state)
     reference = open_reference(cfg.reference, extractor)
     metrics = available_metrics(extractor, reference, cfg.metrics)
+    if must_have and must_have not in metrics:
+        raise ValueError(f"metric={must_have} is not among the metrics {', '.join(metrics)}.")
     if cfg.checkpoint is not None:
         drawing, home = open_checkpoint(cfg, state.device)
         count, source, rule = len(drawing.seeds), drawing.record, DRAWN_RULE
@@ -873,10 +868,11 @@ def run(cfg: DictConfig, reuse: bool = False) -> tuple[dict, Path]:
             numbers, count, source, extractor, reference, seconds=time.perf_counter() - started,
             batch_size=cfg.batch_size, image_rule=rule, resolution=cfg.resolution, resumed_images=resumed_images)
 
-    # ---- the reference's own images, then the stream
-    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record, "count": None}))
     if reuse and (old := scored_before(row(dict.fromkeys(metrics)), results)):
         return old, results
+
+    # ---- the reference's own images, then the stream
+    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record, "count": None}))
     keep = kept({"images": dict(source), "count": count})
     todo = np.arange(count) if keep is None else keep.missing(count)
     if cfg.checkpoint is not None:
@@ -899,15 +895,20 @@ def main(cfg: DictConfig) -> None:
     # Several ranks on CPUs need to be told that they are.
     state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
     try:
-        run(cfg)
+        if cfg.reference_from is not None:
+            write_statistics(cfg, state)
+        else:
+            run(cfg)
     except (ValueError, OSError) as error:
         sys.exit(f"fid.py: {error}")
     if state.num_processes > 1:
         torch.distributed.destroy_process_group()
 
 
-def write_statistics(cfg: DictConfig, extractor: Extractor, state: PartialState) -> None:
+def write_statistics(cfg: DictConfig, state: PartialState) -> None:
     """Measures `reference_from` and writes `out`."""
+    check_settings(cfg)
+    extractor = open_extractor(cfg, state)
     images = open_images("reference_from", cfg.reference_from, cfg.resolution, state.device)
     chosen = choose(images, cfg.num_samples, f"reference_from={cfg.reference_from}")
     if cfg.reference_images > images.count:

@@ -56,13 +56,16 @@ class Guidance:
     routes: tuple[Route, ...] | None = None
 
     def __post_init__(self) -> None:
+        for name in ("gamma1", "gamma2", "interval"):      # a frozen value has no lists
+            if isinstance(value := getattr(self, name), list):
+                object.__setattr__(self, name, tuple(value))
         for name, ratio in (("gamma1", self.gamma1), ("gamma2", self.gamma2)):
             if not all(0 <= value < 1 for value in ends(ratio)):
                 raise ValueError(f"{name}={ratio} is outside [0, 1): it is the share of tokens that skip, and at 1 no "
                                  f"token would be left.")
-        if not isinstance(self.gamma1, tuple) and not isinstance(self.gamma2, tuple) and self.gamma1 > self.gamma2:
+        if min(ends(self.gamma1)) > max(ends(self.gamma2)):
             raise ValueError(f"The strong pass may not be sparser than the weak one, but gamma1={self.gamma1} is above "
-                             f"gamma2={self.gamma2}: raise gamma2 or lower gamma1.")
+                             f"gamma2={self.gamma2}: raise gamma2 or lower gamma1. Only schedules may cross.")
         if self.interval is not None and not self.interval[0] < self.interval[1]:
             raise ValueError(f"interval={list(self.interval)} is empty: write the lower noise level first.")
 
@@ -74,15 +77,15 @@ class Guidance:
 
     def check(self, net: nn.Module) -> None:
         """Raises ValueError where `net` and the weak network cannot be guided so."""
-        for name, gamma, one in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
+        for name, gamma, network in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
             if not any(ends(gamma)):
                 continue
-            if not (one.routes if self.routes is None else self.routes):
+            if not (network.routes if self.routes is None else self.routes):
                 raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens leave and "
                                  f"rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
                                  f"label (guidance=cfg).")
             if self.routes is not None:
-                resolve_routes(self.routes, len(one.blocks))
+                resolve_routes(self.routes, len(network.blocks))
         if self.net2 is not None and (ours := shape_of(net)) != (theirs := shape_of(self.net2)):
             raise ValueError(f"The weak network predicts another thing than the strong one: channels, side and "
                              f"classes are {theirs} there and {ours} here. Choose a checkpoint of the same data.")
@@ -95,7 +98,7 @@ class Guidance:
         routes = net.routes if self.routes is None else resolve_routes(self.routes, len(net.blocks))
         return tuple(replace(route, selection_ratio=ratio) for route in routes)
 
-    def over(
+    def guide(
         self, predict: Callable[..., Tensor], net: nn.Module, noise: Tensor, y: Tensor, num_steps: int,
     ) -> Callable[[Tensor, float, int], Tensor]:
         """Guides `predict(net, x, t, y, routes)`, a diffusion's estimate, through one sampling of `num_steps` steps.
@@ -106,26 +109,26 @@ class Guidance:
         """
         self.check(net)
         net2 = self.net2 or net
-        mask_noise_of = MaskNoise(noise)
+        mask_noise_at = MaskNoise(noise)
 
         def guided(x: Tensor, t: float, step: int) -> Tensor:
-            def of(one: nn.Module, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
+            def run(network: nn.Module, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
                 if routes:
-                    mask_noise = mask_noise_of(step, len(routes), one.pos_embed.shape[1])
-                    one = partial(one, mask_noise=mask_noise.repeat(len(x) // len(mask_noise), 1, 1))
-                return predict(one, x, torch.full((len(x),), t, device=x.device), y, routes)
+                    mask_noise = mask_noise_at(step, len(routes), network.pos_embed.shape[1])
+                    network = partial(network, mask_noise=mask_noise.repeat(len(x) // len(mask_noise), 1, 1))
+                return predict(network, x, torch.full((len(x),), t, device=x.device), y, routes)
 
             progress = step / max(1, num_steps - 1)
             routes1, routes2 = self.routes_at(net, self.gamma1, progress), self.routes_at(net2, self.gamma2, progress)
             same_pass = net2 is net and routes1 == routes2
             inside = self.interval is None or self.interval[0] <= t <= self.interval[1]
             if self.scale == 1 or not inside or (same_pass and not self.drop_label):
-                return of(net, routes1, x, y)
+                return run(net, routes1, x, y)
             y2 = torch.full_like(y, net2.num_classes) if self.drop_label else y
             if same_pass:
-                strong, weak = of(net, routes1, torch.cat([x, x]), torch.cat([y, y2])).chunk(2)
+                strong, weak = run(net, routes1, torch.cat([x, x]), torch.cat([y, y2])).chunk(2)
             else:
-                strong, weak = of(net, routes1, x, y), of(net2, routes2, x, y2)
+                strong, weak = run(net, routes1, x, y), run(net2, routes2, x, y2)
             return weak + self.scale * (strong - weak)
 
         return guided
@@ -141,16 +144,20 @@ class MaskNoise:
     """
 
     def __init__(self, noise: Tensor):
-        self.noise, self.seeds = noise, None
+        self.noise, self.seeds, self.drawn = noise, None, (None, None)
 
     def __call__(self, step: int, num_routes: int, num_tokens: int) -> Tensor:
         """Draws (B, num_routes, num_tokens) float32, uniform in [0, 1)."""
         if self.seeds is None:      # only where masks are drawn, since it brings the noise to the host
             digests = [hashlib.sha256(row.tobytes()).digest() for row in self.noise.float().cpu().numpy()]
             self.seeds = [int.from_bytes(digest[:6]) for digest in digests]
-        generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in self.seeds]
-        drawn = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
-        return torch.stack(drawn).to(self.noise.device)
+        what, drawn = self.drawn
+        if what != (what := (step, num_routes, num_tokens)):      # once for all passes of a step
+            generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in self.seeds]
+            drawn = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
+            drawn = torch.stack(drawn).to(self.noise.device)
+            self.drawn = what, drawn
+        return drawn
 
 
 def shape_of(net: nn.Module) -> tuple[int, int, int]:

@@ -33,8 +33,8 @@ class RF:
     def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
 
-        The network runs in whatever precision the caller's autocast sets. One that also predicts variances
-        (learn_sigma, as SiT's published ones have the channels for) answers with 2C channels, the first C of them v.
+        The network runs in whatever precision the caller's autocast sets. One that has channels for variances too
+        (learn_sigma) answers with 2C channels, of which the first C are v.
         """
         z = z.float()
         return net(z, t.float(), y, routes=routes)[:, : z.shape[1]].float()
@@ -70,7 +70,7 @@ class RF:
         """
         if solver not in ("euler", "heun"):
             raise ValueError(f"solver={solver} is neither euler nor heun.")
-        v = (guidance or UNGUIDED).over(self.velocity, net, noise, y, num_steps)
+        v = (guidance or UNGUIDED).guide(self.velocity, net, noise, y, num_steps)
         t_steps = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64).tolist()
 
         z_next = noise.double()
@@ -88,15 +88,16 @@ class RF:
 
 def sample_tread(
     net1: nn.Module, gamma1: float, net2: nn.Module, gamma2: float, noise: Tensor, y: Tensor, num_steps: int = 40,
-    scale: float = 1.5,
+    scale: float = 1.5, routes: tuple[Route, ...] | None = None,
 ) -> Tensor:
     """Samples a flow-matching network guided by a difference in selection ratio (arXiv 2601.01608, SG).
 
     net1 at ratio gamma1 is the strong pass and net2, often the same network, at gamma2 ≥ gamma1 the weak one. Both
     passes see the label; the official code drops it in both. noise is (B, C, h, w), y (B,); returns latents like
-    noise, float32.
+    noise, float32. `routes` are for networks that have none of their own.
     """
-    guidance = Guidance(scale, gamma1, gamma2, drop_label=False, net2=None if net2 is net1 else net2)
+    net2 = None if net2 is net1 else net2
+    guidance = Guidance(scale, gamma1, gamma2, drop_label=False, net2=net2, routes=routes)
     return RF().sample(net1, noise, y, num_steps, guidance=guidance)
 
 
@@ -109,8 +110,8 @@ def main(cfg: DictConfig) -> None:
     try:
         sampling = open_sampling(cfg, state, seeds_per_class=8)
         trained = sampling.trained
-        if type(trained.diffusion).__name__ != "RF":
-            raise ValueError(f"{cfg.checkpoint} was trained with {type(trained.diffusion).__name__}, not by flow "
+        if trained.recorded["diffusion"]["name"] != "rf":
+            raise ValueError(f"{cfg.checkpoint} was trained with {trained.recorded['diffusion']['name']}, not by flow "
                              f"matching (diffusion=rf). python sample.py takes the same guidance settings for it.")
         if sampling.guidance is None:
             raise ValueError("There is nothing to compare without guidance: choose guidance=tread, or give scale=1.5.")
@@ -127,7 +128,7 @@ def main(cfg: DictConfig) -> None:
     try:
         for path, guidance in grids.items():
             evaluations = cfg.num_steps if sampling.sampler["solver"] == "euler" else 2 * cfg.num_steps - 1
-            linear, attention = sampling_cost(trained.net, trained.diffusion, cfg.num_steps, guidance,
+            _, linear, attention = sampling_cost(trained.net, trained.diffusion, cfg.num_steps, guidance,
                                               **sampling.sampler)
             whole = {"an evaluation": 1 / evaluations, f"an image of {evaluations}": 1,
                      f"all {len(sampling.seeds)} images": len(sampling.seeds)}

@@ -234,7 +234,7 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
     return own | given
 
 
-GUIDANCE = ("scale", "gamma1", "gamma2", "drop_label", "weak", "interval", "routes")     # the keys of configs/guidance
+GUIDANCE = ["scale", "gamma1", "gamma2", "drop_label", "weak", "interval", "routes"]     # the keys of configs/guidance
 
 
 def build_guidance(
@@ -270,12 +270,13 @@ def build_guidance(
         raise ValueError(f"interval={settings['interval']} is neither null nor a pair of noise levels [low, high].")
     if type(settings["drop_label"]) is not bool:
         raise ValueError(f"drop_label={settings['drop_label']} is neither true nor false.")
-    if settings["interval"] and type(trained.diffusion).__name__ == "RF" and 1 < settings["interval"][1] < math.inf:
+    is_flow = trained.recorded["diffusion"]["name"] == "rf"
+    if is_flow and settings["interval"] and 1 < settings["interval"][1] < math.inf:
         raise ValueError(f"interval={settings['interval']} reaches past 1, but flow matching's noise levels t lie in "
                          f"[0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
     weak = None
     if settings["weak"] is not None:
-        weak = load_trained(settings["weak"], device=device)
+        weak = load_trained(str(settings["weak"]), device=device)
         here, there = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or here != there:
             raise ValueError(f"weak={settings['weak']} was trained with {type(weak.diffusion).__name__} "
@@ -283,8 +284,9 @@ def build_guidance(
                              f"(sigma_data {here}): their predictions cannot be mixed.")
     values = {key: tuple(value) if isinstance(value, list) else value for key, value in settings.items()}
     if settings["routes"] is not None:
-        if not isinstance(settings["routes"], list | tuple) or not all(
-                {"start_layer_idx", "end_layer_idx"} <= set(route) for route in settings["routes"]):
+        if not isinstance(settings["routes"], list) or not all(
+                isinstance(route, dict) and {"start_layer_idx", "end_layer_idx"} <= route.keys()
+                for route in settings["routes"]):
             raise ValueError(f"routes={settings['routes']} is no list of routes. A route has the keys start_layer_idx "
                              f"and end_layer_idx; its ratios are gamma1 and gamma2.")
         values["routes"] = tuple(Route(route["start_layer_idx"], route["end_layer_idx"], 0.0)
@@ -321,15 +323,15 @@ class Meter:
 
 def sampling_cost(
     net: DiT, diffusion: EDM | RF, num_steps: int, guidance: Guidance | None = None, **sampler: float | str,
-) -> tuple[int, int]:
-    """Counts the multiply-adds of sampling one image: those of linear layers, and those of attention."""
+) -> tuple[int, int, int]:
+    """Runs the sampler on nothing; returns one image's passes and multiply-adds, of linear layers and of attention."""
     meters = [Meter(net)]
     if guidance is not None and guidance.net2 is not None:
         meters.append(Meter(guidance.net2))
         guidance = replace(guidance, net2=meters[-1])
     noise, y = torch.zeros(1, net.in_channels, net.input_size, net.input_size), torch.zeros(1, dtype=torch.int64)
     diffusion.sample(meters[0], noise, y, num_steps=num_steps, guidance=guidance, **sampler)
-    return sum(meter.linear for meter in meters), sum(meter.attention for meter in meters)
+    return tuple(sum(getattr(meter, what) for meter in meters) for what in ("passes", "linear", "attention"))
 
 
 class SeededNoise:
@@ -486,7 +488,6 @@ class Sampling:
     trained: Trained
     guidance: Guidance | None
     seeds: list[int]
-    labels: list[int]
     sampler: dict[str, float | str]
     draw: Callable[[Guidance | None], Iterator[Batch]]      # gathered batches
     out: Path
@@ -525,12 +526,12 @@ def open_sampling(cfg: DictConfig, state: PartialState, seeds_per_class: int | N
         ))
 
     out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained.folder, cfg.weights)
-    return Sampling(trained, guidance, seeds, labels, sampler, draw, out)
+    return Sampling(trained, guidance, seeds, sampler, draw, out)
 
 
 def guidance_settings(cfg: DictConfig) -> dict:
     """Takes the settings of guidance out of a command's, as plain values."""
-    return {key: OmegaConf.to_container(cfg, resolve=True)[key] for key in GUIDANCE}
+    return OmegaConf.to_container(OmegaConf.masked_copy(cfg, GUIDANCE), resolve=True)
 
 
 @hydra.main(config_path="configs", config_name="sample", version_base="1.3")

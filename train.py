@@ -41,6 +41,7 @@ from edm import EDM
 from guidance import Guidance
 from rf import RF
 from sample import (
+    Trained,
     build_diffusion,
     build_network,
     gathered,
@@ -338,8 +339,8 @@ def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
     return folder
 
 
-def weights_of_parent(path: str, record: dict) -> dict[str, Tensor]:
-    """Reads the EMA weights that this run, described by `record`, starts from: another run's, or a weights file's.
+def open_parent(path: str, record: dict) -> Trained:
+    """Loads the EMA weights that this run, described by `record`, starts from: another run's, or a weights file's.
 
     Raises ValueError where they are of another network or predict another thing. Routes may differ.
     """
@@ -354,7 +355,7 @@ def weights_of_parent(path: str, record: dict) -> dict[str, Tensor]:
     if parent.folder is not None and old:
         raise ValueError(f"init_from={path} was trained with another diffusion: {old} there, {new} here. Give "
                          f"diffusion={parent.recorded['diffusion']['name']} and its settings.")
-    return parent.net.state_dict()
+    return parent
 
 
 def describe_network(cfg: DictConfig, shape: tuple[int, int, int], num_classes: int) -> dict:
@@ -454,11 +455,13 @@ def main(cfg: DictConfig) -> None:
         run_id = f"{run_dir.name}-{time.time_ns():x}"
         resumed = find_checkpoint(accelerator, run_dir)
         if resumed is None and cfg.init_from is not None:
-            parent = weights_of_parent(cfg.init_from, record)
-            model.load_state_dict(parent)
-            ema.load_state_dict(parent)
+            parent = open_parent(cfg.init_from, record)
+            record["parent"] = {"step": parent.step, "weights_sha256": checkpoints.sha256(parent.file)}
+            model.load_state_dict(parent.net.state_dict())
+            ema.load_state_dict(parent.net.state_dict())
         if resumed is not None:
             meta = checkpoints.read_meta(resumed)
+            record["parent"] = meta.get("parent")
             for change in check_resumable(meta, record, run_dir):
                 accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
             step, images, elapsed_before, run_id = (meta[key] for key in ("step", "images", "elapsed_s", "run_id"))

@@ -18,6 +18,7 @@ from omegaconf import DictConfig, OmegaConf
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fid  # noqa: E402
 from checkpoint import read_rows  # noqa: E402
+from guidance import ends  # noqa: E402
 from sample import save_image  # noqa: E402
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
@@ -44,7 +45,7 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
     from matplotlib import pyplot
     from PIL import Image
 
-    scales, panels, gammas = (sorted({p[axis] for p in points}, key=str) for axis in range(3))
+    scales, panels, gammas = (sorted({p[axis] for p in points}, key=ends) for axis in range(3))
     best = (max if metric in ("inception_score", "precision", "recall") else min)(points, key=points.get)
     figure, axes = pyplot.subplots(1, len(panels), squeeze=False, layout="constrained", dpi=150,
                                    figsize=(1.2 + (0.9 * len(scales) + 0.6) * len(panels), 1.4 + 0.7 * len(gammas)))
@@ -72,20 +73,20 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
 @hydra.main(config_path="../configs", config_name="sweep_guidance", version_base="1.3")
 def main(cfg: DictConfig) -> None:
     state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
-    numbers = [value if isinstance(value, int | float) else -1 for value in (cfg.gamma1, cfg.gamma2)]
-    if -1 not in numbers and numbers[0] > numbers[1]:
+    if type(cfg.gamma1) in (int, float) and type(cfg.gamma2) in (int, float) and cfg.gamma1 > cfg.gamma2:
         # the whole grid of a sweep need not make sense
         state.print(f"gamma1={cfg.gamma1} is above gamma2={cfg.gamma2}: passed over.")
         return
     plain = OmegaConf.merge(cfg, {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None})
     try:
-        unguided, path = fid.run(plain, reuse=True)
+        if cfg.checkpoint is None or cfg.scale is None:
+            raise ValueError(f"A sweep guides a checkpoint: give checkpoint=runs/<name> and scales, not "
+                             f"checkpoint={cfg.checkpoint} and scale={cfg.scale}.")
+        unguided, path = fid.run(plain, reuse=True, must_have=cfg.metric)
         here, _ = fid.run(cfg, reuse=True)
     except (ValueError, OSError) as error:
         sys.exit(f"sweep_guidance.py: {error}")
     metric = cfg.metric or next(iter(here["metrics"]))
-    if metric not in here["metrics"]:
-        sys.exit(f"sweep_guidance.py: metric={metric} is not among {', '.join(here['metrics'])}.")
     if state.is_main_process:
         alike = [row for row in read_rows(path) if row["source"].get("guidance") and identity(row) == identity(here)]
         points = {point(row["source"]["guidance"]): row["metrics"][metric] for row in alike if metric in row["metrics"]}

@@ -140,5 +140,5 @@ def test_classifier_free_guidance_pushes_away_from_the_null_label():
     net = ExactDenoiser(edm, 0.5, means=(1.0, -1.0))      # class 0, and the null label 1
     x, sigma = torch.randn(4, 1, 2, 2), torch.full((4,), 2.0)
     strong, weak = edm.denoise(net, x, sigma, labels(4)), edm.denoise(net, x, sigma, labels(4) + 1)
-    guided = Guidance(2.5).over(edm.denoise, net, x, labels(4), num_steps=5)(x, 2.0, 0)
+    guided = Guidance(2.5).guide(edm.denoise, net, x, labels(4), num_steps=5)(x, 2.0, 0)
     assert torch.allclose(guided, weak + 2.5 * (strong - weak), atol=1e-5)

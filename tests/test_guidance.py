@@ -38,7 +38,7 @@ def same(a, b):
 def once(predict, net, guidance, t=T, step=2):
     """One guided evaluation, in a sampling of 5 steps."""
     noise, y = noise_and_labels()
-    return guidance.over(predict, net, noise, y, num_steps=5)(noise, t, step)
+    return guidance.guide(predict, net, noise, y, num_steps=5)(noise, t, step)
 
 
 @torch.no_grad()
@@ -188,7 +188,7 @@ def test_impossible_guidance_is_a_sentence(wrong, sentence):
 ])
 def test_guidance_that_does_not_fit_the_networks_is_a_sentence_before_the_first_step(own, wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
-        Guidance(1.5, **wrong()).over(None, small_dit(**own), *noise_and_labels(), num_steps=4)
+        Guidance(1.5, **wrong()).guide(None, small_dit(**own), *noise_and_labels(), num_steps=4)
 
 
 @both

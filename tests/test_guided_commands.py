@@ -91,8 +91,9 @@ def test_rf_puts_both_grids_into_the_runs_samples(run):
     (["gamma2=1"], r"outside \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"),
     (["guidance=autoguidance"], "needs weak="), (["sampler.S_churn=1"], "has no such setting; it has solver"), (["sampler.solver=rk4"], "neither euler nor heun"),
     (["guidance=autoguidance", "weak={smaller}"], "another thing than the strong one"), (["guidance=autoguidance", "weak={edm}"], "cannot be mixed"),
-    (["checkpoint={dense}"], "gamma1=0.5 is asked of a network that has no route"), (["checkpoint={edm}"], "was trained with EDM, not by flow matching"),
-    (["routes=[{start_layer_idx: 2, end_layer_idx: 9}]"], "leaves the network"), (["routes=[{start: 2}]"], "A route has the keys"),
+    (["checkpoint={dense}"], "gamma1=0.5 is asked of a network that has no route"), (["checkpoint={edm}"], "was trained with edm, not by flow matching"),
+    (["routes=[{start_layer_idx: 2, end_layer_idx: 9}]"], "leaves the network"), (["routes=[{start: 2}]"], "A route has the keys"), (["routes=[1]"], "A route has the keys"),
+    (["weak=3"], "no run, checkpoint folder or weights file at 3"), (["gamma1=[0.9,0.8]", "gamma2=[0,0.1]"], "may not be sparser"),
 ])
 def test_a_mistake_is_a_sentence(run, tmp_path, overrides, says):
     folders = {"smaller": write_run(tmp_path / "smaller", num_classes=2), "dense": write_run(tmp_path / "dense", routes=[]),
@@ -120,7 +121,7 @@ def test_the_cost_of_sampling_is_what_torchs_flop_counter_sees(diffusion, settin
     net, other = build_network(NETWORK), build_network(NETWORK | {"hidden_size": 16, "depth": 4})
     settings = dict(scale=2, drop_label=False, net2=other) if settings == "weak network" else settings
     guidance = settings and Guidance(**settings)
-    linear, attention = sampling_cost(net, diffusion, 5, guidance)
+    _, linear, attention = sampling_cost(net, diffusion, 5, guidance)
     # The counter does not know the CPU's fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         diffusion.sample(net, torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), num_steps=5, guidance=guidance)
@@ -135,7 +136,7 @@ def test_the_published_costs_come_out_at_256_tokens():
     assert (round(linear / 1e9, 1), round((linear + attention) / 1e9, 1)) == (114.4, 118.6)
 
     def an_evaluation(**settings):
-        return sampling_cost(net, RF(), 1, Guidance(scale=1.5, **settings))[0] / 1e9
+        return sampling_cost(net, RF(), 1, Guidance(scale=1.5, **settings))[1] / 1e9
 
     assert round(an_evaluation(), 1) == 228.8
     assert abs(an_evaluation(gamma1=0.5, gamma2=0.9, drop_label=False) - 97.7) < 0.06
@@ -154,6 +155,7 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
                                            "routes": None, "weak": None}
     assert auto["source"]["guidance"]["weak"] == {"checkpoint": str(weak / "checkpoints/step-00000006"), "step": 6,
                                                   "weights_sha256": checkpoints.sha256(weak / "checkpoints/step-00000006/ema.safetensors")}
+    assert tread["source"]["evaluations"] == 3 and auto["source"]["evaluations"] == 4      # one pass where the ratios meet
     assert heun["source"]["evaluations"] == 3 and heun["source"]["sampler"] == {"solver": "heun"}
     assert len({row["metrics"]["fd_pixels"] for row in (plain, tread, auto, heun)}) == 4
     net = load_trained(run).net
@@ -178,6 +180,9 @@ def test_a_sweep_scores_each_point_once_and_draws_the_landscape(run, reference, 
     assert landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
                          for row in rows if row["source"]["guidance"]}
     assert min(Image.open(picture).size) > 100
+    for wrong, says in (["metric=fid"], "metric=fid is not among"), (["guidance=none", "scale=null"], "A sweep guides a checkpoint"):
+        with pytest.raises(SystemExit, match=says):
+            command(sweep, f"checkpoint={run}", f"reference={reference}", "features=pixels", f"results={results}", *wrong)
 
 
 def test_a_sweep_is_a_multirun_over_the_grid_of_the_command_line(tmp_path):

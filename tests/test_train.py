@@ -100,8 +100,10 @@ def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resum
         assert all(torch.equal(weights[key], start[key]) for key in start), name
     meta = checkpoints.read_meta(checkpoints.latest(run))
     assert meta["step"] == 1 and meta["network"]["routes"] == [] and meta["init_from"] == str(parent)
+    assert meta["parent"] == {"step": 8, "weights_sha256": checkpoints.sha256(checkpoints.latest(parent) / "ema.safetensors")}
     shutil.rmtree(parent)
     assert train(run, shapes, *options, "steps=2").returncode == 0
+    assert checkpoints.read_meta(checkpoints.latest(run))["parent"] == meta["parent"]
     refused = train(run, shapes, "diffusion=rf", "model=dit", "steps=3")
     assert refused.returncode == 1 and "was trained with another init_from" in refused.stderr
 
