@@ -1,8 +1,8 @@
 """Latent folders and TREAD's webdataset tars -> endless shuffled batches, the same ones on any number of ranks.
 
-Files are memory-mapped and never read whole. What grows with the data set is 4 bytes an image for the epoch's
-permutation (8 past 4 billion images), 1 for the coin where there are mirrored copies, 1 or 2 for the label and,
-in tars, 8 for the offset.
+Files are memory-mapped and never read whole, unless all of them are to lie on a device. What grows with the data set
+is 4 bytes an image for the epoch's permutation (8 past 4 billion images), 1 for the coin where there are mirrored
+copies, 1 or 2 for the label and, in tars, 8 for the offset.
 """
 
 import hashlib
@@ -17,7 +17,9 @@ import sys
 import tarfile
 import threading
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -31,6 +33,7 @@ from images import find_tars
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
+CHUNK = 4096  # latents that are copied to a device at once
 TAR_INDEX = "latent-index.npz"
 RECORD = {"kind": str, "mirrored": bool, "num_classes": int, "class_names": lambda names: names, "autoencoder": str,
           "scale": float, "shift": float}  # what metadata.json says besides shapes, counts and files
@@ -93,6 +96,27 @@ class Latents:
             convert = scale_moments if self.kind == "moments" else scale_latent
             stored = convert(torch.from_numpy(stored).float(), self.scale, self.shift).half().numpy()
         return stored, self._labels[indices].astype(np.int64)
+
+    def to_device(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor]:
+        """Copies all that is stored to a device, as `read` gives it: stored (n, C or 2C, h, w) float16, labels int64.
+
+        n is the number of images; with mirrored copies it is twice that, and image i's copy is at i + count. Raises
+        ValueError where a GPU has too little free memory.
+        """
+        copies = 2 if self.mirrored else 1
+        need = self.count * (copies * math.prod(self._stored_shape) * 2 + 8)
+        free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else math.inf
+        if need > free:
+            raise ValueError(f"data.on_device=true needs {need / 2**30:.1f} GiB for the {self.count * copies:,} "
+                             f"latents of {self.where}, but {device} has {free / 2**30:.1f} GiB free: set "
+                             f"data.on_device=false.")
+        stored = torch.empty((copies * self.count, *self._stored_shape), dtype=torch.float16, device=device)
+        for copy in range(copies):
+            for start in range(0, self.count, CHUNK):
+                indices = np.arange(start, min(start + CHUNK, self.count))
+                chunk = self.read(indices, np.full(len(indices), copy == 1))[0]
+                stored[copy * self.count + start :][: len(chunk)] = torch.from_numpy(chunk)
+        return stored, torch.from_numpy(self._labels.astype(np.int64)).to(device)
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
@@ -449,14 +473,15 @@ def _check_scale(spread: float, latents: Latents, where: str) -> None:
 
 
 def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,
-            pin: bool = False) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
+            pin: bool = False, device: torch.device | str | None = None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
     """Yields this rank's share of each global batch, without end: stored (batch_size / world, …) float16, y int64.
 
     Epoch e is a permutation of all images by (seed, e), cut into floor(count / batch_size) global batches; rank r
     takes the r-th part of each, so what a global batch holds does not depend on `world`. `start` global batches
     are skipped at no cost: a run that resumes sees what it would have seen. One thread reads ahead; closing the
-    iterator ends it. `pin` page-locks the batches for copies to the current GPU. Raises ValueError for a batch
-    size that the images or the ranks do not fit.
+    iterator ends it. `pin` page-locks the batches for copies to the current GPU. With a `device` all latents are
+    copied there once, and the same batches are made there. Raises ValueError for a batch size that the images or the
+    ranks do not fit, and for latents that do not fit on the device.
     """
     if not 0 < batch_size <= latents.count:
         raise ValueError(f"The batch size is {batch_size}, but {latents.where} holds {latents.count} images: "
@@ -465,8 +490,11 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
         raise ValueError(f"The batch size {batch_size} does not divide by {world} ranks: "
                          f"set batch_size to a multiple of {world}.")
     assert 0 <= rank < world and start >= 0
-    device = torch.cuda.current_device() if pin else None
-    return _read_ahead(_load(latents, _plan(latents, batch_size, seed, rank, world, start), device))
+    plan = _plan(latents, batch_size, seed, rank, world, start)
+    gpu = torch.cuda.current_device() if pin else None
+    if device is None:
+        return _read_ahead(_load(latents.read, plan, gpu))
+    return _select(*latents.to_device(device), _read_ahead(_load(partial(_rows, latents.count), plan, gpu)))
 
 
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
@@ -499,12 +527,24 @@ def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
         del order, mirror  # before the next epoch's are made
 
 
-def _load(latents: Latents, plan: Iterator, device: int | None) -> Iterator[tuple[torch.Tensor, torch.Tensor]]:
-    if device is not None:
-        torch.cuda.set_device(device)  # a new thread starts on GPU 0, and pinning would open a context there
+def _load(read: Callable[..., tuple[np.ndarray, ...]], plan: Iterator, gpu: int | None) -> Iterator[tuple]:
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # a new thread starts on GPU 0, and pinning would open a context there
     for indices, mirror in plan:
-        stored, y = map(torch.from_numpy, latents.read(indices, mirror))
-        yield (stored, y) if device is None else (stored.pin_memory(), y.pin_memory())
+        parts = map(torch.from_numpy, read(indices, mirror))
+        yield tuple(parts if gpu is None else (part.pin_memory() for part in parts))
+
+
+def _rows(count: int, indices: np.ndarray, mirror: np.ndarray | None) -> tuple[np.ndarray]:
+    """Returns where `Latents.to_device` has put the latents of a batch."""
+    return (indices if mirror is None else indices + count * mirror,)
+
+
+def _select(stored: torch.Tensor, labels: torch.Tensor, batches_of_rows: Iterator) -> Iterator[tuple]:
+    with closing(batches_of_rows):
+        for (rows,) in batches_of_rows:
+            rows = rows.to(stored.device, non_blocking=True)
+            yield stored.index_select(0, rows), labels.index_select(0, rows % len(labels))
 
 
 def _read_ahead(items: Iterator) -> Iterator:

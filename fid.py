@@ -715,8 +715,9 @@ def check_settings(cfg: DictConfig) -> None:
         raise ValueError(f"out={cfg.out} must end in .npz.")
     if cfg.features not in EXTRACTORS:
         raise ValueError(f"features={cfg.features} is not one of {', '.join(EXTRACTORS)}.")
-    if cfg.precision not in DTYPES:
-        raise ValueError(f"precision={cfg.precision} is not one of {', '.join(DTYPES)}.")
+    for key in ("precision", "decode_precision"):
+        if cfg[key] not in DTYPES:
+            raise ValueError(f"{key}={cfg[key]} is not one of {', '.join(DTYPES)}.")
     for key, low in (("batch_size", 1), ("num_steps", 1), ("num_samples", 2), ("seed", 0), ("reference_images", 0)):
         if key == "num_samples" and cfg[key] is None:
             continue
@@ -774,9 +775,10 @@ class Drawing:
             yield numbers, images
 
 
-def describe_autoencoder(name: str) -> dict:
+def describe_autoencoder(name: str, decode_precision: str) -> dict:
     vae = Path(name) / "diffusion_pytorch_model.safetensors"
-    return {"autoencoder": name, "autoencoder_sha256": checkpoints.sha256(vae) if vae.is_file() else None}
+    return {"autoencoder": name, "autoencoder_sha256": checkpoints.sha256(vae) if vae.is_file() else None,
+            "decode_precision": decode_precision}
 
 
 def open_checkpoint(cfg: DictConfig, device: torch.device) -> tuple[Drawing, Path]:
@@ -784,7 +786,7 @@ def open_checkpoint(cfg: DictConfig, device: torch.device) -> tuple[Drawing, Pat
     trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, device)
     classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
-    decoder = autoencoders.load(trained.autoencoder, device=device)
+    decoder = autoencoders.load(trained.autoencoder, device, DTYPES[cfg.decode_precision])
     guidance, how_guided = build_guidance(guidance_settings(cfg), trained, device)
     drawing = Drawing(
         trained.net, trained.diffusion, decoder.decode, seeds, labels_of(seeds, classes), batch_size=cfg.batch_size,
@@ -796,7 +798,7 @@ def open_checkpoint(cfg: DictConfig, device: torch.device) -> tuple[Drawing, Pat
         "checkpoint": str(trained.folder or given), "step": trained.step, "weights": cfg.weights,
         "weights_sha256": checkpoints.sha256(trained.file), "ema": cfg.weights == "ema",
         "classes": classes if cfg.classes is not None else "all",
-        **describe_autoencoder(trained.autoencoder), **drawing.record, "guidance": how_guided,
+        **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record, "guidance": how_guided,
     }
     return drawing, trained.folder.parent.parent if trained.folder else given.parent
 

@@ -501,8 +501,9 @@ def open_sampling(cfg: DictConfig, state: PartialState, seeds_per_class: int | N
     """
     if cfg.checkpoint is None:
         raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
-    if cfg.precision not in DTYPES:
-        raise ValueError(f"precision={cfg.precision} is not one of {', '.join(DTYPES)}.")
+    for key in ("precision", "decode_precision"):
+        if cfg[key] not in DTYPES:
+            raise ValueError(f"{key}={cfg[key]} is not one of {', '.join(DTYPES)}.")
     for key in ("batch_size", "num_steps"):
         if type(cfg[key]) is not int or cfg[key] < 1:
             raise ValueError(f"{key}={cfg[key]} is not a whole number of at least 1.")
@@ -516,7 +517,7 @@ def open_sampling(cfg: DictConfig, state: PartialState, seeds_per_class: int | N
     given = f"0-{seeds_per_class * len(classes) - 1}" if seeds_per_class and cfg.seeds is None else cfg.seeds
     seeds = parse_range("seeds", given)
     labels = labels_of(seeds, classes)
-    decoder = autoencoders.load(trained.autoencoder, device=state.device)
+    decoder = autoencoders.load(trained.autoencoder, state.device, DTYPES[cfg.decode_precision])
 
     def draw(guidance: Guidance | None) -> Iterator[Batch]:
         return gathered(generate(

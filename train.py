@@ -12,6 +12,7 @@ import contextlib
 import copy
 import fcntl
 import functools
+import importlib.util
 import json
 import math
 import resource
@@ -41,6 +42,7 @@ from edm import EDM
 from guidance import Guidance
 from rf import RF
 from sample import (
+    DTYPES,
     Trained,
     build_diffusion,
     build_network,
@@ -53,7 +55,10 @@ from sample import (
     write_grid,
 )
 
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16"}
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}     # each one's autocast
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
+COMPILE = (True, False, *CUDA_GRAPHS, "max-autotune-no-cudagraphs")
+TORCHAO = "0.18.0"     # fits torch 2.11
 
 
 # ---- one step -------------------------------------------------------------------------------------------------------
@@ -79,12 +84,15 @@ def ema_decay(step: int, decay: float, warmup: bool) -> float:
 def train_step(
     accelerator: Accelerator, net: nn.Module, model: DiT, diffusion: EDM | RF, optimizer: torch.optim.Optimizer,
     x: Tensor, y: Tensor, *, lr: float, label_dropout: float, clip_norm: float | None, num_parts: int,
+    cuda_graphs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
     `net` is `model` as it is called: compiled, cast and replicated. Returns the loss, the gradient's norm and whether
-    the step was skipped because it was not finite, as tensors on the device.
+    the step was skipped because it was not finite, as tensors on the device. None of them lies in a graph's memory.
     """
+    if cuda_graphs:      # which may now write over the last step's gradients, but over those of no part of this one
+        torch.compiler.cudagraph_mark_step_begin()
     y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, model.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
     for part, (x_part, y_part) in enumerate(zip(x.chunk(num_parts), y.chunk(num_parts), strict=True)):
@@ -117,6 +125,58 @@ def recompute_activations(model: DiT) -> None:
     """Makes each block forget its activations and compute them again in the backward pass."""
     for block in model.blocks:
         block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+
+
+def compile_network(model: DiT, how: bool | str) -> None:
+    """Compiles the forward pass in place, as one graph with static shapes; `how` is one of COMPILE."""
+    if how:
+        model.compile(dynamic=False, mode=None if how is True else how)
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"precision=fp8 needs torchao, which is not installed: pip install torchao=={TORCHAO}, or set "
+                         f"precision=bf16.")
+    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if has is None or has < (8, 9):
+        here = "this is a CPU" if has is None else f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}"
+        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), but "
+                         f"{here}: set precision=bf16.")
+
+
+def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
+    """Makes the four large linear layers of each block multiply in float8, forward and backward; the rest stays.
+
+    Parameters and their names stay, too: weights are float32 and are cast anew in each pass, as are activations and
+    gradients, each tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling,
+    arXiv 2209.05433). `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for
+    layers whose sides are no multiples of 16.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    large = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    for name, layer in model.blocks[0].named_modules():
+        if name in large and (layer.in_features % 16 or layer.out_features % 16):
+            raise ValueError(f"precision=fp8 needs layers whose sides are multiples of 16, but {name} is "
+                             f"{layer.in_features} × {layer.out_features}: change model.hidden_size, or set "
+                             f"precision=bf16.")
+    # Padding matters to no published size: only where batch · tokens is no multiple of 16.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    convert_to_float8_training(model.blocks, module_filter_fn=lambda layer, name: name.endswith(large), config=config)
+
+
+def make_accelerator(cfg: DictConfig, cpu: bool, **options: object) -> Accelerator:
+    """Sets how float32 is multiplied, and makes what knows of ranks, device, autocast and accumulated parts."""
+    torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = cfg.tf32
+    return Accelerator(
+        mixed_precision=PRECISIONS[cfg.precision],
+        cpu=cpu or not torch.cuda.is_available(),     # several ranks on CPUs need to be told
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=cfg.grad_accum_steps),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        **options,
+    )
 
 
 # ---- what a run says and how it stops -------------------------------------------------------------------------------
@@ -229,10 +289,12 @@ def forget_after(run_dir: Path, step: int) -> None:
 def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError, with the numbers and the knob, for settings that cannot work."""
     choices = {"precision": PRECISIONS, "model.backbone_type": DiT_models,
-               "optimizer.schedule": ("constant", "cosine")}
+               "optimizer.schedule": ("constant", "cosine"), "decode_precision": DTYPES, "compile": COMPILE,
+               "data.on_device": (True, False)}
     for key, allowed in choices.items():
-        if (value := OmegaConf.select(cfg, key)) not in allowed:
-            raise ValueError(f"{key}={value} is not one of {', '.join(allowed)}.")
+        value = OmegaConf.select(cfg, key)
+        if value not in allowed or type(value) in (int, float):      # for 1 == True
+            raise ValueError(f"{key}={value} is not one of {', '.join(map(str, allowed))}.")
     whole = {"steps": 0, "batch_size": 1, "grad_accum_steps": 1, "seed": 0, "max_skipped_in_row": 1,
              "optimizer.warmup_steps": 0, "log.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 1,
              "checkpoint.keep_every": 0, "samples.every": 0, "samples.num_steps": 1, "samples.batch_size": 1,
@@ -398,16 +460,11 @@ def main(cfg: DictConfig) -> None:
     run_dir, stop = Path(cfg.run_dir), StopRequest()
     try:
         check_settings(cfg)
-        accelerator = Accelerator(
-            mixed_precision=PRECISIONS[cfg.precision],
-            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=cfg.grad_accum_steps),
-            cpu=cfg.cpu or not torch.cuda.is_available(),     # several ranks on CPUs need to be told
-            log_with=list(cfg.log.trackers) or None, project_dir=run_dir,
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-        )
+        accelerator = make_accelerator(cfg, cfg.cpu, log_with=list(cfg.log.trackers) or None, project_dir=run_dir)
         device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-        torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
-        torch.backends.cudnn.allow_tf32 = cfg.tf32
+        if cfg.precision == "fp8":
+            check_float8(device)
+        drawing_precision = "bf16" if cfg.precision == "fp8" else cfg.precision      # the average is a plain network
 
         # ---- the data, and what is drawn from it
         if cfg.data.path is None:
@@ -421,7 +478,7 @@ def main(cfg: DictConfig) -> None:
         check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
         autoencoder = cfg.data.autoencoder or latents.autoencoder
         if cfg.samples.every or cfg.evaluate.every:
-            decode = autoencoders.load(autoencoder, device=device).decode
+            decode = autoencoders.load(autoencoder, device, DTYPES[cfg.decode_precision]).decode
         if cfg.evaluate.every:
             extractor, reference = open_evaluation(accelerator, cfg)
         if cfg.samples.every:
@@ -440,6 +497,8 @@ def main(cfg: DictConfig) -> None:
         torch.manual_seed(cfg.seed)
         model = build_network(record["network"]).to(device)
         ema = copy.deepcopy(model).eval().requires_grad_(False)
+        if cfg.precision == "fp8":
+            multiply_in_float8(model)
         diffusion = build_diffusion(record["diffusion"])
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=cfg.optimizer.lr, betas=tuple(cfg.optimizer.betas), eps=cfg.optimizer.eps,
@@ -472,6 +531,8 @@ def main(cfg: DictConfig) -> None:
             checkpoints.load_optimizer(model, optimizer, training)
             if accelerator.scaler is not None and meta["scaler"]:
                 accelerator.scaler.load_state_dict(meta["scaler"])
+        loader = batches(latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world, start=images // cfg.batch_size,
+                         pin=device.type == "cuda", device=device if cfg.data.on_device else None)
         if accelerator.is_main_process:
             forget_after(run_dir, step)
             checkpoints.write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
@@ -482,8 +543,7 @@ def main(cfg: DictConfig) -> None:
     # ---- speed, applied from outside: `model` stays the plain network that is saved, `net` is what is called
     if cfg.activation_checkpointing:
         recompute_activations(model)
-    if cfg.compile:
-        model.compile(dynamic=False)
+    compile_network(model, cfg.compile)
     net, optimizer = accelerator.prepare(model, optimizer)
 
     accelerator.print(
@@ -526,7 +586,7 @@ def main(cfg: DictConfig) -> None:
     @full_disk_is_a_sentence()
     def draw() -> None:
         pictures = generate(ema, diffusion, decode, grid_seeds, grid_labels, batch_size=cfg.samples.batch_size,
-                            num_steps=cfg.samples.num_steps, precision=cfg.precision, progress="samples")
+                            num_steps=cfg.samples.num_steps, precision=drawing_precision, progress="samples")
         write_grid(gathered(pictures), grid_path(), latents.class_names)
 
     @full_disk_is_a_sentence()
@@ -541,13 +601,14 @@ def main(cfg: DictConfig) -> None:
                 continue
             began = time.perf_counter()
             drawing = fid.Drawing(ema, diffusion, decode, seeds, labels, batch_size=cfg.evaluate.batch_size,
-                                  num_steps=cfg.evaluate.num_steps, precision=cfg.precision,
+                                  num_steps=cfg.evaluate.num_steps, precision=drawing_precision,
                                   guidance=None if scale is None else Guidance(scale))
             numbers = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
                                    metrics=cfg.evaluate.metrics, progress="evaluation")
             if accelerator.is_main_process:
                 source = {"checkpoint": str(run_dir), "step": step, "weights": "ema", "ema": True, "in_training": True,
-                          "classes": "all", **fid.describe_autoencoder(autoencoder), **drawing.record}
+                          "classes": "all", **fid.describe_autoencoder(autoencoder, cfg.decode_precision),
+                          **drawing.record}
                 fid.report(fid.result_row(
                     numbers, len(seeds), source, extractor, reference, seconds=time.perf_counter() - began,
                     batch_size=cfg.evaluate.batch_size, image_rule=fid.DRAWN_RULE,
@@ -569,8 +630,6 @@ def main(cfg: DictConfig) -> None:
         checkpoints.prune(run_dir, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
     # ---- the loop
-    loader = batches(latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world, start=images // cfg.batch_size,
-                     pin=device.type == "cuda")
     bar = tqdm(initial=step, total=cfg.steps, desc=cfg.name, unit="step", disable=not accelerator.is_main_process)
     first_step = reported_step = step
     started = reported_at = time.perf_counter()
@@ -601,6 +660,7 @@ def main(cfg: DictConfig) -> None:
             accelerator, net, model, diffusion, optimizer, to_latent(stored, latents.kind), y,
             lr=learning_rate(step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm, num_parts=cfg.grad_accum_steps,
+            cuda_graphs=cfg.compile in CUDA_GRAPHS,
         )
         update_ema(ema, model, ema_decay(step, cfg.ema.decay, cfg.ema.warmup))
         sums.add(loss, grad_norm, skipped)

@@ -13,6 +13,16 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and thr
 
 
 @pytest.fixture
+def fresh_accelerator():
+    """Accelerate's singletons, which keep the first precision of a process, are forgotten before and after."""
+    from accelerate.state import AcceleratorState
+
+    AcceleratorState._reset_state(reset_partial_state=True)
+    yield AcceleratorState._reset_state
+    AcceleratorState._reset_state(reset_partial_state=True)
+
+
+@pytest.fixture
 def real_data() -> Path:
     """The folder of real images; the test is skipped where it is absent."""
     folder = Path(os.environ.get("TREAD_REAL_DATA", ROOT.parent / "shared" / "data"))

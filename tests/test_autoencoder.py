@@ -170,6 +170,13 @@ def test_a_damaged_autoencoder_folder_is_refused_in_a_sentence(vae_folder, tmp_p
         autoencoders.load(str(tmp_path))
 
 
+@pytest.mark.parametrize(("dtype", "levels"), [(torch.bfloat16, 12), (torch.float16, 2)])
+def test_decoding_in_half_precision_rounds_the_same_images(vae_folder, dtype, levels):
+    latents = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0)) * autoencoders.SD_VAE_SCALE
+    exact, rough = (autoencoders.load(str(vae_folder), dtype=one).decode(latents).int() for one in (torch.float32, dtype))
+    assert 0 < (rough - exact).abs().max() <= levels
+
+
 def test_weights_in_half_precision_compute_in_the_type_that_is_asked_for(vae_folder, tmp_path):
     damaged("half precision", rewritten_config(vae_folder, tmp_path))
     mean, _ = autoencoders.load(str(tmp_path)).encode(every_value())

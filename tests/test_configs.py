@@ -100,7 +100,7 @@ def test_a_key_that_does_not_exist_is_an_error(override):
     ("batch_size=0", "at least 1"), ("batch_size=8.0", "batch_size=8.0"), ("steps=abc", "steps=abc"), ("seed=-1", "seed=-1"),
     ("optimizer.lr=null", "optimizer.lr=None"), ("optimizer.betas=0.9", "optimizer.betas.0"), ("optimizer.clip_norm=abc", "clip_norm=abc"),
     ("samples.batch_size=0", "samples.batch_size=0"), ("samples.every=-1", "samples.every=-1"), ("log.trackers=tensorboard", "is not a list"),
-    ("model.routes=null", "is not a list"), ("model.num_heads=0", "at least 1"), ("model.routes=[{start_layer_idx: 2}]", "A route has the keys"),
+    ("model.routes=null", "is not a list"), ("decode_precision=fp8", "fp32, bf16, fp16"), ("data.on_device=maybe", "True, False"), ("model.num_heads=0", "at least 1"), ("model.routes=[{start_layer_idx: 2}]", "A route has the keys"),
     ("model.routes=[{start_layer_idx: 2.5, end_layer_idx: 3, selection_ratio: 0.5}]", "whole numbers"),
 ])
 def test_a_setting_that_cannot_work_is_a_sentence(override, says):

@@ -180,6 +180,28 @@ def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
 # --- moments
 
 
+@pytest.mark.parametrize("kind", ["folder", "mirrored", "tars of samples", "tars of moments"])
+def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(data, "CHUNK", 32)  # four copies, the last one short
+    if kind.startswith("tars"):
+        logvar = [numbered(seed=1)] * kind.endswith("moments")
+        write_tars(tmp_path, np.concatenate([numbered() / 0.18215, *logvar], axis=1), labels_of())
+        latents = open_latents(tmp_path, kind="moments" if logvar else "sample")
+    else:
+        latents = open_latents(write_folder(tmp_path, numbered(), labels_of(), -numbered() if kind == "mirrored" else None))
+    for start, rank in ((0, 0), (13, 1)):  # 10 batches an epoch
+        how = dict(seed=3, start=start, rank=rank, world=2)
+        for ours, theirs in zip(take(latents, 21, 10, device="cpu", **how), take(latents, 21, 10, **how), strict=True):
+            assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(ours, theirs, strict=True))
+    assert not readers()
+
+
+def test_a_gpu_that_is_too_full_for_the_latents_is_a_sentence(folder, monkeypatch):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**13, 2**30))
+    with pytest.raises(ValueError, match=r"needs 0.0 GiB for the 103 latents of .*, but cuda has 0.0 GiB free: set data.on_device=false"):
+        batches(open_latents(folder), 10, seed=0, device="cuda")
+
+
 def test_moments_are_sampled_with_their_mean_and_standard_deviation():
     stored = torch.empty(20_000, 2, 2, 2, dtype=torch.float16)
     stored[:, 0], stored[:, 1] = 1.5, 0.25

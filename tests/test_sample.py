@@ -198,7 +198,7 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
 
 @pytest.mark.parametrize(("overrides", "says"), [
     ([], "Say what to sample from"), (["checkpoint=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
-    (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["batch_size=0"], "at least 1"),
+    (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["decode_precision=fp8"], "decode_precision=fp8 is not one of"), (["batch_size=0"], "at least 1"),
     (["num_steps=null"], "num_steps=None"), (["weights=best"], "neither ema nor model"), (["scale=much"], "not a number"),
     (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "cannot be written"), (["+sampler.S_chrun=3"], "sampler.S_chrun=3: the sampler of EDM has no such setting"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "choose one of edm, ddpm, rf"),
     (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "of another kind than its usual value"),

@@ -1,5 +1,7 @@
 """Training as users run it, in processes of its own: killed, interrupted, out of disk, misconfigured, on two ranks."""
 
+import contextlib
+import importlib.util
 import json
 import os
 import random
@@ -8,18 +10,24 @@ import signal
 import subprocess
 import sys
 import time
+from functools import partial
 from pathlib import Path
 
 import pytest
 import torch
+from accelerate import Accelerator
 from conftest import ROOT
 from safetensors.torch import load_file
 
 import checkpoint as checkpoints
+import train as train_module
+from dit import DiT
+from edm import EDM
 from train import learning_rate, step_seed, update_ema
 
 PYTHON = (sys.executable,)
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+TINY = partial(DiT, input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4)
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
 
 
@@ -288,6 +296,7 @@ def test_evaluations_are_recorded_from_the_untrained_network_on_and_do_not_chang
     scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
     assert [(row["source"]["step"], (row["source"]["guidance"] or {}).get("scale")) for row in scored] == [
         (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
+    assert {row["source"]["decode_precision"] for row in scored} == {"fp32"}
     assert {row["source"]["evaluations"] for row in scored} == {3, 6} and all(row["images"] == 6 for row in scored)
     assert_same_end(run, reference)
     before = (run / "results.jsonl").read_bytes()
@@ -359,7 +368,8 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     (["data.input_size=32"], "data.input_size=16"), (["data.num_classes=5"], "data.num_classes=6"),
     (["model.routes.0.end_layer_idx=9"], "with 6 blocks"), (["samples.every=5", "samples.seeds=x"], "samples.seeds=0-63"),
     (["evaluate.every=5"], "needs evaluate.reference"), (["evaluate.every=5", "evaluate.reference=no.npz"], "no.npz is not a file"),
-    (["evaluate.guidance_scales=[much]"], "not a list of numbers"), (["unknown.key=1"], "unknown"), (["precision=fp8"], "not one of"),
+    (["evaluate.guidance_scales=[much]"], "not a list of numbers"), (["unknown.key=1"], "unknown"), (["precision=fp4"], "not one of"),
+    (["precision=fp8", "cpu=true"], "precision=fp8 needs"), (["compile=fast"], "not one of True, False, reduce-overhead"), (["compile=1"], "not one of"),
 ])
 def test_a_mistake_is_found_before_the_first_step_and_told_in_a_sentence(shapes, tmp_path, overrides, says):
     result = train(tmp_path / "run", shapes, *overrides)
@@ -373,6 +383,49 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     code = f"import sys, train, sample; print([name for name in {heavy} if name in sys.modules])"
     result = subprocess.run([*PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
+
+
+def test_float8_without_torchao_or_a_gpu_that_multiplies_it_is_a_sentence(monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(ValueError, match=f"pip install torchao=={train_module.TORCHAO}"):
+        train_module.check_float8(torch.device("cpu"))
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
+    with pytest.raises(ValueError, match="8.9 or more .*, but this is a CPU"):
+        train_module.check_float8(torch.device("cpu"))
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
+    for capability in ((8, 0), (8, 9)):
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
+        with pytest.raises(ValueError, match="but A100 has 8.0") if capability == (8, 0) else contextlib.nullcontext():
+            train_module.check_float8(torch.device("cuda"))
+    assert f"torchao=={train_module.TORCHAO}\n" in (ROOT / "requirements-dev.txt").read_text()
+
+
+def test_the_networks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
+    asked = []
+    monkeypatch.setattr(DiT, "compile", lambda model, **how: asked.append(how))
+    for how in (True, "reduce-overhead", False):
+        train_module.compile_network(TINY(), how)
+    assert asked == [{"dynamic": False, "mode": None}, {"dynamic": False, "mode": "reduce-overhead"}]
+
+
+@pytest.mark.parametrize("cuda_graphs", [False, True])
+def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_accelerator, cuda_graphs):
+    """Else the second part would write over the first one's gradients."""
+    happened, model, edm = [], TINY(), EDM()
+    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: happened.append("mark"))
+    model.register_forward_pre_hook(lambda *_: happened.append("part"))
+    accelerator = Accelerator(cpu=True)
+    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    for _ in range(2):
+        train_module.train_step(accelerator, net, model, edm, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), lr=1e-3,
+                                label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
+    assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
+
+
+def test_latents_on_the_device_train_the_same_network_bit_for_bit(shapes, reference, tmp_path):
+    run, there = tmp_path / "run", "data.on_device=true"
+    assert train(run, shapes, "steps=12", there).returncode == 0 and train(run, shapes, there).returncode == 0
+    assert_same_end(run, reference)
 
 
 def test_the_learning_rate_warms_up_and_decays():
@@ -411,8 +464,7 @@ def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_p
     assert_same_end(tmp_path / "parts", tmp_path / "whole")
 
 
-def test_the_routed_network_is_one_graph_and_is_not_compiled_again():
-    from accelerate import Accelerator
+def test_the_routed_network_is_one_graph_and_is_not_compiled_again(fresh_accelerator):
     from torch._dynamo.testing import CompileCounter
 
     from sample import build_network

@@ -1,0 +1,635 @@
+"""Times training, sampling, data and scoring on this machine, beside what its matrix products can do.
+
+    python scripts/benchmark.py mode=train                          # DiT-S/2, dense and routed in turn
+    python scripts/benchmark.py mode=sample guidance=cfg scale=1.5  # images/s with decoding
+    python scripts/benchmark.py mode=data                           # latents/s from page cache
+    python scripts/benchmark.py mode=score                          # features/s, seconds of the distances
+    python scripts/benchmark.py mode=scaling ranks=[1,2]            # tokens 64 to 4096, and ranks
+    torchrun --standalone --nproc_per_node 8 scripts/benchmark.py mode=train …
+
+Variants take turns, round after round; what is told is the median of the rounds, and ratios are of the same round.
+Prints a table and writes <out>.json and <out>.png. Options: configs/benchmark.yaml.
+"""
+
+import contextlib
+import copy
+import gc
+import itertools
+import json
+import math
+import os
+import platform
+import subprocess
+import sys
+import tempfile
+import time
+from collections import defaultdict
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from statistics import mean, median
+from types import SimpleNamespace
+
+import hydra
+import numpy as np
+import torch
+from accelerate import Accelerator
+from omegaconf import DictConfig, OmegaConf
+from torch import Tensor
+from torch._dynamo.utils import counters
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.insert(0, str(ROOT))
+import autoencoder as autoencoders  # noqa: E402
+import checkpoint as checkpoints  # noqa: E402
+import features  # noqa: E402
+import fid  # noqa: E402
+import sample  # noqa: E402
+import train  # noqa: E402
+from data import Latents, batches, open_latents, to_latent  # noqa: E402
+from dit import DiT, DiT_models, multiply_adds  # noqa: E402
+
+VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
+SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}      # sides of the matrices whose product is the ceiling
+LARGEST = 2**16      # no batch beyond it is tried
+
+Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+# ---- clocks ---------------------------------------------------------------------------------------------------------
+
+
+def wait(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def seconds(device: torch.device, work: Callable[[], object]) -> float:
+    """Times work, whose peak of memory train.peak_memory_gib then tells; on a CPU that of the whole process."""
+    wait(device)
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    began = time.perf_counter()
+    work()
+    wait(device)
+    return time.perf_counter() - began
+
+
+class Stopwatch:
+    """Charges the time since the last mark to a name: the clock's on a CPU, on a GPU that between events on its stream.
+
+    Events wait for nothing; time in which the GPU has nothing to do is in the part whose work it waits for.
+    """
+
+    def __init__(self, device: torch.device):
+        self.device, self.marks = device, []
+        self.mark("start")
+
+    def mark(self, name: str) -> None:
+        if self.device.type == "cuda":
+            event = torch.cuda.Event(enable_timing=True)
+            event.record()
+        else:
+            event = time.perf_counter()
+        self.marks.append((name, event))
+
+    def parts(self, count: int) -> dict[str, float]:
+        """Returns the seconds of each name, of one of `count` repetitions."""
+        wait(self.device)
+        total = defaultdict(float)
+        for (_, begin), (name, end) in itertools.pairwise(self.marks):
+            total[name] += (begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin) / count
+        return dict(total)
+
+
+@contextlib.contextmanager
+def marked(watch: Stopwatch | None, owner: object, method: str, after: str, before: str = "") -> Iterator[None]:
+    """Marks `after` behind, and `before` ahead of, each call of a method of one object; without a watch, nothing."""
+    plain = getattr(owner, method)
+
+    def call(*args, **kwargs):
+        if before:
+            watch.mark(before)
+        value = plain(*args, **kwargs)
+        watch.mark(after)
+        return value
+
+    if watch is not None:
+        setattr(owner, method, call)
+    yield
+    if watch is not None:
+        delattr(owner, method)
+
+
+def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
+    return {name: median(each[name] for each in rounds) for name in rounds[0]}
+
+
+def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
+    """Measures the FLOP/s of square matrix products, by side; random factors, since zeros draw less power."""
+    measured, repeats = {}, 10 if device.type == "cuda" else 1
+    for side in SQUARES[device.type]:
+        a, b = torch.randn((2, side, side), device=device, dtype=sample.DTYPES.get(precision, torch.bfloat16))
+        product = partial(torch.mm, a, b)
+        if precision == "fp8":
+            one = torch.ones((), device=device)
+            a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
+            product = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
+                              use_fast_accum=True)      # as torchao's forward pass has it
+        product()
+        took = seconds(device, lambda product=product: [product() for _ in range(repeats)])
+        measured[str(side)] = 2 * side**3 * repeats / took
+    return measured
+
+
+def take_turns(
+    cfg: DictConfig, device: torch.device, works: dict[str, Callable[[Stopwatch | None], float]], count: int,
+) -> tuple[dict[str, list[float]], dict[str, dict[str, float]], dict[str, float]]:
+    """Times all works in turn, and then with marks, round after round; `count` is what a work repeats.
+
+    Returns by name the seconds of each round and the median ones of each part, and the FLOP/s of matrix products.
+    """
+    rounds, parts, products = defaultdict(list), defaultdict(list), []
+    for _ in range(cfg.rounds):
+        for name, work in works.items():
+            rounds[name].append(work(None))
+        for name, work in works.items():
+            watch = Stopwatch(device)
+            work(watch)
+            parts[name].append(watch.parts(count))
+        products.append(matmul_flops(device, cfg.precision))
+    return rounds, {name: medians(each) for name, each in parts.items()}, medians(products)
+
+
+def compiled() -> tuple[int, int]:
+    """Returns how many graphs torch.compile has made in this process, and how many breaks it met."""
+    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
+
+
+# ---- what is timed --------------------------------------------------------------------------------------------------
+
+
+def make_network(cfg: DictConfig, variant: str, device: torch.device | str) -> DiT:
+    side = math.isqrt(cfg.tokens) * (cfg.patch_size or DiT_models[cfg.backbone_type].keywords["patch_size"])
+    network = train.describe_network(OmegaConf.create({"model": cfg}), (cfg.in_channels, side, side), cfg.num_classes)
+    with torch.device(device):
+        return sample.build_network(network if variant.startswith("tread") else network | {"routes": []})
+
+
+def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_classes: int) -> None:
+    """Writes random moments as a latent folder (docs/data.md)."""
+    rng = np.random.default_rng(0)
+    moments = rng.standard_normal((count, 2 * shape[0], *shape[1:]), np.float32)
+    moments[:, shape[0] :] = 0.1
+    np.save(folder / "latents-00000.npy", moments.astype(np.float16))
+    np.save(folder / "labels-00000.npy", rng.integers(0, num_classes, count))
+    shards = [{"latents": "latents-00000.npy", "labels": "labels-00000.npy", "count": count}]
+    record = {"format": 1, "count": count, "shape": shape, "dtype": "float16", "kind": "moments", "mirrored": False,
+              "num_classes": num_classes, "class_names": None, "autoencoder": "random", "scale": 1.0, "shift": 0.0,
+              "shards": shards}
+    (folder / "metadata.json").write_text(json.dumps(record))
+
+
+@contextlib.contextmanager
+def latents_of(cfg: DictConfig, net: DiT) -> Iterator[Latents]:
+    """Opens the latents asked for, or random ones, each rank its own."""
+    shape = (net.in_channels, net.input_size, net.input_size)
+    with tempfile.TemporaryDirectory() as folder:
+        if cfg.data_path is None:
+            room = 2**28 // (4 * math.prod(shape))      # moments in float16
+            write_latents(Path(folder), max(cfg.batch_size, min(cfg.num_latents, room)), shape, cfg.num_classes)
+        latents = open_latents(cfg.data_path or folder)
+        latents.require(shape=shape, num_classes=cfg.num_classes)
+        yield latents
+
+
+class Variant:
+    """A network in training, set up as train.py does, past its first step; and what is measured of it."""
+
+    def __init__(self, cfg: DictConfig, accelerator: Accelerator, name: str, loader: Batches, kind: str):
+        device = accelerator.device
+        others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
+        self.num_parts, self.cuda_graphs = cfg.grad_accum_steps, cfg.compile in train.CUDA_GRAPHS
+        self.step, self.resident, self.peak, self.later_graphs = 0, 0, 0.0, 0
+        torch.manual_seed(0)
+        self.model = make_network(cfg, name, device)
+        self.ema = copy.deepcopy(self.model).eval().requires_grad_(False)
+        if cfg.precision == "fp8":
+            train.multiply_in_float8(self.model)
+        self.sums, self.diffusion = train.Sums(device), sample.build_diffusion(cfg.diffusion)
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
+        if cfg.activation_checkpointing:
+            train.recompute_activations(self.model)
+        train.compile_network(self.model, not name.endswith("-eager") and cfg.compile)
+        self.net, self.optimizer = accelerator.prepare(self.model, optimizer)
+
+        graphs, breaks = compiled()
+        self.first_step = self.measure(1)
+        self.graphs, self.breaks = compiled()[0] - graphs, compiled()[1] - breaks
+        self.later_graphs, self.peak = 0, 0.0
+        self.resident = torch.cuda.memory_allocated() - others if device.type == "cuda" else 0
+        self.measure(cfg.warmup)
+
+    def take_steps(self, count: int, watch: Stopwatch | None) -> None:
+        """Takes steps as train.py's loop does; `watch` is told where each part ends."""
+        mark = watch.mark if watch else lambda name: None
+        with marked(watch, self.diffusion, "loss", "forward"), marked(watch, self.accelerator, "backward", "backward"):
+            for _ in range(count):
+                torch.manual_seed(train.step_seed(0, self.step, self.accelerator.process_index))
+                stored, y = (part.to(self.accelerator.device, non_blocking=True) for part in next(self.loader))
+                mark("data wait")
+                told = train.train_step(
+                    self.accelerator, self.net, self.model, self.diffusion, self.optimizer,
+                    to_latent(stored, self.kind), y, lr=1e-4, label_dropout=0.1, clip_norm=None,
+                    num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
+                )
+                mark("optimizer")      # with the gradient's norm
+                train.update_ema(self.ema, self.model, 0.9999)
+                mark("EMA")
+                self.sums.add(*told)
+                mark("sums")
+                self.step += 1
+
+    def measure(self, count: int, watch: Stopwatch | None = None) -> float:
+        """Returns the seconds of a step, and keeps the peak of memory and whether anything was compiled anew."""
+        device, graphs = self.accelerator.device, compiled()[0]
+        self.accelerator.wait_for_everyone()
+        others = torch.cuda.memory_allocated() - self.resident if device.type == "cuda" else 0
+        took = seconds(device, lambda: self.take_steps(count, watch)) / max(1, count)
+        self.later_graphs += compiled()[0] - graphs
+        self.peak = max(self.peak, train.peak_memory_gib(device) - others / 2**30)
+        return took
+
+
+def release(accelerator: Accelerator) -> None:
+    accelerator.free_memory()      # which holds all that it prepared
+    torch._dynamo.reset()          # compiled code, of which there may be eight for one function
+    gc.collect()
+    if accelerator.device.type == "cuda":
+        torch.cuda.empty_cache()
+
+
+def fits(cfg: DictConfig, accelerator: Accelerator, name: str, batch_size: int) -> bool:
+    """Tries steps of random latents of a variant that is alone on the GPU."""
+    net, device, fitted = make_network(cfg, name, "meta"), accelerator.device, True
+    try:
+        x = torch.randn(batch_size, net.in_channels, net.input_size, net.input_size, device=device)
+        y = torch.zeros(batch_size, dtype=torch.int64, device=device)
+        Variant(cfg, accelerator, name, itertools.repeat((x, y)), "sample").measure(1)      # past AdamW's first state
+    except torch.OutOfMemoryError:
+        fitted = False
+    x = y = None
+    release(accelerator)
+    return fitted
+
+
+def find_largest_batch(fits: Callable[[int], bool], batch_size: int) -> int:
+    """Doubles, then halves the interval, until the answer is known to an eighth of itself; 0 where not even 1 fits."""
+    low, high = 0, None
+    while (high or LARGEST + 1) - low > max(1, low // 8) and batch_size <= LARGEST:
+        if fits(batch_size):
+            low, batch_size = batch_size, 2 * batch_size if high is None else (batch_size + high) // 2
+        else:
+            high, batch_size = batch_size, (low + batch_size) // 2
+    return low
+
+
+# ---- the modes ------------------------------------------------------------------------------------------------------
+
+
+def time_train(cfg: DictConfig, accelerator: Accelerator) -> dict:
+    """Times whole training steps of all variants in turn, then the same with a mark after each part.
+
+    The forward part begins with the latents on the device: it draws them, labels to drop, noise, and the tokens' masks.
+    """
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    nets = {name: make_network(cfg, name, "meta") for name in {*cfg.variants, "dit"}}
+    counts = {name: multiply_adds(net, net.routes) for name, net in nets.items()}
+    rows = []
+    with latents_of(cfg, nets["dit"]) as latents:
+        train.check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
+        loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
+        variants = [Variant(cfg, accelerator, name, loader, latents.kind) for name in cfg.variants]
+        works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
+        took, parts, products = take_turns(cfg, device, works, cfg.steps)
+        loader.close()
+    ratios = {f"{a} over {b}": median(slow / fast for slow, fast in zip(took[b], took[a], strict=True))
+              for a, b in itertools.permutations(took, 2)}
+    for variant in variants:
+        name, per_step, dense = variant.name, median(took[variant.name]), variant.name.replace("tread", "dit")
+        flops = 6 * sum(counts[name])      # 2 a multiply-add, and the backward pass takes twice the forward one
+        rate = flops * cfg.batch_size / world / per_step
+        rows.append({
+            "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": world,
+            "images/s": cfg.batch_size / per_step, "s/step": per_step, "parts": parts[name],
+            "GFLOP/image": flops / 1e9, "TFLOP/s a rank": rate / 1e12, "MFU": rate / max(products.values()),
+            "over dense": ratios.get(f"{name} over {dense}", 1.0 if name == dense else None),
+            "FLOP ceiling": sum(counts["dit"]) / sum(counts[name]), "peak GiB": variant.peak, "largest batch": None,
+            "first step s": variant.first_step, "graphs": variant.graphs, "graph breaks": variant.breaks,
+            "recompiles": variant.later_graphs, "rounds s/step": took[name],
+            "multiply-adds": dict(zip(("linear", "attention"), counts[name], strict=True)),
+        })
+    variants = variant = works = None
+    release(accelerator)
+    if cfg.largest_batch and device.type == "cuda" and world == 1:
+        for row in rows:
+            row["largest batch"] = find_largest_batch(partial(fits, cfg, accelerator, row["variant"]), cfg.batch_size)
+    return {"rows": rows, "ratios": ratios, "matmul FLOP/s": products}
+
+
+def untrained_autoencoder(device: torch.device, dtype: torch.dtype) -> autoencoders.KLAutoencoder:
+    """Builds the network of Stable Diffusion's autoencoder with random weights, which are as fast as trained ones."""
+    from diffusers import AutoencoderKL
+
+    with device:
+        vae = AutoencoderKL(
+            block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4, sample_size=256,
+            down_block_types=4 * ("DownEncoderBlock2D",), up_block_types=4 * ("UpDecoderBlock2D",),
+        )
+    return autoencoders.KLAutoencoder("untrained", vae.to(dtype), device)
+
+
+def time_sample(cfg: DictConfig, accelerator: Accelerator) -> dict:
+    """Times the drawing of one batch a rank, decoded; the plain pass is dense, so tread counts as dit.
+
+    The network's part holds the diffusion's scalings around it. Guidance by selection ratios takes the network's route.
+    """
+    device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
+    diffusion, dtype = sample.build_diffusion(cfg.diffusion), sample.DTYPES[cfg.decode_precision]
+    estimate = "denoise" if hasattr(diffusion, "denoise") else "velocity"
+    decoder = (untrained_autoencoder(device, dtype) if cfg.autoencoder == "untrained" else
+               autoencoders.load(cfg.autoencoder, device, dtype))
+    net = make_network(cfg, "tread", device).eval().requires_grad_(False)
+    settings = sample.guidance_settings(cfg) | {"routes": None}
+    guidance, _ = sample.build_guidance(settings, SimpleNamespace(net=net, diffusion=diffusion), device)
+    flops = 2 * sum(sample.sampling_cost(net, diffusion, cfg.num_steps, guidance))
+    first, peak = {}, defaultdict(float)
+
+    def draw(net: DiT, watch: Stopwatch | None = None) -> None:
+        with (marked(watch, diffusion, estimate, after="network", before="sampler"),
+              marked(watch, decoder, "decode", after="decode", before="sampler")):
+            for _ in sample.generate(net, diffusion, decoder.decode, seeds, [seed % cfg.num_classes for seed in seeds],
+                              batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance,
+                              precision=cfg.precision):
+                pass
+        if watch:
+            watch.mark("sampler")
+
+    def timed(name: str, watch: Stopwatch | None) -> float:
+        took = seconds(device, partial(draw, nets[name], watch))
+        peak[name] = max(peak[name], train.peak_memory_gib(device))
+        return took
+
+    nets = {name: copy.deepcopy(net) for name in dict.fromkeys(name.replace("tread", "dit") for name in cfg.variants)}
+    for name in nets:
+        train.compile_network(nets[name], not name.endswith("-eager") and cfg.compile)
+        first[name] = seconds(device, partial(draw, nets[name]))
+    rounds, parts, products = take_turns(cfg, device, {name: partial(timed, name) for name in nets}, 1)
+    return {"matmul FLOP/s": products, "rows": [{
+        "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
+        "images/s": len(seeds) / median(rounds[name]), "s/batch": median(rounds[name]), "parts": parts[name],
+        "GFLOP/image": flops / 1e9, "share in network": parts[name]["network"] / sum(parts[name].values()),
+        "MFU in network": flops * cfg.batch_size / parts[name]["network"] / max(products.values()),
+        "first batch s": first[name], "peak GiB": peak[name], "rounds s/batch": rounds[name],
+    } for name in nets]}
+
+
+def time_data(cfg: DictConfig, accelerator: Accelerator) -> dict:
+    """Times data.batches from page cache: asked at once, beside steps of `pause` seconds, and all on the device."""
+    device, rows = accelerator.device, []
+    with latents_of(cfg, make_network(cfg, "dit", "meta")) as latents:
+        epoch = latents.count // cfg.batch_size
+        ways = (("at once", 0, None), ("beside steps", cfg.pause, None), ("on the device", 0, device))
+        for name, pause, home in ways:
+            waits, rates, number = [], [], cfg.steps if pause else max(epoch, cfg.steps)
+            loader = batches(latents, cfg.batch_size, seed=0, pin=device.type == "cuda", device=home)
+            for _ in range(epoch):      # brings all of it into the page cache
+                next(loader)
+            for _ in range(cfg.rounds):
+                began = time.perf_counter()
+                for _ in range(number):
+                    time.sleep(pause)
+                    asked = time.perf_counter()
+                    stored, y = (part.to(device, non_blocking=True) for part in next(loader))
+                    wait(device)
+                    waits.append(time.perf_counter() - asked)
+                rates.append(number * cfg.batch_size / (time.perf_counter() - began))
+            loader.close()
+            rows.append({"variant": name, "batch": cfg.batch_size, "step s": pause, "latents/s": median(rates),
+                         "MB/s": median(rates) * stored[0].nbytes / 1e6, "parts": {"data wait": mean(waits)},
+                         "longest wait s": max(waits), "rounds latents/s": rates})
+    return {"rows": rows}
+
+
+def time_score(cfg: DictConfig, accelerator: Accelerator) -> dict:
+    """Times the extractor on noise, and the distances on random features of two sets."""
+    device, rows = accelerator.device, []
+
+    def add(name: str, work: Callable[[], object], rounds: int, **facts: object) -> float:
+        took = median(seconds(device, work) for _ in range(rounds))
+        rows.append({"variant": name, "parts": {"one run": took}, "peak GiB": train.peak_memory_gib(device), **facts})
+        return took
+
+    extractor = features.load(cfg.features, cfg.features_weights, device=device)
+    images = torch.randint(0, 256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8).to(device)
+    extract = lambda: list(features.extract(extractor, [(torch.arange(len(images)), images)]))  # noqa: E731
+    extract()
+    took = add(f"features {cfg.features}", extract, cfg.rounds, batch=cfg.batch_size, side=cfg.image_size)
+    rows[0]["features/s"] = cfg.batch_size / took
+
+    # Variances over six orders, as of Inception's features. The distance of two Gaussians is a matter of the CPU.
+    scale, gaussians = torch.logspace(0, -3, cfg.feature_size, dtype=torch.float64), []
+    for shift in (0, 0.01):
+        moments = fid.Moments(cfg.feature_size)
+        moments.add(torch.randn(max(2, cfg.reference_images), cfg.feature_size) * scale + shift)
+        gaussians.extend(moments.mean_and_covariance())
+    add("Fréchet distance", lambda: fid.frechet_distance(*gaussians), cfg.rounds, size=cfg.feature_size)
+    reference = torch.rand(cfg.reference_images, cfg.feature_size, device=device)
+    others = torch.rand(cfg.images, cfg.feature_size, device=device)
+    add("precision and recall", lambda: fid.precision_recall(reference, others), 1, size=cfg.feature_size,
+        images=cfg.images, reference_images=cfg.reference_images)      # one run: it takes long
+    return {"rows": rows}
+
+
+def time_scaling(cfg: DictConfig, accelerator: Accelerator) -> dict:
+    """Trains at several numbers of tokens here, and on several numbers of ranks in processes of their own."""
+    rows, alone = [], {}
+    for tokens in cfg.token_counts:
+        at = OmegaConf.merge(cfg, {"tokens": tokens, "batch_size": max(1, cfg.batch_size * 256 // tokens)})
+        rows += [{**row, "scales": "tokens"} for row in time_train(at, accelerator)["rows"]]
+    for ranks in cfg.ranks:
+        # Ranks share the cores: more threads than cores would make them wait for each other.
+        threads = max(1, (cfg.threads or len(os.sched_getaffinity(0))) // ranks)
+        with tempfile.TemporaryDirectory() as folder:
+            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
+                       __file__, *sys.argv[1:], "mode=train", f"batch_size={cfg.batch_size * ranks}", "threads=null",
+                       f"out={folder}/ranks"]
+            ended = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, capture_output=True,
+                                   text=True, check=False)
+            if ended.returncode:
+                said = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py: ")]
+                raise ValueError(f"The run on {ranks} ranks failed: {(said or [ended.stderr[-1500:]])[0]}")
+            found = json.loads(Path(folder, "ranks.json").read_text(encoding="utf-8"))["rows"]
+        for row in found:
+            first = alone.setdefault(row["variant"], row["images/s"] / ranks)
+            rows.append({**row, "scales": "ranks", "threads": threads, "per rank": row["images/s"] / ranks / first})
+    return {"rows": rows}
+
+
+# What each mode's table shows; the JSON has more. `parts` take a column each.
+MODES = {
+    "train": (time_train, "variant batch images/s s/step parts TFLOP/s_a_rank MFU over_dense FLOP_ceiling peak_GiB "
+                          "largest_batch first_step_s graphs graph_breaks recompiles"),
+    "sample": (time_sample, "variant batch images/s s/batch parts GFLOP/image share_in_network MFU_in_network peak_GiB "
+                            "first_batch_s"),
+    "data": (time_data, "variant batch step_s latents/s MB/s parts longest_wait_s"),
+    "score": (time_score, "variant features/s parts peak_GiB"),
+    "scaling": (time_scaling, "scales variant ranks tokens batch images/s s/step TFLOP/s_a_rank MFU over_dense "
+                              "FLOP_ceiling per_rank peak_GiB"),
+}
+
+
+# ---- what is told ---------------------------------------------------------------------------------------------------
+
+
+def table(rows: list[dict], columns: str) -> str:
+    """Lays rows out in Markdown."""
+    flat = [{**row, **{f"{part} s": value for part, value in row["parts"].items()}} for row in rows]
+    parts = " ".join(dict.fromkeys(f"{part}_s".replace(" ", "_") for row in rows for part in row["parts"]))
+    names = [name.replace("_", " ") for name in columns.replace("parts", parts).split()]
+
+    def cell(value: object) -> str:
+        if value is None:
+            return "not measured"
+        return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") if isinstance(value, float) else str(value)
+
+    lines = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in flat)]
+    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+
+
+def plot(record: dict, path: Path) -> None:
+    """Draws what scales as lines, and everything else as bars of the parts' seconds."""
+    import matplotlib
+
+    matplotlib.use("Agg")
+    from matplotlib import pyplot
+    from PIL import Image
+
+    rows, settings = record["rows"], record["settings"]
+    if record["mode"] == "scaling":
+        figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+        panels = (("tokens", ["images/s"]), ("tokens", ["over dense", "FLOP ceiling"]), ("ranks", ["images/s"]))
+        for ax, (along, values) in zip(axes, panels, strict=True):
+            for name, value in itertools.product(dict.fromkeys(row["variant"] for row in rows), values):
+                here = [row for row in rows if (row["variant"], row["scales"]) == (name, along)]
+                style = "k--" if value == "FLOP ceiling" else "o-"
+                ax.plot([row[along] for row in here], [row[value] for row in here], style, label=f"{name} {value}")
+            ax.set(xlabel=along, ylabel=values[0])
+            ax.set_xscale("log", base=2)
+            ax.legend()
+    else:
+        figure, ax = pyplot.subplots(figsize=(10, 2 + 0.5 * len(rows)), layout="constrained")
+        left = np.zeros(len(rows))
+        for part in dict.fromkeys(part for row in rows for part in row["parts"]):
+            width = [row["parts"].get(part, 0) for row in rows]
+            ax.barh([row["variant"] for row in rows], width, left=left, label=part)
+            left += width
+        ax.invert_yaxis()
+        ax.set(xlabel="s")
+        figure.legend(loc="outside lower center", ncols=6)
+    figure.suptitle(f"{record['mode']}: {settings['backbone_type']}, {settings['precision']}, {record['device']}")
+    figure.canvas.draw()
+    sample.save_image(Image.fromarray(np.asarray(figure.canvas.buffer_rgba())), path)
+    pyplot.close(figure)
+
+
+def describe(cfg: DictConfig, accelerator: Accelerator) -> dict:
+    """Gathers what the numbers depend on: device, versions, commit, command and settings."""
+    threads, name, commit = torch.get_num_threads(), platform.machine(), None
+    git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
+    with contextlib.suppress(OSError, subprocess.CalledProcessError):      # no git, or no repository
+        commit = subprocess.check_output(git, text=True, stderr=subprocess.DEVNULL).strip()
+    with contextlib.suppress(OSError):
+        name = Path("/proc/cpuinfo").read_text().partition("model name\t: ")[2].partition("\n")[0] or name
+    gpu = accelerator.device.type == "cuda"
+    name = torch.cuda.get_device_name(accelerator.device) if gpu else f"{name} (threads: {threads})"
+    return {"mode": cfg.mode, "device": name, "ranks": accelerator.num_processes, "threads": threads,
+            "versions": fid.versions(SimpleNamespace(library="timm")), "commit": commit, "finished": None,
+            "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
+            "settings": OmegaConf.to_container(cfg, resolve=True)}
+
+
+def check(cfg: DictConfig) -> None:
+    """Raises ValueError, with the value and what is allowed, for settings that cannot work."""
+    gpus = torch.cuda.device_count()
+    drawn = cfg.mode == "sample"      # with CUDA graphs one pass would write over the other's answer
+    choices = {"mode": MODES, "precision": sample.DTYPES if drawn else train.PRECISIONS, "backbone_type": DiT_models,
+               "compile": [how for how in train.COMPILE if not (drawn and how in train.CUDA_GRAPHS)],
+               "decode_precision": sample.DTYPES, "device": (None, "cpu", "cuda"), "features": features.EXTRACTORS,
+               "variants": VARIANTS}
+    for key, allowed in choices.items():
+        for value in cfg[key] if key == "variants" else [cfg[key]]:
+            if value not in allowed:
+                raise ValueError(f"{key}={cfg[key]} is not one of {', '.join(map(str, allowed))}.")
+    if cfg.device == "cuda" and not gpus:
+        raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
+    if cfg.precision == "fp8":
+        train.check_float8(torch.device("cuda" if gpus and cfg.device != "cpu" else "cpu"))
+    whole = ("batch_size", "grad_accum_steps", "tokens", "in_channels", "num_classes", "rounds", "steps", "num_latents",
+             "num_steps", "image_size", "feature_size", "images", "reference_images", "token_counts", "ranks")
+    for key in whole:
+        for value in cfg[key] if OmegaConf.is_list(cfg[key]) else [cfg[key]]:
+            if type(value) is not int or value < 1:
+                raise ValueError(f"{key}={cfg[key]} is not {'of ' * (value != cfg[key])}whole numbers of at least 1.")
+    for tokens in (cfg.tokens, *cfg.token_counts):
+        if math.isqrt(tokens) ** 2 != tokens:
+            raise ValueError(f"{tokens} tokens make no square: take 64, 256 or 1024, for instance.")
+    if cfg.mode == "scaling" and cfg.device != "cpu" and gpus and max(cfg.ranks, default=1) > gpus:
+        raise ValueError(f"ranks={list(cfg.ranks)} needs {max(cfg.ranks)} GPUs and there are {gpus}: leave the larger "
+                         f"numbers out, or set device=cpu.")
+
+
+def run(cfg: DictConfig) -> dict:
+    """Runs one mode; the main rank prints the table and writes the files. Returns the record that is in the JSON."""
+    check(cfg)
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    accelerator = train.make_accelerator(cfg, cfg.device == "cpu")
+    work, columns = MODES[cfg.mode]
+    record = describe(cfg, accelerator) | work(cfg, accelerator)
+    record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    if accelerator.is_main_process:
+        out = Path(cfg.out)
+        out.parent.mkdir(parents=True, exist_ok=True)
+        checkpoints.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
+        plot(record, out.with_name(f"{out.name}.png"))
+        versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
+        print(f"{cfg.mode}: {cfg.backbone_type}, {cfg.tokens} tokens, {cfg.precision}, compile {cfg.compile}; "
+              f"{record['ranks']} × {record['device']}; {versions}; commit {record['commit']}\n")
+        print(table(record["rows"], columns))
+        if products := record.get("matmul FLOP/s"):
+            rates = ", ".join(f"{rate / 1e12:.3g} at side {side}" for side, rate in products.items())
+            print(f"\nMatrix products in {cfg.precision}, TFLOP/s: {rates}. MFU is the share of the best.")
+        print(f"\n{out}.json, {out}.png")
+    return record
+
+
+@hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark")
+def main(cfg: DictConfig) -> None:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:      # empty, so that compiling is timed too
+        os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
+        try:
+            run(cfg)
+        except torch.OutOfMemoryError:
+            sys.exit(f"benchmark.py: batch_size={cfg.batch_size} in {cfg.grad_accum_steps} parts does not fit in the "
+                     f"GPU's memory beside all of variants={list(cfg.variants)}: raise grad_accum_steps, lower "
+                     f"batch_size, or name one variant.")
+        except (ValueError, OSError) as error:
+            sys.exit(f"benchmark.py: {error}")
+    if torch.distributed.is_initialized():
+        torch.distributed.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
