@@ -11,8 +11,6 @@ The same command resumes what was stopped or killed. Options: configs/config.yam
 import contextlib
 import copy
 import fcntl
-import functools
-import importlib.util
 import json
 import math
 import resource
@@ -26,8 +24,8 @@ from typing import TextIO
 import hydra
 import numpy as np
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
-from accelerate.utils import GradientAccumulationPlugin, broadcast
+from accelerate import Accelerator
+from accelerate.utils import broadcast
 from omegaconf import DictConfig, OmegaConf
 from torch import Tensor, nn
 from tqdm import tqdm
@@ -36,6 +34,7 @@ import autoencoder as autoencoders
 import checkpoint as checkpoints
 import features
 import fid
+import speed
 from data import batches, open_latents, to_latent
 from dit import DiT, DiT_models
 from edm import EDM
@@ -54,12 +53,6 @@ from sample import (
     parse_range,
     write_grid,
 )
-
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}     # each one's autocast
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
-COMPILE = (True, False, *CUDA_GRAPHS, "max-autotune-no-cudagraphs")
-TORCHAO = "0.18.0"     # fits torch 2.11
-
 
 # ---- one step -------------------------------------------------------------------------------------------------------
 
@@ -119,64 +112,6 @@ def train_step(
 @torch.no_grad()
 def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
     torch._foreach_lerp_(list(ema.parameters()), list(model.parameters()), 1 - decay)
-
-
-def recompute_activations(model: DiT) -> None:
-    """Makes each block forget its activations and compute them again in the backward pass."""
-    for block in model.blocks:
-        block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
-
-
-def compile_network(model: DiT, how: bool | str) -> None:
-    """Compiles the forward pass in place, as one graph with static shapes; `how` is one of COMPILE."""
-    if how:
-        model.compile(dynamic=False, mode=None if how is True else how)
-
-
-def check_float8(device: torch.device) -> None:
-    """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError(f"precision=fp8 needs torchao, which is not installed: pip install torchao=={TORCHAO}, or set "
-                         f"precision=bf16.")
-    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if has is None or has < (8, 9):
-        here = "this is a CPU" if has is None else f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}"
-        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), but "
-                         f"{here}: set precision=bf16.")
-
-
-def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
-    """Makes the four large linear layers of each block multiply in float8, forward and backward; the rest stays.
-
-    Parameters and their names stay, too: weights are float32 and are cast anew in each pass, as are activations and
-    gradients, each tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling,
-    arXiv 2209.05433). `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for
-    layers whose sides are no multiples of 16.
-    """
-    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
-
-    large = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
-    for name, layer in model.blocks[0].named_modules():
-        if name in large and (layer.in_features % 16 or layer.out_features % 16):
-            raise ValueError(f"precision=fp8 needs layers whose sides are multiples of 16, but {name} is "
-                             f"{layer.in_features} × {layer.out_features}: change model.hidden_size, or set "
-                             f"precision=bf16.")
-    # Padding matters to no published size: only where batch · tokens is no multiple of 16.
-    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
-    convert_to_float8_training(model.blocks, module_filter_fn=lambda layer, name: name.endswith(large), config=config)
-
-
-def make_accelerator(cfg: DictConfig, cpu: bool, **options: object) -> Accelerator:
-    """Sets how float32 is multiplied, and makes what knows of ranks, device, autocast and accumulated parts."""
-    torch.set_float32_matmul_precision("high" if cfg.tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = cfg.tf32
-    return Accelerator(
-        mixed_precision=PRECISIONS[cfg.precision],
-        cpu=cpu or not torch.cuda.is_available(),     # several ranks on CPUs need to be told
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=cfg.grad_accum_steps),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
-        **options,
-    )
 
 
 # ---- what a run says and how it stops -------------------------------------------------------------------------------
@@ -288,8 +223,8 @@ def forget_after(run_dir: Path, step: int) -> None:
 
 def check_settings(cfg: DictConfig) -> None:
     """Raises ValueError, with the numbers and the knob, for settings that cannot work."""
-    choices = {"precision": PRECISIONS, "model.backbone_type": DiT_models,
-               "optimizer.schedule": ("constant", "cosine"), "decode_precision": DTYPES, "compile": COMPILE,
+    choices = {"precision": speed.PRECISIONS, "model.backbone_type": DiT_models,
+               "optimizer.schedule": ("constant", "cosine"), "decode_precision": DTYPES, "compile": speed.COMPILE,
                "data.on_device": (True, False)}
     for key, allowed in choices.items():
         value = OmegaConf.select(cfg, key)
@@ -460,10 +395,13 @@ def main(cfg: DictConfig) -> None:
     run_dir, stop = Path(cfg.run_dir), StopRequest()
     try:
         check_settings(cfg)
-        accelerator = make_accelerator(cfg, cfg.cpu, log_with=list(cfg.log.trackers) or None, project_dir=run_dir)
+        accelerator = speed.make_accelerator(
+            cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
+            log_with=list(cfg.log.trackers) or None, project_dir=run_dir,
+        )
         device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
         if cfg.precision == "fp8":
-            check_float8(device)
+            speed.check_float8(device)
         drawing_precision = "bf16" if cfg.precision == "fp8" else cfg.precision      # the average is a plain network
 
         # ---- the data, and what is drawn from it
@@ -498,7 +436,7 @@ def main(cfg: DictConfig) -> None:
         model = build_network(record["network"]).to(device)
         ema = copy.deepcopy(model).eval().requires_grad_(False)
         if cfg.precision == "fp8":
-            multiply_in_float8(model)
+            speed.multiply_in_float8(model)
         diffusion = build_diffusion(record["diffusion"])
         optimizer = torch.optim.AdamW(
             model.parameters(), lr=cfg.optimizer.lr, betas=tuple(cfg.optimizer.betas), eps=cfg.optimizer.eps,
@@ -542,8 +480,8 @@ def main(cfg: DictConfig) -> None:
 
     # ---- speed, applied from outside: `model` stays the plain network that is saved, `net` is what is called
     if cfg.activation_checkpointing:
-        recompute_activations(model)
-    compile_network(model, cfg.compile)
+        speed.recompute_activations(model)
+    speed.compile_network(model, cfg.compile)
     net, optimizer = accelerator.prepare(model, optimizer)
 
     accelerator.print(
@@ -660,7 +598,7 @@ def main(cfg: DictConfig) -> None:
             accelerator, net, model, diffusion, optimizer, to_latent(stored, latents.kind), y,
             lr=learning_rate(step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm, num_parts=cfg.grad_accum_steps,
-            cuda_graphs=cfg.compile in CUDA_GRAPHS,
+            cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
         update_ema(ema, model, ema_decay(step, cfg.ema.decay, cfg.ema.warmup))
         sums.add(loss, grad_norm, skipped)

@@ -45,6 +45,7 @@ import checkpoint as checkpoints  # noqa: E402
 import features  # noqa: E402
 import fid  # noqa: E402
 import sample  # noqa: E402
+import speed  # noqa: E402
 import train  # noqa: E402
 from data import Latents, batches, open_latents, to_latent  # noqa: E402
 from dit import DiT, DiT_models, multiply_adds  # noqa: E402
@@ -210,18 +211,18 @@ class Variant:
         device = accelerator.device
         others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
-        self.num_parts, self.cuda_graphs = cfg.grad_accum_steps, cfg.compile in train.CUDA_GRAPHS
+        self.num_parts, self.cuda_graphs = cfg.grad_accum_steps, cfg.compile in speed.CUDA_GRAPHS
         self.step, self.resident, self.peak, self.later_graphs = 0, 0, 0.0, 0
         torch.manual_seed(0)
         self.model = make_network(cfg, name, device)
         self.ema = copy.deepcopy(self.model).eval().requires_grad_(False)
         if cfg.precision == "fp8":
-            train.multiply_in_float8(self.model)
+            speed.multiply_in_float8(self.model)
         self.sums, self.diffusion = train.Sums(device), sample.build_diffusion(cfg.diffusion)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if cfg.activation_checkpointing:
-            train.recompute_activations(self.model)
-        train.compile_network(self.model, not name.endswith("-eager") and cfg.compile)
+            speed.recompute_activations(self.model)
+        speed.compile_network(self.model, not name.endswith("-eager") and cfg.compile)
         self.net, self.optimizer = accelerator.prepare(self.model, optimizer)
 
         graphs, breaks = compiled()
@@ -362,8 +363,9 @@ def time_sample(cfg: DictConfig, accelerator: Accelerator) -> dict:
                autoencoders.load(cfg.autoencoder, device, dtype))
     net = make_network(cfg, "tread", device).eval().requires_grad_(False)
     settings = sample.guidance_settings(cfg) | {"routes": None}
-    guidance, _ = sample.build_guidance(settings, SimpleNamespace(net=net, diffusion=diffusion), device)
-    flops = 2 * sum(sample.sampling_cost(net, diffusion, cfg.num_steps, guidance))
+    trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": dict(cfg.diffusion)})
+    guidance, _ = sample.build_guidance(settings, trained, device)
+    flops = 2 * sum(sample.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
     first, peak = {}, defaultdict(float)
 
     def draw(net: DiT, watch: Stopwatch | None = None) -> None:
@@ -383,7 +385,7 @@ def time_sample(cfg: DictConfig, accelerator: Accelerator) -> dict:
 
     nets = {name: copy.deepcopy(net) for name in dict.fromkeys(name.replace("tread", "dit") for name in cfg.variants)}
     for name in nets:
-        train.compile_network(nets[name], not name.endswith("-eager") and cfg.compile)
+        speed.compile_network(nets[name], not name.endswith("-eager") and cfg.compile)
         first[name] = seconds(device, partial(draw, nets[name]))
     rounds, parts, products = take_turns(cfg, device, {name: partial(timed, name) for name in nets}, 1)
     return {"matmul FLOP/s": products, "rows": [{
@@ -564,8 +566,8 @@ def check(cfg: DictConfig) -> None:
     """Raises ValueError, with the value and what is allowed, for settings that cannot work."""
     gpus = torch.cuda.device_count()
     drawn = cfg.mode == "sample"      # with CUDA graphs one pass would write over the other's answer
-    choices = {"mode": MODES, "precision": sample.DTYPES if drawn else train.PRECISIONS, "backbone_type": DiT_models,
-               "compile": [how for how in train.COMPILE if not (drawn and how in train.CUDA_GRAPHS)],
+    choices = {"mode": MODES, "precision": sample.DTYPES if drawn else speed.PRECISIONS, "backbone_type": DiT_models,
+               "compile": [how for how in speed.COMPILE if not (drawn and how in speed.CUDA_GRAPHS)],
                "decode_precision": sample.DTYPES, "device": (None, "cpu", "cuda"), "features": features.EXTRACTORS,
                "variants": VARIANTS}
     for key, allowed in choices.items():
@@ -575,7 +577,7 @@ def check(cfg: DictConfig) -> None:
     if cfg.device == "cuda" and not gpus:
         raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
     if cfg.precision == "fp8":
-        train.check_float8(torch.device("cuda" if gpus and cfg.device != "cpu" else "cpu"))
+        speed.check_float8(torch.device("cuda" if gpus and cfg.device != "cpu" else "cpu"))
     whole = ("batch_size", "grad_accum_steps", "tokens", "in_channels", "num_classes", "rounds", "steps", "num_latents",
              "num_steps", "image_size", "feature_size", "images", "reference_images", "token_counts", "ranks")
     for key in whole:
@@ -595,7 +597,7 @@ def run(cfg: DictConfig) -> dict:
     check(cfg)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    accelerator = train.make_accelerator(cfg, cfg.device == "cpu")
+    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
     work, columns = MODES[cfg.mode]
     record = describe(cfg, accelerator) | work(cfg, accelerator)
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())

@@ -81,7 +81,7 @@ def test_sampling_tells_the_share_of_the_network_and_what_an_image_costs(tmp_pat
 
 
 def test_matrix_products_are_measured_in_every_precision():
-    for precision in benchmark.train.PRECISIONS:
+    for precision in benchmark.speed.PRECISIONS:
         assert min(benchmark.matmul_flops(torch.device("cpu"), precision).values()) > 0
 
 

@@ -7,6 +7,7 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
+import speed
 import train
 from edm import EDM
 from sample import build_network
@@ -23,9 +24,9 @@ def network(hidden_size=32):
 def trained(precision, forget, steps=30):
     """Trains on one batch with the same draws; returns the loss of each step, the first step's gradients, and the network."""
     forget(reset_partial_state=True)
-    model, accelerator = network(), Accelerator(mixed_precision=train.PRECISIONS[precision], cpu=True)
+    model, accelerator = network(), Accelerator(mixed_precision=speed.PRECISIONS[precision], cpu=True)
     if precision == "fp8":
-        train.multiply_in_float8(model, emulate=True)
+        speed.multiply_in_float8(model, emulate=True)
     adamw, gradients = torch.optim.AdamW(model.parameters(), fused=True), {}
     adamw.register_step_pre_hook(lambda *_: gradients.update({} if gradients else {k: p.grad.clone() for k, p in model.named_parameters()}))
     net, optimizer = accelerator.prepare(model, adamw)
@@ -42,7 +43,7 @@ def trained(precision, forget, steps=30):
 def test_only_the_blocks_large_layers_are_converted_and_the_parameters_stay_what_they_were():
     model = network()
     before, ema = dict(model.named_parameters()), copy.deepcopy(model)
-    train.multiply_in_float8(model, emulate=True)
+    speed.multiply_in_float8(model, emulate=True)
     converted = {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"}
     assert converted == {f"blocks.{i}.{name}" for i in range(3) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
     assert all(parameter is before[name] and parameter.dtype == torch.float32 for name, parameter in model.named_parameters())
@@ -68,7 +69,7 @@ def test_what_is_emulated_is_what_products_of_float8_give(batch):
     results = []
     for emulate in (True, False):
         model = network()
-        train.multiply_in_float8(model, emulate)
+        speed.multiply_in_float8(model, emulate)
         x, t = torch.randn(batch, 4, 8, 8), torch.randn(batch)
         answer = model(x, t, torch.arange(batch), routes=model.routes)
         answer.square().mean().backward()
@@ -81,7 +82,7 @@ def test_the_compiled_routed_network_is_one_graph_in_float8_too():
     from torch._dynamo.testing import CompileCounter
 
     model, counter = network(), CompileCounter()
-    train.multiply_in_float8(model, emulate=True)
+    speed.multiply_in_float8(model, emulate=True)
     model.compile(backend=counter, dynamic=False, fullgraph=True)
     for _ in range(2):
         model(torch.randn(4, 4, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
@@ -90,4 +91,4 @@ def test_the_compiled_routed_network_is_one_graph_in_float8_too():
 
 def test_layers_that_do_not_divide_by_16_are_a_sentence():
     with pytest.raises(ValueError, match="attn.qkv is 40 × 120: change model.hidden_size"):
-        train.multiply_in_float8(network(40))
+        speed.multiply_in_float8(network(40))

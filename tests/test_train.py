@@ -20,10 +20,10 @@ from conftest import ROOT
 from safetensors.torch import load_file
 
 import checkpoint as checkpoints
-import train as train_module
+import speed
 from dit import DiT
 from edm import EDM
-from train import learning_rate, step_seed, update_ema
+from train import learning_rate, step_seed, train_step, update_ema
 
 PYTHON = (sys.executable,)
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
@@ -387,24 +387,24 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
 
 def test_float8_without_torchao_or_a_gpu_that_multiplies_it_is_a_sentence(monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(ValueError, match=f"pip install torchao=={train_module.TORCHAO}"):
-        train_module.check_float8(torch.device("cpu"))
+    with pytest.raises(ValueError, match=f"pip install torchao=={speed.TORCHAO}"):
+        speed.check_float8(torch.device("cpu"))
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: name)
     with pytest.raises(ValueError, match="8.9 or more .*, but this is a CPU"):
-        train_module.check_float8(torch.device("cpu"))
+        speed.check_float8(torch.device("cpu"))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "A100")
     for capability in ((8, 0), (8, 9)):
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device, capability=capability: capability)
         with pytest.raises(ValueError, match="but A100 has 8.0") if capability == (8, 0) else contextlib.nullcontext():
-            train_module.check_float8(torch.device("cuda"))
-    assert f"torchao=={train_module.TORCHAO}\n" in (ROOT / "requirements-dev.txt").read_text()
+            speed.check_float8(torch.device("cuda"))
+    assert f"torchao=={speed.TORCHAO}\n" in (ROOT / "requirements-dev.txt").read_text()
 
 
 def test_the_networks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(DiT, "compile", lambda model, **how: asked.append(how))
     for how in (True, "reduce-overhead", False):
-        train_module.compile_network(TINY(), how)
+        speed.compile_network(TINY(), how)
     assert asked == [{"dynamic": False, "mode": None}, {"dynamic": False, "mode": "reduce-overhead"}]
 
 
@@ -417,8 +417,8 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
     accelerator = Accelerator(cpu=True)
     net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(2):
-        train_module.train_step(accelerator, net, model, edm, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), lr=1e-3,
-                                label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
+        train_step(accelerator, net, model, edm, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), lr=1e-3,
+                   label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
 
 

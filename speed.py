@@ -1,0 +1,78 @@
+"""Speed, applied to a plain network from outside: recomputation, torch.compile, float8, autocast and replicas.
+
+Nothing here changes what is saved: parameters keep their names and their float32 values.
+"""
+
+import functools
+import importlib.util
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate.utils import GradientAccumulationPlugin
+
+from dit import DiT
+
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}     # each one's autocast
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
+COMPILE = (True, False, *CUDA_GRAPHS, "max-autotune-no-cudagraphs")
+TORCHAO = "0.18.0"     # fits torch 2.11
+
+
+def recompute_activations(model: DiT) -> None:
+    """Makes each block forget its activations and compute them again in the backward pass."""
+    for block in model.blocks:
+        block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+
+
+def compile_network(model: DiT, how: bool | str) -> None:
+    """Compiles the forward pass in place, as one graph with static shapes; `how` is one of COMPILE."""
+    if how:
+        model.compile(dynamic=False, mode=None if how is True else how)
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"precision=fp8 needs torchao, which is not installed: pip install torchao=={TORCHAO}, or set "
+                         f"precision=bf16.")
+    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if has is None or has < (8, 9):
+        here = "this is a CPU" if has is None else f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}"
+        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), but "
+                         f"{here}: set precision=bf16.")
+
+
+def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
+    """Makes the four large linear layers of each block multiply in float8, forward and backward; the rest stays.
+
+    Parameters and their names stay, too: weights are float32 and are cast anew in each pass, as are activations and
+    gradients, each tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling,
+    arXiv 2209.05433). `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for
+    layers whose sides are no multiples of 16.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    large = ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")
+    for name, layer in model.blocks[0].named_modules():
+        if name in large and (layer.in_features % 16 or layer.out_features % 16):
+            raise ValueError(f"precision=fp8 needs layers whose sides are multiples of 16, but {name} is "
+                             f"{layer.in_features} × {layer.out_features}: change model.hidden_size, or set "
+                             f"precision=bf16.")
+    # Padding matters to no published size: only where batch · tokens is no multiple of 16.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    convert_to_float8_training(model.blocks, module_filter_fn=lambda layer, name: name.endswith(large), config=config)
+
+
+def make_accelerator(
+    precision: str, grad_accum_steps: int, tf32: bool, cpu: bool = False, **options: object,
+) -> Accelerator:
+    """Sets how float32 is multiplied, and makes what knows of ranks, device, autocast and accumulated parts."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+    return Accelerator(
+        mixed_precision=PRECISIONS[precision],
+        cpu=cpu or not torch.cuda.is_available(),     # several ranks on CPUs need to be told
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        **options,
+    )
