@@ -1,6 +1,7 @@
 """Training as users run it, in processes of its own: killed, interrupted, out of disk, misconfigured, on two ranks."""
 
 import contextlib
+import copy
 import importlib.util
 import json
 import os
@@ -23,7 +24,7 @@ import checkpoint as checkpoints
 import speed
 from dit import DiT
 from edm import EDM
-from train import learning_rate, step_seed, train_step, update_ema
+from train import Sums, learning_rate, step_seed, train_step, update_ema
 
 PYTHON = (sys.executable,)
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
@@ -420,6 +421,23 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
         train_step(accelerator, net, model, edm, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), lr=1e-3,
                    label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
+
+
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
+def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
+    model, edm, accelerator = TINY().cuda(), EDM(), Accelerator()
+    ema, sums = copy.deepcopy(model).requires_grad_(False), Sums(accelerator.device)
+    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    x, y = torch.randn(4, 4, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
+    try:
+        for step in range(3):
+            torch.cuda.set_sync_debug_mode("error" if step else "default")      # the first step sets things up
+            told = train_step(accelerator, net, model, edm, optimizer, x, y, lr=1e-3, label_dropout=0.1, clip_norm=1.0, num_parts=1)
+            update_ema(ema, model, 0.999)
+            sums.add(*told)
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+    assert sums.values[2] == 3
 
 
 def test_latents_on_the_device_train_the_same_network_bit_for_bit(shapes, reference, tmp_path):
