@@ -57,9 +57,10 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
             for j, scale in enumerate(scales):
                 if (value := points.get((scale, panel, gamma))) is not None:
                     bold = (scale, panel, gamma) == best
-                    plot.text(j, i, f"{value:.4g}", ha="center", va="center", color="white" if bold else "0.85",
+                    color = "white" if heat.norm(value) < 0.6 else "black"      # viridis ends in yellow
+                    plot.text(j, i, f"{value:.4g}", ha="center", va="center", color=color,
                               weight="bold" if bold else "normal",
-                              bbox=dict(edgecolor="white", facecolor="none") if bold else None)
+                              bbox=dict(edgecolor=color, facecolor="none") if bold else None)
         plot.set(xticks=range(len(scales)), xticklabels=scales, yticks=range(len(gammas)), yticklabels=gammas,
                  xlabel="scale", ylabel="gamma2, weak", title=f"gamma1, strong: {panel}")
     figure.colorbar(heat, ax=axes, label=metric)
