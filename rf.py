@@ -7,6 +7,7 @@ Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)Â·x + tÂ
 """
 
 import sys
+from functools import partial
 from pathlib import Path
 
 import hydra
@@ -123,13 +124,13 @@ def main(cfg: DictConfig) -> None:
     out = sampling.out if cfg.out else sampling.out.with_name(f"{sampling.out.stem}-guided.png")
     stem = out.stem.removesuffix("-guided")
     grids = {out: sampling.guidance, out.with_name(f"{stem}-unguided.png"): None}
+    cost = partial(sampling_cost, trained.net, trained.diffusion, cfg.num_steps, **sampling.sampler)
+    evaluations = cost(None)[0]      # one pass each
     state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts; in brackets: with attention, two a "
                 "multiply-add, as torch counts")
     try:
         for path, guidance in grids.items():
-            evaluations = cfg.num_steps if sampling.sampler["solver"] == "euler" else 2 * cfg.num_steps - 1
-            _, linear, attention = sampling_cost(trained.net, trained.diffusion, cfg.num_steps, guidance,
-                                              **sampling.sampler)
+            _, linear, attention = cost(guidance)
             whole = {"an evaluation": 1 / evaluations, f"an image of {evaluations}": 1,
                      f"all {len(sampling.seeds)} images": len(sampling.seeds)}
             state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(
