@@ -61,7 +61,7 @@ class KLAutoencoder:
     def __init__(self, name: str, vae: torch.nn.Module, device: torch.device | str):
         self.name, self.device, self.dtype = name, device, vae.dtype
         self.vae = vae.to(device).eval().requires_grad_(False)
-        if torch.device(device).type == "cuda":      # another layout in memory, made for tensor cores; slower on CPUs
+        if torch.device(device).type == "cuda":      # another layout in memory, made for tensor cores
             vae.decoder.to(memory_format=torch.channels_last)
         self.channels = vae.config.latent_channels
         self.downsample = 2 ** (len(vae.config.block_out_channels) - 1)
