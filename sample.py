@@ -166,7 +166,7 @@ def load_trained(
     if diffusion and diffusion != recorded["name"]:
         recorded = {"name": diffusion}
     return Trained(
-        net=net.to(device).float().eval().requires_grad_(False),
+        net=net.to(device).float().eval(),      # not frozen: autocast keeps its casts of trainable weights only
         diffusion=build_diffusion(recorded),
         autoencoder=autoencoder or data["autoencoder"],
         class_names=data["class_names"], step=meta.get("step"), folder=folder, file=file,

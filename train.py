@@ -434,7 +434,7 @@ def main(cfg: DictConfig) -> None:
         }
         torch.manual_seed(cfg.seed)
         model = build_network(record["network"]).to(device)
-        ema = copy.deepcopy(model).eval().requires_grad_(False)
+        ema = copy.deepcopy(model).eval()      # not frozen: autocast keeps its casts of trainable weights only
         if cfg.precision == "fp8":
             speed.multiply_in_float8(model)
         diffusion = build_diffusion(record["diffusion"])

@@ -138,8 +138,12 @@ def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
             product = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
                               use_fast_accum=True)      # as torchao's forward pass has it
         product()
-        took = seconds(device, lambda product=product: [product() for _ in range(repeats)])
-        measured[str(side)] = 2 * side**3 * repeats / took
+
+        def repeat(product: Callable[[], Tensor] = product) -> None:
+            for _ in range(repeats):      # none of which is kept
+                product()
+
+        measured[str(side)] = 2 * side**3 * repeats / seconds(device, repeat)
     return measured
 
 
@@ -215,7 +219,7 @@ class Variant:
         self.step, self.resident, self.peak, self.later_graphs = 0, 0, 0.0, 0
         torch.manual_seed(0)
         self.model = make_network(cfg, name, device)
-        self.ema = copy.deepcopy(self.model).eval().requires_grad_(False)
+        self.ema = copy.deepcopy(self.model).eval()
         if cfg.precision == "fp8":
             speed.multiply_in_float8(self.model)
         self.sums, self.diffusion = train.Sums(device), sample.build_diffusion(cfg.diffusion)
@@ -361,7 +365,7 @@ def time_sample(cfg: DictConfig, accelerator: Accelerator) -> dict:
     estimate = "denoise" if hasattr(diffusion, "denoise") else "velocity"
     decoder = (untrained_autoencoder(device, dtype) if cfg.autoencoder == "untrained" else
                autoencoders.load(cfg.autoencoder, device, dtype))
-    net = make_network(cfg, "tread", device).eval().requires_grad_(False)
+    net = make_network(cfg, "tread", device).eval()
     settings = sample.guidance_settings(cfg) | {"routes": None}
     trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": dict(cfg.diffusion)})
     guidance, _ = sample.build_guidance(settings, trained, device)
@@ -597,7 +601,8 @@ def run(cfg: DictConfig) -> dict:
     check(cfg)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
+    tf32 = cfg.tf32 and cfg.mode != "sample"      # which sample.py and fid.py do not use
+    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, tf32, cfg.device == "cpu")
     work, columns = MODES[cfg.mode]
     record = describe(cfg, accelerator) | work(cfg, accelerator)
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
