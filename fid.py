@@ -745,7 +745,7 @@ class Drawing:
         batch_size: int, num_steps: int, guidance: Guidance | None = None, precision: str = "fp32",
         sampler: dict | None = None,
     ):
-        self.net, self.seeds, self.labels = net, seeds, labels
+        self.seeds, self.labels = seeds, labels
         sampler = sampler_settings(diffusion, sampler or {})
         self.generate = partial(generate, net, diffusion, decode, num_steps=num_steps, guidance=guidance,
                                 precision=precision, **sampler)

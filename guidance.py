@@ -70,10 +70,12 @@ class Guidance:
             raise ValueError(f"interval={list(self.interval)} is empty: write the lower noise level first.")
 
     def record(self) -> dict:
-        """Returns the settings as plain values, without the weak network, which only its owner can name."""
+        """Returns the settings as JSON gives them back, without the weak network, which only its owner can name."""
+        names = ("scale", "gamma1", "gamma2", "drop_label", "interval")
+        values = {name: getattr(self, name) for name in names}
         routes = None if self.routes is None else [asdict(route) for route in self.routes]
-        return {"scale": self.scale, "gamma1": self.gamma1, "gamma2": self.gamma2, "drop_label": self.drop_label,
-                "interval": self.interval, "routes": routes}
+        return {**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
+                "routes": routes}
 
     def check(self, net: nn.Module) -> None:
         """Raises ValueError where `net` and the weak network cannot be guided so."""

@@ -7,6 +7,9 @@ section 4.2) with shortcuts that pad channels. A distance on these features rank
 """
 
 import argparse
+import os
+import pickle
+import sys
 from pathlib import Path
 
 import torch
@@ -53,10 +56,16 @@ def main() -> None:
     parser.add_argument("weights", type=Path)
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
-    state = torch.load(given.weights, map_location="cpu", weights_only=True)["state_dict"]
-    network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state)).eval()
-    network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
-    torch.jit.script(network).save(given.out)
+    try:
+        state = torch.load(given.weights, map_location="cpu", weights_only=True)["state_dict"]
+        network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state)).eval()
+        network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+        beside = given.out.with_name(f".{given.out.name}.tmp")
+        torch.jit.script(network).save(beside)
+        os.replace(beside, given.out)
+    except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
+        sys.exit(f"cifar10_features.py: {given.weights} cannot be turned into {given.out}: "
+                 f"{str(error).strip().splitlines()[0]}. Give a .th file of that repository and an existing folder.")
     print(f"64 features of {given.weights}: {given.out}")
 
 

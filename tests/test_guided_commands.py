@@ -180,6 +180,10 @@ def test_a_sweep_scores_each_point_once_and_draws_the_landscape(run, reference, 
     assert landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
                          for row in rows if row["source"]["guidance"]}
     assert min(Image.open(picture).size) > 100
+    landscape.clear()      # with settings that JSON gives back as lists
+    command(sweep, f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2", f"results={results}",
+            f"picture={picture}", "scale=2", "gamma1=0", "gamma2=[0.5,0.2]", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")
+    assert list(landscape) == [(2, 0, (0.5, 0.2))]
     for wrong, says in (["metric=fid"], "metric=fid is not among"), (["guidance=none", "scale=null"], "A sweep guides a checkpoint"):
         with pytest.raises(SystemExit, match=says):
             command(sweep, f"checkpoint={run}", f"reference={reference}", "features=pixels", f"results={results}", *wrong)

@@ -81,7 +81,7 @@ def assert_same_end(run: Path, reference: Path):
 
 @pytest.fixture(scope="module")
 def flow(shapes, tmp_path_factory) -> Path:
-    """A routed flow-matching run of eight steps, with evaluations of its own grids."""
+    """A routed flow-matching run of eight steps that ends with a grid."""
     run = tmp_path_factory.mktemp("flow") / "run"
     result = train(run, shapes, "diffusion=rf", "steps=8", "samples.every=8", "samples.seeds=0-5", "samples.num_steps=2")
     assert result.returncode == 0, result.stderr
