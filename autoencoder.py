@@ -97,6 +97,15 @@ def load(
     return KLAutoencoder(name_or_folder, vae, device)
 
 
+def undecodable(name_or_folder: str, channels: int) -> str | None:
+    """Says why latents of so many channels could not be decoded, as far as can be told without loading; None if not."""
+    if name_or_folder == "identity" and channels != Identity.channels:
+        return f"autoencoder=identity has {Identity.channels} channels and these have {channels}."
+    if name_or_folder in ("identity", *HUB_NAMES) or (Path(name_or_folder) / "config.json").is_file():
+        return None
+    return f"autoencoder={name_or_folder} is neither one of identity, {', '.join(HUB_NAMES)} nor a diffusers folder."
+
+
 def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
     from diffusers import AutoencoderKL
     from huggingface_hub import get_hf_file_metadata, hf_hub_url

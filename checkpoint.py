@@ -1,93 +1,58 @@
 """Named tensors <-> one folder: written beside and renamed, checked by hash, the latest that is whole. No pickle.
 
 A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each holding `<name>.safetensors` files and a
-`meta.json`, which lists every file with its size and SHA-256.
+`meta.json`, which lists every file with its size and SHA-256. Whatever else is written goes through `beside` too.
 """
 
 import contextlib
 import hashlib
 import json
 import os
+import re
 import shutil
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import torch
+from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
+from settings import Record, Whole, read
 
-def step_folder(run: Path, step: int) -> Path:
-    return run / "checkpoints" / f"step-{step:08d}"
-
-
-def step_of(folder: Path) -> int:
-    return int(folder.name.removeprefix("step-"))
+# ---- files that a kill cannot halve ---------------------------------------------------------------------------------
 
 
-def all_steps(run: Path) -> list[Path]:
-    """Lists a run's checkpoint folders from the oldest to the newest, whole or not."""
-    return sorted((run / "checkpoints").glob("step-*"), key=step_of)
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Yields a place beside `path` to write a file or a folder at, and renames it to `path` once it is whole.
 
-
-def write_text(path: Path, text: str) -> None:
-    """Writes a small file so that a kill leaves either the old content or the new one."""
-    beside = path.with_name(f".{path.name}.tmp")
-    with open(beside, "w", encoding="utf-8") as file:
-        file.write(text)
-        file.flush()
-        os.fsync(file.fileno())
-    os.replace(beside, path)
-
-
-def read_rows(path: Path) -> list[dict]:
-    """Reads a file of JSON lines, without a last one that a kill has halved."""
-    rows = []
-    for line in path.read_text(encoding="utf-8").splitlines(keepends=True) if path.is_file() else []:
-        with contextlib.suppress(ValueError):
-            if line.endswith("\n"):
-                rows.append(json.loads(line))
-    return rows
-
-
-def sha256(path: Path) -> str:
-    with open(path, "rb") as file:
-        return hashlib.file_digest(file, "sha256").hexdigest()
-
-
-def save(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict) -> None:
-    """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
-
-    A checkpoint that is already there and whole is left alone. Raises OSError with the room needed and the room left
-    when it cannot be written, and then nothing of it stays behind.
+    Where writing fails, nothing stays behind and what was at `path` is untouched. A kill may leave `.<name>.<pid>.tmp`.
     """
-    if folder.is_dir() and problem(folder) is None:
-        return
-    beside = folder.with_name(f".{folder.name}.tmp")
-    shutil.rmtree(beside, ignore_errors=True)     # what a killed save left
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    remove(partial)
     try:
-        beside.mkdir(parents=True)
-        files = {}
-        for name, named in tensors.items():
-            path = beside / f"{name}.safetensors"
-            save_file({key: value.detach().contiguous() for key, value in named.items()}, path)
-            with open(path, "rb") as file:
-                os.fsync(file.fileno())
-            files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-        write_text(beside / "meta.json", json.dumps({**meta, "files": files}, indent=1))
-    except (OSError, SafetensorError) as error:
-        shutil.rmtree(beside, ignore_errors=True)
-        need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
-        free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
-        raise OSError(
-            f"The checkpoint {folder} could not be written ({error}): it needs {need / 2**20:,.0f} MiB and "
-            f"{free / 2**20:,.0f} MiB are free. Nothing of it was kept; earlier checkpoints are untouched."
-        ) from error
-    shutil.rmtree(folder, ignore_errors=True)     # only ever a broken one
-    os.rename(beside, folder)
-    sync_folder(folder.parent)
+        yield partial
+        for file in partial.iterdir() if partial.is_dir() else [partial]:
+            with open(file, "rb") as written:
+                os.fsync(written.fileno())
+        if partial.is_dir():      # which does not replace a folder by itself
+            remove(path)
+        os.replace(partial, path)
+        sync_folder(path.parent)
+    finally:
+        remove(partial)
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
 
 
 def sync_folder(folder: Path) -> None:
@@ -99,6 +64,108 @@ def sync_folder(folder: Path) -> None:
         os.close(descriptor)
 
 
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file so that a kill leaves either the old content or the new one."""
+    with beside(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Adds a JSON line; one that a kill or a full disk has halved before it keeps a line of its own."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with open(path, "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        unfinished = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * unfinished + json.dumps(row).encode() + b"\n")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Reads a file of JSON lines, but for those that a kill has halved."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                rows.append(row)
+    return rows
+
+
+def hold(folder: Path, mistake: str) -> FileLock:
+    """Holds a folder for this process until it ends, however it ends; raises ValueError(mistake) where another does.
+
+    Where the file system has no locks that is said, and nothing is held.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(mistake) from None
+    except (NotImplementedError, OSError) as error:
+        print(f"{folder} cannot be locked ({error}): nothing keeps a second process from writing there.")
+    return lock
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+# ---- checkpoints ----------------------------------------------------------------------------------------------------
+
+
+def step_folder(run: Path, step: int) -> Path:
+    return run / "checkpoints" / f"step-{step:08d}"
+
+
+def step_of(folder: Path) -> int:
+    return int(folder.name.removeprefix("step-"))
+
+
+def all_steps(run: Path) -> list[Path]:
+    """Lists a run's checkpoint folders from the oldest to the newest, whole or not; other names are not ours."""
+    folders = (run / "checkpoints").glob("step-*")
+    ours = (folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name) and folder.is_dir())
+    return sorted(ours, key=step_of)
+
+
+class File(Record):
+    bytes: Whole
+    sha256: str
+
+
+class Files(Record):
+    """What meta.json says of the files beside it."""
+
+    files: dict[str, File]
+
+
+def save(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict) -> None:
+    """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
+
+    A checkpoint that is already there and whole is left alone. Raises OSError with the room needed and the room left
+    when it cannot be written, and then nothing of it stays behind.
+    """
+    if folder.is_dir() and problem(folder) is None:
+        return
+    try:
+        with beside(folder) as partial:
+            partial.mkdir()
+            files = {}
+            for name, named in tensors.items():
+                path = partial / f"{name}.safetensors"
+                save_file({key: value.detach().contiguous() for key, value in named.items()}, path)
+                files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
+            (partial / "meta.json").write_text(json.dumps({**meta, "files": files}, indent=1), encoding="utf-8")
+    except (OSError, SafetensorError) as error:
+        need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+        free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
+        raise OSError(
+            f"The checkpoint {folder} could not be written ({error}): it needs {need / 2**20:,.0f} MiB and "
+            f"{free / 2**20:,.0f} MiB are free. Nothing of it was kept; earlier checkpoints are untouched."
+        ) from error
+
+
 def read_meta(folder: Path) -> dict:
     return json.loads((folder / "meta.json").read_text(encoding="utf-8"))
 
@@ -106,8 +173,8 @@ def read_meta(folder: Path) -> dict:
 def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
     """Says what keeps a checkpoint from being whole, or None; `names` limits the check to some of its files."""
     try:
-        files = read_meta(folder)["files"]
-    except (OSError, ValueError, KeyError) as error:
+        files = read(Files, read_meta(folder)).files
+    except (OSError, ValueError, RecursionError) as error:
         return f"meta.json is missing or unreadable ({error})"
     for file_name, record in files.items():
         path = folder / file_name
@@ -115,11 +182,24 @@ def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
             continue
         if not path.is_file():
             return f"{file_name} is missing"
-        if path.stat().st_size != record["bytes"]:
-            return f"{file_name} has {path.stat().st_size} bytes where {record['bytes']} were written"
-        if sha256(path) != record["sha256"]:
+        if path.stat().st_size != record.bytes:
+            return f"{file_name} has {path.stat().st_size} bytes where {record.bytes} were written"
+        if sha256(path) != record.sha256:
             return f"{file_name} is not what was written: its SHA-256 differs"
     return None
+
+
+def is_sound(folder: Path) -> bool:
+    """Tells whether training was well when a checkpoint was saved; those of earlier versions do not say, and count."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        return read_meta(folder).get("sound", True)
+    return False
+
+
+def last_sound(run: Path, before: int) -> Path | None:
+    """Finds the newest checkpoint with fewer than `before` steps from which training was well."""
+    return next((folder for folder in reversed(all_steps(run))
+                 if step_of(folder) < before and is_sound(folder) and problem(folder) is None), None)
 
 
 def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
@@ -140,7 +220,7 @@ def set_aside_after(run: Path, step: int) -> None:
     for folder in all_steps(run):
         if step_of(folder) > step:
             aside = folder.with_name(f"damaged-{folder.name}")
-            shutil.rmtree(aside, ignore_errors=True)
+            remove(aside)
             os.rename(folder, aside)
 
 
@@ -151,16 +231,19 @@ def load(folder: Path, name: str) -> dict[str, Tensor]:
 def prune(run: Path, keep_last: int, keep_every: int) -> None:
     """Deletes all but the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (0: none).
 
+    Of those that were saved while training was well, the newest `keep_last` stay as well, whatever comes after.
     Also sweeps what killed saves left behind, so only the process that holds the run may call it.
     """
     for left in (run / "checkpoints").glob(".step-*.tmp"):
-        shutil.rmtree(left, ignore_errors=True)
-    for folder in all_steps(run)[:-keep_last]:
+        remove(left)
+    folders = all_steps(run)
+    sound = [folder for folder in folders if is_sound(folder)]
+    for folder in {*folders} - {*folders[-keep_last:], *sound[-keep_last:]}:
         if not (keep_every and step_of(folder) % keep_every == 0):
             # Renamed first, so that a kill in the middle leaves no half checkpoint under a valid name.
             doomed = folder.with_name(f".{folder.name}.tmp")
             os.rename(folder, doomed)
-            shutil.rmtree(doomed)
+            remove(doomed)
 
 
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:

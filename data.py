@@ -65,6 +65,7 @@ class Latents:
         self.where = where
         self.kind, self.mirrored = kind, mirrored
         self.num_classes, self.class_names = num_classes, class_names
+        self.captions = class_names
         self.autoencoder, self.scale, self.shift = autoencoder, scale, shift
         self.count = len(labels)
         self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])

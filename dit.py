@@ -13,7 +13,7 @@ from timm.layers import Attention, Mlp, PatchEmbed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from routing_module import Route, Router, resolve_routes
+from routing_module import Route, Router, resolve_routes, routes_by_start
 
 
 def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
@@ -176,7 +176,7 @@ class DiT(nn.Module):
         `routes` are resolved routes, as in `self.routes`; without them every token passes through every block. Which
         tokens take them is drawn here, or decided by mask_noise (B, len(routes), N) (see `Router.get_mask`).
         """
-        start_of = {route.start_layer_idx: (r, route) for r, route in enumerate(routes) if route.selection_ratio > 0}
+        start_of = routes_by_start(routes, len(self.blocks))
         end_layer_idx = None
 
         x = self.x_embedder(x) + self.pos_embed            # (B, N, D)
@@ -223,11 +223,11 @@ def multiply_adds(net: DiT, routes: tuple[Route, ...] = ()) -> tuple[int, int]:
     return of_linear // 2, (sum(flops.values()) - of_linear) // 2
 
 
-def infer_architecture(state_dict: Mapping[str, Tensor]) -> dict:
+def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None = None) -> dict:
     """Reads a DiT's constructor arguments off the shapes of its weights, for files that come without a config.
 
-    The number of heads leaves no trace in the shapes: it is the one of the published size with this width and depth.
-    Raises ValueError where the weights are not a DiT's or their size is not a published one.
+    The number of heads leaves no trace in the shapes: not given, it is that of the published size with this width and
+    depth. Raises ValueError where the weights are not a DiT's, or their size is no published one and num_heads is None.
     """
     try:
         hidden_size, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
@@ -240,11 +240,13 @@ def infer_architecture(state_dict: Mapping[str, Tensor]) -> dict:
                          f"they hold {list(state_dict)[:3]} …") from None
     depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in SIZES.values()}
-    if (hidden_size, depth) not in heads:
+    num_heads = num_heads or heads.get((hidden_size, depth))
+    if num_heads is None:
         raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its "
-                         f"number of heads cannot be told from its weights: load it from its run or checkpoint folder.")
+                         f"number of heads cannot be told from its weights: give num_heads=, or load it from its run "
+                         f"or checkpoint folder.")
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
-        hidden_size=hidden_size, depth=depth, num_heads=heads[hidden_size, depth], mlp_ratio=mlp_ratio,
+        hidden_size=hidden_size, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
         num_classes=num_classes, learn_sigma=out_channels == 2 * in_channels,
     )

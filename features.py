@@ -14,6 +14,7 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 import checkpoint as checkpoints
+from metrics import exact_float32
 
 EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -66,38 +67,25 @@ def load(
 def extract(
     extractor: Extractor, batches: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Turns (numbers (B,), images (B, H, W, 3) uint8) into (numbers, named features); those numbered -1 are dropped.
+    """Turns (indices (B,), images (B, H, W, 3) uint8) into (indices, named features); those of index -1 are dropped.
 
     Raises ValueError where a feature is not finite.
     """
-    for numbers, images in batches:
+    for indices, images in batches:
         assert images.dtype == torch.uint8 and images.ndim == 4 and images.shape[3] == 3, (images.dtype, images.shape)
-        real = numbers.to(images.device) >= 0
+        real = indices.to(images.device) >= 0
         if not real.any():
             continue
         with torch.no_grad(), exact_float32():
             features = extractor.compute(images[real])
-        numbers = numbers[numbers >= 0].cpu()
+        indices = indices[indices >= 0].cpu()
         for name, values in features.items():
             if not (finite := values.isfinite().all(1).cpu()).all():
                 raise ValueError(
                     f"The {extractor.name} features ({name}) of {int((~finite).sum())} of {len(finite)} images are not "
-                    f"finite, of image {int(numbers[~finite][0])} first: the images or the weights are damaged."
+                    f"finite, of image {int(indices[~finite][0])} first: the images or the weights are damaged."
                 )
-        yield numbers, features
-
-
-@contextlib.contextmanager
-def exact_float32() -> Iterator[None]:
-    """Keeps TensorFloat-32, whose 10 bits show in a score, out of float32 products, and restores what was set."""
-    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
-    torch.set_float32_matmul_precision("highest")
-    torch.backends.cudnn.allow_tf32 = False
-    try:
-        yield
-    finally:
-        torch.set_float32_matmul_precision(before[0])
-        torch.backends.cudnn.allow_tf32 = before[1]
+        yield indices, features
 
 
 # ---- the weights ----------------------------------------------------------------------------------------------------

@@ -6,14 +6,7 @@
 Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)·x + t·eps the state, v = eps - x its velocity.
 """
 
-import sys
-from functools import partial
-from pathlib import Path
-
-import hydra
 import torch
-from accelerate import PartialState
-from omegaconf import DictConfig
 from torch import Tensor, nn
 
 from guidance import UNGUIDED, Guidance
@@ -102,47 +95,8 @@ def sample_tread(
     return RF().sample(net1, noise, y, num_steps, guidance=guidance)
 
 
-@hydra.main(config_path="configs", config_name="rf", version_base="1.3")
-def main(cfg: DictConfig) -> None:
-    # Here and not above: sampling knows every diffusion, this one too.
-    from sample import open_sampling, sampling_cost, write_grid
-
-    state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
-    try:
-        sampling = open_sampling(cfg, state, seeds_per_class=8)
-        trained = sampling.trained
-        if trained.recorded["diffusion"]["name"] != "rf":
-            raise ValueError(f"{cfg.checkpoint} was trained with {trained.recorded['diffusion']['name']}, not by flow "
-                             f"matching (diffusion=rf). python sample.py takes the same guidance settings for it.")
-        if sampling.guidance is None:
-            raise ValueError("There is nothing to compare without guidance: choose guidance=tread, or give scale=1.5.")
-        if cfg.out and Path(cfg.out).suffix != ".png":
-            raise ValueError(f"out={cfg.out} is no .png; python sample.py writes npz files and folders.")
-    except ValueError as error:
-        sys.exit(f"rf.py: {error}")
-
-    out = sampling.out if cfg.out else sampling.out.with_name(f"{sampling.out.stem}-guided.png")
-    stem = out.stem.removesuffix("-guided")
-    grids = {out: sampling.guidance, out.with_name(f"{stem}-unguided.png"): None}
-    cost = partial(sampling_cost, trained.net, trained.diffusion, cfg.num_steps, **sampling.sampler)
-    evaluations = cost(None)[0]      # one pass each
-    state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts; in brackets: with attention, two a "
-                "multiply-add, as torch counts")
-    try:
-        for path, guidance in grids.items():
-            _, linear, attention = cost(guidance)
-            whole = {"an evaluation": 1 / evaluations, f"an image of {evaluations}": 1,
-                     f"all {len(sampling.seeds)} images": len(sampling.seeds)}
-            state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(
-                f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {what}"
-                for what, share in whole.items()))
-            write_grid(sampling.draw(guidance), path, trained.class_names)
-            state.print(f"         {path}")
-    except OSError as error:
-        sys.exit(f"rf.py: out={out} cannot be written: {error}.")
-    if state.num_processes > 1:
-        torch.distributed.destroy_process_group()
-
-
 if __name__ == "__main__":
-    main()
+    # The command's own lines are sampling's, which knows every diffusion; a network's science imports none of that.
+    import sample
+
+    sample.compare_guided()

@@ -52,6 +52,18 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     return tuple(resolved)
 
 
+def routes_by_start(routes: tuple[Route, ...], depth: int) -> dict[int, tuple[int, Route]]:
+    """Returns the routes that some token takes, each with its place in `routes`, by the block before which it leaves.
+
+    Raises ValueError for a route that `resolve_routes` has not brought to a network of `depth` blocks.
+    """
+    for route in routes:
+        if not 0 <= route.start_layer_idx <= route.end_layer_idx < depth:
+            raise ValueError(f"Route {route} is not resolved for a network of {depth} blocks: pass "
+                             f"resolve_routes([route], {depth}), or the network's own net.routes.")
+    return {route.start_layer_idx: (r, route) for r, route in enumerate(routes) if route.selection_ratio > 0}
+
+
 class Router:
     """Chooses the tokens that stay, takes them out, and puts them back. It has no parameters and no state."""
 

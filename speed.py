@@ -7,14 +7,16 @@ import functools
 import importlib.util
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs
+from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
 from accelerate.utils import GradientAccumulationPlugin
 
 from dit import DiT
 
-PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}     # each one's autocast
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+# What training knows: each precision's autocast.
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
-COMPILE = (True, False, *CUDA_GRAPHS, "max-autotune-no-cudagraphs")
+COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
 TORCHAO = "0.18.0"     # fits torch 2.11
 
 
@@ -25,7 +27,7 @@ def recompute_activations(model: DiT) -> None:
 
 
 def compile_network(model: DiT, how: bool | str) -> None:
-    """Compiles the forward pass in place, as one graph with static shapes; `how` is one of COMPILE."""
+    """Compiles the forward pass in place, as one graph with static shapes; `how` is a truth or one of COMPILE_MODES."""
     if how:
         model.compile(dynamic=False, mode=None if how is True else how)
 
@@ -63,16 +65,33 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
     convert_to_float8_training(model.blocks, module_filter_fn=lambda layer, name: name.endswith(large), config=config)
 
 
+def set_float32(tf32: bool) -> None:
+    """Says how a GPU multiplies float32: in full, or in TensorFloat-32, which keeps 10 bits of each factor."""
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
+    torch.backends.cudnn.allow_tf32 = tf32
+
+
+def join_ranks(cpu: bool, tf32: bool) -> PartialState:
+    """Makes what knows of ranks and device, for a command that does not train."""
+    set_float32(tf32)
+    return PartialState(cpu=cpu or not torch.cuda.is_available())     # several ranks on CPUs need to be told
+
+
 def make_accelerator(
     precision: str, grad_accum_steps: int, tf32: bool, cpu: bool = False, **options: object,
 ) -> Accelerator:
-    """Sets how float32 is multiplied, and makes what knows of ranks, device, autocast and accumulated parts."""
-    torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.backends.cudnn.allow_tf32 = tf32
+    """Makes what knows of ranks, device, autocast and accumulated parts, for training."""
+    set_float32(tf32)
     return Accelerator(
         mixed_precision=PRECISIONS[precision],
-        cpu=cpu or not torch.cuda.is_available(),     # several ranks on CPUs need to be told
+        cpu=cpu or not torch.cuda.is_available(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
         **options,
     )
+
+
+def describe_device(device: torch.device) -> dict[str, object]:
+    """Names the device and how it multiplies float32, for the record of a result."""
+    name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
+    return {"device": name, "tf32": torch.backends.cudnn.allow_tf32 if device.type == "cuda" else False}

@@ -10,23 +10,24 @@ The same command resumes what was stopped or killed. Options: configs/config.yam
 
 import contextlib
 import copy
-import fcntl
+import errno
 import json
 import math
 import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
 from pathlib import Path
-from typing import TextIO
+from typing import Annotated
 
-import hydra
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import broadcast
-from omegaconf import DictConfig, OmegaConf
+from omegaconf import OmegaConf
+from pydantic import Field
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -35,24 +36,148 @@ import checkpoint as checkpoints
 import features
 import fid
 import speed
-from data import batches, open_latents, to_latent
+from data import KINDS, Latents, batches, open_latents, to_latent
 from dit import DiT, DiT_models
 from edm import EDM
 from guidance import Guidance
 from rf import RF
-from sample import (
-    DTYPES,
-    Trained,
-    build_diffusion,
-    build_network,
-    gathered,
-    generate,
-    labels_of,
-    load_trained,
-    parse_classes,
-    parse_range,
-    write_grid,
+from sample import gathered, generate, grid_classes, labels_of, parse_range, write_grid
+from settings import (
+    Count,
+    Location,
+    NotNegative,
+    Number,
+    Positive,
+    Selection,
+    Settings,
+    Share,
+    Text,
+    Whole,
+    command,
+    one_of,
+    read_record,
 )
+from trained import CheckpointRecord, RouteSettings, Trained, build_diffusion, build_network, load_trained
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+# ---- settings: what configs/config.yaml and its groups may say ------------------------------------------------------
+
+
+class ModelSettings(Settings):
+    name: Text
+    backbone_type: one_of(DiT_models)
+    init: one_of(["adaln_zero", "xavier"])
+    routes: list[RouteSettings]
+    hidden_size: Count | None
+    depth: Count | None
+    num_heads: Count | None
+    patch_size: Count | None
+
+
+class DataSettings(Settings):
+    name: Text
+    path: Location | None
+    channels: Count | None
+    input_size: Count | None
+    num_classes: Count | None
+    kind: one_of(KINDS) | None
+    scale: Positive | None
+    on_device: bool
+    autoencoder: Location | None
+    grid_classes: Selection | None
+
+
+class OptimizerSettings(Settings):
+    lr: NotNegative
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
+    eps: NotNegative
+    weight_decay: NotNegative
+    warmup_steps: Whole
+    schedule: one_of(["constant", "cosine"])
+    clip_norm: Positive | None
+
+
+class EMASettings(Settings):
+    decay: Share
+    warmup: bool
+
+
+class LogSettings(Settings):
+    every: Count
+    trackers: list[one_of(["tensorboard", "wandb"])]
+
+
+class CheckpointSettings(Settings):
+    every: Count
+    keep_last: Count
+    keep_every: Whole
+
+
+class SamplesSettings(Settings):
+    every: Whole
+    seeds: Selection
+    classes: Selection | None
+    num_steps: Count
+    batch_size: Count
+
+
+class EvaluateSettings(Settings):
+    every: Whole
+    reference: Location | None
+    features: one_of(features.EXTRACTORS)
+    features_weights: Location | None
+    sha256: str | None
+    metrics: fid.Metrics | None
+    num_samples: fid.AtLeastTwo
+    seed: Whole
+    guidance_scales: Annotated[list[Number | None], Field(min_length=1)]
+    num_steps: Count
+    batch_size: Count
+
+
+class TrainSettings(Settings):
+    name: Text
+    run_dir: Location
+    init_from: Location | None
+    seed: Whole
+    steps: Whole
+    batch_size: Count
+    grad_accum_steps: Count
+    label_dropout: Share
+    max_skipped_in_row: Count
+    precision: one_of(speed.PRECISIONS)
+    decode_precision: one_of(speed.DTYPES)
+    tf32: bool
+    compile: bool | one_of(speed.COMPILE_MODES)
+    activation_checkpointing: bool
+    cpu: bool
+    model: ModelSettings
+    data: DataSettings
+    diffusion: dict
+    optimizer: OptimizerSettings
+    ema: EMASettings
+    log: LogSettings
+    checkpoint: CheckpointSettings
+    samples: SamplesSettings
+    evaluate: EvaluateSettings
+
+
+class Meta(CheckpointRecord):
+    """What meta.json must say for a run to go on; the last four have not always been there."""
+
+    images: Whole
+    elapsed_s: NotNegative
+    run_id: str
+    data: dict
+    world: Count
+    seed: Whole
+    batch_size: Count
+    scaler: dict | None = None
+    init_from: str | None = None
+    parent: dict | None = None
+    lowest_loss: NotNegative | None = None
+
 
 # ---- one step -------------------------------------------------------------------------------------------------------
 
@@ -131,8 +256,9 @@ class Sums:
         self.values[3] += skipped
         self.values[4].add_(1).mul_(skipped)
 
-    def over_ranks(self, accelerator: Accelerator) -> Tensor:
-        return accelerator.reduce(self.values.clone(), "mean")
+    def over_ranks(self, accelerator: Accelerator) -> dict[str, float]:
+        """Returns the sums, averaged over ranks, by name; waits for the device."""
+        return dict(zip(self.NAMES, accelerator.reduce(self.values.clone(), "mean").tolist(), strict=True))
 
     def start_again(self) -> None:
         """Begins the next report's sums; the skipped steps are counted from the run's beginning."""
@@ -196,63 +322,14 @@ def as_line(row: dict, steps: int) -> str:
     )
 
 
-@contextlib.contextmanager
-def full_disk_is_a_sentence() -> Iterator[None]:
-    """Ends the run with a sentence where a file cannot be written; as a decorator, of all that a function writes."""
-    try:
-        yield
-    except OSError as error:
-        sys.exit(f"train.py: {error} Free some room and run the same command again.")
-
-
-def forget_after(run_dir: Path, step: int) -> None:
-    """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
-    checkpoints.set_aside_after(run_dir, step)
-    for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
-        if int(picture.stem.removeprefix("step-")) > step:
-            picture.unlink()
-    for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
-        if path.is_file():      # rows of results.jsonl that fid.py wrote are not training's to drop
-            ours = [(row, row.get("source", row | {"in_training": True})) for row in checkpoints.read_rows(path)]
-            kept = [row for row, its in ours if not its.get("in_training") or its["step"] <= step]
-            checkpoints.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
-
-
 # ---- what a user may have got wrong ---------------------------------------------------------------------------------
 
 
-def check_settings(cfg: DictConfig) -> None:
-    """Raises ValueError, with the numbers and the knob, for settings that cannot work."""
-    choices = {"precision": speed.PRECISIONS, "model.backbone_type": DiT_models,
-               "optimizer.schedule": ("constant", "cosine"), "decode_precision": DTYPES, "compile": speed.COMPILE,
-               "data.on_device": (True, False)}
-    for key, allowed in choices.items():
-        value = OmegaConf.select(cfg, key)
-        if value not in allowed or type(value) in (int, float):      # for 1 == True
-            raise ValueError(f"{key}={value} is not one of {', '.join(map(str, allowed))}.")
-    whole = {"steps": 0, "batch_size": 1, "grad_accum_steps": 1, "seed": 0, "max_skipped_in_row": 1,
-             "optimizer.warmup_steps": 0, "log.every": 1, "checkpoint.every": 1, "checkpoint.keep_last": 1,
-             "checkpoint.keep_every": 0, "samples.every": 0, "samples.num_steps": 1, "samples.batch_size": 1,
-             "evaluate.every": 0, "evaluate.num_samples": 2, "evaluate.seed": 0, "evaluate.num_steps": 1,
-             "evaluate.batch_size": 1}
-    for key, low in whole.items():
-        value = OmegaConf.select(cfg, key)
-        if type(value) is not int or value < low:
-            raise ValueError(f"{key}={value} is not a whole number of at least {low}.")
-    real = {"label_dropout": 1, "ema.decay": 1, "optimizer.lr": math.inf, "optimizer.eps": math.inf,
-            "optimizer.weight_decay": math.inf, "optimizer.betas.0": 1, "optimizer.betas.1": 1}
-    if cfg.optimizer.clip_norm is not None:
-        real["optimizer.clip_norm"] = math.inf
-    for key, high in real.items():
-        value = OmegaConf.select(cfg, key)
-        if type(value) not in (int, float) or not 0 <= value <= high:
-            raise ValueError(f"{key}={value} is not a number in [0, {high}].")
-    if any(type(scale) not in (int, float, type(None)) for scale in cfg.evaluate.guidance_scales or [""]):
-        raise ValueError(f"evaluate.guidance_scales={cfg.evaluate.guidance_scales} is not a list of numbers and null, "
-                         f"which is unguided.")
-    for key in ("model.routes", "log.trackers"):
-        if not OmegaConf.is_list(OmegaConf.select(cfg, key)):
-            raise ValueError(f"{key}={OmegaConf.select(cfg, key)} is not a list; write {key}=[] for none.")
+def check_settings(cfg: TrainSettings) -> None:
+    """Raises ValueError for settings that are right by themselves and wrong together."""
+    if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it; a run wants one of its "
+                         f"own, as runs/{cfg.name}.")
 
 
 def check_batch_size(batch_size: int, world: int, num_parts: int, count: int) -> None:
@@ -286,10 +363,10 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
         return {"network": architecture(record["network"]), "diffusion": record["diffusion"],
                 "data set": record["data"]["fingerprint"], "init_from": record.get("init_from")}
 
-    for (what, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
+    for (fact, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
         if old != new:
             old, new = differing(old, new)
-            raise ValueError(f"{run_dir} was trained with another {what}, so it cannot go on: it has {old}, this "
+            raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot go on: it has {old}, this "
                              f"command {new}. Start a run of its own with name=<another>, or give the settings that "
                              f"it began with.")
     was, is_now = ({**record, "routes": record["network"]["routes"]} for record in (meta, now))
@@ -297,18 +374,65 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
             for key in ("world", "seed", "batch_size", "routes") if was[key] != is_now[key]]
 
 
-def lock(run_dir: Path) -> TextIO:
-    """Holds a run for this process until it ends, however it ends. Raises ValueError where another one holds it."""
-    handle = open(run_dir / ".lock", "w")  # noqa: SIM115  (open as long as the process lives)
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f"Another process is training {run_dir}. Stop it first, "
-                         f"or set name=<another> for a second run.") from None
-    return handle
+# ---- a run ----------------------------------------------------------------------------------------------------------
 
 
-# ---- the story ------------------------------------------------------------------------------------------------------
+@dataclass
+class Grid:
+    """What a sample grid is drawn of."""
+
+    decode: Callable[[Tensor], Tensor]
+    seeds: list[int]
+    labels: list[int]
+
+
+@dataclass
+class Evaluation:
+    """What the EMA weights are scored with."""
+
+    decode: Callable[[Tensor], Tensor]
+    extractor: features.Extractor
+    reference: fid.Reference
+
+
+@dataclass
+class Run:
+    """A training run: its parts, and where it stands. What reports, draws, scores and saves is handed one."""
+
+    cfg: TrainSettings
+    accelerator: Accelerator
+    folder: Path
+    latents: Latents
+    grid: Grid | None
+    evaluation: Evaluation | None
+    record: dict                            # what a checkpoint says of network, diffusion and data
+    model: DiT                              # the plain network, which is saved
+    ema: DiT
+    diffusion: EDM | RF
+    optimizer: torch.optim.Optimizer
+    sums: Sums
+    step: int = 0
+    images: int = 0
+    elapsed_before: float = 0.0             # seconds of training until this process went on
+    started: float = 0.0
+    run_id: str = ""
+    lowest_loss: float = math.inf           # of all reports
+
+    @property
+    def elapsed(self) -> float:
+        return self.elapsed_before + time.perf_counter() - self.started
+
+    @property
+    def autoencoder(self) -> str:
+        return self.record["data"]["autoencoder"]
+
+    @property
+    def drawing_precision(self) -> str:
+        return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision      # the average is a plain network
+
+    @property
+    def grid_path(self) -> Path:
+        return self.folder / "samples" / f"step-{self.step:08d}.png"
 
 
 def main_rank_says(accelerator: Accelerator, number: int) -> int:
@@ -316,18 +440,114 @@ def main_rank_says(accelerator: Accelerator, number: int) -> int:
     return int(broadcast(torch.tensor(int(number), device=accelerator.device)))
 
 
+def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
+    """Opens the latents; raises ValueError where there are none, or none that fit the settings."""
+    if cfg.data.path is None:
+        raise ValueError("Say what to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
+    with accelerator.local_main_process_first():      # which indexes tars for the others
+        latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
+                               num_classes=cfg.data.num_classes)
+    latents.require(shape=latent_shape(cfg, latents), num_classes=cfg.data.num_classes or latents.num_classes)
+    check_batch_size(cfg.batch_size, accelerator.num_processes, cfg.grad_accum_steps, latents.count)
+    return latents
+
+
+def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
+    side = cfg.data.input_size or latents.shape[1]
+    return cfg.data.channels or latents.shape[0], side, side
+
+
+def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_classes: int) -> dict:
+    """Gathers the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
+    sizes = {key: getattr(model, key) for key in ("hidden_size", "depth", "num_heads", "patch_size")}
+    return {
+        **DiT_models[model.backbone_type].keywords,
+        **{key: size for key, size in sizes.items() if size is not None},
+        "input_size": shape[1], "in_channels": shape[0], "num_classes": num_classes,
+        "init": model.init, "routes": [route.model_dump() for route in model.routes],
+    }
+
+
+def describe(cfg: TrainSettings, latents: Latents, world: int) -> dict:
+    """Gathers what a checkpoint records of the run that it belongs to."""
+    return {
+        "network": describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes),
+        "diffusion": dict(cfg.diffusion),
+        "data": {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
+                 "class_names": latents.class_names},
+        "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
+    }
+
+
+def open_drawing(
+    cfg: TrainSettings, accelerator: Accelerator, latents: Latents, autoencoder: str,
+) -> tuple[Grid | None, Evaluation | None]:
+    """Loads what grids and evaluations need, before anything slow; None for what is not asked for.
+
+    Where neither is, says so if nothing at hand will decode what is trained.
+    """
+    if not cfg.samples.every and not cfg.evaluate.every:
+        if why := autoencoders.undecodable(autoencoder, latents.shape[0]):
+            accelerator.print(f"Nothing can decode these latents yet: {why} Training does not need it; sample.py will.")
+        return None, None
+    decoder = autoencoders.load(autoencoder, accelerator.device, speed.DTYPES[cfg.decode_precision])
+    if decoder.channels != latents.shape[0]:
+        raise ValueError(f"data.autoencoder={autoencoder} decodes latents of {decoder.channels} channels, and "
+                         f"{latents.where} holds {latents.shape[0]}: name theirs, or set samples.every=0 "
+                         f"evaluate.every=0 to train without pictures.")
+    grid = evaluation = None
+    if cfg.samples.every:
+        seeds = parse_range("samples.seeds", cfg.samples.seeds)
+        classes = grid_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names)
+        grid = Grid(decoder.decode, seeds, labels_of(seeds, classes))
+    if cfg.evaluate.every:
+        if cfg.evaluate.reference is None:
+            raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz>; "
+                             f"docs/evaluation.md says where to get or how to make one.")
+        with accelerator.local_main_process_first():      # which downloads weights for the others
+            extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
+                                      accelerator.device)
+        reference = fid.open_reference(cfg.evaluate.reference, extractor)
+        metrics = fid.available_metrics(extractor, reference, cfg.evaluate.metrics)
+        reference.complete(extractor, metrics, cfg.evaluate.batch_size)
+        evaluation = Evaluation(decoder.decode, extractor, reference)
+    return grid, evaluation
+
+
+def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
+    """Puts a run together at step 0; raises ValueError, with the knob, for whatever cannot work."""
+    latents = open_data(cfg, accelerator)
+    record = describe(cfg, latents, accelerator.num_processes)
+    grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])
+    torch.manual_seed(cfg.seed)
+    model = build_network(record["network"]).to(accelerator.device)
+    ema = copy.deepcopy(model).eval()      # not frozen: autocast keeps its casts of trainable weights only
+    if cfg.precision == "fp8":
+        speed.multiply_in_float8(model)
+    optimizer = torch.optim.AdamW(
+        model.parameters(), lr=cfg.optimizer.lr, betas=cfg.optimizer.betas, eps=cfg.optimizer.eps,
+        weight_decay=cfg.optimizer.weight_decay, fused=True,
+    )
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema,
+               build_diffusion(record["diffusion"]), optimizer, Sums(accelerator.device))
+
+
 def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
     """Finds the latest whole checkpoint on the main rank, for all; None where a run has none yet.
 
     Raises ValueError where none that the run has is whole, or where another rank does not see it.
     """
+    NONE_YET, NONE_WHOLE = -1, -2
     latest = checkpoints.latest(run_dir) if accelerator.is_main_process else None
-    none_is_whole = latest is None and bool(checkpoints.all_steps(run_dir))
-    step = main_rank_says(accelerator, -none_is_whole - 1 if latest is None else checkpoints.step_of(latest))
-    if step == -2:
+    if latest is not None:
+        found = checkpoints.step_of(latest)
+    else:
+        found = NONE_WHOLE if checkpoints.all_steps(run_dir) else NONE_YET
+    step = main_rank_says(accelerator, found)
+    if step == NONE_WHOLE:
         raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
                          f"one, or move the folder away to start from the beginning.")
-    if step == -1:
+    if step == NONE_YET:
         return None
     folder = checkpoints.step_folder(run_dir, step)
     if not folder.is_dir():
@@ -341,7 +561,7 @@ def open_parent(path: str, record: dict) -> Trained:
 
     Raises ValueError where they are of another network or predict another thing. Routes may differ.
     """
-    parent = load_trained(path)
+    parent = load_trained(path, num_heads=record["network"]["num_heads"])
     old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
     if old:
         raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "
@@ -355,254 +575,254 @@ def open_parent(path: str, record: dict) -> Trained:
     return parent
 
 
-def describe_network(cfg: DictConfig, shape: tuple[int, int, int], num_classes: int) -> dict:
-    """Gathers the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
-    sizes = {key: cfg.model[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")}
-    return {
-        **DiT_models[cfg.model.backbone_type].keywords,
-        **{key: size for key, size in sizes.items() if size is not None},
-        "input_size": shape[1], "in_channels": shape[0], "num_classes": num_classes,
-        "init": cfg.model.init, "routes": OmegaConf.to_container(cfg.model.routes),
-    }
+def resume(run: Run) -> Path | None:
+    """Brings a run to its latest checkpoint, or to the weights it starts from; returns the checkpoint, if there is one.
+
+    Raises ValueError for a run that cannot be continued with these settings.
+    """
+    cfg, accelerator = run.cfg, run.accelerator
+    run.run_id = f"{run.folder.name}-{time.time_ns():x}"
+    folder = find_checkpoint(accelerator, run.folder)
+    if folder is None:
+        if cfg.init_from is not None:
+            parent = open_parent(cfg.init_from, run.record)
+            run.record["parent"] = {"step": parent.step, "weights_sha256": checkpoints.sha256(parent.file)}
+            run.model.load_state_dict(parent.net.state_dict())
+            run.ema.load_state_dict(parent.net.state_dict())
+        return None
+    meta = read_record(Meta, folder / "meta.json", "It is no checkpoint of ours; move it away.")
+    run.record["parent"] = meta.parent
+    for change in check_resumable(meta.model_dump(), run.record, run.folder):
+        accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
+    if meta.step > cfg.steps:
+        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
+                         f"steps, or start a run of its own with name=<another>.")
+    run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
+    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
+    run.model.load_state_dict(checkpoints.load(folder, "model"))
+    run.ema.load_state_dict(checkpoints.load(folder, "ema"))
+    training = checkpoints.load(folder, "training")
+    run.sums.values.copy_(training.pop("sums"))
+    checkpoints.load_optimizer(run.model, run.optimizer, training)
+    if accelerator.scaler is not None and meta.scaler:
+        accelerator.scaler.load_state_dict(meta.scaler)
+    return folder
 
 
-def open_evaluation(accelerator: Accelerator, cfg: DictConfig) -> tuple[features.Extractor, fid.Reference]:
-    """Loads what evaluations score with, and measures a reference that comes as images, before anything slow."""
-    if cfg.evaluate.reference is None:
-        raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz>; docs/evaluation.md "
-                         f"says where to get or how to make one.")
-    settings = cfg.evaluate
-    with accelerator.local_main_process_first():      # which downloads weights for the others
-        extractor = features.load(settings.features, settings.features_weights, settings.sha256, accelerator.device)
-    reference = fid.open_reference(settings.reference, extractor)
-    reference.complete(extractor, fid.available_metrics(extractor, reference, settings.metrics), settings.batch_size)
-    return extractor, reference
-
-
-def start_trackers(accelerator: Accelerator, cfg: DictConfig, run_dir: Path, run_id: str) -> None:
+def start_trackers(run: Run) -> None:
     """Starts TensorBoard or wandb where asked; raises ValueError where one will not start, as wandb without a login."""
-    flat = {key: str(value) for key, value in OmegaConf.to_container(cfg, resolve=True).items()}
+    trackers = run.cfg.log.trackers
     try:
-        wandb = {"name": cfg.name, "dir": str(run_dir), "id": run_id, "resume": "allow"}
-        accelerator.init_trackers("tread", flat, init_kwargs={"wandb": wandb})
+        wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run.run_id, "resume": "allow"}
+        run.accelerator.init_trackers("tread", {key: str(value) for key, value in run.cfg.model_dump().items()},
+                                      init_kwargs={"wandb": wandb})
     except Exception as error:
-        raise ValueError(f"log.trackers={list(cfg.log.trackers)} could not start: {error}. For wandb run `wandb login` "
+        raise ValueError(f"log.trackers={trackers} could not start: {error}. For wandb run `wandb login` "
                          f"or set WANDB_MODE=offline; log.trackers=[] does without.") from error
 
 
-@hydra.main(config_path="configs", config_name="config", version_base="1.3")
-def main(cfg: DictConfig) -> None:
-    run_dir, stop = Path(cfg.run_dir), StopRequest()
+# ---- what a run writes ----------------------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def full_disk_is_a_sentence() -> Iterator[None]:
+    """Ends the run with a sentence where a file cannot be written; as a decorator, of all that a function writes."""
     try:
-        check_settings(cfg)
-        accelerator = speed.make_accelerator(
-            cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
-            log_with=list(cfg.log.trackers) or None, project_dir=run_dir,
-        )
-        device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-        if cfg.precision == "fp8":
-            speed.check_float8(device)
-        drawing_precision = "bf16" if cfg.precision == "fp8" else cfg.precision      # the average is a plain network
+        yield
+    except OSError as error:
+        full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} & {error.errno, getattr(error.__cause__, "errno", None)}
+        remedy = "Free some room and run the same command again." if full else "The same command resumes."
+        sys.exit(f"train.py: {error} {remedy}")
 
-        # ---- the data, and what is drawn from it
-        if cfg.data.path is None:
-            raise ValueError("Say what to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
-        with accelerator.local_main_process_first():      # which indexes tars for the others
-            latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
-                                   num_classes=cfg.data.num_classes)
-        channels, side = cfg.data.channels or latents.shape[0], cfg.data.input_size or latents.shape[1]
-        shape, num_classes = (channels, side, side), cfg.data.num_classes or latents.num_classes
-        latents.require(shape=shape, num_classes=num_classes)
-        check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
-        autoencoder = cfg.data.autoencoder or latents.autoencoder
-        if cfg.samples.every or cfg.evaluate.every:
-            decode = autoencoders.load(autoencoder, device, DTYPES[cfg.decode_precision]).decode
-        if cfg.evaluate.every:
-            extractor, reference = open_evaluation(accelerator, cfg)
-        if cfg.samples.every:
-            grid_seeds = parse_range("samples.seeds", cfg.samples.seeds)
-            wanted = f"0-{min(10, latents.num_classes) - 1}" if cfg.samples.classes is None else cfg.samples.classes
-            grid_classes = parse_classes("samples.classes", wanted, latents.num_classes, latents.class_names)
-            grid_labels = labels_of(grid_seeds, grid_classes)
 
-        # ---- the network, its average, its optimizer
-        record = {
-            "network": describe_network(cfg, shape, num_classes), "diffusion": OmegaConf.to_container(cfg.diffusion),
-            "data": {"fingerprint": latents.fingerprint, "autoencoder": autoencoder,
-                     "class_names": latents.class_names},
-            "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
-        }
-        torch.manual_seed(cfg.seed)
-        model = build_network(record["network"]).to(device)
-        ema = copy.deepcopy(model).eval()      # not frozen: autocast keeps its casts of trainable weights only
-        if cfg.precision == "fp8":
-            speed.multiply_in_float8(model)
-        diffusion = build_diffusion(record["diffusion"])
-        optimizer = torch.optim.AdamW(
-            model.parameters(), lr=cfg.optimizer.lr, betas=tuple(cfg.optimizer.betas), eps=cfg.optimizer.eps,
-            weight_decay=cfg.optimizer.weight_decay, fused=True,
-        )
-        sums = Sums(device)
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
+    checkpoints.set_aside_after(run_dir, step)
+    for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
+        if int(picture.stem.removeprefix("step-")) > step:
+            picture.unlink()
+    def written_at(row: dict) -> int:
+        source = row.get("source", row | {"in_training": True})
+        return source["step"] if source.get("in_training") else 0      # what fid.py wrote is not training's to drop
 
-        # ---- where the run stands
+    for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
+        if path.is_file():
+            kept = [row for row in checkpoints.read_rows(path) if written_at(row) <= step]
+            checkpoints.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+
+
+def in_trouble(run: Run, total: dict[str, float]) -> bool:
+    """Tells from sums whether steps are being skipped, or the loss is ten times what it has been at its lowest."""
+    loss = total["loss"] / total["steps"] if total["steps"] else 0.0
+    return total["skipped_in_row"] > 0 or not loss <= 10 * run.lowest_loss
+
+
+@full_disk_is_a_sentence()
+def report(run: Run, num_steps: int, seconds: float) -> None:
+    """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
+    cfg, accelerator = run.cfg, run.accelerator
+    total = run.sums.over_ranks(accelerator)
+    trouble = in_trouble(run, total)
+    run.sums.start_again()
+    row = {
+        "step": run.step, "images": run.images,
+        "loss": total["loss"] / total["steps"] if total["steps"] else None,
+        "lr": run.optimizer.param_groups[0]["lr"],
+        "grad_norm": total["grad_norm"] / total["steps"] if total["steps"] else None,
+        "skipped": int(total["skipped"]),
+        "img_per_sec": num_steps * cfg.batch_size / seconds, "sec_per_step": seconds / num_steps,
+        "peak_memory_gib": peak_memory_gib(accelerator.device), "elapsed_s": run.elapsed,
+    }
+    if row["loss"] is not None and not trouble:
+        run.lowest_loss = min(run.lowest_loss, row["loss"])
+    if accelerator.is_main_process:
+        tqdm.write(as_line(row, cfg.steps))
+        checkpoints.append_row(run.folder / "metrics.jsonl", row)
+    accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
+    skipped_in_row = int(total["skipped_in_row"])
+    if skipped_in_row >= cfg.max_skipped_in_row:
+        last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
+        go_on = "the same command resumes from it, once newer ones are moved away" if last_good else "start anew"
+        sys.exit(f"train.py: the last {skipped_in_row} steps had no finite gradient and were skipped: the run stops at "
+                 f"step {run.step}. The last good checkpoint is {last_good or 'none'}. Lower optimizer.lr, set "
+                 f"optimizer.clip_norm=1 or precision=fp32; {go_on}.")
+
+
+@full_disk_is_a_sentence()
+def draw(run: Run) -> None:
+    grid, world = run.grid, run.accelerator.num_processes
+    batch_size = min(run.cfg.samples.batch_size, math.ceil(len(grid.seeds) / world))
+    pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=batch_size,
+                        num_steps=run.cfg.samples.num_steps, precision=run.drawing_precision, progress="samples")
+    write_grid(gathered(pictures), run.grid_path, run.latents.captions)
+
+
+@full_disk_is_a_sentence()
+def evaluate(run: Run) -> None:
+    """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
+    cfg, accelerator, evaluation = run.cfg.evaluate, run.accelerator, run.evaluation
+    extractor, reference, results = evaluation.extractor, evaluation.reference, run.folder / "results.jsonl"
+    metrics = fid.available_metrics(extractor, reference, cfg.metrics)
+    seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
+    labels = labels_of(seeds, list(range(run.latents.num_classes)))
+    # The weights of a step follow from this, so a row that agrees in it is of the same ones.
+    origin = {key: run.record[key] for key in ("network", "diffusion", "data", "seed", "init_from")}
+    for scale in cfg.guidance_scales:
+        began = time.perf_counter()
+        drawing = fid.Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
+                              num_steps=cfg.num_steps, precision=run.drawing_precision,
+                              guidance=None if scale is None else Guidance(scale))
+        source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
+                  "classes": "all", "origin": fid.digest(origin),
+                  **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
+        row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
+                             batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)
+        if not main_rank_says(accelerator, fid.scored_before(row, results, whatever_code=True) is None):
+            continue
+        scores = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
+                              metrics=metrics, progress="evaluation")
         if accelerator.is_main_process:
-            run_dir.mkdir(parents=True, exist_ok=True)
-            held = lock(run_dir)  # noqa: F841  (until the process ends)
-        step, images, elapsed_before = 0, 0, 0.0
-        run_id = f"{run_dir.name}-{time.time_ns():x}"
-        resumed = find_checkpoint(accelerator, run_dir)
-        if resumed is None and cfg.init_from is not None:
-            parent = open_parent(cfg.init_from, record)
-            record["parent"] = {"step": parent.step, "weights_sha256": checkpoints.sha256(parent.file)}
-            model.load_state_dict(parent.net.state_dict())
-            ema.load_state_dict(parent.net.state_dict())
-        if resumed is not None:
-            meta = checkpoints.read_meta(resumed)
-            record["parent"] = meta.get("parent")
-            for change in check_resumable(meta, record, run_dir):
-                accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
-            step, images, elapsed_before, run_id = (meta[key] for key in ("step", "images", "elapsed_s", "run_id"))
-            model.load_state_dict(checkpoints.load(resumed, "model"))
-            ema.load_state_dict(checkpoints.load(resumed, "ema"))
-            training = checkpoints.load(resumed, "training")
-            sums.values.copy_(training.pop("sums"))
-            checkpoints.load_optimizer(model, optimizer, training)
-            if accelerator.scaler is not None and meta["scaler"]:
-                accelerator.scaler.load_state_dict(meta["scaler"])
-        loader = batches(latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world, start=images // cfg.batch_size,
-                         pin=device.type == "cuda", device=device if cfg.data.on_device else None)
-        if accelerator.is_main_process:
-            forget_after(run_dir, step)
-            checkpoints.write_text(run_dir / "config.yaml", OmegaConf.to_yaml(cfg, resolve=True))
-        start_trackers(accelerator, cfg, run_dir, run_id)
-    except (ValueError, OSError) as error:
-        sys.exit(f"train.py: {error}")
+            row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
+            fid.report(row, results)
+        suffix = "" if scale is None else f"_guided_{scale:g}"
+        accelerator.log({f"{name}{suffix}": value for name, value in scores.items()}, step=run.step)
+
+
+@full_disk_is_a_sentence()
+def save(run: Run) -> None:
+    cfg, accelerator = run.cfg, run.accelerator
+    total = run.sums.over_ranks(accelerator)
+    if not accelerator.is_main_process:
+        return
+    sums = torch.tensor([total[name] for name in Sums.NAMES], dtype=torch.float64)
+    training = checkpoints.optimizer_tensors(run.model, run.optimizer.optimizer) | {"sums": sums}
+    meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
+            "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not in_trouble(run, total),
+            "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,
+            "config": cfg.model_dump(), "torch": torch.__version__}
+    checkpoints.save(checkpoints.step_folder(run.folder, run.step),
+                     {"ema": run.ema.state_dict(), "model": run.model.state_dict(), "training": training}, meta)
+    checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+
+
+# ---- the story ------------------------------------------------------------------------------------------------------
+
+
+@command("config", TrainSettings)
+def main(cfg: TrainSettings) -> None:
+    stop = StopRequest()
+    check_settings(cfg)
+    accelerator = speed.make_accelerator(
+        cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
+        log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
+    )
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    if cfg.precision == "fp8":
+        speed.check_float8(device)
+    run = make_run(cfg, accelerator)
+    if accelerator.is_main_process:
+        lock = checkpoints.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "  # noqa: F841
+                                            f"name=<another> for a second run.")      # held until the process ends
+    resumed = resume(run)
+    loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
+                     start=run.images // cfg.batch_size, pin=device.type == "cuda",
+                     device=device if cfg.data.on_device else None)
+    if accelerator.is_main_process:
+        forget_after(run.folder, run.step)
+        checkpoints.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(cfg.model_dump()))
+    start_trackers(run)
 
     # ---- speed, applied from outside: `model` stays the plain network that is saved, `net` is what is called
+    model = run.model
     if cfg.activation_checkpointing:
         speed.recompute_activations(model)
     speed.compile_network(model, cfg.compile)
-    net, optimizer = accelerator.prepare(model, optimizer)
+    net, run.optimizer = accelerator.prepare(model, run.optimizer)
 
+    latents = run.latents
     accelerator.print(
         f"{cfg.name}: {cfg.model.backbone_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
         f"routes {', '.join(map(str, model.routes)) or 'none'}; {latents.count:,} latents of {latents.shape} in "
         f"{latents.num_classes} classes; {world} × {device.type}, {cfg.precision}; "
         + (f"resuming {resumed.name} of {cfg.steps}" if resumed else f"{cfg.steps} steps of {cfg.batch_size}"))
 
-    def elapsed() -> float:
-        return elapsed_before + time.perf_counter() - started
-
-    @full_disk_is_a_sentence()
-    def report(num_steps: int, seconds: float) -> None:
-        """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
-        total = dict(zip(Sums.NAMES, sums.over_ranks(accelerator).tolist(), strict=True))
-        sums.start_again()
-        row = {
-            "step": step, "images": images,
-            "loss": total["loss"] / total["steps"] if total["steps"] else None,
-            "lr": optimizer.param_groups[0]["lr"],
-            "grad_norm": total["grad_norm"] / total["steps"] if total["steps"] else None,
-            "skipped": int(total["skipped"]),
-            "img_per_sec": num_steps * cfg.batch_size / seconds, "sec_per_step": seconds / num_steps,
-            "peak_memory_gib": peak_memory_gib(device), "elapsed_s": elapsed(),
-        }
-        if accelerator.is_main_process:
-            tqdm.write(as_line(row, cfg.steps))
-            with open(run_dir / "metrics.jsonl", "a", encoding="utf-8") as file:
-                file.write(json.dumps(row) + "\n")
-        accelerator.log({name: value for name, value in row.items() if value is not None}, step=step)
-        if total["skipped_in_row"] >= cfg.max_skipped_in_row:
-            last_good = checkpoints.latest(run_dir)
-            sys.exit(f"train.py: the last {int(total['skipped_in_row'])} steps had no finite gradient and were "
-                     f"skipped: the run stops at step {step}. The last good checkpoint is {last_good or 'none'}. Lower "
-                     f"optimizer.lr, set optimizer.clip_norm=1 or precision=fp32; the same command resumes from it.")
-
-    def grid_path() -> Path:
-        return run_dir / "samples" / f"step-{step:08d}.png"
-
-    @full_disk_is_a_sentence()
-    def draw() -> None:
-        pictures = generate(ema, diffusion, decode, grid_seeds, grid_labels, batch_size=cfg.samples.batch_size,
-                            num_steps=cfg.samples.num_steps, precision=drawing_precision, progress="samples")
-        write_grid(gathered(pictures), grid_path(), latents.class_names)
-
-    @full_disk_is_a_sentence()
-    def evaluate() -> None:
-        """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
-        seeds = list(range(cfg.evaluate.seed, cfg.evaluate.seed + cfg.evaluate.num_samples))
-        labels = labels_of(seeds, list(range(latents.num_classes)))
-        done = {(row["source"]["step"], (row["source"].get("guidance") or {}).get("scale"))
-                for row in checkpoints.read_rows(run_dir / "results.jsonl") if row["source"].get("in_training")}
-        for scale in cfg.evaluate.guidance_scales:
-            if not main_rank_says(accelerator, (step, scale) not in done):
-                continue
-            began = time.perf_counter()
-            drawing = fid.Drawing(ema, diffusion, decode, seeds, labels, batch_size=cfg.evaluate.batch_size,
-                                  num_steps=cfg.evaluate.num_steps, precision=drawing_precision,
-                                  guidance=None if scale is None else Guidance(scale))
-            numbers = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
-                                   metrics=cfg.evaluate.metrics, progress="evaluation")
-            if accelerator.is_main_process:
-                source = {"checkpoint": str(run_dir), "step": step, "weights": "ema", "ema": True, "in_training": True,
-                          "classes": "all", **fid.describe_autoencoder(autoencoder, cfg.decode_precision),
-                          **drawing.record}
-                fid.report(fid.result_row(
-                    numbers, len(seeds), source, extractor, reference, seconds=time.perf_counter() - began,
-                    batch_size=cfg.evaluate.batch_size, image_rule=fid.DRAWN_RULE,
-                ), run_dir / "results.jsonl")
-            suffix = "" if scale is None else f"_guided_{scale:g}"
-            accelerator.log({f"{name}{suffix}": value for name, value in numbers.items()}, step=step)
-
-    @full_disk_is_a_sentence()
-    def save() -> None:
-        reduced = {"sums": sums.over_ranks(accelerator)}
-        if not accelerator.is_main_process:
-            return
-        training = checkpoints.optimizer_tensors(model, optimizer.optimizer) | reduced
-        scaler = accelerator.scaler and accelerator.scaler.state_dict()
-        meta = {"step": step, "images": images, "elapsed_s": elapsed(), "run_id": run_id, "scaler": scaler, **record,
-                "config": OmegaConf.to_container(cfg, resolve=True), "torch": torch.__version__}
-        checkpoints.save(checkpoints.step_folder(run_dir, step),
-                         {"ema": ema.state_dict(), "model": model.state_dict(), "training": training}, meta)
-        checkpoints.prune(run_dir, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
-
     # ---- the loop
-    bar = tqdm(initial=step, total=cfg.steps, desc=cfg.name, unit="step", disable=not accelerator.is_main_process)
-    first_step = reported_step = step
-    started = reported_at = time.perf_counter()
+    bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
+               disable=not accelerator.is_main_process or None)      # None: where it is no terminal
+    first_step = reported_step = run.step
+    run.started = reported_at = time.perf_counter()
     while True:
-        moved, finished = step > first_step, step >= cfg.steps
-        if moved and (due(step, cfg.log.every) or finished):
-            report(step - reported_step, time.perf_counter() - reported_at)
-            reported_step, reported_at = step, time.perf_counter()
-        stopped_by = stop.agreed(step, world)
+        moved, finished = run.step > first_step, run.step >= cfg.steps
+        if moved and (due(run.step, cfg.log.every) or finished):
+            report(run, run.step - reported_step, time.perf_counter() - reported_at)
+            reported_step, reported_at = run.step, time.perf_counter()
+        stopped_by = stop.agreed(run.step, world)
         last_step = finished or stopped_by
         paused_at = time.perf_counter()
-        if moved and (due(step, cfg.checkpoint.every) or last_step):
-            save()
+        if moved and (due(run.step, cfg.checkpoint.every) or last_step):
+            save(run)
         # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
-        due_grid = step and cfg.samples.every and (due(step, cfg.samples.every) or finished)
-        if due_grid and main_rank_says(accelerator, not grid_path().exists()):
-            draw()
+        due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
+        if due_grid and main_rank_says(accelerator, not run.grid_path.exists()):
+            draw(run)
         # The untrained network is evaluated too: it is what the numbers are to be compared with.
-        if cfg.evaluate.every and (due(step, cfg.evaluate.every) or finished):
-            evaluate()
+        if run.evaluation and (due(run.step, cfg.evaluate.every) or finished):
+            evaluate(run)
         reported_at += time.perf_counter() - paused_at      # a report is about training, not about drawing and saving
         if last_step:
             break
 
-        torch.manual_seed(step_seed(cfg.seed, step, rank))
+        torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         stored, y = (part.to(device, non_blocking=True) for part in next(loader))
         loss, grad_norm, skipped = train_step(
-            accelerator, net, model, diffusion, optimizer, to_latent(stored, latents.kind), y,
-            lr=learning_rate(step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
+            accelerator, net, model, run.diffusion, run.optimizer, to_latent(stored, latents.kind), y,
+            lr=learning_rate(run.step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm, num_parts=cfg.grad_accum_steps,
             cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
-        update_ema(ema, model, ema_decay(step, cfg.ema.decay, cfg.ema.warmup))
-        sums.add(loss, grad_norm, skipped)
-        step, images = step + 1, images + cfg.batch_size
+        update_ema(run.ema, model, ema_decay(run.step, cfg.ema.decay, cfg.ema.warmup))
+        run.sums.add(loss, grad_norm, skipped)
+        run.step, run.images = run.step + 1, run.images + cfg.batch_size
         bar.update()
 
     loader.close()
@@ -610,11 +830,11 @@ def main(cfg: DictConfig) -> None:
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if stopped_by and not finished:
-        saved = f"saved in {checkpoints.step_folder(run_dir, step)}" if moved else "there was nothing new to save"
-        name = signal.Signals(stopped_by).name
-        accelerator.print(f"Stopped by {name} at step {step}; {saved}. The same command resumes.")
+        folder, name = checkpoints.step_folder(run.folder, run.step), signal.Signals(stopped_by).name
+        saved = f"saved in {folder}" if moved else "there was nothing new to save"
+        accelerator.print(f"Stopped by {name} at step {run.step}; {saved}. The same command resumes.")
         sys.exit(128 + stopped_by)
-    accelerator.print(f"Finished {cfg.steps} steps: {run_dir}. Next: python sample.py checkpoint={run_dir}")
+    accelerator.print(f"Finished {run.step} steps: {run.folder}. Next: python sample.py checkpoint={run.folder}")
 
 
 if __name__ == "__main__":

@@ -1,0 +1,338 @@
+"""A plain record, a checkpoint or anybody's weights -> network, diffusion, sampler settings, guidance."""
+
+import argparse
+import inspect
+import math
+import zipfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from pydantic import Field
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor
+
+import checkpoint as checkpoints
+from dit import DiT, infer_architecture
+from edm import DDPM, EDM
+from guidance import Guidance
+from rf import RF
+from routing_module import Route
+from settings import Count, Location, NotNegative, Number, Positive, Record, Settings, Whole, read, read_record
+
+DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
+
+
+# ---- records -> network, diffusion ----------------------------------------------------------------------------------
+
+
+class RouteSettings(Settings):
+    """One of `routes`, as a config and a checkpoint's record have it."""
+
+    start_layer_idx: int
+    end_layer_idx: int
+    selection_ratio: Annotated[float, Field(ge=0, lt=1)]
+
+
+class NetworkRecord(Settings):
+    """The keywords of a DiT, as a checkpoint records them; the last four have not always been there."""
+
+    input_size: Count
+    patch_size: Count
+    in_channels: Count
+    hidden_size: Count
+    depth: Count
+    num_heads: Count
+    num_classes: Count
+    mlp_ratio: Positive = 4.0
+    learn_sigma: bool = False
+    init: Literal["adaln_zero", "xavier"] = "adaln_zero"
+    routes: list[RouteSettings] = []
+
+
+class EDMRecord(Settings):
+    name: Literal["edm"]
+    P_mean: Number = -1.2
+    P_std: NotNegative = 1.2
+    sigma_data: Positive = 0.5
+
+
+class DDPMRecord(Settings):
+    name: Literal["ddpm"]
+    num_timesteps: Count = 1000
+    beta_min: Positive = 1e-4
+    beta_max: Positive = 0.02
+
+
+class RFRecord(Settings):
+    name: Literal["rf"]
+    timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
+
+
+DIFFUSION_RECORDS = {"edm": EDMRecord, "ddpm": DDPMRecord, "rf": RFRecord}
+
+
+class DataRecord(Record):
+    autoencoder: str
+    class_names: list[str] | None
+    display_names: list[str] | None = None
+
+
+class CheckpointRecord(Record):
+    """What meta.json must say for a checkpoint to be sampled."""
+
+    network: dict
+    diffusion: dict
+    data: DataRecord
+    step: Whole
+
+
+def build_network(network: dict) -> DiT:
+    """Builds a DiT from plain keywords, `routes` a list of dicts; raises ValueError for keywords that make none."""
+    keywords = read(NetworkRecord, network, "A network's record: ").model_dump()
+    return DiT(**{**keywords, "routes": [Route(**route) for route in keywords["routes"]]})
+
+
+def build_diffusion(diffusion: dict) -> EDM | RF:
+    """Builds a diffusion from its name and keywords; raises ValueError for those that make none."""
+    name = diffusion.get("name")
+    if name not in DIFFUSIONS:
+        raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
+    keywords = read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump(exclude={"name"})
+    return DIFFUSIONS[name](**keywords)
+
+
+# ---- files -> network -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Trained:
+    """What is needed to draw with a network: the network itself and what its checkpoint says about it."""
+
+    net: DiT
+    diffusion: EDM | RF
+    autoencoder: str
+    class_names: list[str] | None
+    captions: list[str] | None      # names of the classes to show
+    step: int | None
+    weights: str             # ema | model: which weights these are; file: a state dict that does not say
+    folder: Path | None      # the checkpoint folder, None for a bare weights file
+    file: Path               # of the weights
+    recorded: dict           # `network` and `diffusion` as plain keywords
+    inferred: str | None     # what was read off the weights for want of a record, as a sentence
+
+
+# Under these keys a published .pt keeps its average, or else the trained weights.
+STATE_KEYS = {"ema": ("ema", "ema_state_dict"), "model": ("model", "model_state_dict", "state_dict")}
+
+
+def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tensor], str]:
+    """Reads a state dict from .safetensors, or from a .pt as published, of which only tensors are ever unpickled.
+
+    Of a training checkpoint that holds several, `weights` says which: ema, model, or None, the average if there is one.
+    Returns it without the prefixes of wrappers, and which it is: ema, model, or file where the file does not say.
+    Raises ValueError for a file that is none, that lacks what was asked for, or whose values are not finite.
+    """
+    which = "file"
+    if path.suffix == ".safetensors":
+        try:
+            state = load_file(path)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{path} is no whole safetensors file: {error}.") from error
+    else:
+        try:
+            # DiT's train.py stores its argparse.Namespace beside the weights: a bag of plain values, safe to build.
+            with torch.serialization.safe_globals([argparse.Namespace]):
+                state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
+        except Exception as error:
+            raise ValueError(
+                f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are loaded, "
+                f"since unpickling anything else could run code; save its state dict as .safetensors."
+            ) from error
+        held = {key: name for name, keys in STATE_KEYS.items() for key in keys
+                if isinstance(state, dict) and isinstance(state.get(key), dict)}
+        wanted = [key for key, name in held.items() if weights in (None, name)]
+        if held and not wanted:
+            raise ValueError(f"{path} holds {', '.join(held)}, and no weights={weights}.")
+        if held:
+            state, which = state[wanted[0]], held[wanted[0]]
+    if not isinstance(state, dict) or not all(isinstance(key, str) and isinstance(value, Tensor)
+                                              for key, value in state.items()):
+        raise ValueError(f"{path} holds no state dict, that is, no dictionary of tensors by name.")
+    damaged = [key for key, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
+    if damaged:
+        raise ValueError(f"{path} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "
+                         f"{damaged[0]} first: its training has diverged. Choose an earlier checkpoint.")
+    # DDP, torch.compile and EDM's preconditioner each put their own word before every key.
+    for prefix in ("module.", "_orig_mod.", "model."):
+        state = {key.removeprefix(prefix): value for key, value in state.items()}
+    return state, which
+
+
+def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
+    """Finds the weights file that `path` names, and its checkpoint folder or None; raises ValueError for none."""
+    if path.is_file():
+        return path, path.parent if (path.parent / "meta.json").is_file() else None
+    if (path / "meta.json").is_file():
+        return path / f"{weights}.safetensors", path
+    if not (path / "checkpoints").is_dir():
+        raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
+                         f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
+    folder = checkpoints.latest(path, (weights,))
+    if folder is None:
+        raise ValueError(f"The run {path} holds no whole checkpoint yet; let it train until its first save.")
+    return folder / f"{weights}.safetensors", folder
+
+
+def load_trained(
+    path: str | Path,                       # a run, a checkpoint folder or a weights file
+    weights: str | None = None,             # ema | model; None: the average, or what the file holds
+    diffusion: str | None = None,           # overrules what is recorded
+    autoencoder: str | None = None,         # likewise
+    device: torch.device | str = "cpu",
+    num_heads: int | None = None,           # of a bare weights file, which does not tell
+) -> Trained:
+    """Loads a network and what its checkpoint says about it.
+
+    A weights file beside its meta.json is built as that says. Without one, the architecture is read off the shapes:
+    with 2C output channels it is taken for one of facebookresearch/DiT's (diffusion `ddpm`), else for an `edm` one.
+    Raises ValueError where there is no such path, no whole checkpoint, or weights that are not a DiT's.
+    """
+    path = Path(path)
+    file, folder = find_weights(path, weights or "ema")
+    if folder is not None:
+        if why := checkpoints.problem(folder, (file.stem,)):
+            raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
+        if path.is_file() and weights not in (None, file.stem):
+            raise ValueError(f"checkpoint={path} is the file of weights={file.stem}, not of weights={weights}.")
+    state, which = read_weights(file, weights)
+    inferred = None
+    if folder is not None:
+        meta = read_record(CheckpointRecord, folder / "meta.json",
+                           "It describes no checkpoint of ours; move the weights elsewhere.")
+        network, recorded, data, step, which = meta.network, meta.diffusion, meta.data, meta.step, file.stem
+    else:
+        network, step = infer_architecture(state, num_heads), None
+        recorded = {"name": "ddpm" if network["learn_sigma"] else "edm"}
+        data = DataRecord(autoencoder="identity" if network["in_channels"] == 3 else "sd_vae_ema", class_names=None)
+    if diffusion and diffusion != recorded["name"]:
+        recorded = {"name": diffusion}
+    if folder is None:
+        inferred = (f"{file} carries no record: taken as {recorded['name']}, {network['num_heads']} heads, decoded by "
+                    f"{autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, autoencoder=.")
+    with torch.device("meta"):
+        net = build_network(network)
+    expected = net.state_dict()
+    missing = [key for key, value in expected.items() if key not in state or state[key].shape != value.shape]
+    unexpected = [key for key in state if key not in expected]
+    if missing or unexpected:
+        raise ValueError(
+            f"The weights at {path} do not fit the network they should: {len(missing)} are missing or of another shape "
+            f"({', '.join(missing[:3])} …), {len(unexpected)} are unknown ({', '.join(unexpected[:3])} …)."
+        )
+    net.load_state_dict(state, assign=True)
+    return Trained(
+        net=net.to(device).float().eval(),      # not frozen: autocast keeps its casts of trainable weights only
+        diffusion=build_diffusion(recorded), autoencoder=autoencoder or data.autoencoder,
+        class_names=data.class_names, captions=data.display_names or data.class_names,
+        step=step, weights=which, folder=folder, file=file,
+        recorded={"network": network, "diffusion": recorded}, inferred=inferred,
+    )
+
+
+# ---- settings -> sampler, guidance ----------------------------------------------------------------------------------
+
+
+class SamplerSettings(Settings):
+    """A diffusion's sampler; null: its own value. EDM's are those of arXiv 2206.00364, Algorithm 2."""
+
+    sigma_min: Positive | None
+    sigma_max: Positive | None
+    rho: Positive | None
+    S_churn: NotNegative | None
+    S_min: NotNegative | None
+    S_max: Annotated[float, Field(ge=0)] | None      # infinity is its usual value
+    S_noise: NotNegative | None
+    solver: Literal["euler", "heun"] | None
+
+
+def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
+    """Completes the settings of a diffusion's sampler, of which None is the sampler's own value.
+
+    Raises ValueError for a setting that the sampler lacks, or noise levels in the wrong order.
+    """
+    own = {name: parameter.default for name, parameter in inspect.signature(diffusion.sample).parameters.items()
+           if name != "num_steps" and isinstance(parameter.default, int | float | str)}
+    given = {name: value for name, value in given.items() if value is not None}
+    for name, value in given.items():
+        if name not in own:
+            raise ValueError(f"sampler.{name}={value}: the sampler of {type(diffusion).__name__} has no such setting; "
+                             f"it has {', '.join(own)}.")
+    settings = own | given
+    if settings.get("sigma_min", 0) >= settings.get("sigma_max", math.inf):
+        raise ValueError(f"sampler.sigma_min={settings['sigma_min']} is not below "
+                         f"sampler.sigma_max={settings['sigma_max']}.")
+    return settings
+
+
+Ratio = Annotated[float, Field(ge=0, lt=1)]
+Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
+
+
+class GuidanceRoute(Settings):
+    """Where tokens leave and rejoin; their ratios are gamma1 and gamma2."""
+
+    start_layer_idx: int
+    end_layer_idx: int
+
+
+class GuidanceSettings(Settings):
+    """The keys of configs/guidance, which lie flat among a command's."""
+
+    scale: Number | None
+    gamma1: Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]
+    gamma2: Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]
+    drop_label: bool
+    weak: Location | None
+    interval: Pair | None
+    routes: list[GuidanceRoute] | None
+
+
+def build_guidance(
+    settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
+) -> tuple[Guidance | None, dict | None]:
+    """Builds guidance from its settings, loading the weak network where there is one; None where `scale` is None.
+
+    Returns it with its record: the settings, and which weights the weak network has. Raises ValueError, with the
+    numbers and the knob, for settings that cannot work with `trained`.
+    """
+    if settings.scale is None:
+        unguided = {"gamma1": 0, "gamma2": 0, "weak": None, "interval": None}
+        if changed := [key for key, value in unguided.items() if getattr(settings, key) != value]:
+            raise ValueError(f"{', '.join(f'{key}={getattr(settings, key)}' for key in changed)} guides nothing "
+                             f"without a scale: give scale=1.5, say, or none of these.")
+        return None, None
+    if settings.weak == "required":
+        raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
+    is_flow = trained.recorded["diffusion"]["name"] == "rf"
+    if is_flow and settings.interval and 1 < settings.interval[1] < math.inf:
+        raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
+                         f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+    weak = load_trained(settings.weak, device=device) if settings.weak else None
+    if weak is not None:
+        strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
+        if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
+            raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
+                             f"(sigma_data {weak_data}) and the checkpoint with {type(trained.diffusion).__name__} "
+                             f"(sigma_data {strong_data}): their predictions cannot be mixed.")
+    routes = None if settings.routes is None else tuple(
+        Route(route.start_layer_idx, route.end_layer_idx, 0.0) for route in settings.routes)
+    guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
+                        settings.interval, routes)
+    guidance.check(trained.net)
+    source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
+                       "weights_sha256": checkpoints.sha256(weak.file)}
+    return guidance, {**guidance.record(), "weak": source}
