@@ -28,7 +28,7 @@ import torch
 from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, scale_latent, scale_moments
-from images import find_tars
+from images import MAX_CLASSES, find_tars
 
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
@@ -56,16 +56,18 @@ class Latents:
 
     `shape` is (C, h, w) of one latent; what is stored has 2C channels [mean, std] where `kind` is "moments".
     `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
+    `display_names` are the classes' names for people, the class names where there are no others.
     """
 
     def __init__(self, *, where: str, files: list[Path], starts: np.ndarray, labels: np.ndarray,
                  stored_shape: tuple[int, int, int], stored_dtype: np.dtype, first_byte: np.ndarray | None = None,
                  offsets: np.ndarray | None = None, kind: str, mirrored: bool, num_classes: int,
-                 class_names: list[str] | None, autoencoder: str, scale: float, shift: float):
+                 class_names: list[str] | None, autoencoder: str, scale: float, shift: float,
+                 display_names: list[str] | None = None):
         self.where = where
         self.kind, self.mirrored = kind, mirrored
         self.num_classes, self.class_names = num_classes, class_names
-        self.captions = class_names
+        self.display_names = class_names if display_names is None else display_names
         self.autoencoder, self.scale, self.shift = autoencoder, scale, shift
         self.count = len(labels)
         self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])
@@ -122,9 +124,11 @@ class Latents:
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
         if tuple(shape) != self.shape:
-            moments = self.in_tars and self.kind == "sample" and self.shape[0] == 2 * shape[0]
-            remedy = ("set data.kind=moments if the channels are [mean, logvar]" if moments else
-                      f"set data.channels={self.shape[0]} and data.input_size={self.shape[1]}")
+            remedy = f"set data.channels={self.shape[0]} and data.input_size={self.shape[1]}"
+            if self.in_tars and self.kind == "sample" and self.shape[0] == 2 * shape[0]:
+                remedy = "set data.kind=moments if the channels are [mean, logvar]"
+            if self.in_tars and self.kind == "moments" and 2 * self.shape[0] == shape[0]:
+                remedy = "set data.kind=sample if the channels are not [mean, logvar]"
             raise ValueError(f"{self.where} holds latents of shape {self.shape} (channels, height, width), but the "
                              f"network is set up for {tuple(shape)}: {remedy}, or data.path to another data set.")
         if num_classes < self.num_classes:
@@ -198,17 +202,26 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
         parts = ["latents", "mirrored"] if record["mirrored"] else ["latents"]
         counts = [int(shard["count"]) for shard in meta["shards"]]
         names = {part: [folder / shard[part] for shard in meta["shards"]] for part in (*parts, "labels")}
-    except (KeyError, TypeError, ValueError) as error:
+        display_names = meta.get("display_names")
+        if isinstance(display_names, list) and not all(isinstance(name, str) for name in display_names):
+            raise ValueError("display_names are not all text")
+    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:  # JSON knows 1e999 and [[[[…
         raise ValueError(f"{file} is not a latent folder's record ({type(error).__name__}: {error}); "
                          "docs/data.md has the format, and scripts/prepare_latents.py writes it.") from error
 
-    classes, class_names = record["num_classes"], record["class_names"]
+    classes = record["num_classes"]
     if record["kind"] not in KINDS or len(shape) != 3 or dtype != "float16" or not record["scale"] > 0:
         raise ValueError(f"{file} says kind {record['kind']!r}, shape {list(shape)}, dtype {dtype!r} and scale "
                          f"{record['scale']}; this version reads kinds {KINDS}, shapes [C, h, w], float16 and a "
                          "scale above 0.")
-    if class_names is not None and len(class_names) != classes:
-        raise ValueError(f"{file} says num_classes {classes} but names {len(class_names)} classes.")
+    for key, given in (("class_names", record["class_names"]), ("display_names", display_names)):
+        if given is not None and not isinstance(given, list):
+            raise ValueError(f"{file}: {key} is neither null nor a list of names.")
+        if given is not None and len(given) != classes:
+            raise ValueError(f"{file} says num_classes {classes} but names {len(given)} classes in {key}.")
+    for name in itertools.chain(*names.values()):
+        if not name.is_relative_to(folder) or ".." in name.relative_to(folder).parts:
+            raise ValueError(f"{file} lists {name}, which lies outside the folder: a latent folder holds its shards.")
     if sum(counts) != count or count == 0:
         raise ValueError(f"{file} says {count} images, but its {len(counts)} shards hold {sum(counts)}.")
     for name, asked in (("kind", kind), ("scale", scale)):
@@ -231,7 +244,7 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
         _check_labels(shard_labels, classes, file, 'correct the labels or "num_classes" in metadata.json')
         labels[start:end] = shard_labels
     return Latents(where=str(folder), files=files, starts=starts, first_byte=np.array(first_byte), labels=labels,
-                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), **record)
+                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), display_names=display_names, **record)
 
 
 def _npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
@@ -309,9 +322,17 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
     _check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
     labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
     # The autoencoder is the one TREAD trains on; nothing in the tars says so or otherwise.
-    return Latents(where=str(path), files=tars, starts=index["starts"], offsets=index["offsets"], labels=labels,
-                   stored_shape=stored_shape, stored_dtype=dtype, kind=kind, mirrored=False,
-                   num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema", scale=scale, shift=0.0)
+    latents = Latents(where=str(path), files=tars, starts=index["starts"], offsets=index["offsets"], labels=labels,
+                      stored_shape=stored_shape, stored_dtype=dtype, kind=kind, mirrored=False,
+                      num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema", scale=scale, shift=0.0)
+    if kind == "moments" and channels == 4:
+        likely = f"{path} holds latents of 4 channels, which are almost surely samples: set data.kind=sample"
+        try:
+            _check_values(latents)
+        except ValueError as error:  # what it advises would make good moments of them
+            raise ValueError(f"{likely}. As moments they do not look right.") from error
+        warnings.warn(f"{likely}, unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
+    return latents
 
 
 def _tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
@@ -392,6 +413,9 @@ def _class_number(content: np.ndarray, where: str) -> int:
     text = content.tobytes()
     if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
         raise ValueError(f"{where} holds {text[:20]!r} where a class number is expected.")
+    if int(text) >= MAX_CLASSES:
+        raise ValueError(f"{where} holds class number {int(text)}, but at most {MAX_CLASSES:,} classes are read: "
+                         "correct the tar.")
     return int(text)
 
 

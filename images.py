@@ -8,12 +8,14 @@ import colorsys
 import glob
 import hashlib
 import io
+import itertools
 import json
 import os
 import posixpath
 import re
 import struct
 import tarfile
+import warnings
 import zipfile
 import zlib
 from collections.abc import Callable
@@ -26,6 +28,8 @@ from PIL import Image, UnidentifiedImageError
 IMAGE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff",
                   ".webp"}
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
+SPLITS = {"train", "val", "valid", "validation", "test"}
+MAX_CLASSES = 1_000_000  # a class number beyond is a mistake, and a table of that many classes fills the memory
 
 
 class UnreadableImage(Exception):
@@ -224,7 +228,8 @@ def find_tars(pattern: str | Path) -> list[Path]:
 
     path = Path(pattern)
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name))
+        return sorted(file for file in path.iterdir()
+                      if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name) and not is_special(file))
     if path.is_file():
         return [path]
     names = list(braceexpand(str(pattern)))
@@ -240,6 +245,26 @@ def looks_like_image(name: str) -> bool:
     parts = name.removeprefix("./").split("/")  # `tar cf set.tar .` names everything ./…
     hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
     return not hidden and posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def is_special(path: str | Path) -> bool:
+    """Tells folders, FIFOs, sockets and devices, and links to them; reading some of them would never end."""
+    return os.path.exists(path) and not os.path.isfile(path)
+
+
+def warn_of_splits(class_names: list[str], parents: set[str], common: str, source: str) -> None:
+    """Warns where the classes are the splits of a data set, which have its class folders below them."""
+    splits = [name for name in class_names if name.lower() in SPLITS]
+    below = tuple(f"{posixpath.join(common, name)}/" for name in splits)
+    if len(splits) < 2 or not any(parent.startswith(below) for parent in parents):
+        return
+    if int(os.environ.get("RANK", 0)):  # every rank lists the images, and one says it
+        return
+    likely = posixpath.join(common, min(splits, key=lambda name: (name.lower() != "train", name)))
+    remedy = f"zip {likely} alone" if os.path.isfile(source) else f"set source={posixpath.join(source, likely)}"
+    warnings.warn(f"source={source} is taken as {len(class_names)} classes named {', '.join(class_names[:5])}"
+                  f"{', …' if len(class_names) > 5 else ''}, which look like the splits of a data set: {remedy} "
+                  f"for the classes of that split.", stacklevel=5)
 
 
 def sort_into_classes(
@@ -267,6 +292,8 @@ def sort_into_classes(
     # Folders named by plain numbers count as numbers: 10 comes after 9, not after 1.
     numeric = all(name.isascii() and name.isdigit() for name in class_of.values())
     class_names = sorted(set(class_of.values()), key=lambda name: (int(name), name) if numeric else name)
+    if len(class_names) > 1:
+        warn_of_splits(class_names, parents, common, source)
     index_of = {name: index for index, name in enumerate(class_names)}
     label_of = {parent: index_of[name] for parent, name in class_of.items()}
     keys = [label_of[name.rpartition("/")[0]] for name in names]
@@ -283,13 +310,20 @@ def list_folder(folder: Path) -> ImageSource:
         raise error  # a folder that may not be read: os.walk would pass over it in silence
 
     for parent, folders, files in os.walk(root, onerror=stop, followlinks=True):
-        for link in (path for name in folders if os.path.islink(path := os.path.join(parent, name))):
-            if f"{os.path.realpath(parent)}/".startswith(f"{os.path.realpath(link)}/"):
-                raise ValueError(f"source={root}: {link} links to a folder that it lies in: remove the link.")
         relative = os.path.relpath(parent, root).replace(os.sep, "/")
         prefix = "" if relative == "." else f"{relative}/"
+        for link in (path for name in folders if os.path.islink(path := os.path.join(parent, name))):
+            # The folders on the way, not only the parent: of two that link to each other, neither lies in the other.
+            way = itertools.accumulate(prefix.split("/")[:-1], os.path.join, initial=root)
+            target = os.path.realpath(link)
+            if any(f"{os.path.realpath(folder)}/".startswith(f"{target}/") for folder in way):
+                raise ValueError(f"source={root}: {link} links to a folder that it lies in, {target}: remove the link.")
+        with os.scandir(parent) as entries:  # which tells plain files without a look at each
+            special = {entry.name for entry in entries
+                       if not entry.is_file(follow_symlinks=False) and is_special(entry.path)}
         for file in files:
-            (names if looks_like_image(prefix + file) else not_images).append(prefix + file)
+            image = looks_like_image(prefix + file) and file not in special
+            (names if image else not_images).append(prefix + file)
         if prefix and not folders and not files:
             not_images.append(prefix)  # an empty class folder is worth a word
     order, labels, class_names = sort_into_classes(names, root, folder.resolve().name)
@@ -302,8 +336,8 @@ def list_folder(folder: Path) -> ImageSource:
                 return file.read()
         except (PermissionError, IsADirectoryError) as error:
             raise UnreadableImage(str(error)) from error
-        except FileNotFoundError as error:
-            if os.path.islink(path):
+        except OSError as error:
+            if os.path.islink(path) and not os.path.exists(path):
                 raise UnreadableImage("a link to nothing") from error
             raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
 
@@ -315,7 +349,7 @@ def list_zip(path: Path) -> ImageSource:
     try:
         with zipfile.ZipFile(path) as archive:
             entries = [entry for entry in archive.infolist() if not entry.is_dir()]
-    except zipfile.BadZipFile as error:
+    except (zipfile.BadZipFile, NotImplementedError, IndexError, ValueError) as error:  # all come of damaged entries
         raise ValueError(f"source={path} is not a whole zip file ({error}).") from error
     images = [entry for entry in entries if looks_like_image(entry.filename)]
     not_images = sorted(entry.filename for entry in entries if not looks_like_image(entry.filename))
@@ -329,12 +363,16 @@ def list_zip(path: Path) -> ImageSource:
     images = [images[i] for i in order]
     names = [entry.filename for entry in images]
     places = np.array(
-        [(e.header_offset, e.compress_size, e.CRC, e.compress_type) for e in images], dtype=np.int64
+        [(min(e.header_offset, 2**62), min(e.compress_size, 2**62), e.CRC, e.compress_type) for e in images],
+        dtype=np.int64,  # a damaged zip may name larger places
     ).reshape(-1, 4)
 
     def read(index: int) -> bytes:
         offset, size, checksum, method = places[index].tolist()
         with open(path, "rb") as file:
+            end = os.fstat(file.fileno()).st_size
+            if not 0 <= offset <= end - 30 - size:
+                raise UnreadableImage("the zip says that it lies beyond the zip's end")
             file.seek(offset)
             # The local header is 30 bytes, the last four of them the lengths of the name and of the extra field.
             name_length, extra_length = struct.unpack("<HH", file.read(30)[26:])
@@ -360,7 +398,7 @@ def tar_label(suffix: str, text: bytes) -> str | None:
             label = json.loads(text).get("label")
             return None if label is None else str(label)
         return str(int(text))
-    except (ValueError, AttributeError):  # a caption, or JSON of another build: no class in it
+    except (ValueError, AttributeError, RecursionError):  # a caption, or JSON of another build: no class in it
         return None
 
 
@@ -412,6 +450,10 @@ def list_tars(tars: list[Path]) -> ImageSource:
             where.append((number, offset, size))
     distinct = set(classes)
     if all(name.isascii() and name.isdigit() for name in distinct):
+        for name in distinct:
+            if len(digits := name.lstrip("0")) > 7 or int(digits or 0) >= MAX_CLASSES:
+                raise ValueError(f"source: {names[classes.index(name)]} has class number {name[:20]}, but at most "
+                                 f"{MAX_CLASSES:,} classes are read: correct the tar.")
         class_names = [str(index) for index in range(max(map(int, distinct), default=-1) + 1)]
         labels = np.array([int(name) for name in classes], dtype=np.int64)
     else:

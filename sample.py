@@ -240,7 +240,7 @@ def caption_font() -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(Path(folder) / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", size=12)
 
 
-def draw_grid(images: Tensor, labels: list[int], captions: list[str] | None) -> Image.Image:
+def draw_grid(images: Tensor, labels: list[int], display_names: list[str] | None) -> Image.Image:
     """Lays out images (N, H, W, 3) uint8 in captioned rows, one a class in the order in which the classes come.
 
     Where each class has a single image, rows hold eight of them.
@@ -255,7 +255,7 @@ def draw_grid(images: Tensor, labels: list[int], captions: list[str] | None) -> 
         rows = [list(range(i, min(i + columns, len(labels)))) for i in range(0, len(labels), columns)]
 
     def caption(label: int) -> str:
-        return captions[label] if captions and label < len(captions) else str(label)
+        return display_names[label] if display_names and label < len(display_names) else str(label)
 
     texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]
     texts = [text if len(text) <= 40 else text[:39] + "…" for text in texts]
@@ -277,12 +277,12 @@ def save_image(image: Image.Image, path: Path) -> None:
         image.save(partial, format="PNG")
 
 
-def write_grid(batches: Iterable[Batch], path: Path, captions: list[str] | None) -> None:
+def write_grid(batches: Iterable[Batch], path: Path, display_names: list[str] | None) -> None:
     """Consumes the gathered batches of all ranks; the main one writes the grid."""
     parts = list(batches)
     if PartialState().is_main_process:
         labels = torch.cat([labels for _, labels, _ in parts]).tolist()
-        save_image(draw_grid(torch.cat([images for *_, images in parts]), labels, captions), path)
+        save_image(draw_grid(torch.cat([images for *_, images in parts]), labels, display_names), path)
 
 
 def write_pngs(batches: Iterable[Batch], folder: Path) -> None:
@@ -393,7 +393,7 @@ def main(cfg: SampleSettings) -> None:
         raise ValueError(f"out={out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
     batches = sampling.draw(sampling.guidance)
     if out.suffix == ".png":
-        write_grid(batches, out, trained.captions)
+        write_grid(batches, out, trained.display_names)
     elif out.suffix == ".npz":
         write_npz(batches, out, len(sampling.seeds))
     else:
@@ -428,7 +428,7 @@ def compare_guided(cfg: SampleSettings) -> None:
         state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(
             f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {unit}"
             for unit, share in shares.items()))
-        write_grid(sampling.draw(guidance), path, trained.captions)
+        write_grid(sampling.draw(guidance), path, trained.display_names)
         state.print(f"         {path}")
 
 

@@ -474,7 +474,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int) -> dict:
         "network": describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes),
         "diffusion": dict(cfg.diffusion),
         "data": {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
-                 "class_names": latents.class_names},
+                 "class_names": latents.class_names, "display_names": latents.display_names},
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
     }
 
@@ -694,7 +694,7 @@ def draw(run: Run) -> None:
     batch_size = min(run.cfg.samples.batch_size, math.ceil(len(grid.seeds) / world))
     pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=batch_size,
                         num_steps=run.cfg.samples.num_steps, precision=run.drawing_precision, progress="samples")
-    write_grid(gathered(pictures), run.grid_path, run.latents.captions)
+    write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
 
 
 @full_disk_is_a_sentence()

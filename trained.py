@@ -116,7 +116,7 @@ class Trained:
     diffusion: EDM | RF
     autoencoder: str
     class_names: list[str] | None
-    captions: list[str] | None      # names of the classes to show
+    display_names: list[str] | None      # of the classes, for people
     step: int | None
     weights: str             # ema | model: which weights these are; file: a state dict that does not say
     folder: Path | None      # the checkpoint folder, None for a bare weights file
@@ -237,7 +237,7 @@ def load_trained(
     return Trained(
         net=net.to(device).float().eval(),      # not frozen: autocast keeps its casts of trainable weights only
         diffusion=build_diffusion(recorded), autoencoder=autoencoder or data.autoencoder,
-        class_names=data.class_names, captions=data.display_names or data.class_names,
+        class_names=data.class_names, display_names=data.display_names or data.class_names,
         step=step, weights=which, folder=folder, file=file,
         recorded={"network": network, "diffusion": recorded}, inferred=inferred,
     )

@@ -13,6 +13,7 @@ import fcntl
 import itertools
 import json
 import os
+import re
 import shutil
 import sys
 import time
@@ -215,13 +216,47 @@ def write_shard(
 # The work
 
 
+def read_option(option: str, path: Path) -> str:
+    """Returns the text of the file that an option names; raises ValueError where it cannot be read."""
+    if not path.is_file():
+        raise ValueError(f"{option}={path} {'is not a file' if path.exists() else 'does not exist'}.")
+    try:
+        return path.read_text(encoding="utf-8-sig")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ValueError(f"{option}={path} cannot be read as text ({error}).") from error
+
+
+def display_names(class_names: list[str], words: Path | None, source: str) -> list[str] | None:
+    """Returns the classes' names for people, from a file of `<class name> <display name>, <synonym>, ...` lines.
+
+    Without one, WordNet ids are looked for in the files where they are usually listed, in the source folder and
+    beside it, and None is returned where they are not. A class that the file lacks keeps its name. Raises ValueError
+    for a given file that names no class.
+    """
+    if words is not None:
+        files = [words]
+    elif all(re.fullmatch(r"n\d{8}", name) for name in class_names):
+        files = [folder / name for folder in (Path(source), Path(source).absolute().parent)
+                 for name in ("words.txt", "LOC_synset_mapping.txt") if os.path.isfile(folder / name)]
+    else:
+        files = []
+    for file in files:
+        pairs = [line.split("\t" if "\t" in line else None, 1) for line in read_option("words", file).splitlines()]
+        display = {pair[0]: pair[1].split(",")[0].strip() for pair in pairs if len(pair) == 2}
+        if not display.keys().isdisjoint(class_names):
+            return [display.get(name) or name for name in class_names]
+    if words is not None:
+        raise ValueError(f"words={words} names none of the source's {len(class_names)} classes, such as "
+                         f"{class_names[0]}: its lines are <class name> <display name>.")
+    return None
+
+
 def apply_label_map(source: ImageSource, label_map: Path) -> None:
     """Renumbers a source's classes by a JSON file {"class name": index, ...} with indices 0..n-1, each once."""
-    if not label_map.is_file():
-        raise ValueError(f"label_map={label_map} does not exist.")
+    text = read_option("label_map", label_map)
     try:
-        index_of = json.loads(label_map.read_text())
-    except ValueError as error:
+        index_of = json.loads(text)
+    except (ValueError, RecursionError) as error:
         raise ValueError(f"label_map={label_map} is not JSON: {error}.") from error
     if not isinstance(index_of, dict) or not all(type(index) is int for index in index_of.values()):
         raise ValueError(
@@ -273,6 +308,7 @@ def prepare(
     seed: int = 0,
     shapes_count: int = 6000,
     shapes_seed: int = 0,
+    words: Path | None = None,
     shard_size: int = 4096,
     batch_size: int = 32,
     num_workers: int = 8,
@@ -309,6 +345,7 @@ def prepare(
     images = open_source(source, shapes_count, shapes_seed)
     if label_map is not None:
         apply_label_map(images, label_map)
+    shown = display_names(images.class_names, words, source)
     fingerprint = images.fingerprint()
     num_classes, num_others = len(images.class_names), len(images.not_images)
     say(f"{source}: {len(images):,} images in {num_classes} classes, {num_others} other files")
@@ -376,7 +413,7 @@ def prepare(
                 "kind": kind, "mirrored": mirror, "num_classes": num_classes, "class_names": images.class_names,
                 "autoencoder": autoencoder, "scale": vae.scale, "shift": vae.shift, "resolution": resolution,
                 "shards": [], "source": source, "unreadable": images.not_images,
-            }
+            } | ({} if shown is None else {"display_names": shown})
             finish(out, metadata, records)
             seconds = time.monotonic() - started
             done = sum(records[shard]["count"] for shard in todo)
@@ -428,6 +465,7 @@ def main(cfg: DictConfig) -> None:
             seed=cfg.seed,
             shapes_count=cfg.shapes.count,
             shapes_seed=cfg.shapes.seed,
+            words=None if cfg.words is None else Path(str(cfg.words)),
             shard_size=cfg.shard_size,
             batch_size=cfg.batch_size,
             num_workers=cfg.num_workers,

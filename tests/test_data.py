@@ -1,5 +1,6 @@
 """What `data.py` promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
 
+import io
 import itertools
 import json
 import os
@@ -386,6 +387,11 @@ def record(**changes):
     return lambda folder: edit(folder, **changes)
 
 
+def shard(**names):
+    return lambda folder: edit(folder, shards=[{**json.loads((folder / "metadata.json").read_text())["shards"][0],
+                                                **names, "count": COUNT}])
+
+
 LATENTS, LABELS = "latents-00001.npy", "labels-00001.npy"  # of the second shard, 40 images
 BAD_FOLDERS = {
     "shard missing": (remove(LATENTS), {}, ["latents-00001.npy is missing"]),
@@ -409,7 +415,14 @@ BAD_FOLDERS = {
     "no kind": (record(kind="gone"), {}, ["metadata.json", "kind"]),
     "other format": (record(format=2), {}, ["format 2", "format 1"]),
     "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
+    "class names no list": (record(class_names="abcdefg"), {}, ["class_names is neither"]),
+    "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
+    "display names no names": (record(display_names=[1] * 7), {}, ["display_names are not all text"]),
     "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),
+    "deep json": (write("metadata.json", b"[" * 100_000), {}, ["metadata.json is not"]),
+    "endless count": (write("metadata.json", b'{"format": 1, "count": 1e999}'), {}, ["metadata.json is not"]),
+    "shard above": (shard(latents="../set/latents-00000.npy"), {}, ["../set/latents", "outside the folder"]),
+    "shard elsewhere": (shard(labels="/dev/zero"), {}, ["lists /dev/zero", "outside the folder"]),
     "unfinished": (remove("metadata.json"), {}, ["has not finished", "same prepare_latents command"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
@@ -501,6 +514,18 @@ def rename_in_tar(old, new):
     return damage
 
 
+def put_in_tar(name, content):
+    def damage(folder):
+        with tarfile.open(folder / TAR, "r") as tar:
+            members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
+        with tarfile.open(folder / TAR, "w") as tar:
+            for member, old in members:
+                member.size = len(content if member.name == name else old)
+                tar.addfile(member, io.BytesIO(content if member.name == name else old))
+
+    return damage
+
+
 def compress(folder):
     import gzip
 
@@ -534,6 +559,7 @@ BAD_TARS = {
     "images": (rename_in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", ".jpg", "prepare_latents"]),
     "no label": (rename_in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
     "key twice": (rename_in_tar("n00000050", "n00000051"), SAMPLE, ["n00000051.cls is there twice"]),
+    "label beyond a million": (put_in_tar("n00000050.cls", b"999999999"), SAMPLE, ["n00000050.cls", "999999999", "1,000,000 classes"]),
     "label no number": (rename_in_tar("50.json", "50b.cls"), SAMPLE, ["n00000050b.cls", "class number"]),
 }
 
@@ -564,6 +590,31 @@ def test_tars_whose_latents_differ_are_refused(tmp_path, last, words):
 def test_eight_channels_are_named_as_probable_moments(tmp_path):
     with pytest.raises(ValueError, match="8 are almost surely the moments of a 4-channel autoencoder"):
         open_latents(write_tars(tmp_path, numbered(channels=8), labels_of()))
+
+
+@pytest.mark.parametrize("factor, scale", [(1, None), (1 / 0.18215, None), (9, 1), (1000, None)])
+def test_samples_of_four_channels_read_as_moments_are_told_so_and_not_to_scale(tmp_path, factor, scale):
+    write_tars(tmp_path, (numbered().astype(np.float32) * factor), labels_of())
+    with pytest.raises(ValueError, match="4 channels, which are almost surely samples: set data.kind=sample") as error:
+        open_latents(tmp_path, kind="moments", scale=scale)
+    assert "data.scale" not in str(error.value)
+
+
+def test_moments_of_a_two_channel_autoencoder_are_read_with_a_warning(tmp_path):
+    write_tars(tmp_path, numbered(), labels_of())
+    with pytest.warns(UserWarning, match="set data.kind=sample, unless they are the moments of a 2-channel autoencoder"):
+        latents = open_latents(tmp_path, kind="moments", scale=1)
+    assert latents.shape == (2, 4, 4)
+    with pytest.raises(ValueError, match="data.kind=sample if the channels are not"):
+        latents.require(shape=(4, 4, 4), num_classes=1000)
+
+
+def test_classes_are_shown_by_their_display_names_or_their_own(tmp_path):
+    names, shown = list("abcdefg"), list("ABCDEFG")
+    without, own, both = (open_latents(write_folder(tmp_path / str(number), numbered(), labels_of(), **record))
+                          for number, record in enumerate(({}, {"class_names": names}, {"class_names": names, "display_names": shown})))
+    assert (without.display_names, own.display_names, both.display_names) == (None, names, shown)
+    assert both.class_names == names and both.fingerprint == own.fingerprint
 
 
 def test_braces_that_name_an_absent_tar_are_refused(tmp_path):

@@ -2,7 +2,11 @@
 
 import io
 import json
+import os
+import socket
+import struct
 import tarfile
+import warnings
 import zipfile
 
 import numpy as np
@@ -161,6 +165,67 @@ def test_a_circle_of_links_is_an_error_and_not_forty_copies(tmp_path):
         open_source(tmp_path)
 
 
+def test_class_folders_that_link_to_each_other_are_an_error_and_not_forty_copies(tmp_path):
+    write_files(tmp_path, PETS)
+    (tmp_path / "cat" / "link").symlink_to("../dog", target_is_directory=True)
+    assert len(open_source(tmp_path)) == 6  # one way it is a folder like others
+    (tmp_path / "dog" / "link").symlink_to("../cat", target_is_directory=True)
+    with pytest.raises(ValueError, match=r"(cat|dog)/link/link links to a folder that it lies in, .*/(cat|dog): remove the link"):
+        open_source(tmp_path)
+
+
+def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
+    write_files(tmp_path / "elsewhere", PETS)
+    (tmp_path / "set").mkdir()
+    for name in ("cat", "dog", "emu"):
+        (tmp_path / "set" / name).symlink_to(tmp_path / "elsewhere" / name, target_is_directory=True)
+    (tmp_path / "link").symlink_to(tmp_path / "set", target_is_directory=True)
+    for folder in ("set", "link"):
+        assert open_source(tmp_path / folder).fingerprint() == open_source(tmp_path / "elsewhere").fingerprint()
+
+
+def test_fifos_sockets_and_devices_are_named_and_not_waited_for(tmp_path, monkeypatch):
+    write_files(tmp_path, PETS)
+    os.mkfifo(tmp_path / "cat" / "fifo.png")
+    os.mkfifo(tmp_path / "fifo.tar")
+    (tmp_path / "cat" / "fifo-link.png").symlink_to("fifo.png")
+    (tmp_path / "cat" / "device.png").symlink_to("/dev/zero")
+    (tmp_path / "cat" / "link.png").symlink_to("1.png")
+    (tmp_path / "cat" / "dead.png").symlink_to("nowhere.png")
+    (tmp_path / "cat" / "self.png").symlink_to("self.png")
+    monkeypatch.chdir(tmp_path)  # a socket's path may be no longer than 107 bytes
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind("cat/socket.png")
+        source = open_source(tmp_path)
+    assert source.not_images == [f"cat/{name}.png" for name in ("device", "fifo-link", "fifo", "socket")] + ["fifo.tar"]
+    assert [name for name in source.names if "cat" in name] == [f"cat/{name}.png" for name in ("1", "dead", "link", "self")]
+    assert np.array_equal(source.pixels(2), source.pixels(0))
+    for dead in (1, 3):
+        with pytest.raises(UnreadableImage, match="a link to nothing"):
+            source.pixels(dead)
+
+
+@pytest.mark.parametrize("folders", [("train", "val"), ("Test", "Train", "extra"), ("a/b/train", "a/b/validation")])
+def test_the_splits_of_a_data_set_are_warned_of(tmp_path, folders):
+    files = {f"{folder}/{name}": data for folder in folders for name, data in PETS.items()}
+    likely = folders[1] if folders[1] == "Train" else folders[0]
+    with pytest.warns(UserWarning, match=rf"{len(folders)} classes named .*(train|Train).*: set source={tmp_path / 'set' / likely} for") as told:
+        source = open_source(write_files(tmp_path / "set", files))
+    assert len(told) == 1 and len(source.class_names) == len(folders)
+    with pytest.warns(UserWarning, match=f"zip {likely} alone"):
+        open_source(write_zip(tmp_path / "set.zip", files))
+
+
+@pytest.mark.parametrize("folders", [("train",), ("train/cat", "bus/old"), ("train", "test", "bus/old")])
+def test_classes_that_only_share_a_name_with_a_split_are_not_warned_of(tmp_path, folders, monkeypatch):
+    write_files(tmp_path, {f"{folder}/0.png": PETS["cat/1.png"] for folder in folders})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_source(tmp_path)
+        monkeypatch.setenv("RANK", "1")  # rank 0 says it
+        open_source(write_files(tmp_path / "more", {"train/cat/0.png": b"", "val/cat/0.png": b""}))
+
+
 # Tars
 
 
@@ -245,6 +310,17 @@ def test_labels_with_names_are_numbered_by_name_and_other_members_are_named(tmp_
     source = open_source(tmp_path / "x.tar")
     assert source.class_names == ["cat", "dog"] and source.labels.tolist() == [1, 0, 1]
     assert source.not_images == ["x.tar/a.bin", "x.tar/b.bin", "x.tar/c.bin"]
+
+
+@pytest.mark.parametrize("number", ["1700000000", "1000000", "9" * 5000])
+def test_a_class_number_beyond_a_million_is_refused_before_a_name_is_made_for_each(tmp_path, number):
+    write_webdataset(tmp_path / "x.tar", [{"__key__": key, "png": noise(8, 8), "cls": cls}
+                                          for key, cls in (("a", "0"), ("b", "0999999"))])
+    assert len(open_source(tmp_path / "x.tar").class_names) == 10**6
+    write_webdataset(tmp_path / "x.tar", [{"__key__": key, "png": noise(8, 8), "cls": cls}
+                                          for key, cls in (("a", "0"), ("b", number))])
+    with pytest.raises(ValueError, match=f"x.tar/b.png has class number {number[:20]}, but at most 1,000,000 classes"):
+        open_source(tmp_path / "x.tar")
 
 
 def test_tars_without_classes_or_with_damage_are_refused(tmp_path):
@@ -342,6 +418,36 @@ def test_a_damaged_zip_entry_is_one_unreadable_image(tmp_path):
     with pytest.raises(UnreadableImage):
         source.pixels(0)
     assert np.array_equal(source.pixels(1), noise(8, 8, 0))
+
+
+@pytest.mark.parametrize(("field", "value"), [
+    ((42, "<L"), 10**9),  # where the entry begins: beyond the end
+    ((42, "<L"), None),  # so near the end that the local header is short
+    ((20, "<L"), 2**32 - 2),  # its size in the zip
+])  # fmt: skip
+def test_a_zip_that_lies_about_a_place_has_an_unreadable_image(tmp_path, field, value):
+    path = write_zip(tmp_path / "a.zip", PETS)
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"PK\1\2")  # of dog/0.png in the zip's directory
+    struct.pack_into(field[1], data, entry + field[0], len(data) - 10 if value is None else value)
+    path.write_bytes(data)
+    source = open_source(path)
+    assert source.names[1] == "dog/0.png"
+    with pytest.raises(UnreadableImage):
+        source.pixels(1)
+    assert np.array_equal(source.pixels(0), noise(8, 8, 1))
+
+
+@pytest.mark.parametrize(("offset", "byte"), [(6, 255), (46, 0), (9, 8)])  # version, name, flag of UTF-8
+def test_a_zip_whose_directory_is_damaged_is_refused_in_a_sentence(tmp_path, offset, byte):
+    path = write_zip(tmp_path / "a.zip", PETS)
+    data = bytearray(path.read_bytes())
+    entry = data.index(b"PK\1\2")
+    data[entry + offset] = byte
+    data[entry + 47] = 255  # no UTF-8
+    path.write_bytes(data)
+    with pytest.raises(ValueError, match="a.zip is not a whole zip file"):
+        open_source(path)
 
 
 def test_the_crop_leaves_an_image_of_the_right_size_alone():
@@ -452,9 +558,12 @@ def test_json_labels_survive_odd_json(tmp_path):
         for name, data in [
             ("a.png", PETS["cat/1.png"]),
             ("a.json", json.dumps([1]).encode()),
+            ("b.png", PETS["cat/1.png"]),
+            ("b.json", b"[" * 100_000),
+            ("b.txt", b"4"),
             ("a.cls", b"3\n"),
         ]:
             member = tarfile.TarInfo(name)
             member.size = len(data)
             archive.addfile(member, io.BytesIO(data))
-    assert open_source(tmp_path / "x.tar").labels.tolist() == [3]
+    assert open_source(tmp_path / "x.tar").labels.tolist() == [3, 4]

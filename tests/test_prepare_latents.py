@@ -217,16 +217,73 @@ def test_a_label_map_is_honoured(pets, tmp_path):
         ('{"cat": "0", "dog": 1, "emu": 2}', "whole numbers"),
         ('["cat", "dog", "emu"]', "one object"),
         ("{", "is not JSON"),
+        ("[" * 100_000, "is not JSON"),
+        (b"\xff\xfe", "cannot be read as text"),
+        ("folder", "map.json is not a file"),
         (None, "does not exist"),
     ],
 )
 def test_a_label_map_that_cannot_be_used_is_refused(pets, tmp_path, text, sentence):
-    if text is not None:
-        (tmp_path / "map.json").write_text(text)
+    if text == "folder":
+        (tmp_path / "map.json").mkdir()
+    elif text is not None:
+        (tmp_path / "map.json").write_bytes(text if isinstance(text, bytes) else text.encode())
     with pytest.raises(ValueError, match=sentence):
         prepare(
             str(pets), tmp_path / "out", resolution=32, autoencoder="identity", label_map=tmp_path / "map.json"
         )
+    assert not (tmp_path / "out").exists()
+
+
+IDS = {"n01440764": "cat", "n02012849": "dog", "n03126707": "emu"}
+WORDNET = "n00001740\tentity\nn01440764\ttench, Tinca tinca\nn02012849\tcrane\n"
+KAGGLE = "n01440764 tench, Tinca tinca\nn02012849 crane\n\nn03126707 \n"
+
+
+@pytest.mark.parametrize(("name", "text"), [
+    ("ids/words.txt", WORDNET), ("words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE), ("ids/LOC_synset_mapping.txt", KAGGLE),
+])  # fmt: skip
+def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(pets, tmp_path, name, text):
+    import data
+
+    pets.rename(tmp_path / "ids")
+    for wordnet_id, pet in IDS.items():
+        (tmp_path / "ids" / pet).rename(tmp_path / "ids" / wordnet_id)
+    settings = dict(source=str(tmp_path / "ids"), resolution=32, autoencoder="identity")
+    prepare(out=tmp_path / "plain", **settings)
+    (tmp_path / name).write_text(text)
+    prepare(out=tmp_path / "shown", **settings)
+    metadata = read_folder(tmp_path / "shown")[0]
+    assert metadata["class_names"] == list(IDS)
+    assert metadata["display_names"] == ["tench", "crane", "n03126707"]  # the file lacks the last one
+    assert "display_names" not in read_folder(tmp_path / "plain")[0]
+    plain, shown = (data.open_latents(tmp_path / folder) for folder in ("plain", "shown"))
+    assert plain.fingerprint == shown.fingerprint and plain.display_names == list(IDS)
+    assert shown.display_names == metadata["display_names"] and shown.class_names == list(IDS)
+
+
+def test_a_file_of_words_that_is_named_may_be_of_any_classes(pets, tmp_path):
+    (tmp_path / "names.txt").write_text("\ufeffcat Felis catus\nemu\tgroßer Emu, bird\n", encoding="utf-8")
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", words=tmp_path / "names.txt")
+    assert read_folder(tmp_path / "out")[0]["display_names"] == ["Felis catus", "dog", "großer Emu"]
+
+
+def test_a_words_file_that_happens_to_lie_beside_other_classes_is_not_read(pets, tmp_path):
+    (pets.parent / "words.txt").write_text("cat Felis catus\n")
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
+    assert "display_names" not in read_folder(tmp_path / "out")[0]
+
+
+@pytest.mark.parametrize(("text", "sentence"), [
+    ("yak Bos grunniens", "names none of the source's 3 classes, such as cat"),
+    (b"\xff\xfe", "names.txt cannot be read as text"),
+    (None, "words=.*names.txt does not exist"),
+])  # fmt: skip
+def test_a_words_file_that_cannot_be_used_is_refused(pets, tmp_path, text, sentence):
+    if text is not None:
+        (tmp_path / "names.txt").write_bytes(text if isinstance(text, bytes) else text.encode())
+    with pytest.raises(ValueError, match=sentence):
+        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", words=tmp_path / "names.txt")
     assert not (tmp_path / "out").exists()
 
 
@@ -403,6 +460,7 @@ def test_a_users_mistake_is_one_sentence_and_no_traceback(tmp_path):
     for overrides, sentence in (
         (("source=nowhere", f"out={tmp_path / 'out'}"), "source=nowhere does not exist"),
         (("source=shapes",), "out must be given"),
+        (("source=shapes", f"out={tmp_path / 'out'}", "words=nowhere.txt"), "words=nowhere.txt does not exist"),
     ):
         result = run(*overrides)
         assert result.returncode == 1
