@@ -682,10 +682,10 @@ def report(run: Run, num_steps: int, seconds: float) -> None:
     skipped_in_row = int(total["skipped_in_row"])
     if skipped_in_row >= cfg.max_skipped_in_row:
         last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
-        go_on = "the same command resumes from it, once newer ones are moved away" if last_good else "start anew"
+        way_back = "move newer ones away to go on from it, and" if last_good else "start anew, and"
         sys.exit(f"train.py: the last {skipped_in_row} steps had no finite gradient and were skipped: the run stops at "
-                 f"step {run.step}. The last good checkpoint is {last_good or 'none'}. Lower optimizer.lr, set "
-                 f"optimizer.clip_norm=1 or precision=fp32; {go_on}.")
+                 f"step {run.step}. The last good checkpoint is {last_good or 'none'}: {way_back} lower optimizer.lr, "
+                 f"set optimizer.clip_norm=1 or precision=fp32.")
 
 
 @full_disk_is_a_sentence()

@@ -24,7 +24,8 @@ import checkpoint as checkpoints
 import speed
 from dit import DiT
 from edm import EDM
-from train import Sums, learning_rate, step_seed, train_step, update_ema
+from train import Sums, forget_after, learning_rate, step_seed, train_step, update_ema
+from trained import build_network
 
 PYTHON = (sys.executable,)
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
@@ -227,14 +228,18 @@ def test_a_finished_run_finishes_again_at_once_and_changes_nothing(shapes, refer
 
 
 def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_the_run(shapes, tmp_path):
-    run = tmp_path / "run"
-    result = train(run, shapes, "optimizer.lr=1e30", "optimizer.warmup_steps=0", "log.every=2", "checkpoint.every=2", "max_skipped_in_row=6")
+    run, often = tmp_path / "run", ("log.every=2", "checkpoint.every=2", "checkpoint.keep_last=2")
+    assert train(run, shapes, "steps=6", *often).returncode == 0
+    result = train(run, shapes, "optimizer.lr=1e30", "max_skipped_in_row=6", *often)
     assert result.returncode == 1
     skipped = [row["skipped"] for row in rows(run)]
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
-    assert f"The last good checkpoint is {checkpoints.latest(run)}" in result.stderr
-    weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run)]
-    assert all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])      # skipped steps moved nothing
+    good = checkpoints.step_folder(run, 6)      # the last one from before the learning rate that was too high
+    assert f"The last good checkpoint is {good}: move newer ones away" in result.stderr
+    weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
+    assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])      # skipped steps moved nothing
+    assert max(value.abs().max() for value in weights[0].values()) > 1e6      # and the newer ones are of no use
+    assert max(value.abs().max() for value in load_file(good / "model.safetensors").values()) < 1e6
 
 
 def test_accumulated_parts_add_up_to_the_whole_batch(shapes, tmp_path):
@@ -307,9 +312,43 @@ def test_evaluations_are_recorded_from_the_untrained_network_on_and_do_not_chang
     assert [row["metrics"] for row in again] == [row["metrics"] for row in scored]
 
 
+def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
+    run = tmp_path / "run"
+    options = ("steps=0", "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
+               "evaluate.num_steps=2", "evaluate.batch_size=4")
+    scored = []
+    for changed in ((), (), ("seed=1", "optimizer.lr=1"), ("seed=1",), ("seed=1", "evaluate.num_samples=4"), ()):
+        result = train(run, shapes, *options, *changed)
+        assert result.returncode == 0, result.stderr
+        scored.append([json.loads(line)["images"] for line in (run / "results.jsonl").read_text().splitlines()])
+    assert scored == [[6], [6], [6, 6], [6, 6], [6, 6, 4], [6, 6, 4]]
+
+
+def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
+    results = [{"source": {"in_training": True, "step": step}, "metrics": {}} for step in (0, 10, 20)]
+    text = "".join(json.dumps(row) + "\n" for row in results)
+    (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])      # a half row, and a last one without its newline
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')
+    forget_after(tmp_path, 20)
+    assert checkpoints.read_rows(tmp_path / "results.jsonl") == results
+    forget_after(tmp_path, 10)
+    assert checkpoints.read_rows(tmp_path / "results.jsonl") == results[:2]
+    assert checkpoints.read_rows(tmp_path / "metrics.jsonl") == [{"step": 10}]
+
+
+def test_a_run_that_is_further_than_asked_for_says_so(shapes, reference):
+    result = train(reference, shapes, "steps=5")
+    assert result.returncode == 1 and "has taken 24 steps already, more than steps=5" in result.stderr
+
+
+def test_latents_that_nothing_can_decode_train_with_a_word_about_it(shapes, tmp_path):
+    result = train(tmp_path / "run", shapes, "steps=1", "data.autoencoder=somebodys")
+    assert result.returncode == 0 and "Nothing can decode these latents yet: autoencoder=somebodys is neither" in result.stdout
+
+
 def test_grids_are_drawn_on_time_and_do_not_change_the_run(shapes, reference, tmp_path):
     run = tmp_path / "run"
-    result = train(run, shapes, "samples.every=10", "samples.seeds=0-5", "samples.num_steps=2")
+    result = train(run, shapes, "samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000")
     assert result.returncode == 0, result.stderr
     assert sorted(p.name for p in (run / "samples").iterdir()) == [f"step-{step:08d}.png" for step in (10, 20, 24)]
     assert_same_end(run, reference)
@@ -331,7 +370,7 @@ def test_two_ranks_train_one_network_save_on_sigterm_and_one_rank_can_go_on(shap
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["model.hidden_size=64"], "another network"), (["diffusion.name=ddpm"], "'ddpm' does not take these settings"),
+    (["model.hidden_size=64"], "another network"), (["diffusion.name=ddpm"], "There is no setting P_mean: this has name"),
 ])
 def test_what_cannot_be_resumed_is_refused_in_a_sentence(shapes, reference, overrides, says):
     before = {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()}
@@ -369,8 +408,9 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     (["data.input_size=32"], "data.input_size=16"), (["data.num_classes=5"], "data.num_classes=6"),
     (["model.routes.0.end_layer_idx=9"], "with 6 blocks"), (["samples.every=5", "samples.seeds=x"], "samples.seeds=0-63"),
     (["evaluate.every=5"], "needs evaluate.reference"), (["evaluate.every=5", "evaluate.reference=no.npz"], "no.npz is not a file"),
-    (["evaluate.guidance_scales=[much]"], "not a list of numbers"), (["unknown.key=1"], "unknown"), (["precision=fp4"], "not one of"),
-    (["precision=fp8", "cpu=true"], "precision=fp8 needs"), (["compile=fast"], "not one of True, False, reduce-overhead"), (["compile=1"], "not one of"),
+    (["unknown.key=1"], "unknown"), (["optimizer.lr=-1"], "optimizer.lr=-1 is not a finite number of at least 0"),
+    (["precision=fp8", "cpu=true"], "precision=fp8 needs"), (["diffusion.P_mean=banana"], "P_mean=banana is not a finite number"),
+    (["run_dir=."], "run_dir=. is the current folder"), (["samples.every=5", "data.autoencoder=no/folder"], "autoencoder=no/folder is neither"),
 ])
 def test_a_mistake_is_found_before_the_first_step_and_told_in_a_sentence(shapes, tmp_path, overrides, says):
     result = train(tmp_path / "run", shapes, *overrides)
@@ -484,8 +524,6 @@ def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_p
 
 def test_the_routed_network_is_one_graph_and_is_not_compiled_again(fresh_accelerator):
     from torch._dynamo.testing import CompileCounter
-
-    from sample import build_network
 
     model = build_network(dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
                                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2)]))
