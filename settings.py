@@ -237,7 +237,7 @@ def parse(parser: Any, argument: str) -> None:
         is_list = value.startswith("[")
         parts = [part.strip(" '\"") for part in (value.strip("[]").split(",") if is_list else [value])]
         quoted = ",".join("'" + part.replace("'", "\\'") + "'" for part in parts)
-        raise ValueError(f"{argument} cannot be read. A value may hold a to z, digits, spaces and _-+./\\:%*?@$| as "
+        raise ValueError(f"{argument} cannot be read. A value may hold a to z, digits, spaces and _-+./:%*?@$| as "
                          f"they are; with anything else it stands in quotes, and the whole in another kind: "
                          f'"{key}={f"[{quoted}]" if is_list else quoted}".') from None
 
