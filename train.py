@@ -657,6 +657,14 @@ def in_trouble(run: Run, total: dict[str, float]) -> bool:
     return total["skipped_in_row"] > 0 or not loss <= 10 * run.lowest_loss
 
 
+@contextlib.contextmanager
+def shown_on(bar: tqdm, work: str) -> Iterator[None]:
+    """Says at the end of the progress bar what the run is doing instead of stepping."""
+    bar.set_postfix_str(work)
+    yield
+    bar.set_postfix_str("")
+
+
 @full_disk_is_a_sentence()
 def report(run: Run, num_steps: int, seconds: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
@@ -693,7 +701,7 @@ def draw(run: Run) -> None:
     grid, world = run.grid, run.accelerator.num_processes
     batch_size = min(run.cfg.samples.batch_size, math.ceil(len(grid.seeds) / world))
     pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=batch_size,
-                        num_steps=run.cfg.samples.num_steps, precision=run.drawing_precision, progress="samples")
+                        num_steps=run.cfg.samples.num_steps, precision=run.drawing_precision)
     write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
 
 
@@ -719,11 +727,14 @@ def evaluate(run: Run) -> None:
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)
         if not main_rank_says(accelerator, fid.scored_before(row, results, whatever_code=True) is None):
             continue
-        scores = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
-                              metrics=metrics, progress="evaluation")
+        scores = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor, metrics=metrics)
         if accelerator.is_main_process:
             row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
-            fid.report(row, results)
+            checkpoints.append_row(results, row)
+            told = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
+            how = "unguided" if scale is None else f"guidance scale {scale:g}"
+            tqdm.write(f"step {run.step}/{run.cfg.steps}  {told}  of {len(seeds):,} images, {how}, "
+                       f"in {row['seconds']:.0f} s")
         suffix = "" if scale is None else f"_guided_{scale:g}"
         accelerator.log({f"{name}{suffix}": value for name, value in scores.items()}, step=run.step)
 
@@ -800,14 +811,17 @@ def main(cfg: TrainSettings) -> None:
         last_step = finished or stopped_by
         paused_at = time.perf_counter()
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
-            save(run)
+            with shown_on(bar, "saving"):
+                save(run)
         # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
         due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and main_rank_says(accelerator, not run.grid_path.exists()):
-            draw(run)
+            with shown_on(bar, "drawing"):
+                draw(run)
         # The untrained network is evaluated too: it is what the numbers are to be compared with.
         if run.evaluation and (due(run.step, cfg.evaluate.every) or finished):
-            evaluate(run)
+            with shown_on(bar, "scoring"):
+                evaluate(run)
         reported_at += time.perf_counter() - paused_at      # a report is about training, not about drawing and saving
         if last_step:
             break
