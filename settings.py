@@ -6,6 +6,7 @@ Records that are read back (metadata.json, meta.json, rows of results.jsonl) are
 
 import functools
 import json
+import logging
 import os
 import re
 import sys
@@ -22,9 +23,11 @@ from pydantic.fields import FieldInfo
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
-# Libraries that greet with what is no user's business.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-warnings.filterwarnings("ignore", category=FutureWarning)
+# Greetings of libraries that are no user's business, each by itself: any other warning is still heard.
+# diffusers looks for tensors of torchao that its newer versions have moved; no quantized autoencoder is read here.
+logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
+# diffusers hands huggingface_hub an argument that it no longer takes.
+warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument is deprecated")
 
 
 class Settings(BaseModel):
