@@ -141,8 +141,8 @@ class TrainSettings(Settings):
     run_dir: Location
     init_from: Location | None
     seed: Whole
-    steps: Whole
-    batch_size: Count
+    steps: Whole | None
+    batch_size: Count | None
     grad_accum_steps: Count
     label_dropout: Share
     max_skipped_in_row: Count
@@ -448,8 +448,21 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
     latents.require(shape=latent_shape(cfg, latents), num_classes=cfg.data.num_classes or latents.num_classes)
-    check_batch_size(cfg.batch_size, accelerator.num_processes, cfg.grad_accum_steps, latents.count)
     return latents
+
+
+def fitted(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
+    """Takes batch size and steps, where they are null, from the number of latents, and says so."""
+    parts = accelerator.num_processes * cfg.grad_accum_steps
+    batch_size, steps = cfg.batch_size, cfg.steps
+    if batch_size is None:
+        batch_size = max(parts, min(64, count // 4) // parts * parts)
+    if steps is None:
+        steps = min(100_000, max(5_000, 200 * count // batch_size))
+    if (batch_size, steps) != (cfg.batch_size, cfg.steps):
+        accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Either can be given.")
+    check_batch_size(batch_size, accelerator.num_processes, cfg.grad_accum_steps, count)
+    return cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
 
 
 def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
@@ -517,6 +530,7 @@ def open_drawing(
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     """Puts a run together at step 0; raises ValueError, with the knob, for whatever cannot work."""
     latents = open_data(cfg, accelerator)
+    cfg = fitted(cfg, accelerator, latents.count)
     record = describe(cfg, latents, accelerator.num_processes)
     grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])
     torch.manual_seed(cfg.seed)
@@ -771,6 +785,7 @@ def main(cfg: TrainSettings) -> None:
     if cfg.precision == "fp8":
         speed.check_float8(device)
     run = make_run(cfg, accelerator)
+    cfg = run.cfg
     if accelerator.is_main_process:
         lock = checkpoints.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "  # noqa: F841
                                             f"name=<another> for a second run.")      # held until the process ends

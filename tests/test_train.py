@@ -14,18 +14,20 @@ import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
+from PIL import Image
 from safetensors.torch import load_file
 
 import checkpoint as checkpoints
 import speed
 from dit import DiT
 from edm import EDM
-from train import Sums, forget_after, learning_rate, step_seed, train_step, update_ema
+from train import Sums, TrainSettings, fitted, forget_after, learning_rate, step_seed, train_step, update_ema
 from trained import build_network
 
 PYTHON = (sys.executable,)
@@ -508,6 +510,32 @@ def test_any_folder_trains_with_the_shape_and_classes_that_it_says_it_has(shapes
     network = checkpoints.read_meta(checkpoints.latest(run))["network"]
     assert (network["in_channels"], network["input_size"], network["num_classes"]) == (3, 16, 6)
     assert (run / "samples" / "step-00000003.png").is_file()
+
+
+def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path):
+    source = tmp_path / "images"
+    for number in range(60):      # three classes, as README's lines are followed
+        path = source / ("ant", "bee", "sea lion")[number % 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)
+    out = tmp_path / "mine"
+    subprocess.run([*PYTHON, "scripts/prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity", f"out={out}"],
+                   cwd=ROOT, check=True, capture_output=True)
+    small = ["train.py", "experiment=small", f"data.path={out}", f"run_dir={tmp_path / 'run'}", "model.hidden_size=32", "model.num_heads=2",
+             "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32"]
+    first = subprocess.run([*PYTHON, *small, "steps=2"], cwd=ROOT, capture_output=True, text=True)
+    assert first.returncode == 0 and "For 60 latents: batch_size=15 steps=2." in first.stdout, first.stderr
+    assert checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))["batch_size"] == 15
+    assert (tmp_path / "run/samples/step-00000002.png").is_file()
+
+
+@pytest.mark.parametrize(("count", "ranks", "batch_size", "steps"), [
+    (60, 1, 15, 5000), (60, 4, 12, 5000), (3, 2, 2, 5000), (5000, 1, 64, 15625), (10**6, 8, 64, 100_000),
+])
+def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_size, steps):
+    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1)
+    cfg = fitted(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
+    assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
 
 
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path):
