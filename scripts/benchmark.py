@@ -649,6 +649,7 @@ def run(cfg: BenchmarkSettings) -> dict:
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)      # refuses now what writing would refuse
     record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if accelerator.is_main_process:
