@@ -418,7 +418,7 @@ def prepare(
             seconds = time.monotonic() - started
             done = sum(records[shard].count for shard in todo)
             print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")
-            print(f"next: accelerate launch train.py model=tread data=folder data.path={out} name={out.name}")
+            print(f"next: accelerate launch train.py experiment=small data.path={out} name={out.name}")
 
 
 def finish(out: Path, metadata: dict, records: list[ShardRecord | None]) -> None:

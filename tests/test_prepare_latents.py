@@ -526,7 +526,7 @@ def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
     two = run(*overrides, f"out={tmp_path / 'two'}", launcher=torchrun)
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
     assert "images/s" not in two.stderr  # progress bars are for terminals
-    assert two.stdout.count("next: accelerate launch train.py model=tread data=folder data.path=") == 1
+    assert two.stdout.count("next: accelerate launch train.py experiment=small data.path=") == 1
     assert same_folder(tmp_path / "one", tmp_path / "two")
 
 
