@@ -43,6 +43,10 @@ def beside(path: Path) -> Iterator[Path]:
             remove(path)
         os.replace(partial, path)
         sync_folder(path.parent)
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error      # a full disk names no file
     finally:
         remove(partial)
 

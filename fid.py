@@ -722,7 +722,8 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     root = results.parent / "features" if cfg.keep_features else None
 
     def kept(record: dict) -> Kept | None:
-        facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor)}
+        facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor),
+                 **speed.describe_device(state.device)}
         return Kept(root, record | facts) if root else None
 
     def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:

@@ -212,7 +212,9 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             except (ValueError, OSError) as error:
                 if wants_traceback:
                     raise
-                sys.exit(f"{program}: {error}")
+                failed = isinstance(error, OSError) and error.strerror and error.filename
+                sys.exit(f"{program}: " + (f"reading or writing {error.filename} failed: {error.strerror}." if failed
+                                           else str(error)))
             finally:
                 leave_the_ranks()
         return entry
@@ -224,7 +226,9 @@ def parse(parser: Any, argument: str) -> None:
     from hydra.errors import HydraException
 
     try:
-        parser.parse_override(argument)
+        override = parser.parse_override(argument)
+        if override.is_sweep_override() and not {"-m", "--multirun"} & set(sys.argv):
+            raise HydraException("several values")
     except HydraException as error:
         key, equals, value = argument.partition("=")
         if not equals:

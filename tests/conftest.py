@@ -12,6 +12,23 @@ os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the net
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
 
 
+def run_command(entry, program: str, *overrides: str, **settings) -> None:
+    """Runs a command in this process as `python <program> key=value …` does; None is null, a list is a list."""
+    def written(value) -> str:
+        match value:
+            case None | bool():
+                return {None: "null", True: "true", False: "false"}[value]
+            case list() | tuple():
+                return f"[{','.join(map(written, value))}]"
+        return str(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
+        patch.setenv("HYDRA_FULL_ERROR", "")      # which a command sets: it is forgotten afterwards
+        patch.delenv("HYDRA_FULL_ERROR")
+        entry()
+
+
 @pytest.fixture
 def fresh_accelerator():
     """Accelerate's singletons, which keep the first precision of a process, are forgotten before and after."""

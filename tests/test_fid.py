@@ -10,13 +10,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from omegaconf import OmegaConf
+from conftest import ROOT, run_command
 from PIL import Image
 from scipy import linalg
 
 import checkpoint as checkpoints
 import fid
+import metrics
 from features import Extractor, load
 from scripts.prepare_latents import prepare
 
@@ -71,7 +71,7 @@ def test_covariances_of_different_low_ranks_match_their_singular_values():
 def test_small_singular_values_are_not_lost_beside_large_ones():
     spectrum = torch.logspace(0, -13, 200, dtype=torch.float64)
     u, v = (torch.linalg.qr(normal(200, 200, seed=seed))[0] for seed in (1, 2))
-    assert fid.sum_of_singular_values((u * spectrum) @ v.T).item() == pytest.approx(spectrum.sum().item(), rel=1e-12)
+    assert metrics.sum_of_singular_values((u * spectrum) @ v.T).item() == pytest.approx(spectrum.sum().item(), rel=1e-12)
 
 
 def test_the_same_features_through_other_peoples_distance_agree():
@@ -141,7 +141,7 @@ def counted(reference, images):
 @pytest.mark.parametrize("block", [10_000, 64])
 @pytest.mark.parametrize("scale", [1, 100])     # 100: the squares overflow float16, and float32 takes over
 def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, scale, monkeypatch):
-    monkeypatch.setattr(fid, "BLOCK", block)
+    monkeypatch.setattr(metrics, "BLOCK", block)
     reference = (normal(150, 40, seed=1) * 2).round() * scale     # whole numbers, so that float16 is exact
     images = (normal(200, 40, seed=2) * 1.8).round() * scale
     found = fid.precision_recall(reference.float(), images.float())
@@ -254,7 +254,7 @@ def test_references_that_do_not_fit_are_sentences(arrays, sentence, tmp_path):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A run with one checkpoint of an untrained network of three classes."""
-    from sample import build_network
+    from trained import build_network
 
     network = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=3, init="xavier")
     torch.manual_seed(0)
@@ -266,9 +266,8 @@ def run_folder(tmp_path_factory):
 
 def command(tmp_path, **options):
     """Runs fid.py in this process and returns its row, or None where it writes a reference."""
-    options = {"features": "pixels", "cpu": True, "batch_size": 16, "results": str(tmp_path / "results.jsonl"), **options}
-    options = {key: str(value) if hasattr(value, "parts") else value for key, value in options.items()}
-    fid.main.__wrapped__(OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / name) for name in ("guidance/none.yaml", "fid.yaml")), options))
+    options = {"features": "pixels", "cpu": True, "batch_size": 16, "results": tmp_path / "results.jsonl", **options}
+    run_command(fid.main, "fid.py", **options)
     results = tmp_path / "results.jsonl"
     return json.loads(results.read_text().splitlines()[-1]) if results.is_file() else None
 
