@@ -23,7 +23,6 @@ from pydantic import Field
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fid  # noqa: E402
 import speed  # noqa: E402
-from checkpoint import read_rows  # noqa: E402
 from guidance import ends  # noqa: E402
 from sample import save_image  # noqa: E402
 from settings import Location, Number, Settings, command  # noqa: E402
@@ -71,10 +70,10 @@ def identity(row: dict) -> dict:
 
 
 def belongs(row: dict, scored: dict) -> bool:
-    """Tells whether a row of results.jsonl, of anyone's making, is a point of the landscape of one just scored."""
+    """Tells whether a row of results.jsonl is a point of the landscape of one just scored."""
     try:
         return bool(row["source"]["guidance"]) and identity(row) == identity(scored)
-    except (KeyError, TypeError, AttributeError):
+    except (KeyError, TypeError):      # a row of images, or of another's making
         return False
 
 
@@ -126,7 +125,7 @@ def main(cfg: SweepSettings) -> None:
     for chosen in points:
         scored, _ = fid.run(cfg.model_copy(update=chosen), reuse=True, must_have=metric)
         if state.is_main_process:
-            alike = [row for row in read_rows(results) if belongs(row, scored)]
+            alike = [row for row in fid.read_results(results) if belongs(row, scored)]
             values = {point(row["source"]["guidance"]): row["metrics"][metric] for row in alike
                       if metric in row["metrics"]}
             title = f"{metric} of {scored['images']:,} images, {scored['source']['checkpoint']}"

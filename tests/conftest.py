@@ -1,6 +1,8 @@
 """Puts the project root on the import path and finds the real data that some tests use where it is there."""
 
+import contextlib
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -27,6 +29,17 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
         patch.setenv("HYDRA_FULL_ERROR", "")      # which a command sets: it is forgotten afterwards
         patch.delenv("HYDRA_FULL_ERROR")
         entry()
+
+
+@contextlib.contextmanager
+def full_disk(limit: int = 1024):
+    """Files cannot grow past `limit` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

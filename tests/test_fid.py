@@ -10,7 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command
+from conftest import ROOT, full_disk, run_command
 from PIL import Image
 from scipy import linalg
 
@@ -339,6 +339,10 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     ({"checkpoint": "{run}", "reference": "{ref}", "classes": "3", "num_samples": 4}, "asks for class 3; there are 3"),
     ({"checkpoint": "{tmp}/none", "reference": "{ref}"}, "no run, checkpoint folder or weights file"),
     ({"checkpoint": "{run}", "reference": "{ref}", "features": "vgg"}, "features=vgg is not one of"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "metrics": []}, r"metrics=\[\] is not"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 1}, "num_samples=1 is not a whole number of at least 2"),
+    ({"images": "a" * 300, "reference": "{ref}"}, "failed: File name too long"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "results": "{ref}/x.jsonl"}, "failed: File exists"),
 ])
 def test_mistakes_are_sentences(options, sentence, tmp_path, run_folder, reference_npz):
     write_folder(tmp_path / "four", shapes(4))
@@ -416,3 +420,50 @@ def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, refer
     both = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
     assert both["processes"] == 2 and both["images"] == 70
     assert both["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
+
+
+# ---- the record
+
+
+def test_a_row_after_a_half_row_is_found_again(tmp_path, reference_npz):
+    np.savez(tmp_path / "images.npz", arr_0=shapes(20).numpy())
+    options = dict(images=tmp_path / "images.npz", reference=reference_npz)
+    first = command(tmp_path, **options)
+    results = tmp_path / "results.jsonl"
+    results.write_text(results.read_text() + '{"metrics": {"fd_pi')      # a kill, or a full disk
+    second = command(tmp_path, **options)
+    assert [row["finished"] for row in fid.read_results(results)] == [first["finished"], second["finished"]]
+    assert fid.scored_before({**first, "metrics": {"fd_pixels": None}}, results)["metrics"] == first["metrics"]
+
+
+@pytest.mark.parametrize("row", [{}, {"source": "x", "metrics": {}}, {"source": {}, "metrics": 3}, {"source": {}, "metrics": {}}])
+def test_rows_of_anothers_making_are_passed_over(tmp_path, row):
+    checkpoints.append_row(tmp_path / "results.jsonl", row)
+    wanted = {"metrics": {"fid": None}, "source": {"step": 1}, "images": 4}
+    assert fid.scored_before(wanted, tmp_path / "results.jsonl") is None
+
+
+def test_a_row_says_on_what_and_how_float32_was_multiplied(tmp_path, reference_npz):
+    import speed
+
+    np.savez(tmp_path / "images.npz", arr_0=shapes(20).numpy())
+    for tf32, precision in ((False, "highest"), (True, "high")):
+        row = command(tmp_path, images=tmp_path / "images.npz", reference=reference_npz, tf32=tf32)
+        assert row["device"] == "cpu" and row["tf32"] is False      # a CPU has none
+        assert torch.get_float32_matmul_precision() == precision and torch.backends.cudnn.allow_tf32 == tf32
+    speed.set_float32(False)
+
+
+def test_a_full_disk_is_named_and_leaves_no_temporary_file(tmp_path, reference_npz):
+    pixels = load("pixels")
+    images = fid.open_images("images", str(reference_npz))
+    tally = fid.measure(images, pixels, 64)
+    keep = fid.Kept(tmp_path / "features", {})
+    with full_disk():
+        with pytest.raises(OSError, match="File too large: .*results.jsonl"):
+            checkpoints.append_row(tmp_path / "results.jsonl", {"long": "x" * 2000})
+        with pytest.raises(OSError, match="File too large: .*00000000.safetensors"):
+            keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)})
+        with pytest.raises(OSError, match="File too large: .*ref.npz"):
+            fid.write_reference(tmp_path / "ref.npz", tally, pixels, images, 20)
+    assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "ref.npz").exists()
