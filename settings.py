@@ -22,7 +22,9 @@ CONFIGS = Path(__file__).resolve().parent / "configs"
 
 # Libraries that greet with what is no user's business.
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+os.environ.setdefault("DIFFUSERS_VERBOSITY", "error")
 warnings.filterwarnings("ignore", category=FutureWarning)
+warnings.filterwarnings("ignore", message=".*local_dir_use_symlinks")
 
 
 class Settings(BaseModel):
