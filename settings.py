@@ -220,7 +220,9 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             except (ValueError, OSError) as error:
                 if wants_traceback:
                     raise
-                end(f"{program}: {error}")
+                failed = isinstance(error, OSError) and error.strerror and error.filename
+                end(f"{program}: " + (f"reading or writing {error.filename} failed: {error.strerror}." if failed
+                                      else str(error)))
             finally:
                 leave_the_ranks()
         return entry
