@@ -214,9 +214,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 if wants_traceback:
                     raise
                 complaint = str(error).splitlines()[0].rstrip(".")
-                end(f"{program}: {complaint}: " + (
-                    """write key=[a,b] for a list, and "key='a,b'" for a text.""" if complaint.startswith("Ambiguous")
-                    else f"configs/{config_name}.yaml names all settings."))
+                end(f"{program}: {complaint}: configs/{config_name}.yaml names all settings.")
             except (ValueError, OSError) as error:
                 if wants_traceback:
                     raise
@@ -230,13 +228,15 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
 
 
 def parse(parser: Any, argument: str) -> None:
-    """Raises ValueError, with the quoting that works, for an argument that Hydra's grammar does not take."""
+    """Raises ValueError, with the quoting that works, for an argument that Hydra's grammar does not take as one value."""
     from hydra.errors import HydraException
 
+    key, _, value = argument.partition("=")
     try:
-        parser.parse_override(argument)
+        if parser.parse_override(argument).is_sweep_override() and not {"-m", "--multirun"} & {*sys.argv}:
+            raise ValueError(f"{argument} gives several values: write '{key}=[{value}]' for a list, or "
+                             f"\"{key}='{value}'\" for one text.")
     except HydraException:
-        key, _, value = argument.partition("=")
         if "=" not in argument or not re.fullmatch(r"[\w.+~@/-]+", key, re.ASCII):
             raise ValueError(f"{argument} is no setting: write key=value, as in steps=100.") from None
         is_list = value.startswith("[")

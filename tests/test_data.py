@@ -718,6 +718,6 @@ def test_the_data_configs_name_what_the_code_reads():
     from omegaconf import OmegaConf
 
     for name, fits in {"imagenet256": (4, 32, 1000), "shapes": (3, 16, 6), "cifar10": (3, 32, 10)}.items():
-        cfg = OmegaConf.load(ROOT / "configs" / "data" / f"{name}.yaml")
+        cfg = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "data" / f"{part}.yaml") for part in ("folder", name)))
         assert (cfg.channels, cfg.input_size, cfg.num_classes) == fits
         assert (cfg.kind, cfg.scale) == (None, None) and not Path(cfg.path).is_absolute()

@@ -228,7 +228,7 @@ def test_a_sweep_takes_schedules_and_goes_on_beside_rows_that_others_wrote(sweep
 @pytest.mark.parametrize(("wrong", "says"), [
     ("metric=fid", "metric=fid is not among"), ("checkpoint=null", "A sweep guides a checkpoint"), ("scale=null", r"grid.scale=\[null\] is not a list"),
     ("scale=", "grid.scale="), ("gamma2=1,2", "grid.gamma2="), ("scale=nan", "grid.scale="), ("scale=1,x", "grid.scale="),
-    ("num_steps=2,3", "several values"), ("reference=none.npz", "none.npz is not a file"), ("checkpoint=nowhere", "nowhere"),
+    ("num_steps=2,3", "gives several values"), ("reference=none.npz", "none.npz is not a file"), ("checkpoint=nowhere", "nowhere"),
 ])
 def test_a_mistake_in_a_sweep_is_a_sentence(sweep, tmp_path, wrong, says):
     with pytest.raises(SystemExit, match=f"^sweep_guidance.py: .*{says}"):

@@ -194,7 +194,7 @@ def fail_by(error):
     (["größe=3"], "small.py: größe=3 is no setting: write key=value, as in steps=100."),
     (["place=größe"], """"place='größe'"."""), (["place=[ring,größe,sea lion]"], """"place=['ring','größe','sea lion']"."""),
     (["place=it's"], r""""place='it\'s'"."""), (["place=a (1)"], """"place='a (1)'"."""), (["place=[a"], """"place=['a']"."""),
-    (["place=a,b"], """small.py: Ambiguous value for argument 'place=a,b': write key=[a,b] for a list, and "key='a,b'" for a text."""),
+    (["place=a,b"], """small.py: place=a,b gives several values: write 'place=[a,b]' for a list, or "place='a,b'" for one text."""),
     (["place=${nothing}"], "small.py: Interpolation key 'nothing' not found: configs/small.yaml names all settings."),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_ends_in_a_sentence(call, arguments, sentence):
@@ -217,7 +217,7 @@ def test_all_that_the_sentence_says_may_stand_as_it_is(call):
 
 def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
     assert call(fail_by(ValueError("Too many."))) == (1, "small.py: Too many.")
-    assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, f"small.py: [Errno 2] No such file or directory: '{tmp_path}/absent'")
+    assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory.")
     assert call(fail_by(KeyboardInterrupt())) == (130, "small.py: stopped by Ctrl-C.")
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
