@@ -5,8 +5,8 @@
     python fid.py images=FOLDER|ZIP|NPZ reference=…                                    # what somebody else made
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
 
-Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml; what the numbers
-mean and why they differ from somebody else's: docs/evaluation.md.
+Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml and
+configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
 """
 
 import hashlib

@@ -4,7 +4,7 @@
     python scripts/benchmark.py mode=sample guidance=cfg scale=1.5  # images/s with decoding
     python scripts/benchmark.py mode=data                           # latents/s from page cache
     python scripts/benchmark.py mode=score                          # features/s, seconds of the distances
-    python scripts/benchmark.py mode=scaling ranks=[1,2]            # tokens 64 to 4096, and ranks
+    python scripts/benchmark.py mode=scaling 'ranks=[1,2]'          # tokens 64 to 4096, and ranks
     torchrun --standalone --nproc_per_node 8 scripts/benchmark.py mode=train …
 
 Variants take turns, round after round; what is told is the median of the rounds, and ratios are of the same round.

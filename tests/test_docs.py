@@ -27,40 +27,65 @@ COMMANDS = {
     "scripts/benchmark.py": ("benchmark", benchmark.BenchmarkSettings),
 }
 SCRIPTS_OF_THEIR_OWN = ("scripts/cifar10_features.py",)     # which take plain arguments
+CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+LAUNCHED = re.compile(r"(\w+=\S+ )*(python|accelerate launch|torchrun|timeout)( \S+)*? (\S+\.py)\b")
+FENCED = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.S | re.M)
 
 
 def command_lines(page):
-    """The lines of a page's code blocks that call one of the commands, continued lines joined."""
-    for block in re.findall(r"```\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
-        for line in block.replace("\\\n", " ").splitlines():
-            if ".py" in line and re.match(r"(\w+=\S+ )*(python|accelerate|torchrun|timeout)\b", line):
-                yield line
+    """The lines that call one of the commands: in a page's blocks and its prose, or in the words at the head of a file.
+
+    Continued lines are joined. At the head of a file a command ends before two spaces or a remark.
+    """
+    text = page.read_text(encoding="utf-8")
+    if page.suffix == ".md":
+        blocks = [block for language, block in FENCED.findall(text) if not language]
+        lines = [line for block in blocks for line in block.replace("\\\n", " ").splitlines()]
+        spans = re.findall(r"`([^`]+)`", FENCED.sub("", text))
+        lines += [" ".join(span.split()) for span in spans]
+    else:
+        head = text.split('"""')[1] if page.suffix == ".py" else "\n".join(
+            line.lstrip("# ") for line in text.splitlines() if line.lstrip().startswith("#"))
+        lines = [re.split(r"  +| and torchrun", line.strip())[0] for line in head.splitlines()]
+    for line in lines:
+        if LAUNCHED.match(line) and " -m pytest" not in line:
+            yield line
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_every_command_on_a_page_takes_its_settings(page):
-    stand_ins = {"…": "x", "$m": "dit", "$p": "4", "$b": "16"}
+def composed(line):
+    """The settings of a command line, checked as the command checks them; None for a script with arguments of its own."""
+    for old, new in {"…": "x", "...": "x", "$m": "dit", "$p": "4", "$b": "16"}.items():
+        line = line.replace(old, new)
+    words = shlex.split(re.sub(r"<[^>]*>", "x", line), comments=True)
+    script = next(word for word in words if word.endswith(".py"))
+    if script in SCRIPTS_OF_THEIR_OWN:
+        return None
+    config, declared = COMMANDS[script]
+    given = words[words.index(script) + 1 :]
+    given = [word for word in given[: given.index("|")] if word != "x"] if "|" in given else [word for word in given if word != "x"]
+    if script == "scripts/sweep_guidance.py":
+        given = [sweep_guidance.onto_the_grid(word) for word in given]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        for line in command_lines(page):
-            words = shlex.split(line, comments=True)
-            script = next(word for word in words if word.endswith(".py"))
-            if script in SCRIPTS_OF_THEIR_OWN:
-                continue
-            config, declared = COMMANDS[script]
-            given = [word for word in words[words.index(script) + 1 :] if word not in ("…", "|", "tee")]
-            for old, new in stand_ins.items():
-                given = [word.replace(old, new) for word in given]
-            if script == "scripts/sweep_guidance.py":
-                given = [word if "," not in word or "[" in word else word.split(",")[0] for word in given]
-            given = [word for word in given if "=" in word]
-            try:
-                read(declared, OmegaConf.to_container(compose(config, overrides=given), resolve=True))
-            except Exception as error:
-                pytest.fail(f"{page.name}: {line}\n{error}")
+        return read(declared, OmegaConf.to_container(compose(config, overrides=given), resolve=True))
+
+
+@pytest.mark.parametrize("page", [*PAGES, *CODE], ids=lambda page: str(page.relative_to(ROOT)))
+def test_every_command_on_a_page_takes_its_settings(page):
+    for line in command_lines(page):
+        try:
+            composed(line)
+        except Exception as error:
+            pytest.fail(f"{page.name}: {line}\n{error}")
 
 
 def test_the_pages_hold_commands_to_look_at():
     assert sum(1 for page in PAGES for _ in command_lines(page)) > 30
+    assert sum(1 for page in CODE for _ in command_lines(page)) > 30
+
+
+def test_a_line_of_the_sweep_on_a_page_is_a_grid():
+    [line] = [line for line in command_lines(ROOT / "docs/guidance.md") if "scale=1.25,1.5,2" in line]
+    assert composed(line).grid.scale == [1.25, 1.5, 2]
 
 
 def anchor(heading: str) -> str:
@@ -70,7 +95,7 @@ def anchor(heading: str) -> str:
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
 def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
     text = page.read_text(encoding="utf-8")
-    for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
+    for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", FENCED.sub("", text)):
         if target.startswith("http"):
             continue
         name, _, place = target.partition("#")
@@ -83,7 +108,7 @@ def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
 
 
 def test_the_readmes_python_runs_in_another_folder(tmp_path):
-    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    [code] = [block for language, block in FENCED.findall((ROOT / "README.md").read_text(encoding="utf-8")) if language == "python"]
     (tmp_path / "notebook.py").write_text(code + "\nassert images.shape == (4, 3, 16, 16) and images.isfinite().all()\n")
     result = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True,
                             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
@@ -122,8 +147,8 @@ def test_the_design_pages_list_of_imports_is_true():
     for entry in re.sub(r"\([^)]*\)", "", block.replace("\n    ", " ")).splitlines():
         files, _, imported = entry.partition("→")
         for file in re.split(r",\s*", files.strip()):
-            said[file.removesuffix(".py")] = {name for name in re.split(r"[,\s]+", imported.strip()) if name and name != "nothing of ours"} - {"nothing", "of", "ours"}
-    found = {str(file.relative_to(ROOT)).removesuffix(".py"): imports_of(file) for file in (*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"))}
+            said[file.removesuffix(".py")] = set(re.findall(r"\w+", imported.replace("nothing of ours", "")))
+    found = {str(file.relative_to(ROOT)).removesuffix(".py"): imports_of(file) for file in CODE if file.suffix == ".py"}
     assert said == found
 
 
