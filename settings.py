@@ -4,6 +4,7 @@ A command declares its settings once, as a subclass of `Settings`; configs/*.yam
 Records that are read back (metadata.json, meta.json, rows of results.jsonl) are declared likewise.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -46,14 +47,27 @@ class Says(str):
     """The words for a type whose declaration does not say them by itself."""
 
 
-Whole = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0, le=2**62)]      # so that sums of two still fit into 64 bits
+Count = Annotated[int, Field(ge=1, le=2**62)]
+Size = Annotated[int, Field(ge=1, le=2**16)]      # of one side of an array: more is a slip, and fills the memory
+Depth = Annotated[int, Field(ge=1, le=1000)]      # blocks
+Classes = Annotated[int, Field(ge=1, le=1_000_000)]
+Steps = Annotated[int, Field(ge=1, le=10_000)]      # of a sampler
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# Hydra reads a folder that is named by digits as a number.
-Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value), Field(min_length=1)]
+
+
+def as_text(value: Any) -> Any:
+    """Takes a number for the text that it was, as Hydra reads a folder named by digits; drops what no name may hold."""
+    text = str(value) if type(value) is int else value
+    with contextlib.suppress(UnicodeEncodeError, TypeError):      # half of a pair of UTF-16, or no text
+        return text if b"\0" not in os.fsencode(text) else None
+    return None
+
+
+Text = Annotated[str, BeforeValidator(as_text), Field(min_length=1)]
 Location = Annotated[Text, Says("a path")]
 # 7, 0-63, [1,5,9], names: read by the functions that know what there is to choose from.
 Selection = Annotated[int | str | list[int | str], Says("a number, a range as in 0-63, a name, or a list of them")]
@@ -152,6 +166,8 @@ def sentence(declared: type[Settings], plain: Any, error: Any) -> str:
         return f"There is no setting {'.'.join([*key, str(error['loc'][-1])])}: {name or 'this'} has {known}."
     if error["type"] == "value_error":      # of a validator of ours, which says it all
         return str(error["ctx"]["error"])
+    if isinstance(most := error.get("ctx", {}).get("le"), int):
+        return f"{name}={shown(plain)} is too large: at most {most}."
     is_item = field is None or (group is not None and key[-1].isdigit())
     allowed = phrase(group) if is_item else phrase(field.annotation, field.metadata)
     return f"{name}={'null' if plain is None else shown(plain)} is not {allowed}."
@@ -217,6 +233,11 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 end(f"{program}: {complaint}: " + (
                     """write key=[a,b] for a list, and "key='a,b'" for a text.""" if complaint.startswith("Ambiguous")
                     else f"configs/{config_name}.yaml names all settings."))
+            except (MemoryError, RuntimeError) as error:
+                if wants_traceback or not is_full_memory(error):
+                    raise
+                end(f"{program}: the memory is full ({str(error).splitlines()[0] if str(error) else 'no more'}): lower "
+                    f"batch_size, the numbers of images, or the sizes of network and images.")
             except (ValueError, OSError) as error:
                 if wants_traceback:
                     raise
@@ -245,6 +266,12 @@ def parse(parser: Any, argument: str) -> None:
         raise ValueError(f"{argument} cannot be read. A value may hold a to z, digits, spaces and _-+./:%*?@$| as "
                          f"they are; with anything else it stands in quotes, and the whole in another kind: "
                          f'"{key}={f"[{quoted}]" if is_list else quoted}".') from None
+
+
+def is_full_memory(error: Exception) -> bool:
+    """Tells whether memory ran out: Python's, numpy's, a GPU's, or torch's on a CPU, which has no class of its own."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def end(sentence: str) -> NoReturn:
