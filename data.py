@@ -263,7 +263,10 @@ def _npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Reads an npy header and leaves the stream at the first value -> (shape, Fortran order, dtype)."""
     if (version := np.lib.format.read_magic(stream)) != (1, 0):
         raise ValueError(f"its version is {version}, and only (1, 0) is read")
-    return np.lib.format.read_array_header_1_0(stream)
+    try:
+        return np.lib.format.read_array_header_1_0(stream)
+    except Exception as error:      # of Python's tokenizer, too
+        raise ValueError(f"its header cannot be read: {error}") from error
 
 
 def _check_npy(file: Path, dtype: np.dtype, shape: tuple[int, ...]) -> int:

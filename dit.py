@@ -235,10 +235,12 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
         num_classes = state_dict["y_embedder.embedding_table.weight"].shape[0] - 1
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
         mlp_ratio = state_dict["blocks.0.mlp.fc1.weight"].shape[0] / hidden_size
+        depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"These weights are not a DiT's: one of another shape or name than its ({error}).") from None
     except KeyError as missing:
         raise ValueError(f"These weights are not a DiT's: they lack {missing}; "
                          f"they hold {list(state_dict)[:3]} …") from None
-    depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in SIZES.values()}
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:

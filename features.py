@@ -137,7 +137,11 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
     path = weights or fetch(ADM_GRAPH_URL, "ADM's Inception graph")
     digest = verified(path, sha256)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import tensorflow as tf
+    try:
+        import tensorflow as tf
+    except ModuleNotFoundError as error:
+        raise ValueError("features=adm needs TensorFlow, which is not installed: pip install -r requirements.txt, or "
+                         "set features=inception, the same weights in PyTorch.") from error
 
     if tf.config.get_visible_devices("GPU"):
         tf.config.set_visible_devices([], "GPU")

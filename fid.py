@@ -51,13 +51,13 @@ from images import UnreadableImage, open_source
 from metrics import BLOCK, Moments, ScoreSums, frechet_distance, precision_recall
 from rf import RF
 from sample import Batch, DrawingSettings, generate, labels_of, load_decoder, parse_classes, sampling_cost
-from settings import Count, Location, Whole, command, one_of
+from settings import Location, Size, Whole, command, one_of
 from trained import build_guidance, load_trained, sampler_settings
 
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
 
 Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
-AtLeastTwo = Annotated[int, Field(ge=2)]       # images: one has no covariance
+AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
 Metrics = Annotated[list[str], Field(min_length=1)]
 
 
@@ -71,7 +71,7 @@ class ScoringSettings(DrawingSettings):
     reference_images: Whole
     num_samples: AtLeastTwo | None
     metrics: Metrics | None
-    resolution: Count | None
+    resolution: Size | None
     features: one_of(EXTRACTORS)
     features_weights: Location | None
     sha256: str | None
@@ -194,9 +194,9 @@ def open_npz(key: str, path: str) -> Images:
         array = npz_array(path, "arr_0")
     except KeyError:
         raise ValueError(f"{key}={path} holds no images: it has no key arr_0.") from None
-    except (zipfile.BadZipFile, ValueError, OSError) as error:
+    except Exception as error:      # of a damaged header numpy and zipfile differ in what they raise
         raise ValueError(f"{key}={path} is not a whole npz ({error}).") from error
-    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3:
+    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3 or not array[:1].size:
         raise ValueError(f"{key}={path}: arr_0 is {array.dtype} {array.shape}; images are uint8 (N, H, W, 3).")
     record = {"path": str(path), "sha256": checkpoints.sha256(Path(path)), "size": list(array.shape[1:3])}
     return Images(len(array), lambda indices: torch.from_numpy(np.array(array[indices])), record)
@@ -328,9 +328,9 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
             continue
         size = extractor.sizes[name]
         for key, shape in ((mu, (size,)), (sigma, (size, size))):
-            if found[key].shape != shape:
-                raise ValueError(f"reference={path} has {key} of shape {found[key].shape}, but features="
-                                 f"{extractor.name} need {shape}: it was made with other features.")
+            if found[key].shape != shape or found[key].dtype.kind not in "fiu":
+                raise ValueError(f"reference={path} has {key} of shape {found[key].shape}, {found[key].dtype}, but "
+                                 f"features={extractor.name} need numbers {shape}: it was made with other features.")
             if not np.isfinite(found[key]).all():
                 raise ValueError(f"reference={path} has values in {key} that are not finite: get or make it anew.")
         statistics[name] = tuple(torch.from_numpy(found[key].astype(np.float64)) for key in (mu, sigma))
@@ -547,6 +547,12 @@ def check_settings(cfg: ScoringSettings) -> None:
     given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
+    meant = {"out": ["reference_from"], "reference_images": ["reference_from"],
+             "resolution": ["images", "reference_from"]}
+    for key, users in meant.items():
+        if getattr(cfg, key) and given[0] not in users:
+            raise ValueError(f"{key}={getattr(cfg, key)} is for {' and '.join(users)}, not for {given[0]}: leave it "
+                             f"out.")
     needed = "out" if given == ["reference_from"] else "reference"
     if getattr(cfg, needed) is None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs {needed}=<an npz>.")

@@ -80,14 +80,12 @@ class Guidance:
     def check(self, net: nn.Module) -> None:
         """Raises ValueError where `net` and the weak network cannot be guided so."""
         for name, gamma, network in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
-            if not any(ends(gamma)):
-                continue
-            if not (network.routes if self.routes is None else self.routes):
+            if self.routes is not None:
+                resolve_routes(self.routes, len(network.blocks))
+            if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
                 raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens leave and "
                                  f"rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
                                  f"label (guidance=cfg).")
-            if self.routes is not None:
-                resolve_routes(self.routes, len(network.blocks))
         if self.net2 is not None and shape_of(net) != shape_of(self.net2):
             raise ValueError(f"The weak network predicts another thing than the strong one: channels, side and "
                              f"classes are {shape_of(self.net2)} of the weak one and {shape_of(net)} of the strong "

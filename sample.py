@@ -34,11 +34,11 @@ from edm import EDM
 from guidance import Guidance
 from rf import RF
 from routing_module import Route
-from settings import Count, Location, Selection, command, one_of
+from settings import Count, Location, Selection, Size, Steps, command, one_of
 from trained import GuidanceSettings, SamplerSettings, Trained, build_guidance, load_trained, sampler_settings
 
 GRID_CLASSES = 10       # a grid shows so many classes, the first, where none are named
-MOST_SEEDS = 10**8      # a range of more is a slip of the finger
+MOST_SEEDS = 10**7      # a range of more is a slip of the finger
 
 Batch = tuple[Tensor, Tensor, Tensor]     # seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8
 
@@ -52,13 +52,13 @@ class DrawingSettings(GuidanceSettings):
     checkpoint: Location | None
     weights: one_of(["ema", "model"]) | None
     classes: Selection | None
-    num_steps: Count
+    num_steps: Steps
     sampler: SamplerSettings
     batch_size: Count
     precision: one_of(speed.DTYPES)
     decode_precision: one_of(speed.DTYPES)
     diffusion_name: one_of(["edm", "ddpm", "rf"]) | None
-    num_heads: Count | None
+    num_heads: Size | None
     autoencoder: Location | None
     tf32: bool
     cpu: bool
@@ -360,7 +360,14 @@ def load_decoder(trained: Trained, precision: str, device: torch.device) -> Call
     if decoder.channels != trained.net.in_channels:
         raise ValueError(f"autoencoder={trained.autoencoder} decodes latents of {decoder.channels} channels, and the "
                          f"network makes {trained.net.in_channels}: give the autoencoder of its latents.")
-    return decoder.decode
+
+    def decode(latents: Tensor) -> Tensor:
+        if not latents.isfinite().all():
+            raise ValueError("The latents drawn are not finite: bring scale= and the sampler's settings nearer to "
+                             "their usual values, set precision=fp32, or choose an earlier checkpoint.")
+        return decoder.decode(latents)
+
+    return decode
 
 
 def open_sampling(cfg: SampleSettings, state: PartialState, seeds_per_class: int | None = None) -> Sampling:

@@ -4,6 +4,7 @@ A command declares its settings once, as a subclass of `Settings`; configs/*.yam
 Records that are read back (metadata.json, meta.json, rows of results.jsonl) are declared likewise.
 """
 
+import contextlib
 import functools
 import json
 import logging
@@ -46,14 +47,27 @@ class Says(str):
     """The words for a type whose declaration does not say them by itself."""
 
 
-Whole = Annotated[int, Field(ge=0)]
-Count = Annotated[int, Field(ge=1)]
+Whole = Annotated[int, Field(ge=0, le=2**62)]      # so that sums of two still fit into 64 bits
+Count = Annotated[int, Field(ge=1, le=2**62)]
+Size = Annotated[int, Field(ge=1, le=2**16)]      # of one side of an array: more is a slip, and fills the memory
+Depth = Annotated[int, Field(ge=1, le=1000)]      # blocks
+Classes = Annotated[int, Field(ge=1, le=1_000_000)]
+Steps = Annotated[int, Field(ge=1, le=10_000)]      # of a sampler
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# Hydra reads a folder that is named by digits as a number.
-Text = Annotated[str, BeforeValidator(lambda value: str(value) if type(value) is int else value), Field(min_length=1)]
+
+
+def as_text(value: Any) -> Any:
+    """Takes a number for the text that it was, as Hydra reads a folder named by digits; drops what no name may hold."""
+    text = str(value) if type(value) is int else value
+    with contextlib.suppress(UnicodeEncodeError, TypeError):      # half of a pair of UTF-16, or no text
+        return text if b"\0" not in os.fsencode(text) else None
+    return None
+
+
+Text = Annotated[str, BeforeValidator(as_text), Field(min_length=1)]
 Location = Annotated[Text, Says("a path")]
 # 7, 0-63, [1,5,9], names: read by the functions that know what there is to choose from.
 Selection = Annotated[int | str | list[int | str], Says("a number, a range as in 0-63, a name, or a list of them")]
@@ -65,46 +79,55 @@ def one_of(choices: typing.Iterable) -> Any:
 
 
 def phrase(annotation: Any, metadata: typing.Iterable = ()) -> str:
-    """Says in words what values a declared type allows."""
-    if typing.get_origin(annotation) is Annotated:
-        annotation, *inner = typing.get_args(annotation)
-        unpacked = [part for item in inner for part in (item.metadata if isinstance(item, FieldInfo) else [item])]
-        return phrase(annotation, [*unpacked, *metadata])
-    metadata, origin, args = list(metadata), typing.get_origin(annotation), typing.get_args(annotation)
-    for said in metadata:
-        if isinstance(said, Says):
-            return said
+    """Says in words what values a declared type allows; `metadata` holds its bounds."""
+    metadata, origin, parts = list(metadata), typing.get_origin(annotation), typing.get_args(annotation)
+    if origin is Annotated:
+        for item in parts[1:]:
+            metadata += item.metadata if isinstance(item, FieldInfo) else [item]
+        return phrase(parts[0], metadata)
+    words = [said for said in metadata if isinstance(said, Says)]
+    if words:
+        return words[0]
     if origin in (typing.Union, types.UnionType):
-        choices = [arg for part in args if typing.get_origin(part) is Literal for arg in typing.get_args(part)]
-        if choices and bool in args:
-            choices = [True, False, *choices]
-        words = ["one of " + ", ".join(map(shown, choices))] if choices else []
-        said = {bool} if choices else set()
-        words += [phrase(part) for part in args
-                  if typing.get_origin(part) is not Literal and part not in said | {type(None)}]
-        words += ["null"] * (type(None) in args)
-        return ", ".join(words[:-1]) + " or " + words[-1] if len(words) > 1 else words[0]
+        return phrase_of_union(parts)
     if origin is Literal:
-        return "one of " + ", ".join(map(shown, args))
+        return "one of " + ", ".join(map(shown, parts))
     if origin is list:
-        return f"a list of {plural(args[0])}" if isinstance(args[0], type) else f"a list, each {phrase(args[0])}"
+        return f"a list of {plural(parts[0])}" if isinstance(parts[0], type) else f"a list, each {phrase(parts[0])}"
     if origin is tuple:
-        return f"a list of {len(args)}: {', '.join(map(phrase, args))}"
-    limits = ("ge", "gt", "le", "lt")
-    bounds = {limit: getattr(part, limit) for part in metadata for limit in limits if hasattr(part, limit)}
-    if annotation is int:
-        low = bounds.get("ge")
-        return "a whole number" if low is None else f"a whole number of at least {low}"
-    if annotation is float:
-        low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
-        if low is None and high is None:
-            return "a finite number"
-        if high is None:
-            return f"a finite number above {low}" if "gt" in bounds else f"a finite number of at least {low}"
-        return f"a number in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
+        return f"a list of {len(parts)}: {', '.join(map(phrase, parts))}"
+    if annotation in (int, float):
+        return phrase_of_number(annotation, metadata)
     if isinstance(annotation, type) and issubclass(annotation, Settings):
         return f"a group of {', '.join(annotation.model_fields)}"
     return {bool: "true or false", str: "a text", dict: "a group"}.get(annotation, str(annotation))
+
+
+def phrase_of_union(parts: tuple) -> str:
+    """Says what any of several types allows: choices first, null last."""
+    choices = [choice for part in parts if typing.get_origin(part) is Literal for choice in typing.get_args(part)]
+    others = [part for part in parts if typing.get_origin(part) is not Literal and part is not type(None)]
+    if choices and bool in others:
+        choices = [True, False, *choices]
+        others.remove(bool)
+    words = ["one of " + ", ".join(map(shown, choices))] if choices else []
+    words += map(phrase, others)
+    words += ["null"] if type(None) in parts else []
+    return " or ".join([", ".join(words[:-1]), words[-1]] if len(words) > 1 else words)
+
+
+def phrase_of_number(kind: type, metadata: list) -> str:
+    """Says what numbers lie within the bounds that a type's metadata holds."""
+    limits = ("ge", "gt", "le", "lt")
+    bounds = {limit: getattr(part, limit) for part in metadata for limit in limits if hasattr(part, limit)}
+    low, high = bounds.get("ge", bounds.get("gt")), bounds.get("le", bounds.get("lt"))
+    if kind is int:
+        return "a whole number" if low is None else f"a whole number of at least {low}"
+    if low is None:
+        return "a finite number"
+    if high is None:
+        return f"a finite number above {low}" if "gt" in bounds else f"a finite number of at least {low}"
+    return f"a number in {'(' if 'gt' in bounds else '['}{low}, {high}{')' if 'lt' in bounds else ']'}"
 
 
 def plural(kind: type) -> str:
@@ -152,6 +175,8 @@ def sentence(declared: type[Settings], plain: Any, error: Any) -> str:
         return f"There is no setting {'.'.join([*key, str(error['loc'][-1])])}: {name or 'this'} has {known}."
     if error["type"] == "value_error":      # of a validator of ours, which says it all
         return str(error["ctx"]["error"])
+    if isinstance(most := error.get("ctx", {}).get("le"), int):
+        return f"{name}={shown(plain)} is too large: at most {most}."
     is_item = field is None or (group is not None and key[-1].isdigit())
     allowed = phrase(group) if is_item else phrase(field.annotation, field.metadata)
     return f"{name}={'null' if plain is None else shown(plain)} is not {allowed}."
@@ -215,6 +240,11 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                     raise
                 complaint = str(error).splitlines()[0].rstrip(".")
                 end(f"{program}: {complaint}: configs/{config_name}.yaml names all settings.")
+            except (MemoryError, RuntimeError) as error:
+                if wants_traceback or not is_full_memory(error):
+                    raise
+                end(f"{program}: the memory is full ({str(error).splitlines()[0] if str(error) else 'no more'}): lower "
+                    f"batch_size, the numbers of images, or the sizes of network and images.")
             except (ValueError, OSError) as error:
                 if wants_traceback:
                     raise
@@ -228,7 +258,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
 
 
 def parse(parser: Any, argument: str) -> None:
-    """Raises ValueError, with the quoting that works, for an argument that Hydra's grammar does not take as one value."""
+    """Raises ValueError, with the quoting that works, for an argument that Hydra does not take as one value."""
     from hydra.errors import HydraException
 
     key, _, value = argument.partition("=")
@@ -245,6 +275,12 @@ def parse(parser: Any, argument: str) -> None:
         raise ValueError(f"{argument} cannot be read. A value may hold a to z, digits, spaces and _-+./:%*?@$| as "
                          f"they are; with anything else it stands in quotes, and the whole in another kind: "
                          f'"{key}={f"[{quoted}]" if is_list else quoted}".') from None
+
+
+def is_full_memory(error: Exception) -> bool:
+    """Tells whether memory ran out: Python's, numpy's, a GPU's, or torch's on a CPU, which has no class of its own."""
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
 
 
 def end(sentence: str) -> NoReturn:

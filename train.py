@@ -43,7 +43,9 @@ from guidance import Guidance
 from rf import RF
 from sample import gathered, generate, grid_classes, labels_of, parse_range, write_grid
 from settings import (
+    Classes,
     Count,
+    Depth,
     Location,
     NotNegative,
     Number,
@@ -51,6 +53,8 @@ from settings import (
     Selection,
     Settings,
     Share,
+    Size,
+    Steps,
     Text,
     Whole,
     command,
@@ -69,18 +73,18 @@ class ModelSettings(Settings):
     backbone_type: one_of(DiT_models)
     init: one_of(["adaln_zero", "xavier"])
     routes: list[RouteSettings]
-    hidden_size: Count | None
-    depth: Count | None
-    num_heads: Count | None
-    patch_size: Count | None
+    hidden_size: Size | None
+    depth: Depth | None
+    num_heads: Size | None
+    patch_size: Size | None
 
 
 class DataSettings(Settings):
     name: Text
     path: Location | None
-    channels: Count | None
-    input_size: Count | None
-    num_classes: Count | None
+    channels: Size | None
+    input_size: Size | None
+    num_classes: Classes | None
     kind: one_of(KINDS) | None
     scale: Positive | None
     on_device: bool
@@ -91,7 +95,7 @@ class DataSettings(Settings):
 class OptimizerSettings(Settings):
     lr: NotNegative
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
-    eps: NotNegative
+    eps: Annotated[float, Field(ge=1e-20, le=1)]      # at 0 a gradient of 0 makes weights that are no numbers
     weight_decay: NotNegative
     warmup_steps: Whole
     schedule: one_of(["constant", "cosine"])
@@ -118,7 +122,7 @@ class SamplesSettings(Settings):
     every: Whole
     seeds: Selection
     classes: Selection | None
-    num_steps: Count
+    num_steps: Steps
     batch_size: Count
 
 
@@ -132,7 +136,7 @@ class EvaluateSettings(Settings):
     num_samples: fid.AtLeastTwo
     seed: Whole
     guidance_scales: Annotated[list[Number | None], Field(min_length=1)]
-    num_steps: Count
+    num_steps: Steps
     batch_size: Count
 
 
@@ -658,7 +662,8 @@ def forget_after(run_dir: Path, step: int) -> None:
             picture.unlink()
     def written_at(row: dict) -> int:
         source = row.get("source", row | {"in_training": True})
-        return source["step"] if source.get("in_training") else 0      # what fid.py wrote is not training's to drop
+        step = source.get("step") if isinstance(source, dict) and source.get("in_training") else 0
+        return step if isinstance(step, int) else 0      # what fid.py or another wrote is not training's to drop
 
     for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
         if path.is_file():
@@ -795,6 +800,8 @@ def main(cfg: TrainSettings) -> None:
                      start=run.images // cfg.batch_size, pin=device.type == "cuda",
                      device=device if cfg.data.on_device else None)
     if accelerator.is_main_process:
+        for name in ("checkpoints", "samples"):      # refuses now what writing would refuse
+            (run.folder / name).mkdir(parents=True, exist_ok=True)
         forget_after(run.folder, run.step)
         checkpoints.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(cfg.model_dump()))
     start_trackers(run)

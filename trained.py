@@ -21,10 +21,24 @@ from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
 from routing_module import Route
-from settings import Count, Location, NotNegative, Number, Positive, Record, Settings, Whole, read, read_record
+from settings import (
+    Classes,
+    Depth,
+    Location,
+    NotNegative,
+    Number,
+    Record,
+    Settings,
+    Size,
+    Whole,
+    read,
+    read_record,
+)
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
 
+
+Level = Annotated[float, Field(ge=1e-6, le=1e6)]      # a noise level: squares and roots of it stay in float32
 
 # ---- records -> network, diffusion ----------------------------------------------------------------------------------
 
@@ -40,14 +54,14 @@ class RouteSettings(Settings):
 class NetworkRecord(Settings):
     """The keywords of a DiT, as a checkpoint records them; the last four have not always been there."""
 
-    input_size: Count
-    patch_size: Count
-    in_channels: Count
-    hidden_size: Count
-    depth: Count
-    num_heads: Count
-    num_classes: Count
-    mlp_ratio: Positive = 4.0
+    input_size: Size
+    patch_size: Size
+    in_channels: Size
+    hidden_size: Size
+    depth: Depth
+    num_heads: Size
+    num_classes: Classes
+    mlp_ratio: Annotated[float, Field(gt=0, le=100)] = 4.0
     learn_sigma: bool = False
     init: Literal["adaln_zero", "xavier"] = "adaln_zero"
     routes: list[RouteSettings] = []
@@ -55,16 +69,16 @@ class NetworkRecord(Settings):
 
 class EDMRecord(Settings):
     name: Literal["edm"]
-    P_mean: Number = -1.2
-    P_std: NotNegative = 1.2
-    sigma_data: Positive = 0.5
+    P_mean: Annotated[float, Field(ge=-20, le=20)] = -1.2
+    P_std: Annotated[float, Field(ge=0, le=20)] = 1.2
+    sigma_data: Level = 0.5
 
 
 class DDPMRecord(Settings):
     name: Literal["ddpm"]
-    num_timesteps: Count = 1000
-    beta_min: Positive = 1e-4
-    beta_max: Positive = 0.02
+    num_timesteps: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
+    beta_min: Annotated[float, Field(gt=0, lt=1)] = 1e-4
+    beta_max: Annotated[float, Field(gt=0, lt=1)] = 0.02
 
 
 class RFRecord(Settings):
@@ -99,7 +113,7 @@ def build_network(network: dict) -> DiT:
 def build_diffusion(diffusion: dict) -> EDM | RF:
     """Builds a diffusion from its name and keywords; raises ValueError for those that make none."""
     name = diffusion.get("name")
-    if name not in DIFFUSIONS:
+    if name not in [*DIFFUSIONS]:      # which may be a list, say
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
     keywords = read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump(exclude={"name"})
     return DIFFUSIONS[name](**keywords)
@@ -126,6 +140,7 @@ class Trained:
 
 
 # Under these keys a published .pt keeps its average, or else the trained weights.
+WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 STATE_KEYS = {"ema": ("ema", "ema_state_dict"), "model": ("model", "model_state_dict", "state_dict")}
 
 
@@ -162,7 +177,13 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
     if not isinstance(state, dict) or not all(isinstance(key, str) and isinstance(value, Tensor)
                                               for key, value in state.items()):
         raise ValueError(f"{path} holds no state dict, that is, no dictionary of tensors by name.")
-    damaged = [key for key, value in state.items() if value.is_floating_point() and not value.isfinite().all()]
+    foreign = [key for key, value in state.items() if value.dtype not in WEIGHT_TYPES
+               or value.layout is not torch.strided or value.is_meta]
+    if foreign:
+        value = state[foreign[0]]
+        raise ValueError(f"{path} holds {foreign[0]} as {value.dtype}, {value.layout}, on {value.device}: weights are "
+                         f"plain floating-point numbers in memory. Save its state dict so.")
+    damaged = [key for key, value in state.items() if not value.isfinite().all()]
     if damaged:
         raise ValueError(f"{path} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "
                          f"{damaged[0]} first: its training has diverged. Choose an earlier checkpoint.")
@@ -251,9 +272,9 @@ def load_trained(
 class SamplerSettings(Settings):
     """A diffusion's sampler; null: its own value. EDM's are those of arXiv 2206.00364, Algorithm 2."""
 
-    sigma_min: Positive | None
-    sigma_max: Positive | None
-    rho: Positive | None
+    sigma_min: Level | None
+    sigma_max: Level | None
+    rho: Annotated[float, Field(ge=0.1, le=100)] | None
     S_churn: NotNegative | None
     S_min: NotNegative | None
     S_max: Annotated[float, Field(ge=0)] | None      # infinity is its usual value
@@ -277,6 +298,9 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
     if settings.get("sigma_min", 0) >= settings.get("sigma_max", math.inf):
         raise ValueError(f"sampler.sigma_min={settings['sigma_min']} is not below "
                          f"sampler.sigma_max={settings['sigma_max']}.")
+    if settings.get("S_min", 0) > settings.get("S_max", math.inf):
+        raise ValueError(f"sampler.S_min={settings['S_min']} is above sampler.S_max={settings['S_max']}: between them "
+                         f"lie the noise levels that churn acts on.")
     return settings
 
 
@@ -313,7 +337,7 @@ def build_guidance(
     numbers and the knob, for settings that cannot work with `trained`.
     """
     if settings.scale is None:
-        unguided = {"gamma1": 0, "gamma2": 0, "weak": None, "interval": None}
+        unguided = {"gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None}
         if changed := [key for key, value in unguided.items() if getattr(settings, key) != value]:
             raise ValueError(f"{', '.join(f'{key}={getattr(settings, key)}' for key in changed)} guides nothing "
                              f"without a scale: give scale=1.5, say, or none of these.")

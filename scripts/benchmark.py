@@ -50,7 +50,7 @@ import speed  # noqa: E402
 import train  # noqa: E402
 from data import Latents, batches, open_latents, to_latent  # noqa: E402
 from dit import DiT, multiply_adds  # noqa: E402
-from settings import Count, Location, NotNegative, Whole, command, one_of  # noqa: E402
+from settings import Classes, Count, Location, NotNegative, Size, Steps, Whole, command, one_of  # noqa: E402
 from trained import GuidanceSettings, RouteSettings, build_diffusion, build_guidance, build_network  # noqa: E402
 
 VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
@@ -89,11 +89,11 @@ class BenchmarkSettings(GuidanceSettings, train.ModelSettings):
     mode: one_of(COLUMNS)
     out: Location
     device: one_of(["cpu", "cuda"]) | None
-    threads: Count | None
+    threads: Annotated[int, Field(ge=1, le=1024)] | None
     routes: list[RouteSettings]
     tokens: Tokens
-    in_channels: Count
-    num_classes: Count
+    in_channels: Size
+    num_classes: Classes
     diffusion: dict
     batch_size: Count
     grad_accum_steps: Count
@@ -109,13 +109,13 @@ class BenchmarkSettings(GuidanceSettings, train.ModelSettings):
     data_path: Location | None
     num_latents: Count
     pause: NotNegative
-    num_steps: Count
+    num_steps: Steps
     autoencoder: Location
     decode_precision: one_of(speed.DTYPES)
     features: one_of(features.EXTRACTORS)
     features_weights: Location | None
-    image_size: Count
-    feature_size: Count
+    image_size: Size
+    feature_size: Size
     images: Count
     reference_images: Count
     token_counts: list[Tokens]

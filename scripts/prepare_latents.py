@@ -36,13 +36,13 @@ import speed  # noqa: E402
 from checkpoint import beside, hold, remove, write_text  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
-from settings import Count, Location, Record, Settings, Whole, command, one_of, read_record  # noqa: E402
+from settings import Count, Location, Record, Settings, Size, Whole, command, one_of, read_record  # noqa: E402
 
 # ---- settings and records -------------------------------------------------------------------------------------------
 
 
 class ShapesSettings(Settings):
-    count: Count
+    count: Annotated[int, Field(ge=1, le=10**8)]
     seed: Whole
 
 
@@ -51,7 +51,7 @@ class PrepareSettings(Settings):
 
     source: Location | None
     out: Location | None
-    resolution: Count | None
+    resolution: Size | None
     autoencoder: Location | None
     kind: one_of(KINDS) | None
     mirror: bool
@@ -61,7 +61,7 @@ class PrepareSettings(Settings):
     shapes: ShapesSettings
     shard_size: Count
     batch_size: Count
-    num_workers: Count
+    num_workers: Annotated[int, Field(ge=1, le=1024)]
     precision: one_of(speed.DTYPES)
     tf32: bool
 

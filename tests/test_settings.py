@@ -217,7 +217,8 @@ def test_all_that_the_sentence_says_may_stand_as_it_is(call):
 
 def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
     assert call(fail_by(ValueError("Too many."))) == (1, "small.py: Too many.")
-    assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory.")
+    said = f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory."
+    assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, said)
     assert call(fail_by(KeyboardInterrupt())) == (130, "small.py: stopped by Ctrl-C.")
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
