@@ -222,6 +222,8 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             from omegaconf import OmegaConf
             from omegaconf.errors import OmegaConfBaseException
 
+            if hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(line_buffering=True)      # a line is in a redirected log when it is said
             composed: list = []      # left empty by --help and --cfg
             program, wants_traceback = Path(sys.argv[0]).name, "HYDRA_FULL_ERROR" in os.environ
             os.environ["HYDRA_FULL_ERROR"] = "1"      # Hydra then hands its errors on instead of printing them
