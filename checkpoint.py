@@ -35,16 +35,28 @@ def beside(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)
     try:
-        yield partial
-        for file in partial.iterdir() if partial.is_dir() else [partial]:
-            with open(file, "rb") as written:
-                os.fsync(written.fileno())
-        if partial.is_dir():      # which does not replace a folder by itself
-            remove(path)
-        os.replace(partial, path)
-        sync_folder(path.parent)
+        with naming(path):
+            yield partial
+            for file in partial.iterdir() if partial.is_dir() else [partial]:
+                with open(file, "rb") as written:
+                    os.fsync(written.fileno())
+            if partial.is_dir():      # which does not replace a folder by itself
+                remove(path)
+            os.replace(partial, path)
+            sync_folder(path.parent)
     finally:
         remove(partial)
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError that names none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
 
 
 def remove(path: Path) -> None:
@@ -73,7 +85,7 @@ def write_text(path: Path, text: str) -> None:
 def append_row(path: Path, row: dict) -> None:
     """Adds a JSON line; one that a kill or a full disk has halved before it keeps a line of its own."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    with open(path, "a+b") as file:
+    with naming(path), open(path, "a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         unfinished = file.read(1) not in (b"", b"\n")

@@ -10,7 +10,6 @@ import io
 import itertools
 import json
 import math
-import os
 import queue
 import re
 import sys
@@ -18,25 +17,26 @@ import tarfile
 import threading
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import closing
+from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import BinaryIO
+from typing import Annotated, BinaryIO
 
 import numpy as np
 import torch
+from pydantic import Field
 from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, scale_latent, scale_moments
+from checkpoint import beside
 from images import MAX_CLASSES, find_tars
+from settings import Count, Number, Positive, Record, Says, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
 CHUNK = 4096  # latents that are copied to a device at once
 TAR_INDEX = "latent-index.npz"
-RECORD = {"kind": str, "mirrored": bool, "num_classes": int, "class_names": lambda names: names, "autoencoder": str,
-          "scale": float, "shift": float}  # what metadata.json says besides shapes, counts and files
 
 HOW_TO_PREPARE = """Prepare it with
   accelerate launch scripts/prepare_latents.py source=<images> out={path} resolution=256 autoencoder=sd_vae_ema mirror=true
@@ -171,6 +171,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     them, so let one rank open before the others. Raises ValueError, with the numbers and the remedy, for data
     that is absent, unfinished, damaged, or not scaled for the network.
     """
+    assert kind in (None, *KINDS) and (scale is None or scale > 0)
     path = Path(path)
     if (path / "metadata.json").is_file():
         latents = _open_folder(path, kind, scale, num_classes)
@@ -191,66 +192,77 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
 # Latent folders
 
 
+class Shard(Record):
+    """One of `shards` in metadata.json: its files, and how many images they hold."""
+
+    latents: str
+    labels: str
+    mirrored: str | None = None
+    count: Whole
+
+
+class Metadata(Record):
+    """metadata.json as docs/data.md has it, but for what no reader needs."""
+
+    format: one_of([1])
+    count: Count
+    shape: Annotated[list[Count], Field(min_length=3, max_length=3), Says("[C, h, w]")]
+    dtype: one_of(["float16"])
+    kind: one_of(KINDS)
+    mirrored: bool
+    num_classes: Count
+    class_names: list[str] | None
+    display_names: list[str] | None = None
+    autoencoder: str
+    scale: Positive
+    shift: Number
+    shards: list[Shard]
+
+
 def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
     file = folder / "metadata.json"
-    try:
-        meta = json.loads(file.read_text())
-        if meta["format"] != 1:
-            raise ValueError(f"it is of format {meta['format']}, and this version reads format 1")
-        count, shape, dtype = int(meta["count"]), tuple(map(int, meta["shape"])), meta["dtype"]
-        record = {key: read(meta[key]) for key, read in RECORD.items()}
-        parts = ["latents", "mirrored"] if record["mirrored"] else ["latents"]
-        counts = [int(shard["count"]) for shard in meta["shards"]]
-        names = {part: [folder / shard[part] for shard in meta["shards"]] for part in (*parts, "labels")}
-        display_names = meta.get("display_names")
-        if isinstance(display_names, list) and not all(isinstance(name, str) for name in display_names):
-            raise ValueError("display_names are not all text")
-    except (KeyError, TypeError, ValueError, OverflowError, RecursionError) as error:  # JSON knows 1e999 and [[[[…
-        raise ValueError(f"{file} is not a latent folder's record ({type(error).__name__}: {error}); "
-                         "docs/data.md has the format, and scripts/prepare_latents.py writes it.") from error
-
-    classes = record["num_classes"]
-    if record["kind"] not in KINDS or len(shape) != 3 or dtype != "float16" or not record["scale"] > 0:
-        raise ValueError(f"{file} says kind {record['kind']!r}, shape {list(shape)}, dtype {dtype!r} and scale "
-                         f"{record['scale']}; this version reads kinds {KINDS}, shapes [C, h, w], float16 and a "
-                         "scale above 0.")
-    for key, given in (("class_names", record["class_names"]), ("display_names", display_names)):
-        if given is not None and not isinstance(given, list):
-            raise ValueError(f"{file}: {key} is neither null nor a list of names.")
+    meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
+    classes, counts = meta.num_classes, [shard.count for shard in meta.shards]
+    parts = ["latents", "mirrored"] if meta.mirrored else ["latents"]
+    for key, given in (("class_names", meta.class_names), ("display_names", meta.display_names)):
         if given is not None and len(given) != classes:
             raise ValueError(f"{file} says num_classes {classes} but names {len(given)} classes in {key}.")
+    if meta.mirrored and not all(shard.mirrored for shard in meta.shards):
+        raise ValueError(f"{file} says mirrored true, but not every shard names a file of mirrored latents.")
+    if sum(counts) != meta.count:
+        raise ValueError(f"{file} says {meta.count} images, but its {len(counts)} shards hold {sum(counts)}.")
+    names = {part: [folder / getattr(shard, part) for shard in meta.shards] for part in (*parts, "labels")}
     for name in itertools.chain(*names.values()):
         if not name.is_relative_to(folder) or ".." in name.relative_to(folder).parts:
             raise ValueError(f"{file} lists {name}, which lies outside the folder: a latent folder holds its shards.")
-    if sum(counts) != count or count == 0:
-        raise ValueError(f"{file} says {count} images, but its {len(counts)} shards hold {sum(counts)}.")
-    for name, asked in (("kind", kind), ("scale", scale)):
-        if asked is not None and asked != record[name]:
-            raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {record[name]!r}: "
+    for name, asked, said in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
+        if asked is not None and asked != said:
+            raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {said!r}: "
                              f"leave data.{name}=null for a latent folder.")
     if num_classes is not None and num_classes < classes:
         raise ValueError(f"data.num_classes is {num_classes}, but {folder} has {classes}: "
                          f"set data.num_classes={classes} or more.")
 
-    stored_shape = (shape[0] * (2 if record["kind"] == "moments" else 1), *shape[1:])
+    stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
     files = [file for part in parts for file in names[part]]
     first_byte = [_check_npy(file, np.dtype("<f2"), (n, *stored_shape))
                   for file, n in zip(files, counts * len(parts), strict=True)]
     starts = np.concatenate([[0], np.cumsum(counts)])
-    labels = np.empty(count, np.min_scalar_type(max(classes - 1, 0)))
+    labels = np.empty(meta.count, np.min_scalar_type(classes - 1))
     for file, start, end in zip(names["labels"], starts[:-1], starts[1:], strict=True):
         _check_npy(file, np.dtype("<i8"), (int(end - start),))
         shard_labels = np.load(file, allow_pickle=False)
         _check_labels(shard_labels, classes, file, 'correct the labels or "num_classes" in metadata.json')
         labels[start:end] = shard_labels
     return Latents(where=str(folder), files=files, starts=starts, first_byte=np.array(first_byte), labels=labels,
-                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), display_names=display_names, **record)
+                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"),
+                   **meta.model_dump(exclude={"format", "count", "shape", "dtype", "shards"}))
 
 
 def _npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     """Reads an npy header and leaves the stream at the first value -> (shape, Fortran order, dtype)."""
     if (version := np.lib.format.read_magic(stream)) != (1, 0):
-        raise ValueError(f"npy version {version} is not read here, only (1, 0)")
+        raise ValueError(f"its version is {version}, and only (1, 0) is read")
     return np.lib.format.read_array_header_1_0(stream)
 
 
@@ -304,9 +316,6 @@ def _allow_open_files(num_files: int) -> None:
 
 def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
     scale = SD_VAE_SCALE if scale is None else scale
-    if not isinstance(scale, (int, float)) or not scale > 0:
-        raise ValueError(f"data.scale is {scale!r}, but it must be a number above 0: {SD_VAE_SCALE} for Stable "
-                         "Diffusion's autoencoders, 1 for latents that are scaled already.")
     num_classes = 1000 if num_classes is None else num_classes
     index = _tar_index(tars)
     dtype, stored_shape = np.dtype(str(index["dtype"])), tuple(index["shape"].tolist())
@@ -316,9 +325,9 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
                   4: "; 4 are almost surely samples"}
         raise ValueError(f"{path} holds latents of {channels} channels{likely.get(channels, '')}, but tars carry "
                          "no record of it: set data.kind=moments for [mean, logvar], or data.kind=sample.")
-    if kind not in KINDS or (kind == "moments" and channels % 2):
-        raise ValueError(f"data.kind is {kind!r} and {path} holds {channels} channels: the kinds are {KINDS}, "
-                         "and moments, [mean, logvar], have an even number of channels. Set data.kind.")
+    if kind == "moments" and channels % 2:
+        raise ValueError(f"{path} holds latents of {channels} channels, but moments, [mean, logvar], have an even "
+                         "number of them: set data.kind=sample.")
     _check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
     labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
     # The autoencoder is the one TREAD trains on; nothing in the tars says so or otherwise.
@@ -349,7 +358,7 @@ def _tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
 
     starts, offsets, labels, headers = [0], [], [], {}
     total = sum(size for _, size, _ in stats)
-    with tqdm(desc="indexing tars", total=total, unit="B", unit_scale=True, delay=2) as progress:
+    with tqdm(desc="indexing tars", total=total, unit="B", unit_scale=True, delay=2, disable=None) as progress:
         for file in tars:
             for offset, label in _index_one_tar(file, headers, progress):
                 offsets.append(offset)
@@ -359,13 +368,8 @@ def _tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     index = {"starts": np.array(starts), "offsets": np.array(offsets, np.int64),
              "labels": np.array(labels, np.int32), "shape": np.array(shape), "dtype": np.array(dtype.str)}
 
-    beside = cache.with_name(f".{cache.name}.{os.getpid()}")
-    try:
-        with open(beside, "wb") as stream:
-            np.savez(stream, key=np.array(key), **index)
-        os.replace(beside, cache)
-    except OSError:  # a read-only folder or a full disk: index again next time
-        beside.unlink(missing_ok=True)
+    with suppress(OSError), beside(cache) as partial, open(partial, "wb") as stream:      # else indexed next time
+        np.savez(stream, key=np.array(key), **index)
     return index
 
 

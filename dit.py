@@ -185,12 +185,12 @@ class DiT(nn.Module):
             if i in start_of:
                 r, route = start_of[i]
                 original_x, end_layer_idx = x, route.end_layer_idx
-                noise = () if mask_noise is None else (mask_noise[:, r],)
-                ids_keep = self.router.get_mask(x, route.selection_ratio, *noise)      # (B, K)
-                x = self.router.start_route(x, ids_keep)                               # (B, K, D)
+                noise = None if mask_noise is None else mask_noise[:, r]          # (B, N)
+                ids_keep = self.router.get_mask(x, route.selection_ratio, noise)  # (B, K)
+                x = self.router.start_route(x, ids_keep)                          # (B, K, D)
             x = block(x, c)
             if i == end_layer_idx:
-                x = self.router.end_route(x, ids_keep, original_x)                     # (B, N, D)
+                x = self.router.end_route(x, ids_keep, original_x)                # (B, N, D)
         return self.unpatchify(self.final_layer(x, c))     # (B, out_channels, h, w)
 
 

@@ -33,7 +33,7 @@ from accelerate.utils import broadcast_object_list, gather, reduce
 from PIL import Image
 from pydantic import Field
 from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save
 from torch import Tensor
 from tqdm import tqdm
 
@@ -492,7 +492,7 @@ class Kept:
     def save(self, indices: Tensor, features: dict[str, Tensor]) -> None:
         tensors = {name: value.cpu().contiguous() for name, value in (features | {"indices": indices}).items()}
         with beside(self.folder / f"{int(indices[0]):08d}.safetensors") as partial_file:
-            save_file(tensors, partial_file)
+            partial_file.write_bytes(save(tensors))
 
 
 # ---- the record -----------------------------------------------------------------------------------------------------
@@ -669,6 +669,12 @@ def result_row(
     }
 
 
+def read_results(path: Path) -> list[dict]:
+    """Reads the rows of results.jsonl, but for those that are no scores of ours."""
+    return [row for row in checkpoints.read_rows(path)
+            if isinstance(row.get("source"), dict) and isinstance(row.get("metrics"), dict)]
+
+
 BY_CODE = ("versions", "code_sha256")     # what a row of another version of the code differs in, too
 
 
@@ -679,14 +685,14 @@ def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | 
     """
     def facts(row: dict) -> dict:
         compared = ("images", "extractor", "reference", "image_rule", "resolution", *(() if whatever_code else BY_CODE))
-        source = {f"source.{key}": value for key, value in row.get("source", {}).items() if key != "size"}
+        source = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
         return source | {key: row[key] for key in compared if key in row}
 
     wanted = facts(json.loads(json.dumps(row)))
-    for old in checkpoints.read_rows(path):
+    for old in read_results(path):
         found = facts(old)
         if (found and all(found.get(key, value) == value for key, value in wanted.items())
-                and found.keys() <= wanted.keys() and row["metrics"].keys() <= old.get("metrics", {}).keys()):
+                and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys()):
             return old
     return None
 
@@ -722,7 +728,8 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     root = results.parent / "features" if cfg.keep_features else None
 
     def kept(record: dict) -> Kept | None:
-        facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor)}
+        facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor),
+                 **speed.describe_device(state.device)}
         return Kept(root, record | facts) if root else None
 
     def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:

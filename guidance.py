@@ -88,9 +88,10 @@ class Guidance:
                                  f"label (guidance=cfg).")
             if self.routes is not None:
                 resolve_routes(self.routes, len(network.blocks))
-        if self.net2 is not None and (ours := shape_of(net)) != (theirs := shape_of(self.net2)):
+        if self.net2 is not None and shape_of(net) != shape_of(self.net2):
             raise ValueError(f"The weak network predicts another thing than the strong one: channels, side and "
-                             f"classes are {theirs} there and {ours} here. Choose a checkpoint of the same data.")
+                             f"classes are {shape_of(self.net2)} of the weak one and {shape_of(net)} of the strong "
+                             f"one. Choose a checkpoint of the same data.")
 
     def routes_at(self, net: nn.Module, gamma: Ratio, progress: float) -> tuple[Route, ...]:
         """Returns the routes of one pass; none at a ratio of 0, the dense network."""
@@ -146,20 +147,22 @@ class MaskNoise:
     """
 
     def __init__(self, noise: Tensor):
-        self.noise, self.seeds, self.drawn = noise, None, (None, None)
+        self.noise = noise
+        self.seeds: list[int] | None = None
+        self.asked: tuple[int, int, int] | None = None      # what `drawn` was drawn for
+        self.drawn: Tensor | None = None
 
     def __call__(self, step: int, num_routes: int, num_tokens: int) -> Tensor:
         """Draws (B, num_routes, num_tokens) float32, uniform in [0, 1)."""
         if self.seeds is None:      # only where masks are drawn, since it brings the noise to the host
             digests = [hashlib.sha256(row.tobytes()).digest() for row in self.noise.float().cpu().numpy()]
             self.seeds = [int.from_bytes(digest[:6]) for digest in digests]
-        what, drawn = self.drawn
-        if what != (what := (step, num_routes, num_tokens)):      # once for all passes of a step
+        asked = (step, num_routes, num_tokens)
+        if asked != self.asked:      # once for all passes of a step
             generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in self.seeds]
-            drawn = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
-            drawn = torch.stack(drawn).to(self.noise.device)
-            self.drawn = what, drawn
-        return drawn
+            rows = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
+            self.asked, self.drawn = asked, torch.stack(rows).to(self.noise.device)
+        return self.drawn
 
 
 def shape_of(net: nn.Module) -> tuple[int, int, int]:

@@ -156,14 +156,15 @@ def squared_distances(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
 
 def radii(features: Tensor) -> Tensor:
     """Computes each feature's squared distance (N,) float32 to its third nearest neighbour among the others (N, D)."""
-    found = []
-    for here in features.split(BLOCK):
-        nearest = torch.full((len(here), NEIGHBOUR + 1), math.inf, device=features.device)     # and the feature itself
-        for there in features.split(BLOCK):
-            for rows, block in zip(nearest.split(1000), squared_distances(here, there).split(1000), strict=True):
+    reaches = []
+    for centres in features.split(BLOCK):
+        nearest = torch.full((len(centres), NEIGHBOUR + 1), math.inf, device=features.device)     # and itself
+        for others in features.split(BLOCK):
+            distances = squared_distances(centres, others)
+            for rows, block in zip(nearest.split(1000), distances.split(1000), strict=True):
                 rows[:] = torch.cat([rows, block.float()], 1).topk(NEIGHBOUR + 1, largest=False).values
-        found.append(nearest[:, -1])
-    return torch.cat(found)
+        reaches.append(nearest[:, -1])
+    return torch.cat(reaches)
 
 
 def precision_recall(reference: Tensor, images: Tensor) -> tuple[float, float]:
@@ -177,19 +178,17 @@ def precision_recall(reference: Tensor, images: Tensor) -> tuple[float, float]:
         raise ValueError(f"Precision and recall look at the {NEIGHBOUR} nearest neighbours: {len(reference)} reference "
                          f"images against {len(images)} are too few.")
     with exact_float32():
-        balls_reference, balls_images = radii(reference), radii(images)
+        reference_radii, image_radii = radii(reference), radii(images)
         within_images = torch.zeros(len(reference), dtype=torch.bool, device=reference.device)
         within_reference = torch.zeros(len(images), dtype=torch.bool, device=reference.device)
-        rows, columns = (zip(*(part.split(BLOCK) for part in parts), strict=True) for parts in (
-            (reference, balls_reference, within_images), (images, balls_images, within_reference)))
-        columns = list(columns)
-        for here, balls_here, within_here in rows:
-            for there, balls_there, within_there in columns:
-                block = squared_distances(here, there)
-                for part, ball, within in zip(*(x.split(1000) for x in (block, balls_here, within_here)), strict=True):
-                    part = part.float()
-                    within |= (part <= balls_there).any(1)
-                    within_there |= (part <= ball[:, None]).any(0)
+        for first in range(0, len(reference), BLOCK):
+            for left in range(0, len(images), BLOCK):
+                columns = slice(left, left + BLOCK)
+                distances = squared_distances(reference[first : first + BLOCK], images[columns])
+                for top, part in zip(range(first, len(reference), 1000), distances.split(1000), strict=False):
+                    rows, part = slice(top, top + len(part)), part.float()
+                    within_images[rows] |= (part <= image_radii[columns]).any(1)
+                    within_reference[columns] |= (part <= reference_radii[rows, None]).any(0)
     return within_reference.double().mean().item(), within_images.double().mean().item()
 
 

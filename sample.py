@@ -240,26 +240,35 @@ def caption_font() -> ImageFont.FreeTypeFont:
     return ImageFont.truetype(Path(folder) / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", size=12)
 
 
-def draw_grid(images: Tensor, labels: list[int], display_names: list[str] | None) -> Image.Image:
-    """Lays out images (N, H, W, 3) uint8 in captioned rows, one a class in the order in which the classes come.
+def draw_grid(
+    images: Tensor,                         # (N, H, W, 3) uint8
+    labels: list[int],                      # one an image
+    display_names: list[str] | None,        # of the classes; None: their numbers
+    classes: Iterable[int] = (),            # in the order of the rows; others follow as they come
+) -> Image.Image:
+    """Lays out images in captioned rows, one a class; where each class has a single image, rows hold eight of them.
 
-    Where each class has a single image, rows hold eight of them.
+    A name with letters that the font lacks gives way to the class's number.
     """
     images = images.numpy()
     height, width = images.shape[1:3]
     zoom = max(1, 64 // height)
-    rows = [[i for i, other in enumerate(labels) if other == label] for label in dict.fromkeys(labels)]
+    present = [label for label in dict.fromkeys([*classes, *labels]) if label in labels]
+    rows = [[i for i, other in enumerate(labels) if other == label] for label in present]
     columns = max(map(len, rows))
     if columns == 1:
         columns = min(8, len(labels))
         rows = [list(range(i, min(i + columns, len(labels)))) for i in range(0, len(labels), columns)]
 
+    font = caption_font()
+    unknown = bytes(font.getmask("\U0010ffff"))      # the box that stands for a letter the font lacks
+
     def caption(label: int) -> str:
-        return display_names[label] if display_names and label < len(display_names) else str(label)
+        name = display_names[label] if display_names and label < len(display_names) else ""
+        return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
 
     texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]
     texts = [text if len(text) <= 40 else text[:39] + "…" for text in texts]
-    font = caption_font()
     margin = 12 + max(math.ceil(font.getlength(text)) for text in texts)
     cell_w, cell_h = width * zoom + 2, height * zoom + 2
     grid = Image.new("RGB", (margin + columns * cell_w, len(rows) * cell_h), "white")
@@ -277,12 +286,14 @@ def save_image(image: Image.Image, path: Path) -> None:
         image.save(partial, format="PNG")
 
 
-def write_grid(batches: Iterable[Batch], path: Path, display_names: list[str] | None) -> None:
+def write_grid(
+    batches: Iterable[Batch], path: Path, display_names: list[str] | None, classes: Iterable[int] = (),
+) -> None:
     """Consumes the gathered batches of all ranks; the main one writes the grid."""
     parts = list(batches)
     if PartialState().is_main_process:
         labels = torch.cat([labels for _, labels, _ in parts]).tolist()
-        save_image(draw_grid(torch.cat([images for *_, images in parts]), labels, display_names), path)
+        save_image(draw_grid(torch.cat([images for *_, images in parts]), labels, display_names, classes), path)
 
 
 def write_pngs(batches: Iterable[Batch], folder: Path) -> None:
@@ -337,6 +348,7 @@ class Sampling:
     trained: Trained
     guidance: Guidance | None
     seeds: list[int]
+    classes: list[int]
     sampler: dict[str, float | str]
     draw: Callable[[Guidance | None], Iterator[Batch]]      # gathered batches
     out: Path
@@ -381,7 +393,7 @@ def open_sampling(cfg: SampleSettings, state: PartialState, seeds_per_class: int
         ))
 
     out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained)
-    return Sampling(trained, guidance, seeds, sampler, draw, out)
+    return Sampling(trained, guidance, seeds, classes, sampler, draw, out)
 
 
 @command("sample", SampleSettings)
@@ -393,7 +405,7 @@ def main(cfg: SampleSettings) -> None:
         raise ValueError(f"out={out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
     batches = sampling.draw(sampling.guidance)
     if out.suffix == ".png":
-        write_grid(batches, out, trained.display_names)
+        write_grid(batches, out, trained.display_names, sampling.classes)
     elif out.suffix == ".npz":
         write_npz(batches, out, len(sampling.seeds))
     else:
@@ -428,7 +440,7 @@ def compare_guided(cfg: SampleSettings) -> None:
         state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(
             f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {unit}"
             for unit, share in shares.items()))
-        write_grid(sampling.draw(guidance), path, trained.display_names)
+        write_grid(sampling.draw(guidance), path, trained.display_names, sampling.classes)
         state.print(f"         {path}")
 
 

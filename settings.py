@@ -6,23 +6,28 @@ Records that are read back (metadata.json, meta.json, rows of results.jsonl) are
 
 import functools
 import json
+import logging
 import os
+import re
 import sys
+import time
 import types
 import typing
 import warnings
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Any, Literal, TypeVar
+from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 
-# Libraries that greet with what is no user's business.
-os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-warnings.filterwarnings("ignore", category=FutureWarning)
+# Greetings of libraries that are no user's business, each by itself: any other warning is still heard.
+# diffusers looks for tensors of torchao that its newer versions have moved; no quantized autoencoder is read here.
+logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
+# diffusers hands huggingface_hub an argument that it no longer takes.
+warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument is deprecated")
 
 
 class Settings(BaseModel):
@@ -208,11 +213,16 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             except (HydraException, OmegaConfBaseException) as error:
                 if wants_traceback:
                     raise
-                sys.exit(f"{program}: {str(error).splitlines()[0]} configs/{config_name}.yaml names all settings.")
+                complaint = str(error).splitlines()[0].rstrip(".")
+                end(f"{program}: {complaint}: " + (
+                    """write key=[a,b] for a list, and "key='a,b'" for a text.""" if complaint.startswith("Ambiguous")
+                    else f"configs/{config_name}.yaml names all settings."))
             except (ValueError, OSError) as error:
                 if wants_traceback:
                     raise
-                sys.exit(f"{program}: {error}")
+                failed = isinstance(error, OSError) and error.strerror and error.filename
+                end(f"{program}: " + (f"reading or writing {error.filename} failed: {error.strerror}." if failed
+                                      else str(error)))
             finally:
                 leave_the_ranks()
         return entry
@@ -225,15 +235,23 @@ def parse(parser: Any, argument: str) -> None:
 
     try:
         parser.parse_override(argument)
-    except HydraException as error:
-        key, equals, value = argument.partition("=")
-        if not equals:
+    except HydraException:
+        key, _, value = argument.partition("=")
+        if "=" not in argument or not re.fullmatch(r"[\w.+~@/-]+", key, re.ASCII):
             raise ValueError(f"{argument} is no setting: write key=value, as in steps=100.") from None
-        names = "','".join(part.strip(" '\"") for part in value.strip("[]").split(","))
-        quoted = f"['{names}']" if value.startswith("[") else f"'{value}'"
-        raise ValueError(f"{argument} cannot be read ({str(error).splitlines()[0]}). A value with spaces, commas or "
-                         f'letters beyond a to z stands in quotes, and the whole in another kind: "{key}={quoted}".'
-                         ) from None
+        is_list = value.startswith("[")
+        parts = [part.strip(" '\"") for part in (value.strip("[]").split(",") if is_list else [value])]
+        quoted = ",".join("'" + part.replace("'", "\\'") + "'" for part in parts)
+        raise ValueError(f"{argument} cannot be read. A value may hold a to z, digits, spaces and _-+./:%*?@$| as "
+                         f"they are; with anything else it stands in quotes, and the whole in another kind: "
+                         f'"{key}={f"[{quoted}]" if is_list else quoted}".') from None
+
+
+def end(sentence: str) -> NoReturn:
+    """Ends this process with a sentence; it is said once where every rank has the same one."""
+    if os.environ.get("RANK", "0") != "0":
+        time.sleep(5)      # the first rank says it in this time, and the launcher then ends the others
+    sys.exit(sentence)
 
 
 def leave_the_ranks() -> None:

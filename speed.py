@@ -71,10 +71,11 @@ def set_float32(tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
-def join_ranks(cpu: bool, tf32: bool) -> PartialState:
+def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:
     """Makes what knows of ranks and device, for a command that does not train."""
     set_float32(tf32)
-    return PartialState(cpu=cpu or not torch.cuda.is_available())     # several ranks on CPUs need to be told
+    # Several ranks on CPUs need to be told.
+    return PartialState(cpu=cpu or not torch.cuda.is_available(), **options)
 
 
 def make_accelerator(

@@ -141,8 +141,8 @@ class TrainSettings(Settings):
     run_dir: Location
     init_from: Location | None
     seed: Whole
-    steps: Whole
-    batch_size: Count
+    steps: Whole | None
+    batch_size: Count | None
     grad_accum_steps: Count
     label_dropout: Share
     max_skipped_in_row: Count
@@ -448,8 +448,21 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
     latents.require(shape=latent_shape(cfg, latents), num_classes=cfg.data.num_classes or latents.num_classes)
-    check_batch_size(cfg.batch_size, accelerator.num_processes, cfg.grad_accum_steps, latents.count)
     return latents
+
+
+def fitted(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
+    """Takes batch size and steps, where they are null, from the number of latents, and says so."""
+    parts = accelerator.num_processes * cfg.grad_accum_steps
+    batch_size, steps = cfg.batch_size, cfg.steps
+    if batch_size is None:
+        batch_size = max(parts, min(64, count // 4) // parts * parts)
+    if steps is None:
+        steps = min(100_000, max(5_000, 200 * count // batch_size))
+    if (batch_size, steps) != (cfg.batch_size, cfg.steps):
+        accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Either can be given.")
+    check_batch_size(batch_size, accelerator.num_processes, cfg.grad_accum_steps, count)
+    return cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
 
 
 def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
@@ -517,6 +530,7 @@ def open_drawing(
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     """Puts a run together at step 0; raises ValueError, with the knob, for whatever cannot work."""
     latents = open_data(cfg, accelerator)
+    cfg = fitted(cfg, accelerator, latents.count)
     record = describe(cfg, latents, accelerator.num_processes)
     grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])
     torch.manual_seed(cfg.seed)
@@ -657,6 +671,14 @@ def in_trouble(run: Run, total: dict[str, float]) -> bool:
     return total["skipped_in_row"] > 0 or not loss <= 10 * run.lowest_loss
 
 
+@contextlib.contextmanager
+def shown_on(bar: tqdm, work: str) -> Iterator[None]:
+    """Says at the end of the progress bar what the run is doing instead of stepping."""
+    bar.set_postfix_str(work)
+    yield
+    bar.set_postfix_str("")
+
+
 @full_disk_is_a_sentence()
 def report(run: Run, num_steps: int, seconds: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
@@ -693,7 +715,7 @@ def draw(run: Run) -> None:
     grid, world = run.grid, run.accelerator.num_processes
     batch_size = min(run.cfg.samples.batch_size, math.ceil(len(grid.seeds) / world))
     pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=batch_size,
-                        num_steps=run.cfg.samples.num_steps, precision=run.drawing_precision, progress="samples")
+                        num_steps=run.cfg.samples.num_steps, precision=run.drawing_precision)
     write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
 
 
@@ -719,11 +741,14 @@ def evaluate(run: Run) -> None:
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)
         if not main_rank_says(accelerator, fid.scored_before(row, results, whatever_code=True) is None):
             continue
-        scores = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
-                              metrics=metrics, progress="evaluation")
+        scores = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor, metrics=metrics)
         if accelerator.is_main_process:
             row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
-            fid.report(row, results)
+            checkpoints.append_row(results, row)
+            told = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
+            how = "unguided" if scale is None else f"guidance scale {scale:g}"
+            tqdm.write(f"step {run.step}/{run.cfg.steps}  {told}  of {len(seeds):,} images, {how}, "
+                       f"in {row['seconds']:.0f} s")
         suffix = "" if scale is None else f"_guided_{scale:g}"
         accelerator.log({f"{name}{suffix}": value for name, value in scores.items()}, step=run.step)
 
@@ -760,6 +785,7 @@ def main(cfg: TrainSettings) -> None:
     if cfg.precision == "fp8":
         speed.check_float8(device)
     run = make_run(cfg, accelerator)
+    cfg = run.cfg
     if accelerator.is_main_process:
         lock = checkpoints.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "  # noqa: F841
                                             f"name=<another> for a second run.")      # held until the process ends
@@ -800,14 +826,17 @@ def main(cfg: TrainSettings) -> None:
         last_step = finished or stopped_by
         paused_at = time.perf_counter()
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
-            save(run)
+            with shown_on(bar, "saving"):
+                save(run)
         # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
         due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and main_rank_says(accelerator, not run.grid_path.exists()):
-            draw(run)
+            with shown_on(bar, "drawing"):
+                draw(run)
         # The untrained network is evaluated too: it is what the numbers are to be compared with.
         if run.evaluation and (due(run.step, cfg.evaluate.every) or finished):
-            evaluate(run)
+            with shown_on(bar, "scoring"):
+                evaluate(run)
         reported_at += time.perf_counter() - paused_at      # a report is about training, not about drawing and saving
         if last_step:
             break

@@ -208,6 +208,8 @@ def load_trained(
             raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
         if path.is_file() and weights not in (None, file.stem):
             raise ValueError(f"checkpoint={path} is the file of weights={file.stem}, not of weights={weights}.")
+        if num_heads is not None:
+            raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one.")
     state, which = read_weights(file, weights)
     inferred = None
     if folder is not None:
@@ -279,6 +281,7 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
 
 
 Ratio = Annotated[float, Field(ge=0, lt=1)]
+Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
 
 
@@ -293,8 +296,8 @@ class GuidanceSettings(Settings):
     """The keys of configs/guidance, which lie flat among a command's."""
 
     scale: Number | None
-    gamma1: Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]
-    gamma2: Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]
+    gamma1: Gamma
+    gamma2: Gamma
     drop_label: bool
     weak: Location | None
     interval: Pair | None

@@ -29,12 +29,12 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
+from typing import Annotated
 
-import hydra
 import numpy as np
 import torch
 from accelerate import Accelerator
-from omegaconf import DictConfig, OmegaConf
+from pydantic import AfterValidator, Field
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -44,17 +44,99 @@ import autoencoder as autoencoders  # noqa: E402
 import checkpoint as checkpoints  # noqa: E402
 import features  # noqa: E402
 import fid  # noqa: E402
+import metrics  # noqa: E402
 import sample  # noqa: E402
 import speed  # noqa: E402
 import train  # noqa: E402
 from data import Latents, batches, open_latents, to_latent  # noqa: E402
-from dit import DiT, DiT_models, multiply_adds  # noqa: E402
+from dit import DiT, multiply_adds  # noqa: E402
+from settings import Count, Location, NotNegative, Whole, command, one_of  # noqa: E402
+from trained import GuidanceSettings, RouteSettings, build_diffusion, build_guidance, build_network  # noqa: E402
 
 VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
 SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}      # sides of the matrices whose product is the ceiling
 LARGEST = 2**16      # no batch beyond it is tried
 
+# What the table of each mode shows; the JSON has more. `parts` take a column each.
+COLUMNS = {
+    "train": "variant batch images/s s/step parts TFLOP/s_a_rank MFU over_dense FLOP_ceiling peak_GiB largest_batch "
+             "first_step_s graphs graph_breaks recompiles",
+    "sample": "variant batch images/s s/batch parts GFLOP/image share_in_network MFU_in_network peak_GiB first_batch_s",
+    "data": "variant batch step_s latents/s MB/s parts longest_wait_s",
+    "score": "variant features/s parts peak_GiB",
+    "scaling": "scales variant ranks tokens batch images/s s/step TFLOP/s_a_rank MFU over_dense FLOP_ceiling per_rank "
+               "peak_GiB",
+}
+
 Batches = Iterator[tuple[Tensor, Tensor]]
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+def square(tokens: int) -> int:
+    if math.isqrt(tokens) ** 2 != tokens:
+        raise ValueError(f"{tokens} tokens make no square: take 64, 256 or 1024, for instance.")
+    return tokens
+
+
+Tokens = Annotated[Count, AfterValidator(square)]
+
+
+class BenchmarkSettings(GuidanceSettings, train.ModelSettings):
+    """configs/benchmark.yaml; `routes` are the network's own, by which guidance goes too."""
+
+    mode: one_of(COLUMNS)
+    out: Location
+    device: one_of(["cpu", "cuda"]) | None
+    threads: Count | None
+    routes: list[RouteSettings]
+    tokens: Tokens
+    in_channels: Count
+    num_classes: Count
+    diffusion: dict
+    batch_size: Count
+    grad_accum_steps: Count
+    precision: one_of(speed.PRECISIONS)
+    tf32: bool
+    compile: bool | one_of(speed.COMPILE_MODES)
+    activation_checkpointing: bool
+    variants: Annotated[list[one_of(VARIANTS)], Field(min_length=1)]
+    rounds: Count
+    steps: Count
+    warmup: Whole
+    largest_batch: bool
+    data_path: Location | None
+    num_latents: Count
+    pause: NotNegative
+    num_steps: Count
+    autoencoder: Location
+    decode_precision: one_of(speed.DTYPES)
+    features: one_of(features.EXTRACTORS)
+    features_weights: Location | None
+    image_size: Count
+    feature_size: Count
+    images: Count
+    reference_images: Count
+    token_counts: list[Tokens]
+    ranks: list[Count]
+
+
+def check(cfg: BenchmarkSettings) -> None:
+    """Raises ValueError for settings that are right by themselves and wrong together, or on this machine."""
+    gpus = torch.cuda.device_count()
+    if cfg.mode == "sample":      # with CUDA graphs one pass would write over the other's answer
+        for key, not_drawn in (("precision", ("fp8",)), ("compile", speed.CUDA_GRAPHS)):
+            if getattr(cfg, key) in not_drawn:
+                raise ValueError(f"{key}={getattr(cfg, key)} is for training: mode=sample knows no "
+                                 f"{' or '.join(not_drawn)}.")
+    if cfg.device == "cuda" and not gpus:
+        raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
+    if cfg.precision == "fp8":
+        speed.check_float8(torch.device("cuda" if gpus and cfg.device != "cpu" else "cpu"))
+    if cfg.mode == "scaling" and cfg.device != "cpu" and gpus and max(cfg.ranks, default=1) > gpus:
+        raise ValueError(f"ranks={cfg.ranks} needs {max(cfg.ranks)} GPUs and there are {gpus}: leave the larger "
+                         f"numbers out, or set device=cpu.")
 
 
 # ---- clocks ---------------------------------------------------------------------------------------------------------
@@ -130,7 +212,7 @@ def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
     """Measures the FLOP/s of square matrix products, by side; random factors, since zeros draw less power."""
     measured, repeats = {}, 10 if device.type == "cuda" else 1
     for side in SQUARES[device.type]:
-        a, b = torch.randn((2, side, side), device=device, dtype=sample.DTYPES.get(precision, torch.bfloat16))
+        a, b = torch.randn((2, side, side), device=device, dtype=speed.DTYPES.get(precision, torch.bfloat16))
         product = partial(torch.mm, a, b)
         if precision == "fp8":
             one = torch.ones((), device=device)
@@ -148,7 +230,7 @@ def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
 
 
 def take_turns(
-    cfg: DictConfig, device: torch.device, works: dict[str, Callable[[Stopwatch | None], float]], count: int,
+    cfg: BenchmarkSettings, device: torch.device, works: dict[str, Callable[[Stopwatch | None], float]], count: int,
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]], dict[str, float]]:
     """Times all works in turn, and then with marks, round after round; `count` is what a work repeats.
 
@@ -174,11 +256,13 @@ def compiled() -> tuple[int, int]:
 # ---- what is timed --------------------------------------------------------------------------------------------------
 
 
-def make_network(cfg: DictConfig, variant: str, device: torch.device | str) -> DiT:
-    side = math.isqrt(cfg.tokens) * (cfg.patch_size or DiT_models[cfg.backbone_type].keywords["patch_size"])
-    network = train.describe_network(OmegaConf.create({"model": cfg}), (cfg.in_channels, side, side), cfg.num_classes)
+def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
+    network = train.describe_network(cfg, (cfg.in_channels, 0, 0), cfg.num_classes)
+    network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
+    if variant.startswith("dit"):
+        network["routes"] = []
     with torch.device(device):
-        return sample.build_network(network if variant.startswith("tread") else network | {"routes": []})
+        return build_network(network)
 
 
 def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_classes: int) -> None:
@@ -192,11 +276,11 @@ def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_cla
     record = {"format": 1, "count": count, "shape": shape, "dtype": "float16", "kind": "moments", "mirrored": False,
               "num_classes": num_classes, "class_names": None, "autoencoder": "random", "scale": 1.0, "shift": 0.0,
               "shards": shards}
-    (folder / "metadata.json").write_text(json.dumps(record))
+    checkpoints.write_text(folder / "metadata.json", json.dumps(record))
 
 
 @contextlib.contextmanager
-def latents_of(cfg: DictConfig, net: DiT) -> Iterator[Latents]:
+def latents_of(cfg: BenchmarkSettings, net: DiT) -> Iterator[Latents]:
     """Opens the latents asked for, or random ones, each rank its own."""
     shape = (net.in_channels, net.input_size, net.input_size)
     with tempfile.TemporaryDirectory() as folder:
@@ -211,7 +295,7 @@ def latents_of(cfg: DictConfig, net: DiT) -> Iterator[Latents]:
 class Variant:
     """A network in training, set up as train.py does, past its first step; and what is measured of it."""
 
-    def __init__(self, cfg: DictConfig, accelerator: Accelerator, name: str, loader: Batches, kind: str):
+    def __init__(self, cfg: BenchmarkSettings, accelerator: Accelerator, name: str, loader: Batches, kind: str):
         device = accelerator.device
         others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
         self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
@@ -222,7 +306,7 @@ class Variant:
         self.ema = copy.deepcopy(self.model).eval()
         if cfg.precision == "fp8":
             speed.multiply_in_float8(self.model)
-        self.sums, self.diffusion = train.Sums(device), sample.build_diffusion(cfg.diffusion)
+        self.sums, self.diffusion = train.Sums(device), build_diffusion(cfg.diffusion)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if cfg.activation_checkpointing:
             speed.recompute_activations(self.model)
@@ -275,7 +359,7 @@ def release(accelerator: Accelerator) -> None:
         torch.cuda.empty_cache()
 
 
-def fits(cfg: DictConfig, accelerator: Accelerator, name: str, batch_size: int) -> bool:
+def fits(cfg: BenchmarkSettings, accelerator: Accelerator, name: str, batch_size: int) -> bool:
     """Tries steps of random latents of a variant that is alone on the GPU."""
     net, device, fitted = make_network(cfg, name, "meta"), accelerator.device, True
     try:
@@ -303,7 +387,7 @@ def find_largest_batch(fits: Callable[[int], bool], batch_size: int) -> int:
 # ---- the modes ------------------------------------------------------------------------------------------------------
 
 
-def time_train(cfg: DictConfig, accelerator: Accelerator) -> dict:
+def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times whole training steps of all variants in turn, then the same with a mark after each part.
 
     The forward part begins with the latents on the device: it draws them, labels to drop, noise, and the tokens' masks.
@@ -355,20 +439,19 @@ def untrained_autoencoder(device: torch.device, dtype: torch.dtype) -> autoencod
     return autoencoders.KLAutoencoder("untrained", vae.to(dtype), device)
 
 
-def time_sample(cfg: DictConfig, accelerator: Accelerator) -> dict:
+def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times the drawing of one batch a rank, decoded; the plain pass is dense, so tread counts as dit.
 
     The network's part holds the diffusion's scalings around it. Guidance by selection ratios takes the network's route.
     """
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
-    diffusion, dtype = sample.build_diffusion(cfg.diffusion), sample.DTYPES[cfg.decode_precision]
+    diffusion, dtype = build_diffusion(cfg.diffusion), speed.DTYPES[cfg.decode_precision]
     estimate = "denoise" if hasattr(diffusion, "denoise") else "velocity"
     decoder = (untrained_autoencoder(device, dtype) if cfg.autoencoder == "untrained" else
                autoencoders.load(cfg.autoencoder, device, dtype))
     net = make_network(cfg, "tread", device).eval()
-    settings = sample.guidance_settings(cfg) | {"routes": None}
-    trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": dict(cfg.diffusion)})
-    guidance, _ = sample.build_guidance(settings, trained, device)
+    trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": cfg.diffusion})
+    guidance, _ = build_guidance(cfg.model_copy(update={"routes": None}), trained, device)
     flops = 2 * sum(sample.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
     first, peak = {}, defaultdict(float)
 
@@ -401,26 +484,26 @@ def time_sample(cfg: DictConfig, accelerator: Accelerator) -> dict:
     } for name in nets]}
 
 
-def time_data(cfg: DictConfig, accelerator: Accelerator) -> dict:
+def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times data.batches from page cache: asked at once, beside steps of `pause` seconds, and all on the device."""
     device, rows = accelerator.device, []
     with latents_of(cfg, make_network(cfg, "dit", "meta")) as latents:
         epoch = latents.count // cfg.batch_size
         ways = (("at once", 0, None), ("beside steps", cfg.pause, None), ("on the device", 0, device))
         for name, pause, home in ways:
-            waits, rates, number = [], [], cfg.steps if pause else max(epoch, cfg.steps)
+            waits, rates, count = [], [], cfg.steps if pause else max(epoch, cfg.steps)
             loader = batches(latents, cfg.batch_size, seed=0, pin=device.type == "cuda", device=home)
             for _ in range(epoch):      # brings all of it into the page cache
                 next(loader)
             for _ in range(cfg.rounds):
                 began = time.perf_counter()
-                for _ in range(number):
+                for _ in range(count):
                     time.sleep(pause)
                     asked = time.perf_counter()
                     stored, y = (part.to(device, non_blocking=True) for part in next(loader))
                     wait(device)
                     waits.append(time.perf_counter() - asked)
-                rates.append(number * cfg.batch_size / (time.perf_counter() - began))
+                rates.append(count * cfg.batch_size / (time.perf_counter() - began))
             loader.close()
             rows.append({"variant": name, "batch": cfg.batch_size, "step s": pause, "latents/s": median(rates),
                          "MB/s": median(rates) * stored[0].nbytes / 1e6, "parts": {"data wait": mean(waits)},
@@ -428,7 +511,7 @@ def time_data(cfg: DictConfig, accelerator: Accelerator) -> dict:
     return {"rows": rows}
 
 
-def time_score(cfg: DictConfig, accelerator: Accelerator) -> dict:
+def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times the extractor on noise, and the distances on random features of two sets."""
     device, rows = accelerator.device, []
 
@@ -439,7 +522,11 @@ def time_score(cfg: DictConfig, accelerator: Accelerator) -> dict:
 
     extractor = features.load(cfg.features, cfg.features_weights, device=device)
     images = torch.randint(0, 256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8).to(device)
-    extract = lambda: list(features.extract(extractor, [(torch.arange(len(images)), images)]))  # noqa: E731
+
+    def extract() -> None:
+        for _ in features.extract(extractor, [(torch.arange(len(images)), images)]):
+            pass
+
     extract()
     took = add(f"features {cfg.features}", extract, cfg.rounds, batch=cfg.batch_size, side=cfg.image_size)
     rows[0]["features/s"] = cfg.batch_size / took
@@ -447,23 +534,23 @@ def time_score(cfg: DictConfig, accelerator: Accelerator) -> dict:
     # Variances over six orders, as of Inception's features. The distance of two Gaussians is a matter of the CPU.
     scale, gaussians = torch.logspace(0, -3, cfg.feature_size, dtype=torch.float64), []
     for shift in (0, 0.01):
-        moments = fid.Moments(cfg.feature_size)
+        moments = metrics.Moments(cfg.feature_size)
         moments.add(torch.randn(max(2, cfg.reference_images), cfg.feature_size) * scale + shift)
         gaussians.extend(moments.mean_and_covariance())
-    add("Fréchet distance", lambda: fid.frechet_distance(*gaussians), cfg.rounds, size=cfg.feature_size)
+    add("Fréchet distance", lambda: metrics.frechet_distance(*gaussians), cfg.rounds, size=cfg.feature_size)
     reference = torch.rand(cfg.reference_images, cfg.feature_size, device=device)
     others = torch.rand(cfg.images, cfg.feature_size, device=device)
-    add("precision and recall", lambda: fid.precision_recall(reference, others), 1, size=cfg.feature_size,
+    add("precision and recall", lambda: metrics.precision_recall(reference, others), 1, size=cfg.feature_size,
         images=cfg.images, reference_images=cfg.reference_images)      # one run: it takes long
     return {"rows": rows}
 
 
-def time_scaling(cfg: DictConfig, accelerator: Accelerator) -> dict:
+def time_scaling(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Trains at several numbers of tokens here, and on several numbers of ranks in processes of their own."""
     rows, alone = [], {}
     for tokens in cfg.token_counts:
-        at = OmegaConf.merge(cfg, {"tokens": tokens, "batch_size": max(1, cfg.batch_size * 256 // tokens)})
-        rows += [{**row, "scales": "tokens"} for row in time_train(at, accelerator)["rows"]]
+        scaled = cfg.model_copy(update={"tokens": tokens, "batch_size": max(1, cfg.batch_size * 256 // tokens)})
+        rows += [{**row, "scales": "tokens"} for row in time_train(scaled, accelerator)["rows"]]
     for ranks in cfg.ranks:
         # Ranks share the cores: more threads than cores would make them wait for each other.
         threads = max(1, (cfg.threads or len(os.sched_getaffinity(0))) // ranks)
@@ -483,17 +570,7 @@ def time_scaling(cfg: DictConfig, accelerator: Accelerator) -> dict:
     return {"rows": rows}
 
 
-# What each mode's table shows; the JSON has more. `parts` take a column each.
-MODES = {
-    "train": (time_train, "variant batch images/s s/step parts TFLOP/s_a_rank MFU over_dense FLOP_ceiling peak_GiB "
-                          "largest_batch first_step_s graphs graph_breaks recompiles"),
-    "sample": (time_sample, "variant batch images/s s/batch parts GFLOP/image share_in_network MFU_in_network peak_GiB "
-                            "first_batch_s"),
-    "data": (time_data, "variant batch step_s latents/s MB/s parts longest_wait_s"),
-    "score": (time_score, "variant features/s parts peak_GiB"),
-    "scaling": (time_scaling, "scales variant ranks tokens batch images/s s/step TFLOP/s_a_rank MFU over_dense "
-                              "FLOP_ceiling per_rank peak_GiB"),
-}
+MODES = {"train": time_train, "sample": time_sample, "data": time_data, "score": time_score, "scaling": time_scaling}
 
 
 # ---- what is told ---------------------------------------------------------------------------------------------------
@@ -528,9 +605,9 @@ def plot(record: dict, path: Path) -> None:
         panels = (("tokens", ["images/s"]), ("tokens", ["over dense", "FLOP ceiling"]), ("ranks", ["images/s"]))
         for ax, (along, values) in zip(axes, panels, strict=True):
             for name, value in itertools.product(dict.fromkeys(row["variant"] for row in rows), values):
-                here = [row for row in rows if (row["variant"], row["scales"]) == (name, along)]
+                line = [row for row in rows if (row["variant"], row["scales"]) == (name, along)]
                 style = "k--" if value == "FLOP ceiling" else "o-"
-                ax.plot([row[along] for row in here], [row[value] for row in here], style, label=f"{name} {value}")
+                ax.plot([row[along] for row in line], [row[value] for row in line], style, label=f"{name} {value}")
             ax.set(xlabel=along, ylabel=values[0])
             ax.set_xscale("log", base=2)
             ax.legend()
@@ -550,7 +627,7 @@ def plot(record: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
-def describe(cfg: DictConfig, accelerator: Accelerator) -> dict:
+def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Gathers what the numbers depend on: device, versions, commit, command and settings."""
     threads, name, commit = torch.get_num_threads(), platform.machine(), None
     git = ["git", "-C", str(ROOT), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
@@ -563,58 +640,26 @@ def describe(cfg: DictConfig, accelerator: Accelerator) -> dict:
     return {"mode": cfg.mode, "device": name, "ranks": accelerator.num_processes, "threads": threads,
             "versions": fid.versions(SimpleNamespace(library="timm")), "commit": commit, "finished": None,
             "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
-            "settings": OmegaConf.to_container(cfg, resolve=True)}
+            "settings": cfg.model_dump()}
 
 
-def check(cfg: DictConfig) -> None:
-    """Raises ValueError, with the value and what is allowed, for settings that cannot work."""
-    gpus = torch.cuda.device_count()
-    drawn = cfg.mode == "sample"      # with CUDA graphs one pass would write over the other's answer
-    choices = {"mode": MODES, "precision": sample.DTYPES if drawn else speed.PRECISIONS, "backbone_type": DiT_models,
-               "compile": [how for how in speed.COMPILE if not (drawn and how in speed.CUDA_GRAPHS)],
-               "decode_precision": sample.DTYPES, "device": (None, "cpu", "cuda"), "features": features.EXTRACTORS,
-               "variants": VARIANTS}
-    for key, allowed in choices.items():
-        for value in cfg[key] if key == "variants" else [cfg[key]]:
-            if value not in allowed:
-                raise ValueError(f"{key}={cfg[key]} is not one of {', '.join(map(str, allowed))}.")
-    if cfg.device == "cuda" and not gpus:
-        raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
-    if cfg.precision == "fp8":
-        speed.check_float8(torch.device("cuda" if gpus and cfg.device != "cpu" else "cpu"))
-    whole = ("batch_size", "grad_accum_steps", "tokens", "in_channels", "num_classes", "rounds", "steps", "num_latents",
-             "num_steps", "image_size", "feature_size", "images", "reference_images", "token_counts", "ranks")
-    for key in whole:
-        for value in cfg[key] if OmegaConf.is_list(cfg[key]) else [cfg[key]]:
-            if type(value) is not int or value < 1:
-                raise ValueError(f"{key}={cfg[key]} is not {'of ' * (value != cfg[key])}whole numbers of at least 1.")
-    for tokens in (cfg.tokens, *cfg.token_counts):
-        if math.isqrt(tokens) ** 2 != tokens:
-            raise ValueError(f"{tokens} tokens make no square: take 64, 256 or 1024, for instance.")
-    if cfg.mode == "scaling" and cfg.device != "cpu" and gpus and max(cfg.ranks, default=1) > gpus:
-        raise ValueError(f"ranks={list(cfg.ranks)} needs {max(cfg.ranks)} GPUs and there are {gpus}: leave the larger "
-                         f"numbers out, or set device=cpu.")
-
-
-def run(cfg: DictConfig) -> dict:
+def run(cfg: BenchmarkSettings) -> dict:
     """Runs one mode; the main rank prints the table and writes the files. Returns the record that is in the JSON."""
     check(cfg)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
-    tf32 = cfg.tf32 and cfg.mode != "sample"      # which sample.py and fid.py do not use
-    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, tf32, cfg.device == "cpu")
-    work, columns = MODES[cfg.mode]
-    record = describe(cfg, accelerator) | work(cfg, accelerator)
+    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
+    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)      # refuses now what writing would refuse
+    record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if accelerator.is_main_process:
         out = Path(cfg.out)
-        out.parent.mkdir(parents=True, exist_ok=True)
         checkpoints.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
         plot(record, out.with_name(f"{out.name}.png"))
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         print(f"{cfg.mode}: {cfg.backbone_type}, {cfg.tokens} tokens, {cfg.precision}, compile {cfg.compile}; "
               f"{record['ranks']} × {record['device']}; {versions}; commit {record['commit']}\n")
-        print(table(record["rows"], columns))
+        print(table(record["rows"], COLUMNS[cfg.mode]))
         if products := record.get("matmul FLOP/s"):
             rates = ", ".join(f"{rate / 1e12:.3g} at side {side}" for side, rate in products.items())
             print(f"\nMatrix products in {cfg.precision}, TFLOP/s: {rates}. MFU is the share of the best.")
@@ -622,20 +667,16 @@ def run(cfg: DictConfig) -> dict:
     return record
 
 
-@hydra.main(version_base="1.3", config_path="../configs", config_name="benchmark")
-def main(cfg: DictConfig) -> None:
+@command("benchmark", BenchmarkSettings)
+def main(cfg: BenchmarkSettings) -> None:
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:      # empty, so that compiling is timed too
         os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
         try:
             run(cfg)
         except torch.OutOfMemoryError:
-            sys.exit(f"benchmark.py: batch_size={cfg.batch_size} in {cfg.grad_accum_steps} parts does not fit in the "
-                     f"GPU's memory beside all of variants={list(cfg.variants)}: raise grad_accum_steps, lower "
-                     f"batch_size, or name one variant.")
-        except (ValueError, OSError) as error:
-            sys.exit(f"benchmark.py: {error}")
-    if torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+            raise ValueError(f"batch_size={cfg.batch_size} in {cfg.grad_accum_steps} parts does not fit in the GPU's "
+                             f"memory beside all of variants=[{','.join(cfg.variants)}]: raise grad_accum_steps, lower "
+                             f"batch_size, or name one variant.") from None
 
 
 if __name__ == "__main__":

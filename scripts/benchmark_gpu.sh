@@ -1,32 +1,44 @@
 #!/usr/bin/env bash
-# What one GPU tells within eight minutes, the most important first: training at XL/2 and B/2 dense and routed, sampling, data, and, if
-# time is left, float8, tokens and CUDA graphs. Tables on the screen; JSON and plots in $OUT. Needs no data and no download.
+# What one GPU tells within eight minutes, the most important first: training at XL/2 and B/2 dense and routed,
+# sampling, data, and, if time is left, float8, tokens and CUDA graphs. Tables on the screen; JSON and plots in $OUT.
+# Needs no data and no download.
 #   OUT=bench bash scripts/benchmark_gpu.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
 out=${OUT:-bench} python=${PYTHON:-python} failed=()
 mkdir -p "$out"
 end=$((SECONDS + 465))
+trap 'echo; echo "Stopped by Ctrl-C. Parts that were done are in $out."; exit 130' INT
 
-part() {      # name, seconds at most, settings: a part that fails or takes too long does not keep the others from running
+# name, seconds at most, settings: a part that fails or takes too long does not keep the others from running. At its
+# limit a part gets what Ctrl-C sends, so that it still removes its compiled code; tee writes to the end of either.
+part() {
     local name=$1 limit=$2 left=$((end - SECONDS)); shift 2
     echo; echo "== $name (at most $limit s)"
-    if [ "$left" -lt 10 ]; then
+    if [ "$left" -lt 20 ]; then
         echo "no time is left for it"; failed+=("$name"); return
     fi
-    timeout -k 5 "$((limit < left ? limit : left))" "$python" scripts/benchmark.py out="$out/$name" device=cuda precision=bf16 "$@" 2>&1 |
-        tee "$out/$name.txt" || failed+=("$name")
+    timeout --foreground -s INT -k 10 "$((limit < left ? limit : left))" \
+        "$python" scripts/benchmark.py out="$out/$name" device=cuda precision=bf16 "$@" 2>&1 | tee -i "$out/$name.txt"
+    case ${PIPESTATUS[0]} in
+        0) ;;
+        124 | 137) echo "$name: its time was up"; failed+=("$name") ;;
+        *) failed+=("$name") ;;
+    esac
 }
 
-# Compiling takes most of the time of the first two. In four parts, since the activations of 256 images at once do not fit beside both
-# variants' optimizers.
+# Compiling takes most of the time of the first two. XL/2 in four parts, since the activations of 256 images at once do
+# not fit beside both variants' optimizers. CUDA graphs are recorded in the second step, so rounds wait for a few.
 part train_xl2 230 mode=train backbone_type=DiT-XL/2 batch_size=256 grad_accum_steps=4 compile=true rounds=3 steps=2
 part train_b2  110 mode=train backbone_type=DiT-B/2 batch_size=256 compile=true rounds=3 steps=4
-part sample_xl2 45 mode=sample backbone_type=DiT-XL/2 batch_size=8 num_steps=40 guidance=cfg scale=1.5 'variants=[dit]' rounds=1
+part sample_xl2 45 mode=sample backbone_type=DiT-XL/2 batch_size=8 num_steps=40 guidance=cfg scale=1.5 \
+    'variants=[dit]' rounds=1
 part data       25 mode=data batch_size=256 rounds=3 steps=20
-part fp8_b2     60 mode=train backbone_type=DiT-B/2 batch_size=256 compile=true 'variants=[dit]' precision=fp8 rounds=2 steps=4
-part tokens     40 mode=scaling backbone_type=DiT-B/2 batch_size=64 'token_counts=[64,1024,4096]' 'ranks=[]' rounds=2 steps=2   # eager
-part graphs_s2  60 mode=train backbone_type=DiT-S/2 batch_size=32 compile=reduce-overhead rounds=2 steps=10
+part fp8_b2     60 mode=train backbone_type=DiT-B/2 batch_size=256 compile=true 'variants=[dit]' precision=fp8 \
+    rounds=2 steps=4
+part tokens     40 mode=scaling backbone_type=DiT-B/2 batch_size=64 'token_counts=[64,1024,4096]' 'ranks=[]' \
+    rounds=2 steps=2   # eager
+part graphs_s2  60 mode=train backbone_type=DiT-S/2 batch_size=32 compile=reduce-overhead warmup=3 rounds=2 steps=10
 
 echo
 if [ ${#failed[@]} -gt 0 ]; then

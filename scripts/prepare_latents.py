@@ -9,7 +9,6 @@ of its image and the settings, and every shard is renamed into place when whole:
 ranks shows.
 """
 
-import fcntl
 import itertools
 import json
 import os
@@ -21,91 +20,108 @@ import warnings
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from contextlib import contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from datetime import timedelta
 from pathlib import Path
+from typing import Annotated
 
-import hydra
 import numpy as np
 import torch
-from accelerate import PartialState
-from omegaconf import DictConfig, OmegaConf
+from pydantic import Field
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders  # noqa: E402
+import speed  # noqa: E402
+from checkpoint import beside, hold, remove, write_text  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
+from settings import Count, Location, Record, Settings, Whole, command, one_of, read_record  # noqa: E402
 
-PRECISIONS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Files
+# ---- settings and records -------------------------------------------------------------------------------------------
 
 
-def write_json(path: Path, value: object) -> None:
-    """Writes beside and renames, so that the file is either whole or absent."""
-    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-    partial.write_text(json.dumps(value, indent=1) + "\n")
-    os.replace(partial, path)
+class ShapesSettings(Settings):
+    count: Count
+    seed: Whole
 
 
-@contextmanager
-def held(out: Path) -> Iterator[None]:
-    """Makes `out` this process's own until it ends, however it ends. Raises ValueError where another one has it."""
-    out.mkdir(parents=True, exist_ok=True)
-    handle = os.open(out, os.O_RDONLY)
-    try:
-        try:
-            fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            raise ValueError(f"Another process is writing out={out}: wait for it, stop it, or name another.") from None
-        except OSError:  # a file system that knows no locks
-            pass
-        yield
-    finally:
-        os.close(handle)
+class PrepareSettings(Settings):
+    """configs/prepare_latents.yaml."""
+
+    source: Location | None
+    out: Location | None
+    resolution: Count | None
+    autoencoder: Location | None
+    kind: one_of(KINDS) | None
+    mirror: bool
+    label_map: Location | None
+    words: Location | None
+    seed: Whole
+    shapes: ShapesSettings
+    shard_size: Count
+    batch_size: Count
+    num_workers: Count
+    precision: one_of(speed.DTYPES)
+    tf32: bool
+
+
+class Preparing(Record):
+    """preparing.json: what a folder was begun with, by which the same command knows it again."""
+
+    resolution: int
+    autoencoder: str
+    kind: str
+    mirror: bool
+    seed: int
+    precision: str
+    shard_size: int
+    tf32: bool = True      # as torch has it for convolutions; version 1 did not say
+    fingerprint: str
+
+
+class ShardRecord(Record):
+    """record-*.json: the mark that a shard is whole."""
+
+    count: Whole
+    unreadable: list[Annotated[tuple[str, str], Field(strict=False)]]      # name and reason of each
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def write_json(path: Path, value: dict) -> None:
+    write_text(path, json.dumps(value, indent=1) + "\n")
 
 
 def sweep(out: Path, *patterns: str) -> None:
     for pattern in patterns:
         for leftover in out.glob(pattern):
-            leftover.unlink(missing_ok=True)
+            remove(leftover)
 
 
-class RowWriter:
-    """A npy v1 file written row by row beside its place, and moved there by `close`; memory holds none of it."""
+@contextmanager
+def open_rows(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
+    """Yields what appends rows (n, …) of `like`'s type and sizes to an npy v1 file; memory holds none of it."""
+    count = 0
 
-    def __init__(self, path: Path):
-        self.path = path
-        self.partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
-        self.file = open(self.partial, "wb")  # noqa: SIM115  (`close` ends it)
-        self.shape = None
+    def write_header() -> None:
+        header = {"descr": np.lib.format.dtype_to_descr(like.dtype), "fortran_order": False,
+                  "shape": (count, *like.shape[1:])}
+        np.lib.format.write_array_header_1_0(file, header)
 
-    def append(self, rows: np.ndarray) -> None:
-        """Adds rows (n, …); all calls agree in the type and in all sizes but n."""
-        if self.shape is None:
-            self.shape, self.descr = (0, *rows.shape[1:]), np.lib.format.dtype_to_descr(rows.dtype)
-            self._write_header()
-        self.shape = (self.shape[0] + len(rows), *self.shape[1:])
-        self.file.write(np.ascontiguousarray(rows).data)
+    def append(rows: np.ndarray) -> None:
+        nonlocal count
+        file.write(np.ascontiguousarray(rows).data)
+        count += len(rows)
 
-    def _write_header(self) -> None:
-        header = {"descr": self.descr, "fortran_order": False, "shape": self.shape}
-        np.lib.format.write_array_header_1_0(self.file, header)
-
-    def close(self) -> None:
-        end = self.file.tell()
-        self.file.seek(0)
-        self._write_header()  # numpy pads headers so that the first axis can grow in place
-        assert end - self.file.tell() == np.prod(self.shape) * np.dtype(self.descr).itemsize
-        self.file.close()
-        os.replace(self.partial, self.path)
-
-    def discard(self) -> None:
-        self.file.close()
-        self.partial.unlink(missing_ok=True)
+    with beside(path) as partial, open(partial, "wb") as file:
+        write_header()
+        first_byte = file.tell()
+        yield append
+        file.seek(0)
+        write_header()      # numpy pads headers so that the first axis can grow in place
+        assert file.tell() == first_byte
 
 
 def shard_files(shard: int, mirror: bool) -> dict[str, str]:
@@ -114,28 +130,26 @@ def shard_files(shard: int, mirror: bool) -> dict[str, str]:
     return {kind: f"{kind}-{shard:05d}.npy" for kind in kinds}
 
 
-def read_record(out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int) -> dict | None:
-    """Returns the record of a shard that is whole, {"count", "unreadable": [[name, reason], ...]}, or None."""
-    record_path = out / f"record-{shard:05d}.json"
-    if not record_path.is_file():
-        return None
-    record = json.loads(record_path.read_text())
-    if record["count"] == 0:
-        return record
+def read_shard(
+    out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int,
+) -> ShardRecord | None:
+    """Returns the record of a shard that is whole, or None: then it is written again."""
     try:
+        record = read_record(ShardRecord, out / f"record-{shard:05d}.json", "")
+        if record.count == 0:
+            return record
         arrays = {kind: np.load(out / name, mmap_mode="r", allow_pickle=False)
                   for kind, name in shard_files(shard, mirror).items()}
-    except (OSError, ValueError):  # absent, or shorter than its header says
+    except (OSError, ValueError):      # absent, damaged, or shorter than its header says
         return None
     labels = arrays.pop("labels")
-    whole = labels.dtype == np.int64 and labels.shape == (record["count"],)
+    whole = labels.dtype == np.int64 and labels.shape == (record.count,)
     whole = whole and labels.min() >= 0 and labels.max() < num_classes
-    whole = whole and all(a.dtype == np.float16 and a.shape == (record["count"], *row_shape) for a in arrays.values())
+    whole = whole and all(a.dtype == np.float16 and a.shape == (record.count, *row_shape) for a in arrays.values())
     return record if whole else None
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Pixels and latents
+# ---- pixels -> latents ----------------------------------------------------------------------------------------------
 
 
 def in_order(pool: ThreadPoolExecutor, function: Callable, jobs: Iterable, ahead: int) -> Iterator:
@@ -190,30 +204,26 @@ def write_shard(
 ) -> None:
     """Encodes and writes one shard and then its record, the mark that it is whole."""
     files = shard_files(shard, mirror)
-    writers = {kind: RowWriter(out / name) for kind, name in files.items()}
-    record = {"count": 0, "unreadable": []}
-    try:
-        for images, indices, unreadable in batches:
+    count, unreadable = 0, []
+    with ExitStack() as stack:
+        writers: dict[str, Callable[[np.ndarray], None]] = {}
+        for images, indices, unread in batches:
             if indices:
                 batch = torch.from_numpy(images)
-                writers["latents"].append(encode(batch, indices, mirror=False))
+                rows = {"latents": encode(batch, indices, mirror=False), "labels": source.labels[indices].astype("<i8")}
                 if mirror:
-                    writers["mirrored"].append(encode(batch, indices, mirror=True))
-                writers["labels"].append(source.labels[indices].astype("<i8"))
-            record["count"] += len(indices)
-            record["unreadable"] += unreadable
-            bar.update(len(indices) + len(unreadable))
-        for writer in writers.values():
-            if record["count"]:
-                writer.close()
-        write_json(out / f"record-{shard:05d}.json", record)
-    finally:
-        for writer in writers.values():
-            writer.discard()
+                    rows["mirrored"] = encode(batch, indices, mirror=True)
+                for kind, part in rows.items():
+                    if kind not in writers:
+                        writers[kind] = stack.enter_context(open_rows(out / files[kind], part))
+                    writers[kind](part)
+            count += len(indices)
+            unreadable += unread
+            bar.update(len(indices) + len(unread))
+    write_json(out / f"record-{shard:05d}.json", {"count": count, "unreadable": unreadable})
 
 
-# ------------------------------------------------------------------------------------------------------------
-# The work
+# ---- the work -------------------------------------------------------------------------------------------------------
 
 
 def read_option(option: str, path: Path) -> str:
@@ -283,13 +293,13 @@ def check_out(out: Path, settings: dict, fingerprint: str | None) -> bool:
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; name a folder.")
     if not (out / "preparing.json").is_file():
-        if out.is_dir() and any(not name.endswith(".partial") for name in os.listdir(out)):
+        if out.is_dir() and any(not name.startswith(".") and not name.endswith(".partial") for name in os.listdir(out)):
             raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
-    before = json.loads((out / "preparing.json").read_text())
-    changed = [f"{key}={before.get(key)} then and {value} now"
-               for key, value in settings.items() if before.get(key) != value]
-    if fingerprint is not None and before["fingerprint"] != fingerprint:
+    before = read_record(Preparing, out / "preparing.json", "Remove the folder, or name another.")
+    changed = [f"{key}={getattr(before, key)} then and {value} now"
+               for key, value in settings.items() if getattr(before, key) != value]
+    if fingerprint is not None and before.fingerprint != fingerprint:
         changed.append("the list of images or classes has changed")
     if changed:
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
@@ -313,33 +323,21 @@ def prepare(
     batch_size: int = 32,
     num_workers: int = 8,
     precision: str = "fp32",
+    tf32: bool = True,
 ) -> None:
     """Writes `source` to `out` as a folder of latents; the keywords are those of configs/prepare_latents.yaml.
 
     Raises ValueError for whatever stands against it, before anything slow where that can be known.
     """
     # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
-    state = PartialState(cpu=not torch.cuda.is_available(), timeout=timedelta(days=7))
-    say = print if state.is_main_process else lambda *_: None
+    state = speed.join_ranks(cpu=False, tf32=tf32, timeout=timedelta(days=7))
     started = time.monotonic()
     if resolution is None:
         resolution = 16 if source == "shapes" else 256
     autoencoder = autoencoder or ("identity" if source == "shapes" else "sd_vae_ema")
     kind = kind or ("sample" if autoencoder == "identity" else "moments")
-    if kind not in KINDS:
-        raise ValueError(f"kind={kind} is neither sample nor moments.")
-    if precision not in PRECISIONS:
-        raise ValueError(f"precision={precision} is none of {', '.join(PRECISIONS)}.")
-    if mirror not in (True, False):
-        raise ValueError(f"mirror={mirror} is neither true nor false.")
-    sizes = dict(resolution=resolution, shard_size=shard_size, batch_size=batch_size, num_workers=num_workers)
-    seeds = {"seed": seed, "shapes.seed": shapes_seed}
-    for name, value in (sizes | seeds | {"shapes.count": shapes_count}).items():
-        least = 0 if name in seeds else 1
-        if not isinstance(value, int) or value < least:
-            raise ValueError(f"{name}={value} must be a whole number of at least {least}.")
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=mirror, seed=seed)
-    settings |= dict(precision=precision, shard_size=shard_size)
+    settings |= dict(precision=precision, shard_size=shard_size, tf32=tf32)
     check_out(out, settings, fingerprint=None)  # and again below, once the images are listed
 
     images = open_source(source, shapes_count, shapes_seed)
@@ -348,15 +346,15 @@ def prepare(
     shown = display_names(images.class_names, words, source)
     fingerprint = images.fingerprint()
     num_classes, num_others = len(images.class_names), len(images.not_images)
-    say(f"{source}: {len(images):,} images in {num_classes} classes, {num_others} other files")
+    state.print(f"{source}: {len(images):,} images in {num_classes} classes, {num_others} other files")
     if check_out(out, settings, fingerprint):
         if state.is_main_process:
-            sweep(out, "record-*.json", "*.partial")  # of a run that was killed on its last lines
-        say(f"{out} is already whole: nothing to do.")
+            sweep(out, "record-*.json", ".*.tmp", "*.partial")  # of a run that was killed on its last lines
+        state.print(f"{out} is already whole: nothing to do.")
         return
 
     with state.main_process_first():  # one rank downloads, the others find it in the cache
-        vae = autoencoders.load(autoencoder, state.device, PRECISIONS[precision])
+        vae = autoencoders.load(autoencoder, state.device, speed.DTYPES[precision])
     if resolution % vae.downsample:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} shrinks images.")
@@ -364,7 +362,7 @@ def prepare(
     row_shape = (vae.channels * (2 if kind == "moments" else 1), side, side)
     num_shards = -(-len(images) // shard_size)
     whole = (mirror, row_shape, num_classes)
-    todo = [shard for shard in range(num_shards) if read_record(out, shard, *whole) is None]
+    todo = [shard for shard in range(num_shards) if read_shard(out, shard, *whole) is None]
     needed = len(todo) * min(shard_size, len(images)) * (np.prod(row_shape) * 2 * (1 + mirror) + 8)
     existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(existing).free
@@ -380,12 +378,14 @@ def prepare(
         shard, indices = job
         return shard, decode_batch(images, indices, resolution)
 
-    with held(out) if state.is_main_process else nullcontext():
+    with ExitStack() as stack:
         if state.is_main_process:
-            sweep(out, "*.partial")  # of a killed run
+            lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+            stack.callback(lock.release)
+            sweep(out, ".*.tmp", "*.partial")      # of a killed run, and of one of the version before
             write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
             if len(todo) < num_shards:
-                say(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
+                state.print(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
         state.wait_for_everyone()
 
         mine = [range(s * shard_size, min((s + 1) * shard_size, len(images)))
@@ -394,7 +394,7 @@ def prepare(
                    for rows in mine for at in range(0, len(rows), batch_size))
         ranks = f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents"
         bar = tqdm(desc=ranks, total=sum(map(len, mine)), unit=" images", smoothing=0.05,
-                   disable=not state.is_main_process)
+                   disable=not state.is_main_process or None)
         pool = ThreadPoolExecutor(num_workers)
         try:
             # One stream over all of this rank's shards, so that decoding runs ahead across a shard's end as well.
@@ -407,7 +407,7 @@ def prepare(
         state.wait_for_everyone()
 
         if state.is_main_process:
-            records = [read_record(out, shard, *whole) for shard in range(num_shards)]
+            records = [read_shard(out, shard, *whole) for shard in range(num_shards)]
             metadata = {
                 "format": 1, "count": 0, "shape": [vae.channels, side, side], "dtype": "float16",
                 "kind": kind, "mirrored": mirror, "num_classes": num_classes, "class_names": images.class_names,
@@ -416,25 +416,25 @@ def prepare(
             } | ({} if shown is None else {"display_names": shown})
             finish(out, metadata, records)
             seconds = time.monotonic() - started
-            done = sum(records[shard]["count"] for shard in todo)
+            done = sum(records[shard].count for shard in todo)
             print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")
-            print(f"next: accelerate launch train.py model=tread data=folder data.path={out} name={out.name}")
+            print(f"next: accelerate launch train.py experiment=small data.path={out} name={out.name}")
 
 
-def finish(out: Path, metadata: dict, records: list[dict | None]) -> None:
+def finish(out: Path, metadata: dict, records: list[ShardRecord | None]) -> None:
     """Checks and adds up the shards' records, marks the folder as whole, and says what is in it."""
     if None in records:
         raise ValueError(f"out={out}: {records.count(None)} shards are not whole, such as number "
                          f"{records.index(None)}; the same command writes them again.")
     reasons = [(name, "does not look like an image") for name in metadata["unreadable"]]
-    reasons += [row for record in records for row in record["unreadable"]]
+    reasons += [row for record in records for row in record.unreadable]
     metadata["unreadable"] = [name for name, _ in reasons]
-    metadata["count"] = sum(record["count"] for record in records)
+    metadata["count"] = sum(record.count for record in records)
     if metadata["count"] == 0:
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
     for shard, record in enumerate(records):
-        if record["count"]:
-            metadata["shards"].append(shard_files(shard, metadata["mirrored"]) | {"count": record["count"]})
+        if record.count:
+            metadata["shards"].append(shard_files(shard, metadata["mirrored"]) | {"count": record.count})
     write_json(out / "metadata.json", metadata)
     sweep(out, "record-*.json")
 
@@ -447,42 +447,16 @@ def finish(out: Path, metadata: dict, records: list[dict | None]) -> None:
     print(f"{out}: {metadata['count']:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
 
 
-@hydra.main(version_base=None, config_path="../configs", config_name="prepare_latents")
-def main(cfg: DictConfig) -> None:
-    warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed below
-    try:
-        if lacking := sorted(OmegaConf.missing_keys(cfg)):
-            raise ValueError(f"{' and '.join(lacking)} must be given, as in source=shapes out=data/shapes16; "
-                             "configs/prepare_latents.yaml has all options.")
-        prepare(
-            source=str(cfg.source),
-            out=Path(str(cfg.out)),
-            resolution=cfg.resolution,
-            autoencoder=cfg.autoencoder,
-            kind=cfg.kind,
-            mirror=cfg.mirror,
-            label_map=None if cfg.label_map is None else Path(str(cfg.label_map)),
-            seed=cfg.seed,
-            shapes_count=cfg.shapes.count,
-            shapes_seed=cfg.shapes.seed,
-            words=None if cfg.words is None else Path(str(cfg.words)),
-            shard_size=cfg.shard_size,
-            batch_size=cfg.batch_size,
-            num_workers=cfg.num_workers,
-            precision=cfg.precision,
-        )
-    except (ValueError, OSError) as error:
-        fail(str(error))
-    except KeyboardInterrupt:
-        fail("stopped; the same command goes on from here.")
-    PartialState().destroy_process_group()
-
-
-def fail(sentence: str) -> None:
-    """Ends this rank with a sentence, once where every rank has the same one."""
-    if not PartialState().is_main_process:
-        time.sleep(5)  # where the main rank fails too, it says so in this time and the launcher ends the others
-    sys.exit(f"prepare_latents: {sentence}")
+@command("prepare_latents", PrepareSettings)
+def main(cfg: PrepareSettings) -> None:
+    warnings.filterwarnings("ignore", module="PIL")      # its remarks name no file; broken ones are listed
+    lacking = [key for key in ("source", "out") if getattr(cfg, key) is None]
+    if lacking:
+        raise ValueError(f"{' and '.join(lacking)} must be given, as in source=shapes out=data/shapes16; "
+                         "configs/prepare_latents.yaml has all options.")
+    paths = {key: path and Path(path) for key, path in [("out", cfg.out), ("label_map", cfg.label_map),
+                                                        ("words", cfg.words)]}
+    prepare(**cfg.model_dump(exclude={"shapes"}) | paths, shapes_count=cfg.shapes.count, shapes_seed=cfg.shapes.seed)
 
 
 if __name__ == "__main__":

@@ -1,26 +1,29 @@
 #!/usr/bin/env bash
-# From nothing to pictures in minutes, on a CPU and without data: installs, writes the built-in shapes as latents, trains a
-# TREAD-routed DiT on them, and samples a grid with one row a class. Run again, it resumes, or finishes at once.
+# From nothing to pictures in minutes, on a CPU and without data: installs, writes the built-in shapes as latents,
+# trains a TREAD-routed DiT on them, scores it and draws a grid, one row a class. Run again, it resumes or is done.
 #   bash scripts/quickstart.sh [model=dit]
 set -euo pipefail
 cd "$(dirname "$0")/.."
 case ${1:-model=tread} in
     model=tread | model=dit) model=${1:-model=tread} model=${model#model=} ;;
-    *) echo "quickstart.sh takes model=dit or model=tread; for other settings call train.py experiment=quickstart." >&2; exit 2 ;;
+    *) echo "quickstart.sh takes model=dit or model=tread; more: python train.py experiment=quickstart" >&2; exit 2 ;;
 esac
-. scripts/environment.sh requirements.txt
+. scripts/environment.sh requirements-train.txt
+data=data/shapes16 reference=data/shapes16-pixels.npz run=runs/quickstart-$model
 
-python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16
-reference=data/shapes16-pixels.npz
-[ -f $reference ] || python fid.py reference_from=data/shapes16 features=pixels out=$reference
-# Scores the untrained network and, at the end, the trained one. Without being told, accelerate gives a process on a CPU a single thread.
-accelerate launch --num_processes 1 --num_machines 1 --mixed_precision no --dynamo_backend no \
-    --num_cpu_threads_per_process "$(python -c 'import os; print(len(os.sched_getaffinity(0)))')" \
-    train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
-run=runs/quickstart-$model
-grid=$run/samples/grid.png
-[ "$grid" -nt "$run/checkpoints" ] || python sample.py checkpoint="$run" seeds=0-59 num_steps=18 batch_size=60 out="$grid"
+export TQDM_DELAY=8      # seconds: work that is shorter shows no bar, so training's is the only one
+if [ ! -f $data/metadata.json ]; then
+    printf '1/3  Draws 6,000 shapes to train on: seconds.\n'
+    python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=$data | sed '/^next:/d'
+fi
+if [ ! $reference -nt $data/metadata.json ]; then
+    printf '\n2/3  Measures them, for the scores to compare with: seconds.\n'
+    python fid.py reference_from=$data features=pixels out=$reference
+fi
+printf '\n3/3  Trains, and scores the untrained and the trained network: 2 to 4 minutes on two cores.\n'
+python train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
 
+grid=$(printf '%s\n' "$run"/samples/step-*.png | tail -n 1)
 python - "$run" <<'PYTHON'
 import json, sys
 rows = [json.loads(line) for line in open(f"{sys.argv[1]}/results.jsonl")]
@@ -32,12 +35,12 @@ print(f"\nFréchet distance to the training set, of images averaged to 8x8 pixel
 PYTHON
 cat <<TEXT
 
-The pictures:       $grid (one row a class; the last training grids lie beside it)
-The numbers:        $run/metrics.jsonl
+The pictures:       $grid (one row a class; those of earlier steps lie beside it)
+The numbers:        $run/metrics.jsonl and results.jsonl
 Next:
   source .venv/bin/activate
   bash scripts/quickstart.sh model=dit                                    the same without routing
   python sample.py checkpoint=$run classes=ring guidance=cfg scale=2
-  python scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine resolution=256 autoencoder=sd_vae_ema
-  accelerate launch train.py model=tread data=folder data.path=data/mine name=mine
+  python scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine
+  accelerate launch train.py experiment=small data.path=data/mine name=mine
 TEXT

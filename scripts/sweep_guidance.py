@@ -3,25 +3,60 @@
     python scripts/sweep_guidance.py checkpoint=runs/x reference=ref.npz features=inception
     python scripts/sweep_guidance.py … scale=1.2,1.5,2 gamma1=0,0.5 gamma2=0.5,0.7,0.9 metric=sfid
 
-Each point is one run of fid.py, with all its options, and a row of its results.jsonl; so is the unguided one. A point
-that has its row is not scored again: a sweep that was killed goes on, or grows. The picture is drawn anew after each.
+Each point is scored as fid.py does, with all its options, and is a row of its results.jsonl; so is the unguided one. A
+point that has its row is not scored again: a sweep that was killed goes on, or grows. The picture is drawn anew after
+each.
 """
 
+import itertools
 import sys
 from pathlib import Path
+from typing import Annotated
 
-import hydra
-import torch
-from accelerate import PartialState
-from omegaconf import DictConfig, OmegaConf
+import matplotlib
+from hydra.core.override_parser.overrides_parser import OverridesParser
+from hydra.errors import HydraException
+from matplotlib import pyplot
+from PIL import Image
+from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import fid  # noqa: E402
-from checkpoint import read_rows  # noqa: E402
+import speed  # noqa: E402
 from guidance import ends  # noqa: E402
 from sample import save_image  # noqa: E402
+from settings import Location, Number, Settings, command  # noqa: E402
+from trained import Gamma  # noqa: E402
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
+
+
+class Grid(Settings):
+    """The values of each axis; every combination is a point."""
+
+    scale: Annotated[list[Number], Field(min_length=1)]
+    gamma1: Annotated[list[Gamma], Field(min_length=1)]
+    gamma2: Annotated[list[Gamma], Field(min_length=1)]
+
+
+class SweepSettings(fid.ScoringSettings):
+    """configs/sweep_guidance.yaml."""
+
+    grid: Grid
+    metric: str | None
+    picture: Location | None
+
+
+def onto_the_grid(argument: str) -> str:
+    """Turns `scale=1.2,1.5,2` of a command line into `grid.scale=[1.2,1.5,2]`; other arguments stay as they are."""
+    try:
+        override = OverridesParser.create().parse_override(argument)
+    except HydraException:      # the command says what is wrong with it
+        return argument
+    if override.key_or_group not in AXES:
+        return argument
+    values = override.sweep_string_iterator() if override.is_sweep_override() else [override.get_value_element_as_str()]
+    return f"grid.{override.key_or_group}=[{','.join(values)}]"
 
 
 def identity(row: dict) -> dict:
@@ -34,19 +69,22 @@ def identity(row: dict) -> dict:
             "extractor": row["extractor"]["name"], "code": row["code_sha256"]}
 
 
+def belongs(row: dict, scored: dict) -> bool:
+    """Tells whether a row of results.jsonl is a point of the landscape of one just scored."""
+    try:
+        return bool(row["source"]["guidance"]) and identity(row) == identity(scored)
+    except (KeyError, TypeError):      # a row of images, or of another's making
+        return False
+
+
 def point(guidance: dict) -> tuple:
     return tuple(tuple(value) if isinstance(value, list) else value for value in (guidance[axis] for axis in AXES))
 
 
 def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, title: str, path: Path) -> None:
-    """Draws a panel for each gamma1, scale to the right and gamma2 upwards, and outlines the best point."""
-    import matplotlib
+    """Draws a panel for each gamma1, scale to the right and gamma2 upwards."""
     matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from PIL import Image
-
     scales, panels, gammas = (sorted({p[axis] for p in points}, key=ends) for axis in range(3))
-    best = (max if metric in ("inception_score", "precision", "recall") else min)(points, key=points.get)
     figure, axes = pyplot.subplots(1, len(panels), squeeze=False, layout="constrained", dpi=150,
                                    figsize=(1.2 + (0.9 * len(scales) + 0.6) * len(panels), 1.4 + 0.7 * len(gammas)))
     for panel, plot in zip(panels, axes[0], strict=True):
@@ -56,11 +94,8 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
         for i, gamma in enumerate(gammas):
             for j, scale in enumerate(scales):
                 if (value := points.get((scale, panel, gamma))) is not None:
-                    bold = (scale, panel, gamma) == best
                     color = "white" if heat.norm(value) < 0.6 else "black"      # viridis ends in yellow
-                    plot.text(j, i, f"{value:.4g}", ha="center", va="center", color=color,
-                              weight="bold" if bold else "normal",
-                              bbox=dict(edgecolor=color, facecolor="none") if bold else None)
+                    plot.text(j, i, f"{value:.4g}", ha="center", va="center", color=color)
         plot.set(xticks=range(len(scales)), xticklabels=scales, yticks=range(len(gammas)), yticklabels=gammas,
                  xlabel="scale", ylabel="gamma2, weak", title=f"gamma1, strong: {panel}")
     figure.colorbar(heat, ax=axes, label=metric)
@@ -71,31 +106,33 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
     pyplot.close(figure)
 
 
-@hydra.main(config_path="../configs", config_name="sweep_guidance", version_base="1.3")
-def main(cfg: DictConfig) -> None:
-    state = PartialState(cpu=cfg.cpu or not torch.cuda.is_available())
-    if type(cfg.gamma1) in (int, float) and type(cfg.gamma2) in (int, float) and cfg.gamma1 > cfg.gamma2:
-        # the whole grid of a sweep need not make sense
-        state.print(f"gamma1={cfg.gamma1} is above gamma2={cfg.gamma2}: passed over.")
-        return
-    plain = OmegaConf.merge(cfg, {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None})
-    try:
-        if cfg.checkpoint is None or cfg.scale is None:
-            raise ValueError(f"A sweep guides a checkpoint: give checkpoint=runs/<name> and scales, not "
-                             f"checkpoint={cfg.checkpoint} and scale={cfg.scale}.")
-        unguided, path = fid.run(plain, reuse=True, must_have=cfg.metric)
-        here, _ = fid.run(cfg, reuse=True)
-    except (ValueError, OSError) as error:
-        sys.exit(f"sweep_guidance.py: {error}")
-    metric = cfg.metric or next(iter(here["metrics"]))
-    if state.is_main_process:
-        alike = [row for row in read_rows(path) if row["source"].get("guidance") and identity(row) == identity(here)]
-        points = {point(row["source"]["guidance"]): row["metrics"][metric] for row in alike if metric in row["metrics"]}
-        picture = Path(cfg.picture or path.parent / "samples" / f"guidance-{metric}.png")
-        title = f"{metric} of {here['images']:,} images, {here['source']['checkpoint']}"
-        draw_landscape(points, unguided["metrics"][metric], metric, title, picture)
-        print(f"{len(points)} points: {picture}")
+@command("sweep_guidance", SweepSettings)
+def main(cfg: SweepSettings) -> None:
+    state = speed.join_ranks(cfg.cpu, cfg.tf32)
+    if cfg.checkpoint is None:
+        raise ValueError("A sweep guides a checkpoint: give checkpoint=runs/<name>.")
+    points = []
+    for scale, gamma1, gamma2 in itertools.product(cfg.grid.scale, cfg.grid.gamma1, cfg.grid.gamma2):
+        if min(ends(gamma1)) > max(ends(gamma2)):      # a whole grid need not make sense
+            state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: passed over, as gamma1 is above gamma2.")
+        else:
+            points.append({"scale": scale, "gamma1": gamma1, "gamma2": gamma2})
+    plain = cfg.model_copy(update={"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None})
+    unguided, results = fid.run(plain, reuse=True, must_have=cfg.metric)
+    metric = cfg.metric or next(iter(unguided["metrics"]))
+    picture = Path(cfg.picture or results.parent / "samples" / f"guidance-{metric}.png")
+
+    for chosen in points:
+        scored, _ = fid.run(cfg.model_copy(update=chosen), reuse=True, must_have=metric)
+        if state.is_main_process:
+            alike = [row for row in fid.read_results(results) if belongs(row, scored)]
+            values = {point(row["source"]["guidance"]): row["metrics"][metric] for row in alike
+                      if metric in row["metrics"]}
+            title = f"{metric} of {scored['images']:,} images, {scored['source']['checkpoint']}"
+            draw_landscape(values, unguided["metrics"][metric], metric, title, picture)
+            print(f"{len(values)} points: {picture}")
 
 
 if __name__ == "__main__":
+    sys.argv[1:] = [onto_the_grid(argument) for argument in sys.argv[1:]]
     main()

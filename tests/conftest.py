@@ -1,6 +1,8 @@
 """Puts the project root on the import path and finds the real data that some tests use where it is there."""
 
+import contextlib
 import os
+import resource
 import sys
 from pathlib import Path
 
@@ -10,6 +12,34 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
+
+
+def run_command(entry, program: str, *overrides: str, **settings) -> None:
+    """Runs a command in this process as `python <program> key=value …` does; None is null, a list is a list."""
+    def written(value) -> str:
+        match value:
+            case None | bool():
+                return {None: "null", True: "true", False: "false"}[value]
+            case list() | tuple():
+                return f"[{','.join(map(written, value))}]"
+        return str(value)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(sys, "argv", [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
+        patch.setenv("HYDRA_FULL_ERROR", "")      # which a command sets: it is forgotten afterwards
+        patch.delenv("HYDRA_FULL_ERROR")
+        entry()
+
+
+@contextlib.contextmanager
+def full_disk(limit: int = 1024):
+    """Files cannot grow past `limit` bytes."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

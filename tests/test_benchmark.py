@@ -9,8 +9,10 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from torch import nn
 
+import settings
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
 from scripts import benchmark
@@ -25,7 +27,8 @@ PARTS = ["data wait", "forward", "backward", "optimizer", "EMA", "sums"]
 
 def load(*overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return compose("benchmark", overrides=[*TINY, *overrides])
+        cfg = compose("benchmark", overrides=[*TINY, *overrides])
+    return settings.read(benchmark.BenchmarkSettings, OmegaConf.to_container(cfg, resolve=True))
 
 
 @pytest.fixture(autouse=True)
@@ -166,11 +169,13 @@ def test_a_stopwatch_charges_time_to_the_mark_that_ends_it(monkeypatch):
 
 @pytest.mark.parametrize(("override", "says"), [
     ("mode=speed", "mode=speed is not one of train, sample"), ("precision=fp4", "precision=fp4 is not one of"),
-    ("precision=fp8", "precision=fp8 needs"), ("mode=sample precision=fp8", "is not one of fp32, bf16, fp16"), ("compile=fast", "not one of True, False"),
-    ("mode=sample compile=reduce-overhead", "compile=reduce-overhead is not one of"), ("mode=sample guidance=autoguidance", "needs weak="),
-    ("batch_size=2.5", "batch_size=2.5 is not whole"), ("batch_size=0", "at least 1"), ("tokens=200", "200 tokens make no square"),
-    ("backbone_type=DiT-M/2", "DiT-S/2"), ("variants=[dit,sit]", "is not one of dit, tread"), ("ranks=[0]", "of whole numbers of at least 1"),
-    ("device=tpu", "device=tpu is not one of None, cpu, cuda"), ("mode=train num_latents=1 batch_size=5 grad_accum_steps=2", "must be a multiple of 2"),
+    ("precision=fp8", "precision=fp8 needs"), ("mode=sample precision=fp8", "precision=fp8 is for training"), ("compile=fast", "compile=fast is not one of true, false, reduce-overhead"),
+    ("mode=sample compile=reduce-overhead", "compile=reduce-overhead is for training"), ("mode=sample guidance=autoguidance", "needs weak="),
+    ("batch_size=2.5", "batch_size=2.5 is not a whole number of at least 1"), ("batch_size=0", "at least 1"), ("tokens=200", "200 tokens make no square"),
+    ("backbone_type=DiT-M/2", "DiT-S/2"), ("variants=[dit,sit]", "is not a list, each one of dit, tread"), ("ranks=[0]", "is not a list, each a whole number of at least 1"),
+    ("threads=0", "threads=0 is not a whole number"), ("hidden_size=0", "hidden_size=0 is not"), ("pause=nan", "pause=NaN is not a finite number"),
+    ("scale=inf", "scale=Infinity is not a finite number"), ("variants=[]", "variants="), ("token_counts=[64,200]", "200 tokens make no square"),
+    ("device=tpu", "device=tpu is not one of cpu, cuda or null"), ("mode=train num_latents=1 batch_size=5 grad_accum_steps=2", "must be a multiple of 2"),
     ("mode=train data_path=nowhere", "There is no data set at nowhere"), ("routes=[{start_layer_idx: 2, end_layer_idx: 9, selection_ratio: 0.5}]",
                                                                           "leaves the network"),
 ])

@@ -8,8 +8,8 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
+import settings
 from dit import SIZES
-from settings import read
 from train import TrainSettings, architecture, describe_network
 from trained import build_diffusion, build_network
 
@@ -22,15 +22,16 @@ def load(*overrides, name="config"):
         return compose(name, overrides=list(overrides))
 
 
-def checked(cfg) -> TrainSettings:
-    return read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
+def described(cfg):
+    """Checks a composed config as train.py does; returns its network's keywords."""
+    cfg = settings.read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
+    shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
+    return describe_network(cfg.model, shape, cfg.data.num_classes or 1000)
 
 
 def network(cfg):
-    cfg = checked(cfg)
     with torch.device("meta"):
-        shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
-        return build_network(describe_network(cfg.model, shape, cfg.data.num_classes or 1000))
+        return build_network(described(cfg))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -38,7 +39,7 @@ def test_an_experiment_composes_and_builds(experiment):
     cfg = load(f"experiment={experiment}")
     model = network(cfg)
     build_diffusion(dict(cfg.diffusion))
-    assert bool(model.routes) == (cfg.model.name == "tread") and cfg.steps > 0
+    assert bool(model.routes) == (cfg.model.name == "tread") and cfg.steps != 0
 
 
 def test_every_row_of_the_papers_table_has_its_experiment():
@@ -59,8 +60,7 @@ def test_a_dense_fine_tune_fits_the_run_it_starts_from(experiment):
     cfg, parent = load(f"experiment={experiment}"), load(f"experiment={experiment.removesuffix('_finetune')}")
     assert cfg.init_from == parent.run_dir and cfg.run_dir != parent.run_dir and cfg.diffusion == parent.diffusion
     assert (network(cfg).routes, bool(network(parent).routes)) == ((), True)
-    own, parents = (architecture(describe_network(checked(each).model, (4, 32, 32), 1000)) for each in (cfg, parent))
-    assert own == parents
+    assert architecture(described(cfg)) == architecture(described(parent))
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)

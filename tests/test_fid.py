@@ -10,13 +10,13 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
-from omegaconf import OmegaConf
+from conftest import ROOT, full_disk, run_command
 from PIL import Image
 from scipy import linalg
 
 import checkpoint as checkpoints
 import fid
+import metrics
 from features import Extractor, load
 from scripts.prepare_latents import prepare
 
@@ -71,7 +71,7 @@ def test_covariances_of_different_low_ranks_match_their_singular_values():
 def test_small_singular_values_are_not_lost_beside_large_ones():
     spectrum = torch.logspace(0, -13, 200, dtype=torch.float64)
     u, v = (torch.linalg.qr(normal(200, 200, seed=seed))[0] for seed in (1, 2))
-    assert fid.sum_of_singular_values((u * spectrum) @ v.T).item() == pytest.approx(spectrum.sum().item(), rel=1e-12)
+    assert metrics.sum_of_singular_values((u * spectrum) @ v.T).item() == pytest.approx(spectrum.sum().item(), rel=1e-12)
 
 
 def test_the_same_features_through_other_peoples_distance_agree():
@@ -141,7 +141,7 @@ def counted(reference, images):
 @pytest.mark.parametrize("block", [10_000, 64])
 @pytest.mark.parametrize("scale", [1, 100])     # 100: the squares overflow float16, and float32 takes over
 def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, scale, monkeypatch):
-    monkeypatch.setattr(fid, "BLOCK", block)
+    monkeypatch.setattr(metrics, "BLOCK", block)
     reference = (normal(150, 40, seed=1) * 2).round() * scale     # whole numbers, so that float16 is exact
     images = (normal(200, 40, seed=2) * 1.8).round() * scale
     found = fid.precision_recall(reference.float(), images.float())
@@ -254,7 +254,7 @@ def test_references_that_do_not_fit_are_sentences(arrays, sentence, tmp_path):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A run with one checkpoint of an untrained network of three classes."""
-    from sample import build_network
+    from trained import build_network
 
     network = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=3, init="xavier")
     torch.manual_seed(0)
@@ -266,9 +266,8 @@ def run_folder(tmp_path_factory):
 
 def command(tmp_path, **options):
     """Runs fid.py in this process and returns its row, or None where it writes a reference."""
-    options = {"features": "pixels", "cpu": True, "batch_size": 16, "results": str(tmp_path / "results.jsonl"), **options}
-    options = {key: str(value) if hasattr(value, "parts") else value for key, value in options.items()}
-    fid.main.__wrapped__(OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / name) for name in ("guidance/none.yaml", "fid.yaml")), options))
+    options = {"features": "pixels", "cpu": True, "batch_size": 16, "results": tmp_path / "results.jsonl", **options}
+    run_command(fid.main, "fid.py", **options)
     results = tmp_path / "results.jsonl"
     return json.loads(results.read_text().splitlines()[-1]) if results.is_file() else None
 
@@ -340,6 +339,10 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     ({"checkpoint": "{run}", "reference": "{ref}", "classes": "3", "num_samples": 4}, "asks for class 3; there are 3"),
     ({"checkpoint": "{tmp}/none", "reference": "{ref}"}, "no run, checkpoint folder or weights file"),
     ({"checkpoint": "{run}", "reference": "{ref}", "features": "vgg"}, "features=vgg is not one of"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "metrics": []}, r"metrics=\[\] is not"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 1}, "num_samples=1 is not a whole number of at least 2"),
+    ({"images": "a" * 300, "reference": "{ref}"}, "failed: File name too long"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "results": "{ref}/x.jsonl"}, "failed: File exists"),
 ])
 def test_mistakes_are_sentences(options, sentence, tmp_path, run_folder, reference_npz):
     write_folder(tmp_path / "four", shapes(4))
@@ -417,3 +420,50 @@ def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, refer
     both = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
     assert both["processes"] == 2 and both["images"] == 70
     assert both["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
+
+
+# ---- the record
+
+
+def test_a_row_after_a_half_row_is_found_again(tmp_path, reference_npz):
+    np.savez(tmp_path / "images.npz", arr_0=shapes(20).numpy())
+    options = dict(images=tmp_path / "images.npz", reference=reference_npz)
+    first = command(tmp_path, **options)
+    results = tmp_path / "results.jsonl"
+    results.write_text(results.read_text() + '{"metrics": {"fd_pi')      # a kill, or a full disk
+    second = command(tmp_path, **options)
+    assert [row["finished"] for row in fid.read_results(results)] == [first["finished"], second["finished"]]
+    assert fid.scored_before({**first, "metrics": {"fd_pixels": None}}, results)["metrics"] == first["metrics"]
+
+
+@pytest.mark.parametrize("row", [{}, {"source": "x", "metrics": {}}, {"source": {}, "metrics": 3}, {"source": {}, "metrics": {}}])
+def test_rows_of_anothers_making_are_passed_over(tmp_path, row):
+    checkpoints.append_row(tmp_path / "results.jsonl", row)
+    wanted = {"metrics": {"fid": None}, "source": {"step": 1}, "images": 4}
+    assert fid.scored_before(wanted, tmp_path / "results.jsonl") is None
+
+
+def test_a_row_says_on_what_and_how_float32_was_multiplied(tmp_path, reference_npz):
+    import speed
+
+    np.savez(tmp_path / "images.npz", arr_0=shapes(20).numpy())
+    for tf32, precision in ((False, "highest"), (True, "high")):
+        row = command(tmp_path, images=tmp_path / "images.npz", reference=reference_npz, tf32=tf32)
+        assert row["device"] == "cpu" and row["tf32"] is False      # a CPU has none
+        assert torch.get_float32_matmul_precision() == precision and torch.backends.cudnn.allow_tf32 == tf32
+    speed.set_float32(False)
+
+
+def test_a_full_disk_is_named_and_leaves_no_temporary_file(tmp_path, reference_npz):
+    pixels = load("pixels")
+    images = fid.open_images("images", str(reference_npz))
+    tally = fid.measure(images, pixels, 64)
+    keep = fid.Kept(tmp_path / "features", {})
+    with full_disk():
+        with pytest.raises(OSError, match="File too large: .*results.jsonl"):
+            checkpoints.append_row(tmp_path / "results.jsonl", {"long": "x" * 2000})
+        with pytest.raises(OSError, match="File too large: .*00000000.safetensors"):
+            keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)})
+        with pytest.raises(OSError, match="File too large: .*ref.npz"):
+            fid.write_reference(tmp_path / "ref.npz", tally, pixels, images, 20)
+    assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "ref.npz").exists()

@@ -10,7 +10,7 @@ from torch import nn
 import speed
 import train
 from edm import EDM
-from sample import build_network
+from trained import build_network
 
 pytest.importorskip("torchao")
 

@@ -2,12 +2,13 @@
 
 import importlib.util
 import json
+import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, run_command
 from hydra import compose, initialize_config_dir
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -15,14 +16,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint as checkpoints
 import fid
-import rf
 import sample
 from dit import DiT_models, multiply_adds
 from edm import EDM
 from guidance import Guidance
 from rf import RF, sample_tread
 from routing_module import Route
-from sample import SeededNoise, build_network, load_trained, sampling_cost
+from sample import SeededNoise, sampling_cost
+from trained import build_network, load_trained
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
@@ -51,15 +52,14 @@ def reference(tmp_path_factory):
     return path
 
 
-def command(entry, *overrides, name=None):
-    """Runs an entry's main in this process on its own config."""
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose(name or entry.__name__, overrides=["cpu=true", *overrides])
-    entry.main.__wrapped__(cfg)
+def command(name, *overrides):
+    """Runs an entry in this process as its command line does."""
+    entry = {"rf": sample.compare_guided, "sample": sample.main, "fid": fid.main}[name]
+    run_command(entry, f"{name}.py", "cpu=true", *overrides)
 
 
 def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run, tmp_path, capsys):
-    command(rf, f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7", "scale=1.8", "num_steps=4", f"out={tmp_path}/g.png")
+    command("rf", f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7", "scale=1.8", "num_steps=4", f"out={tmp_path}/g.png")
     trained, seeds = load_trained(run), list(range(24))      # eight a class
     y = torch.tensor([seed % 3 for seed in seeds])
     noise = SeededNoise(seeds, "cpu").randn((3, 8, 8))
@@ -82,17 +82,17 @@ def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run
 
 
 def test_rf_puts_both_grids_into_the_runs_samples(run):
-    command(rf, f"checkpoint={run}", "guidance=cfg", "seeds=0-3", "num_steps=1")
+    command("rf", f"checkpoint={run}", "guidance=cfg", "seeds=0-3", "num_steps=1")
     assert {path.name for path in (run / "samples").iterdir()} == {"step-00000005-ema-guided.png", "step-00000005-ema-unguided.png"}
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
     (["guidance=none"], "nothing to compare"), (["out=x.npz"], "is no .png"), (["gamma1=0.95"], "may not be sparser"),
-    (["gamma2=1"], r"outside \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"),
-    (["guidance=autoguidance"], "needs weak="), (["sampler.S_churn=1"], "has no such setting; it has solver"), (["sampler.solver=rk4"], "neither euler nor heun"),
+    (["gamma2=1"], r"gamma2=1 is not a number in \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"),
+    (["guidance=autoguidance"], "needs weak="), (["sampler.S_churn=1"], "has no such setting; it has solver"), (["sampler.solver=rk4"], "sampler.solver=rk4 is not one of euler, heun or null"),
     (["guidance=autoguidance", "weak={smaller}"], "another thing than the strong one"), (["guidance=autoguidance", "weak={edm}"], "cannot be mixed"),
     (["checkpoint={dense}"], "gamma1=0.5 is asked of a network that has no route"), (["checkpoint={edm}"], "was trained with edm, not by flow matching"),
-    (["routes=[{start_layer_idx: 2, end_layer_idx: 9}]"], "leaves the network"), (["routes=[{start: 2}]"], "A route has the keys"), (["routes=[1]"], "A route has the keys"),
+    (["routes=[{start_layer_idx: 2, end_layer_idx: 9}]"], "leaves the network"), (["routes=[{start: 2}]"], "routes.0.start_layer_idx is missing"), (["routes=[1]"], "routes.0=1 is not a group of start_layer_idx, end_layer_idx"),
     (["weak=3"], "no run, checkpoint folder or weights file at 3"), (["gamma1=[0.9,0.8]", "gamma2=[0,0.1]"], "may not be sparser"),
 ])
 def test_a_mistake_is_a_sentence(run, tmp_path, overrides, says):
@@ -101,13 +101,25 @@ def test_a_mistake_is_a_sentence(run, tmp_path, overrides, says):
     for name, folder in folders.items():
         overrides = [override.replace("{" + name + "}", str(folder)) for override in overrides]
     with pytest.raises(SystemExit, match=says):
-        command(rf, f"checkpoint={run}", f"out={tmp_path}/g.png", "num_steps=1", *overrides)
+        command("rf", f"checkpoint={run}", f"out={tmp_path}/g.png", "num_steps=1", *overrides)
+
+
+@pytest.mark.parametrize("wrong", [
+    "scale=nan", "scale=inf", "sampler.sigma_min=-1", "sampler.sigma_min=0", "sampler.sigma_max=nan", "sampler.rho=0", "sampler.S_churn=-1",
+    "sampler.S_noise=nan", "sampler.S_max=nan", "interval=[nan,1]", "gamma1=nan", "num_steps=0", "batch_size=1.5", "tf32=3", "checkpoint=[1]",
+])
+@pytest.mark.parametrize("name", ["sample", "fid"])
+def test_settings_out_of_range_draw_nothing(run, reference, tmp_path, name, wrong):
+    where = {"sample": [f"out={tmp_path}/x.png"], "fid": [f"reference={reference}", "features=pixels", f"results={tmp_path}/results.jsonl"]}[name]
+    with pytest.raises(SystemExit, match=f"^{name}.py: {wrong.split('=')[0]}=.* is not "):
+        command(name, f"checkpoint={run}", *where, "guidance=cfg", wrong)
+    assert not list(tmp_path.iterdir())
 
 
 def test_a_dense_network_is_guided_over_a_route_that_is_given(tmp_path):
     dense = write_run(tmp_path / "dense", routes=[])
-    command(rf, f"checkpoint={dense}", "routes=[{start_layer_idx: 1, end_layer_idx: -2}]", "seeds=0-3", "num_steps=2", f"out={tmp_path}/given.png")
-    command(rf, f"checkpoint={write_run(tmp_path / 'routed')}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/own.png")
+    command("rf", f"checkpoint={dense}", "routes=[{start_layer_idx: 1, end_layer_idx: -2}]", "seeds=0-3", "num_steps=2", f"out={tmp_path}/given.png")
+    command("rf", f"checkpoint={write_run(tmp_path / 'routed')}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/own.png")
     assert (tmp_path / "given.png").read_bytes() == (tmp_path / "own.png").read_bytes()
     assert (tmp_path / "given.png").read_bytes() != (tmp_path / "given-unguided.png").read_bytes()
 
@@ -148,7 +160,7 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     common = [f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2", f"results={results}"]
     settings = [[], ["guidance=tread", "gamma2=[0.9,0.5]"], ["guidance=autoguidance", f"weak={weak}"], ["sampler.solver=heun"]]
     for overrides in settings:
-        command(fid, *common, *overrides)
+        command("fid", *common, *overrides)
     plain, tread, auto, heun = (json.loads(line) for line in results.read_text().splitlines())
     assert plain["source"]["guidance"] is None and plain["source"]["sampler"] == {"solver": "euler"} and plain["source"]["evaluations"] == 2
     assert tread["source"]["guidance"] == {"scale": 1.5, "gamma1": 0.5, "gamma2": [0.9, 0.5], "drop_label": False, "interval": None,
@@ -162,49 +174,96 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     assert plain["source"]["multiply_adds"] == dict(zip(("linear", "attention"), (2 * n for n in multiply_adds(net)), strict=True))
 
 
-def test_a_sweep_scores_each_point_once_and_draws_the_landscape(run, reference, tmp_path, monkeypatch):
+@pytest.fixture
+def sweep(run, reference, tmp_path, monkeypatch):
+    """The sweep as a function of its arguments, with what it scored and drew last."""
     spec = importlib.util.spec_from_file_location("sweep_guidance", ROOT / "scripts/sweep_guidance.py")
-    sweep = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(sweep)
-    results, picture = tmp_path / "results.jsonl", tmp_path / "landscape.png"
-    scored, score = [], fid.evaluate
-    monkeypatch.setattr(fid, "evaluate", lambda *args, **options: scored.append(1) or score(*args, **options))
-    landscape = {}
-    monkeypatch.setattr(sweep, "draw_landscape", lambda points, *rest, draw=sweep.draw_landscape: landscape.update(points) or draw(points, *rest))
-    points = [("1.5", "0", "0.5"), ("2", "0", "0.5"), ("2", "0.25", "0.5"), ("2", "0.9", "0.5"), ("2", "0", "0.5")]
-    for scale, gamma1, gamma2 in points:
-        command(sweep, f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2", f"results={results}",
-                f"picture={picture}", f"scale={scale}", f"gamma1={gamma1}", f"gamma2={gamma2}")
-    rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert len(scored) == len(rows) == 4, "three points and the unguided one; a point twice and an impossible one are passed over"
-    assert landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
-                         for row in rows if row["source"]["guidance"]}
-    assert min(Image.open(picture).size) > 100
-    landscape.clear()      # with settings that JSON gives back as lists
-    command(sweep, f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2", f"results={results}",
-            f"picture={picture}", "scale=2", "gamma1=0", "gamma2=[0.5,0.2]", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")
-    assert list(landscape) == [(2, 0, (0.5, 0.2))]
-    for wrong, says in (["metric=fid"], "metric=fid is not among"), (["guidance=none", "scale=null"], "A sweep guides a checkpoint"):
-        with pytest.raises(SystemExit, match=says):
-            command(sweep, f"checkpoint={run}", f"reference={reference}", "features=pixels", f"results={results}", *wrong)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    score, draw = fid.evaluate, module.draw_landscape
+
+    def swept(*arguments):
+        given = ["cpu=true", f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
+                 f"results={tmp_path}/results.jsonl", f"picture={tmp_path}/landscape.png", *arguments]
+        swept.scored = 0
+        run_command(module.main, "sweep_guidance.py", *map(module.onto_the_grid, given))
+
+    def counted(*args, **options):
+        swept.scored += 1
+        return score(*args, **options)
+
+    def drawn(values, *rest):
+        swept.landscape = dict(values)
+        draw(values, *rest)
+
+    monkeypatch.setattr(fid, "evaluate", counted)
+    monkeypatch.setattr(module, "draw_landscape", drawn)
+    monkeypatch.chdir(tmp_path)
+    swept.module = module
+    return swept
 
 
-def test_a_sweep_is_a_multirun_over_the_grid_of_the_command_line(tmp_path):
-    import subprocess
+def test_a_sweep_scores_each_point_once_and_draws_the_landscape(sweep, tmp_path, capsys):
+    for scored, arguments in ((4, ("scale=1.5,2", "gamma1=0,0.9", "gamma2=0.5,0.95", "scale=2")), (1, ("scale=1.5", "gamma1=0", "gamma2=0.5")), (0, ("scale=2", "gamma1=0", "gamma2=0.5"))):
+        sweep(*arguments)
+        assert sweep.scored == scored, arguments
+    assert "scale=2.0 gamma1=0.9 gamma2=0.5: passed over" in capsys.readouterr().out
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert len(rows) == 5, "four points and the unguided one"
+    assert sweep.landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
+                               for row in rows if row["source"]["guidance"]}
+    assert {"device": "cpu", "tf32": False}.items() <= rows[0].items()
+    assert min(Image.open(tmp_path / "landscape.png").size) > 100
+    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "landscape.png"}
 
-    result = subprocess.run([sys.executable, "scripts/sweep_guidance.py", "checkpoint=nowhere", "reference=none.npz", "features=pixels",
-                             "scale=2", "gamma1=0.9,0", "gamma2=0.5", f"hydra.sweep.dir={tmp_path}"], cwd=ROOT, capture_output=True, text=True)
-    assert "gamma1=0.9 is above gamma2=0.5: passed over" in result.stdout      # the first job
-    assert result.returncode == 1 and "sweep_guidance.py: " in result.stderr and "Traceback" not in result.stderr      # the second
+
+def test_a_sweep_takes_schedules_and_goes_on_beside_rows_that_others_wrote(sweep, tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"metrics": {"fd_pixels": 1}, "source": "else"}\n[1]\n{"metr')      # halved by a kill
+    sweep("scale=2", "gamma1=0", "gamma2=[0.5,0.2],0.5", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")
+    assert list(sweep.landscape) == [(2, 0, (0.5, 0.2)), (2, 0, 0.5)]
+    sweep("grid.scale=[2]", "gamma1=0", "grid.gamma2=[[0.5,0.2],0.5]", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")
+    assert sweep.scored == 0
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ("metric=fid", "metric=fid is not among"), ("checkpoint=null", "A sweep guides a checkpoint"), ("scale=null", r"grid.scale=\[null\] is not a list"),
+    ("scale=", "grid.scale="), ("gamma2=1,2", "grid.gamma2="), ("scale=nan", "grid.scale="), ("scale=1,x", "grid.scale="),
+    ("num_steps=2,3", "several values"), ("reference=none.npz", "none.npz is not a file"), ("checkpoint=nowhere", "nowhere"),
+])
+def test_a_mistake_in_a_sweep_is_a_sentence(sweep, tmp_path, wrong, says):
+    with pytest.raises(SystemExit, match=f"^sweep_guidance.py: .*{says}"):
+        sweep(wrong)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_sweep_that_cannot_write_its_picture_says_so(sweep, tmp_path):
+    (tmp_path / "file").touch()
+    with pytest.raises(SystemExit, match="reading or writing .*file failed"):
+        sweep("scale=2", "gamma1=0", "gamma2=0.5", f"picture={tmp_path}/file/x.png")
+
+
+def test_a_sweeps_defaults_are_its_yamls_grid():
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        grid = compose("sweep_guidance").grid
+    assert grid == {"scale": [1.25, 1.5, 2], "gamma1": [0, 0.5], "gamma2": [0.7, 0.9]}
+
+
+def test_a_sweep_is_started_from_a_command_line(tmp_path):
+    command_line = [sys.executable, str(ROOT / "scripts/sweep_guidance.py"), "checkpoint=nowhere", "reference=none.npz", "features=pixels",
+                    "scale=2", "gamma1=0.9,0", "gamma2=0.5"]
+    result = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True)
+    assert "gamma1=0.9 gamma2=0.5: passed over" in result.stdout
+    assert result.returncode == 1 and result.stderr.startswith("sweep_guidance.py: reference=none.npz is not a file")
+    assert not list(tmp_path.iterdir())
 
 
 def test_equal_ratios_draw_the_unguided_grid(run, tmp_path):
-    command(rf, f"checkpoint={run}", "gamma1=0", "gamma2=0", "scale=3", "seeds=0-3", "num_steps=2", f"out={tmp_path}/g.png")
+    command("rf", f"checkpoint={run}", "gamma1=0", "gamma2=0", "scale=3", "seeds=0-3", "num_steps=2", f"out={tmp_path}/g.png")
     assert (tmp_path / "g.png").read_bytes() == (tmp_path / "g-unguided.png").read_bytes()
 
 
 def test_sampling_with_the_entry_takes_guidance_too(run, tmp_path):
-    command(sample, f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/a.npz")
-    command(sample, f"checkpoint={run}", "seeds=0-3", "num_steps=2", "guidance=cfg_tread", f"out={tmp_path}/b.npz")
+    command("sample", f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/a.npz")
+    command("sample", f"checkpoint={run}", "seeds=0-3", "num_steps=2", "guidance=cfg_tread", f"out={tmp_path}/b.npz")
     with np.load(tmp_path / "a.npz") as a, np.load(tmp_path / "b.npz") as b:
         assert (a["arr_0"] != b["arr_0"]).any()

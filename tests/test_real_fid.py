@@ -5,8 +5,7 @@ import runpy
 import shutil
 
 import pytest
-from conftest import ROOT
-from omegaconf import OmegaConf
+from conftest import run_command
 
 import fid
 
@@ -26,7 +25,7 @@ def test_all_five_numbers_agree_with_openais_evaluator(crosscheck):
     folder, expected = crosscheck
     options = dict(images=str(folder / "sample.npz"), reference=str(folder / "reference.npz"), cpu=True,
                    features_weights=str(folder / "graph.pb"), results=str(folder / "results.jsonl"))
-    fid.main.__wrapped__(OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / name) for name in ("guidance/none.yaml", "fid.yaml")), options))
+    run_command(fid.main, "fid.py", **options)
     row = json.loads((folder / "results.jsonl").read_text())
     found = row["metrics"]
     for name in ("fid", "sfid", "inception_score"):

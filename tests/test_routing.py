@@ -123,3 +123,9 @@ def test_odd_token_counts_and_bfloat16_route():
     assert model(x, t, y, routes=model.routes).shape == x.shape
     with torch.autocast("cpu", torch.bfloat16):
         assert model(x, t, y, routes=model.routes).isfinite().all()
+
+
+@pytest.mark.parametrize("route", [Route(-10, 8, 0.5), Route(2, -4, 0.5), Route(2, 99, 0.5), Route(5, 3, 0.5)])
+def test_routes_that_are_not_resolved_are_refused_where_they_are_used(route):
+    with pytest.raises(ValueError, match="not resolved for a network of 8 blocks"):
+        net()(*batch(), routes=(route,))

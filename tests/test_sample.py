@@ -1,21 +1,24 @@
 """An image is a function of its seed, its label and the weights; checkpoints of every kind load."""
 
 import argparse
+import contextlib
 import json
+import shutil
 import subprocess
 import sys
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, full_disk, run_command
 from PIL import Image
 from safetensors.torch import save_file
 
 import checkpoint as checkpoints
 from dit import DiT, DiT_models
 from edm import DDPM, EDM
-from sample import generate, labels_of, load_trained, parse_classes, parse_range, read_weights
+from sample import draw_grid, generate, labels_of, main, parse_classes, parse_range
+from trained import build_network, load_trained, read_weights
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4,
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)], init="xavier")
@@ -24,8 +27,6 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run with two checkpoints of an untrained network."""
-    from sample import build_network
-
     folder = tmp_path_factory.mktemp("runs") / "tiny"
     for step in (1, 2):
         torch.manual_seed(step)
@@ -69,8 +70,6 @@ def test_a_run_a_checkpoint_folder_and_a_weights_file_in_it_load_the_same(run):
 
 
 def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run, tmp_path):
-    import shutil
-
     copy = shutil.copytree(run, tmp_path / "copy")
     (copy / "checkpoints/step-00000002/ema.safetensors").write_bytes(b"broken")
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
@@ -192,24 +191,211 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     assert all(np.array_equal(one[key], both[key]) for key in ("arr_0", "arr_1", "seeds"))
     assert len(list((tmp_path / "pngs").iterdir())) == 10
     assert np.array_equal(np.asarray(Image.open(tmp_path / "pngs" / "000005_1.png")), one["arr_0"][5])
-    assert Image.open(tmp_path / "grid.png").height == 2 * (8 * 8 + 2)      # enlarged eightfold, in two rows of mixed classes
+    assert Image.open(tmp_path / "grid.png").height == 4 * (8 * 8 + 2)      # enlarged eightfold, a row a class
     assert not list(tmp_path.glob(".*.tmp"))
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    ([], "Say what to sample from"), (["checkpoint=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
+    (["checkpoint=null"], "Say what to sample from"), (["checkpoint=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
     (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["decode_precision=fp8"], "decode_precision=fp8 is not one of"), (["batch_size=0"], "at least 1"),
-    (["num_steps=null"], "num_steps=None"), (["weights=best"], "neither ema nor model"), (["scale=much"], "not a number"),
-    (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "cannot be written"), (["+sampler.S_chrun=3"], "sampler.S_chrun=3: the sampler of EDM has no such setting"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "choose one of edm, ddpm, rf"),
-    (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "of another kind than its usual value"),
-    (["gamma2=0.5"], "guides nothing without a scale"), (["guidance=tread", "gamma1=1.5"], "outside [0, 1)"), (["guidance=tread", "gamma1=x"], "neither a number nor a pair"),
+    (["num_steps=null"], "num_steps=null is not a whole number of at least 1"), (["weights=best"], "weights=best is not one of ema, model or null"), (["scale=much"], "scale=much is not a finite number or null"),
+    (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "reading or writing /dev/null failed: File exists"), (["+sampler.S_chrun=3"], "There is no setting sampler.S_chrun: sampler has sigma_min"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "diffusion_name=ddim is not one of edm, ddpm, rf or null"),
+    (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "sampler.rho=many is not a finite number above 0"),
+    (["gamma2=0.5"], "guides nothing without a scale"), (["guidance=tread", "gamma1=1.5"], "gamma1=1.5 is not a number in [0, 1)"), (["guidance=tread", "gamma1=x"], "gamma1=x is not a number in [0, 1) or a list of 2"),
     (["guidance=tread", "gamma1=0.9", "gamma2=0.5"], "may not be sparser"), (["guidance=interval", "interval=[3,1]"], "is empty"),
-    (["guidance=autoguidance"], "needs weak="), (["guidance=cfg", "weak=nowhere"], "no run, checkpoint folder"), (["guidance=cfg", "drop_label=maybe"], "neither true nor false"),
+    (["guidance=autoguidance"], "needs weak="), (["guidance=cfg", "weak=nowhere"], "no run, checkpoint folder"), (["guidance=cfg", "drop_label=maybe"], "drop_label=maybe is not true or false"),
 ])
-def test_a_mistake_ends_in_a_sentence_not_in_a_traceback(run, overrides, says):
-    given = [] if not overrides or overrides[0].startswith("checkpoint") else [f"checkpoint={run}"]
-    result = sample(*given, *overrides)
-    assert result.returncode == 1 and says in result.stderr and "Traceback" not in result.stderr
+def test_a_mistake_ends_in_a_sentence(run, overrides, says, tmp_path):
+    given = [f"checkpoint={run}", f"out={tmp_path}/x.png"]
+    given = [default for default in given if not any(override.startswith(default.split("=")[0]) for override in overrides)]
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "sample.py", "cpu=true", *given, *overrides)
+    assert str(ended.value).startswith("sample.py: ") and says in str(ended.value)
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_mistake_shows_no_traceback(run):
+    result = sample(f"checkpoint={run}", "batch_size=0")
+    assert result.returncode == 1 and "at least 1" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_command_says_nothing_but_its_own(run, tmp_path):
+    result = sample(f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/x.png")
+    assert result.stderr == "", "no library greets, and no bar fills a log"
+    assert result.stdout == f"4 images from {run}/checkpoints/step-00000002: {tmp_path}/x.png\n"
+
+
+def test_ctrl_c_ends_a_command_in_a_sentence(run, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sample.open_sampling", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "sample.py", f"checkpoint={run}", "cpu=true")
+    assert ended.value.code == 130 and capsys.readouterr().err == "\nsample.py: stopped by Ctrl-C.\n"
+
+
+# ---- what is drawn with: files, hashes, records
+
+
+def test_a_weights_file_of_a_checkpoint_is_recorded_and_drawn_under_its_own_name(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    folder = copy / "checkpoints/step-00000002"
+    for name in ("ema", "model"):
+        trained = load_trained(folder / f"{name}.safetensors")
+        assert trained.weights == name and trained.step == 2
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={folder}/{name}.safetensors", "seeds=0", "num_steps=1")
+    assert {path.name for path in (copy / "samples").iterdir()} == {"step-00000002-ema.png", "step-00000002-model.png"}
+    with pytest.raises(ValueError, match="is the file of weights=model, not of weights=ema"):
+        load_trained(folder / "model.safetensors", weights="ema")
+    with pytest.raises(ValueError, match="num_heads=2 is for weights without a record"):
+        load_trained(folder, num_heads=2)
+
+
+def test_a_weights_file_given_by_itself_is_checked_against_its_hash(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    file = copy / "checkpoints/step-00000002/model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match="SHA-256 differs"):
+        load_trained(file)
+
+
+def test_of_a_pt_file_the_weights_that_are_asked_for_are_loaded(tmp_path):
+    state = published(learn_sigma=False)
+    ema, model = ({key: value + shift for key, value in state.items()} for shift in (0, 1))
+    torch.save({"model": model, "ema": ema}, tmp_path / "both.pt")
+    for weights, which, expected in ((None, "ema", ema), ("ema", "ema", ema), ("model", "model", model)):
+        trained = load_trained(tmp_path / "both.pt", weights)
+        assert trained.weights == which
+        assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in expected.items())
+    torch.save({"model": model}, tmp_path / "one.pt")
+    with pytest.raises(ValueError, match="holds model, and no weights=ema"):
+        load_trained(tmp_path / "one.pt", "ema")
+
+
+def test_weights_that_are_not_finite_are_refused(run, tmp_path):
+    state = load_trained(run).net.state_dict()
+    state["final_layer.linear.bias"][0] = float("nan")
+    save_file(state, tmp_path / "diverged.safetensors")
+    with pytest.raises(ValueError, match=r"not finite in 1 of \d+ tensors, final_layer.linear.bias first: its training has diverged"):
+        load_trained(tmp_path / "diverged.safetensors")
+
+
+def test_what_is_read_off_bare_weights_is_said_and_the_heads_can_be_given(tmp_path, capsys):
+    save_file(published(learn_sigma=True), tmp_path / "dit.safetensors")
+    for given, heads in (([], 6), (["num_heads=8"], 8)):
+        with pytest.raises(SystemExit):      # Stable Diffusion's autoencoder is not here
+            run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/dit.safetensors", "seeds=0", "num_steps=1", "autoencoder=nowhere", *given)
+        assert f"taken as ddpm, {heads} heads, decoded by nowhere" in capsys.readouterr().out
+    assert load_trained(tmp_path / "dit.safetensors", num_heads=8).net.blocks[0].attn.num_heads == 8
+
+
+@pytest.mark.parametrize("stray", ["step-00000010-best", "step-5.txt", "step-00000002 copy", "step-3", "step-xyz"])
+def test_stray_names_among_checkpoints_are_let_be(run, tmp_path, stray):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    place = copy / "checkpoints" / stray
+    place.write_text("notes") if stray.endswith("txt") else shutil.copytree(copy / "checkpoints/step-00000001", place)
+    assert load_trained(copy).step == 2
+    checkpoints.set_aside_after(copy, 2)
+    checkpoints.prune(copy, keep_last=1, keep_every=0)
+    assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-00000002", stray}
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("out", ["x.png", "x.npz", "folder"])
+def test_channels_are_checked_before_anything_is_drawn(tmp_path, out):
+    network = NETWORK | {"in_channels": 4}
+    state = build_network(network).state_dict()
+    meta = {"step": 1, "network": network, "diffusion": {"name": "edm"}, "data": {"autoencoder": "identity", "class_names": None}}
+    checkpoints.save(checkpoints.step_folder(tmp_path / "four", 1), {"ema": state}, meta)
+    with pytest.raises(SystemExit, match="decodes latents of 3 channels, and the network makes 4"):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1", f"out={tmp_path}/{out}")
+    assert not (tmp_path / out).exists()
+
+
+@pytest.mark.parametrize("out", ["x.png", "x.npz"])
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_behind(run, tmp_path, out):
+    with full_disk(), pytest.raises(SystemExit, match=f"^sample.py: reading or writing {tmp_path}/{out} failed: File too large.$"):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/{out}")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize("overrides", [["out={long}.png"], ["checkpoint={long}"], ["checkpoint={file}/x"], ["guidance=cfg", "weak={long}"]])
+def test_paths_that_cannot_be_are_sentences(run, tmp_path, overrides):
+    (tmp_path / "file").touch()
+    overrides = [override.format(long=tmp_path / ("a" * 300), file=tmp_path / "file") for override in overrides]
+    with pytest.raises(SystemExit, match="^sample.py: "):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0", "num_steps=1", *overrides)
+
+
+def test_a_folder_that_may_not_be_written_is_a_sentence(run, tmp_path, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "x.png"))
+
+    monkeypatch.setattr("checkpoint.os.replace", denied)
+    with pytest.raises(SystemExit, match=f"reading or writing {tmp_path}/x.png failed: Permission denied"):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("given", "works"), [
+    ("classes=Vögel", "classes='Vögel'"), ("classes=[Vögel,ant]", "classes=['Vögel','ant']"),
+    ("classes=ant,bee", "classes='ant,bee'"), ("classes=tench, Tinca tinca", "classes='tench, Tinca tinca'"),
+])
+def test_class_names_that_need_quotes_are_shown_with_them(run, tmp_path, given, works):
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", given)
+    assert f'"{works}"' in str(ended.value)
+    with pytest.raises(SystemExit, match="which is no class") if "ant,bee" not in given else contextlib.nullcontext():
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png", works)
+
+
+# ---- the grid
+
+
+def squares(count):
+    return torch.arange(count).view(-1, 1, 1, 1).expand(-1, 8, 8, 3).to(torch.uint8) * 10
+
+
+def rows_of(grid, columns):
+    """The grey value that each cell of a grid has."""
+    cell, left = 8 * 8 + 2, grid.width - columns * (8 * 8 + 2)
+    return [[grid.getpixel((left + c * cell + 20, r * cell + 20))[0] // 10 for c in range(columns)] for r in range(grid.height // cell)]
+
+
+def test_six_seeds_of_three_classes_are_three_rows_in_the_order_asked():
+    assert rows_of(draw_grid(squares(6), [1, 0, 2, 1, 0, 2], None, [2, 0, 1]), 2) == [[2, 5], [1, 4], [0, 3]]
+    assert rows_of(draw_grid(squares(6), [1, 0, 2, 1, 0, 2], None), 2) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_ten_classes_of_one_image_each_share_rows_of_eight():
+    assert [row[:2] for row in rows_of(draw_grid(squares(10), list(range(10)), None), 8)] == [[0, 1], [8, 9]]
+
+
+def caption(*names):
+    grid = draw_grid(squares(4), [0, 0, 1, 1], list(names))
+    return np.asarray(grid.crop((0, 0, grid.width - 2 * 66, grid.height)))
+
+
+@pytest.mark.parametrize(("one", "other"), [("Łódź", "Łódż"), ("кошка", "кошко"), ("γάτα", "γάτη")])
+def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
+    assert not np.array_equal(caption(one, "x"), caption(other, "x"))
+
+
+def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():
+    assert np.array_equal(caption("猫", "x"), caption("0", "x"))
+
+
+def test_display_names_come_with_the_checkpoint(tmp_path):
+    state = build_network(NETWORK).state_dict()
+    meta = {"step": 1, "network": NETWORK, "diffusion": {"name": "edm"},
+            "data": {"autoencoder": "identity", "class_names": ["n1", "n2", "n3", "n4"], "display_names": ["ant", "bee", "cat", "dog"]}}
+    checkpoints.save(checkpoints.step_folder(tmp_path / "run", 1), {"ema": state}, meta)
+    trained = load_trained(tmp_path / "run")
+    assert trained.class_names == ["n1", "n2", "n3", "n4"] and trained.display_names == ["ant", "bee", "cat", "dog"]
 
 
 def test_a_meta_json_is_plain_json(run):

@@ -7,24 +7,27 @@ import json
 import os
 import random
 import resource
+import shutil
 import signal
 import subprocess
 import sys
 import time
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
+from PIL import Image
 from safetensors.torch import load_file
 
 import checkpoint as checkpoints
 import speed
 from dit import DiT
 from edm import EDM
-from train import Sums, forget_after, learning_rate, step_seed, train_step, update_ema
+from train import Sums, TrainSettings, fitted, forget_after, learning_rate, step_seed, train_step, update_ema
 from trained import build_network
 
 PYTHON = (sys.executable,)
@@ -99,8 +102,6 @@ def test_flow_matching_trains_in_the_same_loop_and_resumes_bit_for_bit(shapes, f
 
 
 def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resumes_without_it(shapes, flow, tmp_path):
-    import shutil
-
     parent, run = shutil.copytree(flow, tmp_path / "parent"), tmp_path / "run"
     options = ("diffusion=rf", "model=dit", f"init_from={parent}", "optimizer.lr=0")
     assert train(run, shapes, *options, "steps=1").returncode == 0
@@ -380,8 +381,6 @@ def test_what_cannot_be_resumed_is_refused_in_a_sentence(shapes, reference, over
 
 
 def test_another_data_set_is_refused_and_the_same_one_elsewhere_is_not(shapes, reference, tmp_path):
-    import shutil
-
     moved = shutil.copytree(shapes, tmp_path / "moved")
     assert train(reference, moved).returncode == 0
     other = tmp_path / "other"
@@ -513,12 +512,40 @@ def test_any_folder_trains_with_the_shape_and_classes_that_it_says_it_has(shapes
     assert (run / "samples" / "step-00000003.png").is_file()
 
 
+def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path):
+    source = tmp_path / "images"
+    for number in range(60):      # three classes, as README's lines are followed
+        path = source / ("ant", "bee", "sea lion")[number % 3] / f"{number}.png"
+        path.parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)
+    out = tmp_path / "mine"
+    subprocess.run([*PYTHON, "scripts/prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity", f"out={out}"],
+                   cwd=ROOT, check=True, capture_output=True)
+    small = ["train.py", "experiment=small", f"data.path={out}", f"run_dir={tmp_path / 'run'}", "model.hidden_size=32", "model.num_heads=2",
+             "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32"]
+    first = subprocess.run([*PYTHON, *small, "steps=2"], cwd=ROOT, capture_output=True, text=True)
+    assert first.returncode == 0 and "For 60 latents: batch_size=15 steps=2." in first.stdout, first.stderr
+    assert checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))["batch_size"] == 15
+    assert (tmp_path / "run/samples/step-00000002.png").is_file()
+
+
+@pytest.mark.parametrize(("count", "ranks", "batch_size", "steps"), [
+    (60, 1, 15, 5000), (60, 4, 12, 5000), (3, 2, 2, 5000), (5000, 1, 64, 15625), (10**6, 8, 64, 100_000),
+])
+def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_size, steps):
+    settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1)
+    cfg = fitted(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
+    assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
+
+
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path):
-    options = ("compile=true", "model.depth=4", "model.routes.0.end_layer_idx=2", "checkpoint.every=2", "log.every=2")
+    options = ("compile=true", "model.depth=3", "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
+               "checkpoint.every=2", "log.every=2")
     result = train(tmp_path / "whole", shapes, "steps=4", *options)
     assert result.returncode == 0, result.stderr
-    assert train(tmp_path / "parts", shapes, "steps=2", *options).returncode == 0
-    assert train(tmp_path / "parts", shapes, "steps=4", *options).returncode == 0
+    shutil.copytree(tmp_path / "whole", tmp_path / "parts")
+    shutil.rmtree(tmp_path / "parts/checkpoints/step-00000004")      # as if killed after step 2
+    assert "resuming step-00000002" in train(tmp_path / "parts", shapes, "steps=4", *options).stdout
     assert_same_end(tmp_path / "parts", tmp_path / "whole")
 
 

@@ -1,0 +1,74 @@
+"""Checkpoints, latent folders and results of the version before are read (tests/before/README.md)."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_command
+
+import checkpoint as checkpoints
+import fid
+import sample
+import train
+from data import open_latents
+from trained import load_trained
+
+BEFORE = checkpoints.Path(__file__).parent / "before"
+
+
+@pytest.fixture
+def run(tmp_path):
+    """A copy of the run, beside which tests may write."""
+    return shutil.copytree(BEFORE / "run", tmp_path / "run")
+
+
+def test_an_old_checkpoint_draws_the_images_that_it_drew(run, tmp_path):
+    run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/images.npz")
+    with np.load(BEFORE / "images.npz") as before, np.load(tmp_path / "images.npz") as now:
+        assert before.files == now.files == ["arr_0", "arr_1", "seeds"]
+        for key in ("arr_1", "seeds"):
+            assert np.array_equal(before[key], now[key])
+        away = np.abs(before["arr_0"].astype(int) - now["arr_0"])
+        assert away.max() <= 1 and (away > 0).mean() < 0.01      # another processor rounds otherwise
+
+
+def test_an_old_checkpoint_says_what_it_said():
+    trained = load_trained(BEFORE / "run")
+    assert trained.step == 4 and trained.weights == "ema" and trained.autoencoder == "identity"
+    assert trained.class_names == trained.display_names == ["circle", "ring", "square", "triangle", "diamond", "cross"]
+    [route] = trained.net.routes
+    assert (route.start_layer_idx, route.end_layer_idx, route.selection_ratio) == (2, 3, 0.5)
+
+
+def test_an_old_latent_folder_is_opened_and_read():
+    latents = open_latents(str(BEFORE / "latents"))
+    assert (latents.count, tuple(latents.shape), latents.num_classes) == (12, (3, 8, 8), 6)
+    stored, labels = latents.read(np.arange(12))
+    assert np.array_equal(stored, np.load(BEFORE / "latents/latents-00000.npy"))
+    assert np.array_equal(labels, np.load(BEFORE / "latents/labels-00000.npy"))
+
+
+def test_old_rows_are_found_by_what_they_measured():
+    rows = fid.read_results(BEFORE / "run/results.jsonl")
+    assert len(rows) >= 2
+    for row in rows:
+        wanted = {**row, "metrics": dict.fromkeys(row["metrics"])}
+        assert fid.scored_before(wanted, BEFORE / "run/results.jsonl") == row
+        newer = {**wanted, "code_sha256": "of today", "tf32": False}
+        assert fid.scored_before(newer, BEFORE / "run/results.jsonl") is None
+        assert fid.scored_before(newer, BEFORE / "run/results.jsonl", whatever_code=True) == row
+
+
+def test_training_goes_on_from_an_old_run(run, fresh_accelerator):
+    settings = ["model=tread", "data=folder", f"data.path={BEFORE}/latents", "model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7",
+                "model.num_heads=2", "batch_size=6", "steps=6", "log.every=2", "checkpoint.every=2", "checkpoint.keep_last=1", "samples.every=0",
+                "precision=fp32", "compile=false", f"run_dir={run}"]
+    old = checkpoints.load(run / "checkpoints/step-00000004", "model")
+    run_command(train.main, "train.py", "cpu=true", *settings)
+    assert [folder.name for folder in checkpoints.all_steps(run)] == ["step-00000006"]
+    new = checkpoints.load(run / "checkpoints/step-00000006", "model")
+    assert any(not torch.equal(old[key], value) for key, value in new.items())
+    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
+    assert steps == [2, 4, 6], "the rows of before stay, and none comes twice"

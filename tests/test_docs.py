@@ -1,0 +1,138 @@
+"""What the pages promise: links lead somewhere, commands parse, the Python lines run, the picture of imports is true."""
+
+import ast
+import os
+import re
+import shlex
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+
+import fid
+import sample
+import train
+from scripts import benchmark, prepare_latents, sweep_guidance
+from settings import read
+
+PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
+COMMANDS = {
+    "train.py": ("config", train.TrainSettings), "sample.py": ("sample", sample.SampleSettings),
+    "rf.py": ("rf", sample.SampleSettings), "fid.py": ("fid", fid.ScoringSettings),
+    "scripts/prepare_latents.py": ("prepare_latents", prepare_latents.PrepareSettings),
+    "scripts/sweep_guidance.py": ("sweep_guidance", sweep_guidance.SweepSettings),
+    "scripts/benchmark.py": ("benchmark", benchmark.BenchmarkSettings),
+}
+SCRIPTS_OF_THEIR_OWN = ("scripts/cifar10_features.py",)     # which take plain arguments
+
+
+def command_lines(page):
+    """The lines of a page's code blocks that call one of the commands, continued lines joined."""
+    for block in re.findall(r"```\n(.*?)```", page.read_text(encoding="utf-8"), flags=re.S):
+        for line in block.replace("\\\n", " ").splitlines():
+            if ".py" in line and re.match(r"(\w+=\S+ )*(python|accelerate|torchrun|timeout)\b", line):
+                yield line
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_command_on_a_page_takes_its_settings(page):
+    stand_ins = {"…": "x", "$m": "dit", "$p": "4", "$b": "16"}
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        for line in command_lines(page):
+            words = shlex.split(line, comments=True)
+            script = next(word for word in words if word.endswith(".py"))
+            if script in SCRIPTS_OF_THEIR_OWN:
+                continue
+            config, declared = COMMANDS[script]
+            given = [word for word in words[words.index(script) + 1 :] if word not in ("…", "|", "tee")]
+            for old, new in stand_ins.items():
+                given = [word.replace(old, new) for word in given]
+            if script == "scripts/sweep_guidance.py":
+                given = [word if "," not in word or "[" in word else word.split(",")[0] for word in given]
+            given = [word for word in given if "=" in word]
+            try:
+                read(declared, OmegaConf.to_container(compose(config, overrides=given), resolve=True))
+            except Exception as error:
+                pytest.fail(f"{page.name}: {line}\n{error}")
+
+
+def test_the_pages_hold_commands_to_look_at():
+    assert sum(1 for page in PAGES for _ in command_lines(page)) > 30
+
+
+def anchor(heading: str) -> str:
+    return re.sub(r"[^\w\- ]", "", re.sub(r"[`*]", "", heading.strip().lower())).replace(" ", "-")
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
+    text = page.read_text(encoding="utf-8")
+    for target in re.findall(r"\[[^\]]*\]\(([^)]+)\)", re.sub(r"```.*?```", "", text, flags=re.S)):
+        if target.startswith("http"):
+            continue
+        name, _, place = target.partition("#")
+        file = page.parent / name if name else page
+        assert file.exists(), f"{page.name} links to {target}, which is not there"
+        if place:
+            headings = [anchor(line.lstrip("#")) for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+            assert place in headings, f"{page.name} links to {target}, which has no such heading"
+    assert not [line for line in text.splitlines() if len(line) > 120]
+
+
+def test_the_readmes_python_runs_in_another_folder(tmp_path):
+    [code] = re.findall(r"```python\n(.*?)```", (ROOT / "README.md").read_text(encoding="utf-8"), flags=re.S)
+    (tmp_path / "notebook.py").write_text(code + "\nassert images.shape == (4, 3, 16, 16) and images.isfinite().all()\n")
+    result = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True,
+                            env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
+    assert result.returncode == 0, result.stderr
+
+
+def test_what_pip_installs_is_the_science_and_is_enough(tmp_path):
+    pytest.importorskip("setuptools")
+    checkout = tmp_path / "checkout"
+    subprocess.run(["git", "-C", str(ROOT), "checkout-index", "--all", f"--prefix={checkout}/"], check=True)
+    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):      # as they are now, committed or not
+        (checkout / file.name).write_bytes(file.read_bytes())
+    installed = tmp_path / "installed"
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
+                    "--target", str(installed), str(checkout)], check=True, capture_output=True)
+    assert {file.stem for file in installed.glob("*.py")} == {"routing_module", "dit", "edm", "rf", "guidance", "autoencoder"}
+    code = "import autoencoder, dit, edm, guidance, rf, routing_module; print(dit.__file__)"
+    result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
+                            env=os.environ | {"PYTHONPATH": str(installed)})
+    assert result.stdout.startswith(str(installed))
+
+
+def imports_of(file) -> set[str]:
+    rooms = {path.stem for path in ROOT.glob("*.py")}
+    found = set()
+    for node in ast.parse(file.read_text()).body:
+        names = [alias.name for alias in node.names] if isinstance(node, ast.Import) else (
+            [node.module] if isinstance(node, ast.ImportFrom) else [])
+        found |= rooms & set(names)
+    return found
+
+
+def test_the_design_pages_list_of_imports_is_true():
+    block = re.search(r"## Imports.*?```\n(.*?)```", (ROOT / "docs/design.md").read_text(), flags=re.S)[1]
+    said: dict[str, set[str]] = {}
+    for entry in re.sub(r"\([^)]*\)", "", block.replace("\n    ", " ")).splitlines():
+        files, _, imported = entry.partition("→")
+        for file in re.split(r",\s*", files.strip()):
+            said[file.removesuffix(".py")] = {name for name in re.split(r"[,\s]+", imported.strip()) if name and name != "nothing of ours"} - {"nothing", "of", "ours"}
+    found = {str(file.relative_to(ROOT)).removesuffix(".py"): imports_of(file) for file in (*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"))}
+    assert said == found
+
+
+def test_the_rooms_form_no_circle_and_science_imports_science():
+    rooms = {path.stem: imports_of(path) for path in ROOT.glob("*.py")}
+    science = {"rf", "edm", "guidance", "dit", "routing_module", "autoencoder", "metrics"}
+    assert all(rooms[name] <= science for name in science)
+    left = dict(rooms)
+    while left:
+        leaves = [name for name, imported in left.items() if not imported & left.keys()]
+        assert leaves, f"these import each other: {sorted(left)}"
+        left = {name: imported for name, imported in left.items() if name not in leaves}
