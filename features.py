@@ -91,7 +91,7 @@ def extract(
 # ---- the weights ----------------------------------------------------------------------------------------------------
 
 
-def fetch(url: str, what: str) -> Path:
+def fetch(url: str, name: str) -> Path:
     """Downloads a file once into torch.hub's folder (TORCH_HOME moves it); raises ValueError where it cannot."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     if not path.is_file():
@@ -100,7 +100,7 @@ def fetch(url: str, what: str) -> Path:
             torch.hub.download_url_to_file(url, str(path))
         except Exception as error:      # urllib, ssl and socket each have their own
             raise ValueError(
-                f"{what} is not at {path} and could not be downloaded ({type(error).__name__}: {error}). On a machine "
+                f"{name} is not at {path} and could not be downloaded ({type(error).__name__}: {error}). On a machine "
                 f"with network fetch {url}, copy it here, and pass features_weights=path/to/{path.name}."
             ) from error
     return path

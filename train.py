@@ -57,7 +57,7 @@ from settings import (
     one_of,
     read_record,
 )
-from trained import CheckpointRecord, RouteSettings, Trained, build_diffusion, build_network, load_trained
+from trained import CheckpointRecord, RouteSettings, Trained, build_diffusion, build_network, find_weights, load_trained
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -575,7 +575,8 @@ def open_parent(path: str, record: dict) -> Trained:
 
     Raises ValueError where they are of another network or predict another thing. Routes may differ.
     """
-    parent = load_trained(path, num_heads=record["network"]["num_heads"])
+    has_record = find_weights(Path(path), "ema")[1] is not None
+    parent = load_trained(path, num_heads=None if has_record else record["network"]["num_heads"])
     old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
     if old:
         raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "

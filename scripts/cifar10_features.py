@@ -7,7 +7,6 @@ section 4.2) with shortcuts that pad channels. A distance on these features rank
 """
 
 import argparse
-import os
 import pickle
 import sys
 from pathlib import Path
@@ -15,6 +14,9 @@ from pathlib import Path
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from checkpoint import beside  # noqa: E402
 
 
 class Block(nn.Module):
@@ -60,12 +62,11 @@ def main() -> None:
         state = torch.load(given.weights, map_location="cpu", weights_only=True)["state_dict"]
         network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state)).eval()
         network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
-        beside = given.out.with_name(f".{given.out.name}.tmp")
-        torch.jit.script(network).save(beside)
-        os.replace(beside, given.out)
+        with beside(given.out) as partial:
+            torch.jit.script(network).save(partial)
     except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         sys.exit(f"cifar10_features.py: {given.weights} cannot be turned into {given.out}: "
-                 f"{str(error).strip().splitlines()[0]}. Give a .th file of that repository and an existing folder.")
+                 f"{str(error).strip().splitlines()[0]}. Give a .th file of that repository.")
     print(f"64 features of {given.weights}: {given.out}")
 
 

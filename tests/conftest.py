@@ -1,14 +1,13 @@
 """Puts the project root on the import path and finds the real data that some tests use where it is there."""
 
-import contextlib
 import os
-import resource
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
+FULL_DISK = ("bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable)      # Python with files of at most 1 KiB
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
@@ -28,18 +27,8 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
         patch.setattr(sys, "argv", [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
         patch.setenv("HYDRA_FULL_ERROR", "")      # which a command sets: it is forgotten afterwards
         patch.delenv("HYDRA_FULL_ERROR")
+        patch.setattr("logging.config.dictConfig", lambda config: None)      # closes pytest's stderr, once TensorFlow logs to it
         entry()
-
-
-@contextlib.contextmanager
-def full_disk(limit: int = 1024):
-    """Files cannot grow past `limit` bytes."""
-    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (limit, hard))
-    try:
-        yield
-    finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 @pytest.fixture

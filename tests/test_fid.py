@@ -10,7 +10,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, full_disk, run_command
+from conftest import FULL_DISK, ROOT, run_command
 from PIL import Image
 from scipy import linalg
 
@@ -454,16 +454,26 @@ def test_a_row_says_on_what_and_how_float32_was_multiplied(tmp_path, reference_n
     speed.set_float32(False)
 
 
+WRITERS = """
+import sys
+from pathlib import Path
+import torch
+import checkpoint, fid, features
+folder, reference, pixels = Path(sys.argv[1]), sys.argv[2], features.load("pixels")
+images = fid.open_images("images", reference)
+tally = fid.measure(images, pixels, 64)
+keep = fid.Kept(folder / "features", {})
+for write in (lambda: checkpoint.append_row(folder / "results.jsonl", {"long": "x" * 2000}),
+              lambda: keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)}),
+              lambda: fid.write_reference(folder / "ref.npz", tally, pixels, images, 20)):
+    try:
+        write()
+    except OSError as error:
+        print(error.strerror, Path(error.filename).name)
+"""
+
+
 def test_a_full_disk_is_named_and_leaves_no_temporary_file(tmp_path, reference_npz):
-    pixels = load("pixels")
-    images = fid.open_images("images", str(reference_npz))
-    tally = fid.measure(images, pixels, 64)
-    keep = fid.Kept(tmp_path / "features", {})
-    with full_disk():
-        with pytest.raises(OSError, match="File too large: .*results.jsonl"):
-            checkpoints.append_row(tmp_path / "results.jsonl", {"long": "x" * 2000})
-        with pytest.raises(OSError, match="File too large: .*00000000.safetensors"):
-            keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)})
-        with pytest.raises(OSError, match="File too large: .*ref.npz"):
-            fid.write_reference(tmp_path / "ref.npz", tally, pixels, images, 20)
+    result = subprocess.run([*FULL_DISK, "-c", WRITERS, tmp_path, reference_npz], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    assert result.stdout.splitlines() == [f"File too large {name}" for name in ("results.jsonl", "00000000.safetensors", "ref.npz")], result.stderr
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "ref.npz").exists()
