@@ -118,7 +118,8 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
     if code < 0 or code > 128:      # a signal: the study was told to stop, and its run has saved
         sys.exit(code if code > 0 else 128 - code)
     if code:
-        raise ValueError(f"{program} {' '.join(settings)} ended with {code}; it says why above. The same command goes on.")
+        raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Mend it, and the "
+                         f"same command goes on.")
 
 
 def last_row(run: Run) -> dict:
@@ -132,8 +133,8 @@ def finished(run: Run) -> bool:
     if folder is None:
         return False
     meta = checkpoints.read_meta(folder)
-    wanted = next((int(text.removeprefix("steps=")) for text in reversed(run.train) if text.startswith("steps=")), None)
-    return meta["step"] >= (wanted or meta["config"]["steps"])
+    asked = [int(text.removeprefix("steps=")) for text in run.train if text.startswith("steps=")]
+    return meta["step"] >= (asked[-1] if asked else meta["config"]["steps"])
 
 
 def score_at_end(cfg: StudySettings, run: Run) -> None:
@@ -168,7 +169,7 @@ def time_in_turns(cfg: StudySettings) -> dict:
     return {name: {"rounds": each, "median": statistics.median(each)} for name, each in rounds.items()}
 
 
-# ---- what the runs have come to ------------------------------------------------------------------------------------------
+# ---- what the runs have come to --------------------------------------------------------------------------------------
 
 
 def guidance_name(guidance: dict | None) -> str:
@@ -231,7 +232,8 @@ def curve(runs: list[dict], variant: str, axis: str) -> list[tuple[float, float,
     for seed, score in found:
         if score["num_samples"] == few:
             at[score[axis]][seed] = score["value"]
-    return [(x, statistics.mean(by_seed.values()), spread(by_seed.values()), len(by_seed)) for x, by_seed in sorted(at.items())]
+    return [(x, statistics.mean(by_seed.values()), spread(by_seed.values()), len(by_seed))
+            for x, by_seed in sorted(at.items())]
 
 
 def spread(values) -> float:
@@ -272,17 +274,19 @@ def tables(result: dict) -> str:
     groups: dict[tuple[str, int, str], dict[str, dict[int, float]]] = defaultdict(lambda: defaultdict(dict))
     for run in result["runs"]:
         for score in run["scores"]:
-            groups[score["guidance"], score["num_samples"], score["metric"]].setdefault(run["variant"], {})
-            groups[score["guidance"], score["num_samples"], score["metric"]][run["variant"]].setdefault(
-                score["step"], {})[run["seed"]] = score["value"]
+            by_variant = groups[score["guidance"], score["num_samples"], score["metric"]]
+            by_variant[run["variant"]].setdefault(score["step"], {})[run["seed"]] = score["value"]
     lines = [f"# {result['name']}", ""]
     for run in result["runs"]:
         if run["steps"] is None or run["step"] < run["steps"]:
-            lines.append(f"{run['variant']}, seed {run['seed']}: not finished, {run['step']} of {run['steps'] or '?'} steps.")
-    for (guidance, num_samples, metric), by_variant in sorted(groups.items(), key=lambda item: (item[0][0] != "unguided", item[0])):
+            lines.append(f"{run['variant']}, seed {run['seed']}: not finished, {run['step']} of {run['steps'] or '?'} "
+                         f"steps.")
+    for group in sorted(groups, key=lambda group: (group[0] != "unguided", group)):
+        (guidance, num_samples, metric), by_variant = group, groups[group]
         steps = sorted({step for by_step in by_variant.values() for step in by_step})
         lines += ["", f"## {metric} of {num_samples:,} images, {guidance}", "",
-                  "| variant | " + " | ".join(f"step {step:,}" for step in steps) + " |", "|---" * (len(steps) + 1) + "|"]
+                  "| variant | " + " | ".join(f"step {step:,}" for step in steps) + " |",
+                  "|---" * (len(steps) + 1) + "|"]
         for variant, by_step in by_variant.items():
             cells = []
             for step in steps:
@@ -294,7 +298,8 @@ def tables(result: dict) -> str:
     for found in result["crossings"]:
         first, second = found["between"]
         place = "none" if found["at"] is None else f"at {found['at']:,.4g} {AXES[found['axis']]}"
-        end = f"; lower at the end: {found['better_at_the_end']}" if found["better_at_the_end"] else "; nothing to compare yet"
+        better = found["better_at_the_end"]
+        end = f"; lower at the end: {better}" if better else "; nothing to compare yet"
         lines.append(f"* {second} falls below {first} over {AXES[found['axis']]}: {place}{end}.")
     return "\n".join(lines) + "\n"
 
@@ -308,7 +313,8 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
 
     drawn, variants = [], list(dict.fromkeys(run["variant"] for run in result["runs"]))
     for axis, label in AXES.items():
-        curves = {variant: [point for point in curve(result["runs"], variant, axis) if point[0] > 0] for variant in variants}
+        curves = {variant: [point for point in curve(result["runs"], variant, axis) if point[0] > 0]
+                  for variant in variants}
         if not any(curves.values()):
             continue
         figure, plot = pyplot.subplots(figsize=(7, 4.5), layout="constrained", dpi=150)
@@ -316,8 +322,8 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
             if points:
                 x, mean, deviation, _ = (list(values) for values in zip(*points, strict=True))
                 [line] = plot.plot(x, mean, marker="o", label=variant)
-                plot.fill_between(x, [m - d for m, d in zip(mean, deviation, strict=True)],
-                                  [m + d for m, d in zip(mean, deviation, strict=True)], color=line.get_color(), alpha=0.2)
+                low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
+                plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
         metric = next(score["metric"] for run in result["runs"] for score in run["scores"])
         plot.set(xlabel=label, ylabel=metric, title=f"{result['name']}: mean over seeds ± standard deviation")
         plot.legend()
