@@ -50,7 +50,7 @@ import speed  # noqa: E402
 import train  # noqa: E402
 from data import Latents, batches, open_latents, to_latent  # noqa: E402
 from dit import DiT, multiply_adds  # noqa: E402
-from settings import Classes, Count, Location, NotNegative, Size, Steps, Whole, command, one_of  # noqa: E402
+from settings import Classes, Count, Location, Size, Steps, Whole, command, one_of  # noqa: E402
 from trained import GuidanceSettings, RouteSettings, build_diffusion, build_guidance, build_network  # noqa: E402
 
 VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
@@ -80,7 +80,7 @@ def square(tokens: int) -> int:
     return tokens
 
 
-Tokens = Annotated[Count, AfterValidator(square)]
+Tokens = Annotated[Size, AfterValidator(square)]
 
 
 class BenchmarkSettings(GuidanceSettings, train.ModelSettings):
@@ -108,7 +108,7 @@ class BenchmarkSettings(GuidanceSettings, train.ModelSettings):
     largest_batch: bool
     data_path: Location | None
     num_latents: Count
-    pause: NotNegative
+    pause: Annotated[float, Field(ge=0, le=3600)]
     num_steps: Steps
     autoencoder: Location
     decode_precision: one_of(speed.DTYPES)

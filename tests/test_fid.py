@@ -234,7 +234,9 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
 
 @pytest.mark.parametrize(("arrays", "sentence"), [
     (dict(mean=np.zeros(192)), "holds the keys mean; mu and sigma are needed"),
-    (dict(mu=np.zeros(2048), sigma=np.eye(2048)), r"mu of shape \(2048,\), but features=pixels need \(192,\)"),
+    (dict(mu=np.zeros(2048), sigma=np.eye(2048)), r"mu of shape \(2048,\), float64, but features=pixels need numbers \(192,\)"),
+    (dict(mu=np.array(["1"] * 192), sigma=np.eye(192)), "mu of shape .* <U1, but features=pixels need numbers"),
+    (dict(arr_0=np.zeros((5, 0, 8, 3), np.uint8)), "images are uint8"),
     (dict(mu=np.full(192, np.nan), sigma=np.eye(192)), "values in mu that are not finite"),
     (dict(mu=np.zeros(192), sigma=np.eye(192), space="dinov2"), "measured on dinov2 features"),
     (dict(mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc"), "weights of SHA-256 abc"),
@@ -246,6 +248,15 @@ def test_references_that_do_not_fit_are_sentences(arrays, sentence, tmp_path):
     np.savez(tmp_path / "ref.npz", **arrays)
     with pytest.raises(ValueError, match=sentence):
         fid.open_reference(tmp_path / "ref.npz", load("pixels"))
+
+
+@pytest.mark.parametrize("header", ["(" * 5000, "{'descr': '|u1', 'fortran_order': False, 'shape': (-3, 8, 8, 3), }",
+                                    "{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 8, 8, 3), }"])
+def test_an_npz_with_a_damaged_header_is_a_sentence(header, tmp_path):
+    with zipfile.ZipFile(tmp_path / "images.npz", "w") as archive:
+        archive.writestr("arr_0.npy", b"\x93NUMPY\1\0" + (len(header) + 1).to_bytes(2, "little") + header.encode() + b"\n" + bytes(576))
+    with pytest.raises(ValueError, match="images.npz is not a whole npz"):
+        fid.open_npz("images", str(tmp_path / "images.npz"))
 
 
 # ---- the command
@@ -341,6 +352,9 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     ({"checkpoint": "{run}", "reference": "{ref}", "features": "vgg"}, "features=vgg is not one of"),
     ({"images": "{tmp}/four", "reference": "{ref}", "metrics": []}, r"metrics=\[\] is not"),
     ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 1}, "num_samples=1 is not a whole number of at least 2"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "out": "x.npz"}, "out=x.npz is for reference_from, not for images"),
+    ({"checkpoint": "{run}", "reference": "{ref}", "resolution": 8}, "resolution=8 is for images and reference_from, not for checkpoint"),
+    ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 10**9}, "num_samples=1000000000 is too large: at most 10000000"),
     ({"images": "a" * 300, "reference": "{ref}"}, "failed: File name too long"),
     ({"images": "{tmp}/four", "reference": "{ref}", "results": "{ref}/x.jsonl"}, "failed: File exists"),
 ])

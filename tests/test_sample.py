@@ -13,6 +13,7 @@ import torch
 from conftest import FULL_DISK, ROOT, run_command
 from PIL import Image
 from safetensors.torch import save_file
+from torch import Tensor
 
 import checkpoint as checkpoints
 from dit import DiT, DiT_models
@@ -200,9 +201,14 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["decode_precision=fp8"], "decode_precision=fp8 is not one of"), (["batch_size=0"], "at least 1"),
     (["num_steps=null"], "num_steps=null is not a whole number of at least 1"), (["weights=best"], "weights=best is not one of ema, model or null"), (["scale=much"], "scale=much is not a finite number or null"),
     (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "reading or writing /dev/null failed: File exists"), (["+sampler.S_chrun=3"], "There is no setting sampler.S_chrun: sampler has sigma_min"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "diffusion_name=ddim is not one of edm, ddpm, rf or null"),
-    (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "sampler.rho=many is not a finite number above 0"),
+    (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "sampler.rho=many is not a number in [0.1, 100]"),
     (["gamma2=0.5"], "guides nothing without a scale"), (["guidance=tread", "gamma1=1.5"], "gamma1=1.5 is not a number in [0, 1)"), (["guidance=tread", "gamma1=x"], "gamma1=x is not a number in [0, 1) or a list of 2"),
     (["guidance=tread", "gamma1=0.9", "gamma2=0.5"], "may not be sparser"), (["guidance=interval", "interval=[3,1]"], "is empty"),
+    (["routes=[{start_layer_idx: 0, end_layer_idx: 0}]"], "guides nothing without a scale"), (["scale=2", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]"], "leaves the network"),
+    (["num_steps=1000000000"], "num_steps=1000000000 is too large: at most 10000"), (["seeds=0-99999999"], "more than 10,000,000 of them"),
+    (["classes=0-99999999"], "more than 10,000,000 of them"), (["sampler.sigma_max=1e308"], "sampler.sigma_max=1e+308 is not a number in [1e-06, 1000000.0]"),
+    (["sampler.rho=1e-9"], "is not a number in [0.1, 100]"), (["sampler.S_min=2", "sampler.S_max=1"], "sampler.S_min=2.0 is above sampler.S_max=1.0"),
+    (["scale=1e308"], "not finite: bring scale="),
     (["guidance=autoguidance"], "needs weak="), (["guidance=cfg", "weak=nowhere"], "no run, checkpoint folder"), (["guidance=cfg", "drop_label=maybe"], "drop_label=maybe is not true or false"),
 ])
 def test_a_mistake_ends_in_a_sentence(run, overrides, says, tmp_path):
@@ -399,3 +405,14 @@ def test_display_names_come_with_the_checkpoint(tmp_path):
 
 def test_a_meta_json_is_plain_json(run):
     assert json.loads((run / "checkpoints/step-00000002/meta.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize("change", [
+    Tensor.long, Tensor.bool, lambda value: value.to(torch.complex64), lambda value: value.to(torch.float8_e4m3fn), Tensor.to_sparse,
+    lambda value: value.to("meta"), lambda value: value[:0], lambda value: torch.tensor(1.0), Tensor.flatten,
+])  # fmt: skip
+def test_weights_of_another_kind_or_shape_are_refused_in_a_sentence(run, tmp_path, change):
+    state, _ = read_weights(next(run.rglob("ema.safetensors")))
+    torch.save({key: change(value) for key, value in state.items()}, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match="plain floating-point numbers|not a DiT's"):
+        load_trained(tmp_path / "weights.pt", num_heads=2)

@@ -6,6 +6,7 @@ import sys
 from typing import Annotated, Literal
 
 import pytest
+import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import Field
@@ -21,6 +22,7 @@ from settings import (
     Selection,
     Settings,
     Share,
+    Size,
     Text,
     Whole,
     command,
@@ -56,11 +58,12 @@ class Everything(Settings):
     part: Part
     parts: list[Part]
     other: dict
+    size: Size
 
 
 GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "positive": 1e-9, "text": "a", "place": None,
         "pick": [1, "0-3"], "flag": True, "choice": "a", "maybe": None, "mode": "fast", "counts": [1], "named": None, "trackers": [],
-        "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "other": {}}
+        "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "other": {}, "size": 1}
 COUNT, WHOLE, POSITIVE = "a whole number of at least 1.", "a whole number of at least 0.", "a finite number above 0."
 PICK = "a number, a range as in 0-63, a name, or a list of them or null."
 
@@ -92,6 +95,8 @@ PICK = "a number, a range as in 0-63, a name, or a list of them or null."
     ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: part has start, share."),
     ("parts", [{"start": 1, "share": 1}], "parts.0.share=1 is not a number in [0, 1)."),
     ("parts", [{"start": 1, "share": 0}, 7], "parts.1=7 is not a group of start, share."),
+    ("text", "\ud800", "text=\ud800 is not a text."), ("place", "a\0b", "place=a\0b is not a path or null."),
+    ("count", 2**64, f"count={2**64} is too large: at most {2**62}."), ("size", 2**17, "size=131072 is too large: at most 65536."),
     ("parts", {}, "parts={} is not a list of groups."), ("other", 1, "other=1 is not a group."),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_range_is_a_sentence(key, value, sentence):
@@ -160,6 +165,7 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(settings, "CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # which a command sets: it is forgotten afterwards
 
     def call(main, *arguments):
         monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -220,6 +226,9 @@ def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
     said = f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory."
     assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, said)
     assert call(fail_by(KeyboardInterrupt())) == (130, "small.py: stopped by Ctrl-C.")
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")):
+        code, said = call(fail_by(error))
+        assert code == 1 and said.startswith("small.py: the memory is full (") and said.endswith("of network and images.")
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
 

@@ -20,6 +20,8 @@ import pytest
 import torch
 from accelerate import Accelerator
 from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
 
@@ -27,8 +29,9 @@ import checkpoint as checkpoints
 import speed
 from dit import DiT
 from edm import EDM
+from settings import read
 from train import Sums, TrainSettings, fitted, forget_after, learning_rate, step_seed, train_step, update_ema
-from trained import build_network
+from trained import build_diffusion, build_network
 
 PYTHON = (sys.executable,)
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
@@ -337,6 +340,40 @@ def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
     assert checkpoints.read_rows(tmp_path / "metrics.jsonl") == [{"step": 10}]
 
 
+@pytest.mark.parametrize("row", [{}, {"step": "20"}, {"source": 3}, {"source": {"in_training": True}}])
+def test_rows_of_anothers_making_are_let_be(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 20}\n')
+    forget_after(tmp_path, 10)
+    assert checkpoints.read_rows(tmp_path / "metrics.jsonl") == [row]
+
+
+def test_a_file_where_the_run_will_write_a_folder_stops_it_before_the_first_step(shapes, tmp_path):
+    (tmp_path / "samples").write_text("")
+    result = train(tmp_path, shapes)
+    assert result.returncode == 1 and f"train.py: reading or writing {tmp_path}/samples failed: File exists." in result.stderr
+    assert not (tmp_path / "metrics.jsonl").exists() and not list((tmp_path / "checkpoints").iterdir())
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), [
+    ("model", {"hidden_size": 2**20}, "model.hidden_size=1048576 is too large"), ("model", {"depth": 10**6}, "model.depth=1000000 is too large"),
+    ("data", {"num_classes": 10**9}, "data.num_classes=1000000000 is too large"), ("optimizer", {"eps": 0}, "optimizer.eps=0 is not a number in"),
+    ("seed", 2**64, "seed=18446744073709551616 is too large"), ("samples", {"num_steps": 10**9}, "samples.num_steps=1000000000 is too large"),
+    ("evaluate", {"num_samples": 10**9}, "evaluate.num_samples=1000000000 is too large"), ("run_dir", "a\0b", "is not a path"),
+])  # fmt: skip
+def test_slips_of_size_are_refused_when_the_settings_are_read(key, value, sentence):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        plain = OmegaConf.to_container(compose("config", ["experiment=quickstart"]), resolve=True)
+    plain[key] = {**plain[key], **value} if isinstance(value, dict) else value
+    with pytest.raises(ValueError, match=sentence):
+        read(TrainSettings, plain)
+
+
+@pytest.mark.parametrize("diffusion", [{"name": ["edm"]}, {"name": {}}, {"name": "edm", "sigma_data": 1e300}, {"name": "ddpm", "num_timesteps": 10**9}])
+def test_a_diffusion_that_cannot_be_is_a_sentence(diffusion):
+    with pytest.raises(ValueError, match="no diffusion|is not a number in|is too large"):
+        build_diffusion(diffusion)
+
+
 def test_a_run_that_is_further_than_asked_for_says_so(shapes, reference):
     result = train(reference, shapes, "steps=5")
     assert result.returncode == 1 and "has taken 24 steps already, more than steps=5" in result.stderr
@@ -408,7 +445,7 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     (["model.routes.0.end_layer_idx=9"], "with 6 blocks"), (["samples.every=5", "samples.seeds=x"], "samples.seeds=0-63"),
     (["evaluate.every=5"], "needs evaluate.reference"), (["evaluate.every=5", "evaluate.reference=no.npz"], "no.npz is not a file"),
     (["unknown.key=1"], "unknown"), (["optimizer.lr=-1"], "optimizer.lr=-1 is not a finite number of at least 0"),
-    (["precision=fp8", "cpu=true"], "precision=fp8 needs"), (["diffusion.P_mean=banana"], "P_mean=banana is not a finite number"),
+    (["precision=fp8", "cpu=true"], "precision=fp8 needs"), (["diffusion.P_mean=banana"], "P_mean=banana is not a number in [-20, 20]"),
     (["run_dir=."], "run_dir=. is the current folder"), (["samples.every=5", "data.autoencoder=no/folder"], "autoencoder=no/folder is neither"),
 ])
 def test_a_mistake_is_found_before_the_first_step_and_told_in_a_sentence(shapes, tmp_path, overrides, says):
