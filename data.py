@@ -59,11 +59,26 @@ class Latents:
     `display_names` are the classes' names for people, the class names where there are no others.
     """
 
-    def __init__(self, *, where: str, files: list[Path], starts: np.ndarray, labels: np.ndarray,
-                 stored_shape: tuple[int, int, int], stored_dtype: np.dtype, first_byte: np.ndarray | None = None,
-                 offsets: np.ndarray | None = None, kind: str, mirrored: bool, num_classes: int,
-                 class_names: list[str] | None, autoencoder: str, scale: float, shift: float,
-                 display_names: list[str] | None = None):
+    def __init__(
+        self,
+        *,
+        where: str,                                 # a name for sentences
+        files: list[Path],                          # plain shards, then mirrored ones; or tars
+        starts: np.ndarray,                         # index of each shard's first image, and the count at the end
+        labels: np.ndarray,                         # (count,)
+        stored_shape: tuple[int, int, int],         # of one latent, as it is on disk
+        stored_dtype: np.dtype,
+        first_byte: np.ndarray | None = None,       # folders: where each file's rows begin
+        offsets: np.ndarray | None = None,          # tars: where each image's values begin
+        kind: str,                                  # one of KINDS
+        mirrored: bool,
+        num_classes: int,
+        class_names: list[str] | None,
+        autoencoder: str,
+        scale: float,
+        shift: float,
+        display_names: list[str] | None = None,
+    ):
         self.where = where
         self.kind, self.mirrored = kind, mirrored
         self.num_classes, self.class_names = num_classes, class_names
