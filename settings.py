@@ -216,47 +216,62 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def entry() -> None:
-            import hydra
-            from hydra.core.override_parser.overrides_parser import OverridesParser
-            from hydra.errors import HydraException
-            from omegaconf import OmegaConf
-            from omegaconf.errors import OmegaConfBaseException
-
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(line_buffering=True)      # a line is in a redirected log when it is said
-            composed: list = []      # left empty by --help and --cfg
             program, wants_traceback = Path(sys.argv[0]).name, "HYDRA_FULL_ERROR" in os.environ
-            os.environ["HYDRA_FULL_ERROR"] = "1"      # Hydra then hands its errors on instead of printing them
             try:
-                for argument in sys.argv[1:]:
-                    if not argument.startswith("-"):
-                        parse(OverridesParser.create(), argument)
-                hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base="1.3")(composed.append)()
-                for cfg in composed:
-                    main(read(declared, OmegaConf.to_container(cfg, resolve=True)))
+                for plain in compose(config_name):
+                    main(read(declared, plain))
             except KeyboardInterrupt:
                 print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
                 sys.exit(130)
-            except (HydraException, OmegaConfBaseException) as error:
-                if wants_traceback:
+            except Exception as error:
+                said = mistake(error, config_name)
+                if said is None or wants_traceback:
                     raise
-                complaint = str(error).splitlines()[0].rstrip(".")
-                end(f"{program}: {complaint}: configs/{config_name}.yaml names all settings.")
-            except (MemoryError, RuntimeError) as error:
-                if wants_traceback or not is_full_memory(error):
-                    raise
-                end(f"{program}: the memory is full ({str(error).splitlines()[0] if str(error) else 'no more'}): lower "
-                    f"batch_size, the numbers of images, or the sizes of network and images.")
-            except (ValueError, OSError) as error:
-                if wants_traceback:
-                    raise
-                failed = isinstance(error, OSError) and error.strerror and error.filename
-                end(f"{program}: " + (f"reading or writing {error.filename} failed: {error.strerror}." if failed
-                                      else str(error)))
+                end(f"{program}: {said}")
             finally:
                 leave_the_ranks()
         return entry
     return decorate
+
+
+def compose(config_name: str) -> list[dict]:
+    """Composes a config with the command line, as plain values; none for --help and --cfg, several for --multirun."""
+    import hydra
+    from hydra.core.override_parser.overrides_parser import OverridesParser
+    from omegaconf import OmegaConf
+
+    for argument in sys.argv[1:]:
+        if not argument.startswith("-"):
+            parse(OverridesParser.create(), argument)
+    composed: list = []
+    before = os.environ.get("HYDRA_FULL_ERROR")
+    os.environ["HYDRA_FULL_ERROR"] = "1"      # Hydra then hands its errors on instead of printing them
+    try:
+        hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base="1.3")(composed.append)()
+    finally:
+        if before is None:
+            del os.environ["HYDRA_FULL_ERROR"]
+    return [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]
+
+
+def mistake(error: Exception, config_name: str) -> str | None:
+    """Says in a sentence what a user can mend: settings, files, memory. None is a mistake of ours."""
+    from hydra.errors import HydraException
+    from omegaconf.errors import OmegaConfBaseException
+
+    if isinstance(error, HydraException | OmegaConfBaseException):
+        return f"{str(error).splitlines()[0].rstrip('.')}: configs/{config_name}.yaml names all settings."
+    if isinstance(error, OSError) and error.strerror and error.filename:
+        return f"reading or writing {error.filename} failed: {error.strerror}."
+    if isinstance(error, ValueError | OSError):
+        return str(error)
+    if is_full_memory(error):
+        detail = str(error).splitlines()[0] if str(error) else "no more"
+        return (f"the memory is full ({detail}): lower batch_size, the numbers of images, or the sizes of network and "
+                f"images.")
+    return None
 
 
 def parse(parser: Any, argument: str) -> None:

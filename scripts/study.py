@@ -29,7 +29,6 @@ from settings import Count, Location, Settings, Text, Whole, command, one_of  # 
 from trained import build_network  # noqa: E402
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
-Items = Annotated[list[Text], Field()]
 
 
 class Variant(Settings):
@@ -120,11 +119,6 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
     if code:
         raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Mend it, and the "
                          f"same command goes on.")
-
-
-def last_row(run: Run) -> dict:
-    rows = checkpoints.read_rows(run.folder / "metrics.jsonl")
-    return rows[-1] if rows else {"step": 0}
 
 
 def finished(run: Run) -> bool:

@@ -25,8 +25,6 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
-        patch.setenv("HYDRA_FULL_ERROR", "")      # which a command sets: it is forgotten afterwards
-        patch.delenv("HYDRA_FULL_ERROR")
         patch.setattr("logging.config.dictConfig", lambda config: None)      # closes pytest's stderr, once TensorFlow logs to it
         entry()
 

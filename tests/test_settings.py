@@ -2,6 +2,7 @@
 
 import importlib
 import json
+import os
 import sys
 from typing import Annotated, Literal
 
@@ -165,10 +166,9 @@ def call(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(settings, "CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
-    monkeypatch.setenv("HYDRA_FULL_ERROR", "")  # which a command sets: it is forgotten afterwards
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
 
     def call(main, *arguments):
-        monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
         monkeypatch.setattr(sys, "argv", ["folder/small.py", *arguments])
         try:
             command("small", Small)(main)()
@@ -231,6 +231,7 @@ def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
         assert code == 1 and said.startswith("small.py: the memory is full (") and said.endswith("of network and images.")
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
+    assert "HYDRA_FULL_ERROR" not in os.environ  # which a command sets for itself, and for none that it starts
 
 
 @pytest.mark.parametrize(("main", "argument", "error"), [
@@ -238,7 +239,7 @@ def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
     (print, "step=1", Exception),
 ])  # fmt: skip
 def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, error):
-    monkeypatch.setattr(monkeypatch, "delenv", lambda *_, **__: monkeypatch.setenv("HYDRA_FULL_ERROR", "1"))
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(error):
         call(main, argument)
 
