@@ -173,7 +173,7 @@ def test_a_stopwatch_charges_time_to_the_mark_that_ends_it(monkeypatch):
     ("mode=sample compile=reduce-overhead", "compile=reduce-overhead is for training"), ("mode=sample guidance=autoguidance", "needs weak="),
     ("batch_size=2.5", "batch_size=2.5 is not a whole number of at least 1"), ("batch_size=0", "at least 1"), ("tokens=200", "200 tokens make no square"),
     ("backbone_type=DiT-M/2", "DiT-S/2"), ("variants=[dit,sit]", "is not a list, each one of dit, tread"), ("ranks=[0]", "is not a list, each a whole number of at least 1"),
-    ("threads=0", "threads=0 is not a whole number"), ("hidden_size=0", "hidden_size=0 is not"), ("pause=nan", "pause=NaN is not a finite number"),
+    ("threads=0", "threads=0 is not a whole number"), ("hidden_size=0", "hidden_size=0 is not"), ("pause=nan", "pause=NaN is not a number in"),
     ("scale=inf", "scale=Infinity is not a finite number"), ("variants=[]", "variants="), ("token_counts=[64,200]", "200 tokens make no square"),
     ("device=tpu", "device=tpu is not one of cpu, cuda or null"), ("mode=train num_latents=1 batch_size=5 grad_accum_steps=2", "must be a multiple of 2"),
     ("mode=train data_path=nowhere", "There is no data set at nowhere"), ("routes=[{start_layer_idx: 2, end_layer_idx: 9, selection_ratio: 0.5}]",
