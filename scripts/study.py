@@ -75,26 +75,29 @@ class Run(Settings):
 
 
 def runs_of(cfg: StudySettings) -> list[Run]:
-    """Lists the runs of a study, seed by seed and in the order of its variants; raises ValueError for unknown names."""
+    """Lists the runs of a study, in the order of its variants and their seeds; raises ValueError for unknown names."""
     study, folder = cfg.study, Path(cfg.out).resolve() / "runs"
-    for variant in (name for pair in study.compare for name in pair):
-        if variant not in study.variants:
-            raise ValueError(f"study.compare names {variant}, but the variants are {', '.join(study.variants)}.")
+    for name in (name for pair in study.compare for name in pair):
+        if name not in study.variants:
+            raise ValueError(f"study.compare names {name}, but the variants are {', '.join(study.variants)}.")
     runs = []
-    for place in range(max(len(variant.seeds or study.seeds) for variant in study.variants.values())):
-        for name, variant in study.variants.items():
-            seeds = study.seeds if variant.seeds is None else variant.seeds
-            if place >= len(seeds):
-                continue
-            if unknown := set(variant.at_end) - set(study.at_end):
-                raise ValueError(f"study.variants.{name}.at_end names {', '.join(unknown)}; study.at_end has "
-                                 f"{', '.join(study.at_end)}.")
-            settings = [text.format(runs=folder, seed=seeds[place]) for text in (*study.train, *variant.train)]
-            run_dir = folder / f"{name}-seed{seeds[place]}"
-            own = [f"seed={seeds[place]}", f"name={run_dir.name}", f"run_dir={run_dir}"]
-            points = [point for group in variant.at_end for point in study.at_end[group]]
-            runs.append(Run(variant=name, seed=seeds[place], folder=run_dir, train=[*settings, *own], at_end=points))
+    for name, variant in study.variants.items():
+        if unknown := set(variant.at_end) - set(study.at_end):
+            raise ValueError(f"study.variants.{name}.at_end names {', '.join(unknown)}; study.at_end has "
+                             f"{', '.join(study.at_end)}.")
+        points = [point for group in variant.at_end for point in study.at_end[group]]
+        for seed in study.seeds if variant.seeds is None else variant.seeds:
+            run_dir = folder / f"{name}-seed{seed}"
+            settings = [text.format(runs=folder, seed=seed) for text in (*study.train, *variant.train)]
+            own = [f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"]
+            runs.append(Run(variant=name, seed=seed, folder=run_dir, train=[*settings, *own], at_end=points))
     return runs
+
+
+def waits_for(run: Run, runs: list[Run]) -> Run | None:
+    """Finds the run of the study that this one starts from, if it has not finished."""
+    parents = [other for other in runs if f"init_from={other.folder}" in run.train]
+    return next((parent for parent in parents if not finished(parent)), None)
 
 
 def share(runs: list[Run], part: str | None) -> list[Run]:
@@ -340,8 +343,13 @@ def report(cfg: StudySettings) -> None:
 
 @command("study", StudySettings)
 def main(cfg: StudySettings) -> None:
-    for run in share(runs_of(cfg), cfg.part):
+    runs = runs_of(cfg)
+    for run in share(runs, cfg.part):
         if "train" in cfg.tasks and not finished(run):
+            if parent := waits_for(run, runs):
+                print(f"{run.folder.name} starts from {parent.folder.name}, which has not finished: the same command "
+                      f"trains it later.")
+                continue
             call(cfg, "train.py", run.train)
         if "score" in cfg.tasks and finished(run):
             score_at_end(cfg, run)

@@ -32,8 +32,9 @@ def settings(out, **changed) -> study.StudySettings:
 
 def test_every_run_is_in_exactly_one_part(tmp_path):
     runs = study.runs_of(settings(tmp_path))
-    assert [(run.variant, run.seed) for run in runs] == [("dit", 0), ("tread", 0), ("tuned", 0), ("dit", 1)]
-    assert runs[2].train[-5] == f"init_from={tmp_path}/runs/tread-seed0"
+    assert [(run.variant, run.seed) for run in runs] == [("dit", 0), ("dit", 1), ("tread", 0), ("tuned", 0)]
+    assert study.waits_for(runs[3], runs) == runs[2] and study.waits_for(runs[0], runs) is None
+    assert runs[3].train[-5] == f"init_from={tmp_path}/runs/tread-seed0"
     parts = [run for part in ("1/3", "2/3", "3/3") for run in study.share(runs, part)]
     assert sorted(run.folder for run in parts) == sorted(run.folder for run in runs)
     for wrong in ("0/3", "4/3", "x", "2"):
