@@ -25,8 +25,13 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(sys, "argv", [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
-        patch.setattr("logging.config.dictConfig", lambda config: None)      # closes pytest's stderr, once TensorFlow logs to it
         entry()
+
+
+@pytest.fixture(autouse=True)
+def open_streams(monkeypatch):
+    """Hydra sets up logging anew for each command, and would close the stream that TensorFlow logs to: pytest's."""
+    monkeypatch.setattr("logging.shutdown", lambda *_: None)
 
 
 @pytest.fixture

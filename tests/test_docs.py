@@ -46,7 +46,7 @@ def command_lines(page):
     else:
         head = text.split('"""')[1] if page.suffix == ".py" else "\n".join(
             line.lstrip("# ") for line in text.splitlines() if line.lstrip().startswith("#"))
-        lines = [re.split(r"  +| and torchrun", line.strip())[0] for line in head.splitlines()]
+        lines = [re.split(r"  +| and torchrun", line.strip())[0] for line in re.sub(r" *\\\n *", " ", head).splitlines()]
     for line in lines:
         if LAUNCHED.match(line) and " -m pytest" not in line:
             yield line
