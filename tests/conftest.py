@@ -1,14 +1,12 @@
 """Puts the project root on the import path and finds the real data that some tests use where it is there."""
 
 import os
-import subprocess
 import sys
 from pathlib import Path
 
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-FULL_DISK = ("bash", "-c", 'ulimit -f 1; exec "$@"', "bash", sys.executable)      # Python with files of at most 1 KiB
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
@@ -57,9 +55,11 @@ def real_data() -> Path:
 @pytest.fixture(scope="session")
 def shapes(tmp_path_factory) -> Path:
     """The built-in shapes, 300 of them, as a latent folder."""
+    import forked
+
     out = tmp_path_factory.mktemp("data") / "shapes"
-    subprocess.run([sys.executable, "scripts/prepare_latents.py", "source=shapes", "shapes.count=300", "resolution=16",
-                    "autoencoder=identity", f"out={out}"], cwd=ROOT, check=True, capture_output=True)
+    done = forked.run("scripts.prepare_latents", "source=shapes", "shapes.count=300", "resolution=16", "autoencoder=identity", f"out={out}")
+    assert done.returncode == 0, done.stderr
     return out
 
 

@@ -1,16 +1,16 @@
 """Statistics, distances and neighbourhoods against closed forms and other people's code; the command against mistakes."""
 
 import json
+import os
 import signal
-import subprocess
-import sys
 import time
 import zipfile
 
+import forked
 import numpy as np
 import pytest
 import torch
-from conftest import FULL_DISK, ROOT, run_command
+from conftest import run_command
 from PIL import Image
 from scipy import linalg
 
@@ -388,7 +388,7 @@ def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, r
     options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=96, num_steps=40, batch_size=4)
     whole = command(tmp_path, **options)
     arguments = [f"{key}={value}" for key, value in options.items()] + ["features=pixels", "cpu=true", "keep_features=true", f"results={tmp_path}/results.jsonl"]
-    process = subprocess.Popen([sys.executable, ROOT / "fid.py", *arguments], stderr=subprocess.DEVNULL, stdout=subprocess.DEVNULL)
+    process = forked.Command("fid", *arguments)
     try:
         end = time.monotonic() + 120
         folder = tmp_path / "features"
@@ -396,8 +396,8 @@ def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, r
             assert process.poll() is None and time.monotonic() < end
             time.sleep(0.005)
     finally:
-        process.send_signal(signal.SIGKILL)
-        process.wait()
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
     row = command(tmp_path, **options, keep_features=True)
     assert 12 <= row["resumed_images"] < 96 and row["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
     assert command(tmp_path, **options, keep_features=True)["resumed_images"] == 96
@@ -429,8 +429,8 @@ def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, refer
     alone = command(tmp_path, **options, reference=reference_npz)
     arguments = [f"{key}={value}" for key, value in options.items()]
     arguments += [f"reference={reference_npz}", "features=pixels", "cpu=true", "batch_size=16", f"results={tmp_path}/results.jsonl"]
-    subprocess.run([sys.executable, "-m", "torch.distributed.run", "--nproc_per_node=2", "--rdzv-backend=c10d", "--rdzv-endpoint=localhost:0",
-                    ROOT / "fid.py", *arguments], check=True, capture_output=True, timeout=200)
+    done = forked.run("fid", *arguments, ranks=2)
+    assert done.returncode == 0, done.stderr
     both = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
     assert both["processes"] == 2 and both["images"] == 70
     assert both["metrics"] == pytest.approx(alone["metrics"], rel=1e-9)
@@ -488,6 +488,6 @@ for write in (lambda: checkpoint.append_row(folder / "results.jsonl", {"long": "
 
 
 def test_a_full_disk_is_named_and_leaves_no_temporary_file(tmp_path, reference_npz):
-    result = subprocess.run([*FULL_DISK, "-c", WRITERS, tmp_path, reference_npz], cwd=ROOT, capture_output=True, text=True, timeout=100)
+    result = forked.run("-c", WRITERS, tmp_path, reference_npz, file_size=1024)
     assert result.stdout.splitlines() == [f"File too large {name}" for name in ("results.jsonl", "00000000.safetensors", "ref.npz")], result.stderr
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "ref.npz").exists()

@@ -5,12 +5,12 @@ import io
 import json
 import os
 import signal
-import subprocess
-import sys
 import time
 import zipfile
+from functools import partial
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -23,7 +23,6 @@ from scripts.prepare_latents import PrepareSettings, prepare
 from settings import read
 
 ROOT = Path(__file__).resolve().parents[1]
-SCRIPT = ROOT / "scripts" / "prepare_latents.py"
 
 
 def noise(size: int, seed: int) -> np.ndarray:
@@ -76,15 +75,7 @@ def same_folder(a: Path, b: Path) -> bool:
     return names == sorted(os.listdir(b)) and filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
 
 
-def command(*overrides: str, launcher: tuple[str, ...] = (sys.executable,)) -> list[str]:
-    return [*launcher, str(SCRIPT), *overrides]
-
-
-def run(*overrides: str, **options) -> subprocess.CompletedProcess:
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        command(*overrides, **options), capture_output=True, text=True, env=environment, timeout=240
-    )
+run = partial(forked.run, "scripts.prepare_latents")
 
 
 def test_pixels_go_in_and_come_back(pets, tmp_path):
@@ -405,7 +396,6 @@ def test_a_kill_on_the_last_lines_leaves_nothing_behind(pets, tmp_path, moment):
     prepare(out=tmp_path / "whole", **settings)
     program = f"""
 import os, sys
-sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 import scripts.prepare_latents as script
 replace, unlink = os.replace, Path.unlink
@@ -413,7 +403,7 @@ os.replace = lambda a, b: os._exit(9) if {moment == "before metadata.json is in 
 Path.unlink = lambda path, **how: os._exit(9) if path.name.startswith("record") else unlink(path, **how)
 script.prepare(out=Path({str(tmp_path / "out")!r}), **{settings!r})
 """
-    killed = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60)
+    killed = forked.run("-c", program)
     assert killed.returncode == 9, killed.stderr
     assert len(list((tmp_path / "out").glob(".*.tmp"))) + len(list((tmp_path / "out").glob("metadata.json"))) == 1
     prepare(out=tmp_path / "out", **settings)
@@ -493,15 +483,14 @@ def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
     out = tmp_path / "killed"
     kills = 0
     for target in (3, 9, 16):  # shards that are whole when the kill comes
-        process = subprocess.Popen(
-            command(*overrides, f"out={out}"), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL
-        )
+        process = forked.Command("scripts.prepare_latents", *overrides, f"out={out}")
         deadline = time.monotonic() + 60
         while process.poll() is None and len(list(out.glob("record-*.json"))) < target:
             assert time.monotonic() < deadline
             time.sleep(0.002)
-        process.send_signal(signal.SIGKILL)
-        kills += process.wait() == -signal.SIGKILL
+        os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+        kills += process.returncode == -signal.SIGKILL
     assert kills == 3 and not (out / "metadata.json").exists()
     done = {path.name: path.stat().st_mtime_ns for path in out.glob("record-*.json")}
     resumed = run(*overrides, f"out={out}")
@@ -513,7 +502,6 @@ def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
 
 
 def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
     overrides = (
         f"source={pets}",
         "resolution=32",
@@ -523,7 +511,7 @@ def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
         "mirror=true",
     )
     one = run(*overrides, f"out={tmp_path / 'one'}")
-    two = run(*overrides, f"out={tmp_path / 'two'}", launcher=torchrun)
+    two = run(*overrides, f"out={tmp_path / 'two'}", ranks=2)
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
     assert "images/s" not in two.stderr  # progress bars are for terminals
     assert two.stdout.count("next: accelerate launch train.py experiment=small data.path=") == 1
@@ -531,15 +519,13 @@ def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
 
 
 def test_a_users_mistake_is_one_sentence_however_many_ranks_have_it():
-    torchrun = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2")
-    result = run("source=shapes", launcher=torchrun)
+    result = run("source=shapes", ranks=2)
     assert result.returncode == 1 and result.stderr.count("prepare_latents.py: out must be given, as in source=shapes") == 1
 
 
 def test_memory_does_not_grow_with_the_data_set(tmp_path):
     program = f"""
 import resource, sys
-sys.path.insert(0, {str(ROOT)!r})
 from pathlib import Path
 from scripts.prepare_latents import prepare
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
@@ -548,7 +534,7 @@ for count in (1000, 5000):  # 4,000 images more, of which the pixels alone are 4
     prepare("shapes", out / str(count), resolution=64, shapes_count=count, shard_size=10**6)
     print(peak(), file=sys.stderr)
 """
-    result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=120)
+    result = forked.run("-c", program)
     assert result.returncode == 0, result.stderr
     small, large = (int(line) for line in result.stderr.split("\n") if line.isdigit())
     assert (tmp_path / "5000" / "latents-00000.npy").stat().st_size > 120e6

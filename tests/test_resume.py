@@ -1,18 +1,16 @@
 """Runs that are killed, interrupted, out of disk or damaged, and go on: nothing is lost, and nothing changes."""
 
+import contextlib
 import json
 import os
 import random
-import resource
 import shutil
 import signal
-import subprocess
 import time
 
+import forked
 import pytest
-from conftest import ROOT
 from training_runs import (
-    PYTHON,
     TWO_RANKS,
     assert_same_end,
     rows,
@@ -25,14 +23,22 @@ import checkpoint as checkpoints
 from train import check_resumable, forget_after
 
 
+def is_saving(saves, after: int) -> bool:
+    """Tells whether a save that began `after` this time, in ns, is under way."""
+    with contextlib.suppress(FileNotFoundError):      # the save has ended just now
+        return any(path.name.endswith(".tmp") and path.stat().st_mtime_ns > after for path in saves.iterdir())
+    return False
+
+
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was_not(shapes, reference, tmp_path):
     run, kills, rng = tmp_path / "run", 0, random.Random(0)
     saves = run / "checkpoints"
     for attempt in range(6):
+        began = time.time_ns()
         process = start(run, shapes, "model.hidden_size=32")
         before = len(checkpoints.all_steps(run)) and int(checkpoints.all_steps(run)[-1].name[5:])
         if attempt % 2:      # in the middle of a save: its folder is there under the name that does not count
-            wait_until(lambda: saves.is_dir() and any(p.name.endswith(".tmp") for p in saves.iterdir()), process)
+            wait_until(lambda after=began: is_saving(saves, after), process)
         else:                # at some moment after new progress
             wait_until(lambda last=before: (run / "metrics.jsonl").is_file() and (rows(run) or [{"step": 0}])[-1]["step"] > last, process)
             time.sleep(rng.random() * 0.1)
@@ -53,7 +59,7 @@ def test_a_signal_saves_and_leaves_with_a_clear_line_and_the_run_goes_on_unchang
     process = start(run, shapes)
     wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, process)
     os.killpg(process.pid, number)
-    output = process.communicate(timeout=60)[0]
+    output = "".join(process.communicate(timeout=60))
     assert process.returncode == 128 + number
     assert f"Stopped by {number.name} at step" in output and "The same command resumes." in output and "Traceback" not in output
     assert checkpoints.latest(run) is not None
@@ -87,21 +93,15 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_leaves_the_last_good_check
     good = checkpoints.latest(run)
     size = max(path.stat().st_size for path in good.iterdir())
 
-    def small_disk():     # no file may grow past half a checkpoint's
-        resource.setrlimit(resource.RLIMIT_FSIZE, (size // 2, size // 2))
-
-    result = train(run, shapes, preexec_fn=small_disk)
+    result = train(run, shapes, file_size=size // 2)      # no file may grow past half a checkpoint's
     assert result.returncode == 1 and "could not be written" in result.stderr and "MiB are free" in result.stderr
     assert checkpoints.latest(run) == good and [p.name for p in (run / "checkpoints").iterdir()] == [good.name]
     assert train(run, shapes, "steps=8").returncode == 0
 
 
 def test_a_metrics_file_that_cannot_grow_ends_the_run_with_a_sentence_too(shapes, reference, tmp_path):
-    def small_disk():     # room for config.yaml and a few rows, and no checkpoint before they are full
-        resource.setrlimit(resource.RLIMIT_FSIZE, (4000, 4000))
-
-    run = tmp_path / "run"
-    result = train(run, shapes, "log.every=1", "checkpoint.every=1000", preexec_fn=small_disk)
+    run = tmp_path / "run"      # with room for config.yaml and a few rows, and no checkpoint before they are full
+    result = train(run, shapes, "log.every=1", "checkpoint.every=1000", file_size=4000)
     assert result.returncode == 1 and "Free some room" in result.stderr and "Traceback" not in result.stderr
     assert train(run, shapes).returncode == 0
     assert_same_end(run, reference)
@@ -183,8 +183,8 @@ def test_another_data_set_is_refused_and_the_same_one_elsewhere_is_not(shapes, r
     moved = shutil.copytree(shapes, tmp_path / "moved")
     assert train(reference, moved).returncode == 0
     other = tmp_path / "other"
-    subprocess.run([*PYTHON, "scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity",
-                    f"out={other}"], cwd=ROOT, check=True, capture_output=True)
+    prepared = forked.run("scripts.prepare_latents", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={other}")
+    assert prepared.returncode == 0, prepared.stderr
     result = train(reference, other)
     assert result.returncode == 1 and "another data set" in result.stderr
 

@@ -7,10 +7,11 @@ import shutil
 import subprocess
 import sys
 
+import forked
 import numpy as np
 import pytest
 import torch
-from conftest import FULL_DISK, ROOT, run_command
+from conftest import ROOT, run_command
 from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
@@ -175,16 +176,11 @@ def test_a_weights_file_of_another_network_is_a_sentence(tmp_path):
         load_trained(tmp_path / "partial.safetensors")
 
 
-def sample(*overrides, launcher=(sys.executable,)):
-    return subprocess.run([*launcher, "sample.py", *overrides], cwd=ROOT, capture_output=True, text=True, timeout=120)
-
-
 def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp_path):
     def options(name):
         return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3", f"out={tmp_path / name}"]
 
-    two = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2", "--master_port", "29531")
-    results = [sample(*options("one.npz")), sample(*options("two.npz"), launcher=two), sample(*options("pngs")), sample(*options("grid.png"))]
+    results = [forked.run("sample", *options(name), ranks=2 if name == "two.npz" else 1) for name in ("one.npz", "two.npz", "pngs", "grid.png")]
     for result in results:
         assert result.returncode == 0, result.stderr
     one, both = (np.load(tmp_path / f"{name}.npz") for name in ("one", "two"))
@@ -222,12 +218,13 @@ def test_a_mistake_ends_in_a_sentence(run, overrides, says, tmp_path):
 
 
 def test_a_mistake_shows_no_traceback(run):
-    result = sample(f"checkpoint={run}", "batch_size=0")
+    result = forked.run("sample", f"checkpoint={run}", "batch_size=0")
     assert result.returncode == 1 and "at least 1" in result.stderr and "Traceback" not in result.stderr
 
 
 def test_a_command_says_nothing_but_its_own(run, tmp_path):
-    result = sample(f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/x.png")
+    command = [sys.executable, "sample.py", f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/x.png"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
     assert result.stderr == "", "no library greets, and no bar fills a log"
     assert result.stdout == f"4 images from {run}/checkpoints/step-00000002: {tmp_path}/x.png\n"
 
@@ -324,7 +321,7 @@ def test_channels_are_checked_before_anything_is_drawn(tmp_path, out):
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_behind(run, tmp_path):
-    result = sample(f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", launcher=FULL_DISK)
+    result = forked.run("sample", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", file_size=1024)
     assert result.returncode == 1 and result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
     assert not list(tmp_path.iterdir())
 

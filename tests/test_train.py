@@ -6,6 +6,7 @@ import importlib.util
 import json
 import shutil
 import subprocess
+import sys
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,15 +20,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
-from training_runs import PYTHON, assert_same_end, refusal, rows
+from training_runs import assert_same_end, refusal, rows
 from training_runs import train_here as train
 
 import checkpoint as checkpoints
+import fid
 import speed
 from dit import DiT
 from edm import EDM
 from rf import RF
 from routing_module import Route, Router
+from scripts import prepare_latents
 from settings import read
 from train import (
     Sums,
@@ -139,8 +142,7 @@ def test_the_end_of_a_run_is_reported_between_reports_too(shapes, tmp_path):
 @pytest.fixture(scope="module")
 def pixel_reference(shapes, tmp_path_factory) -> Path:
     out = tmp_path_factory.mktemp("reference") / "pixels.npz"
-    subprocess.run([*PYTHON, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={out}"], cwd=ROOT, check=True,
-                   capture_output=True)
+    run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={out}")
     return out
 
 
@@ -229,7 +231,7 @@ def test_nothing_heavy_is_imported_before_it_is_needed():
     # timm imports wandb where it is installed; nothing of ours does.
     heavy = ("tensorflow", "diffusers", "matplotlib", "torch_fidelity", "webdataset", "tensorboard")
     code = f"import sys, train, sample; print([name for name in {heavy} if name in sys.modules])"
-    result = subprocess.run([*PYTHON, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
+    result = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, text=True, check=True)
     assert result.stdout.strip() == "[]"
 
 
@@ -394,11 +396,10 @@ def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path):
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)
     out = tmp_path / "mine"
-    subprocess.run([*PYTHON, "scripts/prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity", f"out={out}"],
-                   cwd=ROOT, check=True, capture_output=True)
+    run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity", f"out={out}")
     small = ["train.py", "experiment=small", f"data.path={out}", f"run_dir={tmp_path / 'run'}", "model.hidden_size=32", "model.num_heads=2",
              "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32"]
-    first = subprocess.run([*PYTHON, *small, "steps=2"], cwd=ROOT, capture_output=True, text=True)
+    first = subprocess.run([sys.executable, *small, "steps=2"], cwd=ROOT, capture_output=True, text=True)
     assert first.returncode == 0 and "For 60 latents: batch_size=15 steps=2." in first.stdout, first.stderr
     assert checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))["batch_size"] == 15
     assert (tmp_path / "run/samples/step-00000002.png").is_file()

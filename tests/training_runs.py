@@ -3,13 +3,13 @@
 import contextlib
 import io
 import json
-import os
 import subprocess
 import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import torch
 from conftest import ROOT, run_command
 from safetensors.torch import load_file
@@ -17,19 +17,17 @@ from safetensors.torch import load_file
 import checkpoint as checkpoints
 from train import main
 
-PYTHON = (sys.executable,)
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
 
 
-def command(run: Path, data: Path, *overrides, launcher=PYTHON) -> list[str]:
-    return [*launcher, "train.py", "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8", "model.hidden_size=32",
+def command(run: Path, data: Path, *overrides) -> list[str]:
+    return ["train.py", "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8", "model.hidden_size=32",
             "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3", "checkpoint.every=4", "steps=24", *overrides]
 
 
-def train(run, data, *overrides, launcher=PYTHON, **options) -> subprocess.CompletedProcess:
-    return subprocess.run(command(run, data, *overrides, launcher=launcher), cwd=ROOT, capture_output=True, text=True,
-                          timeout=240, env=os.environ | {"OMP_NUM_THREADS": "1"}, **options)
+def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:
+    return forked.run("train", *command(run, data, *overrides)[1:], **options)
 
 
 def train_here(run, data, *overrides) -> SimpleNamespace:
@@ -40,7 +38,7 @@ def train_here(run, data, *overrides) -> SimpleNamespace:
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:
-            run_command(main, *command(run, data, *overrides)[1:])
+            run_command(main, *command(run, data, *overrides))
         except SystemExit as stop:
             code, told = (stop.code, "") if isinstance(stop.code, int) else (1, str(stop.code))
             stderr.write(told)
@@ -48,10 +46,12 @@ def train_here(run, data, *overrides) -> SimpleNamespace:
     return SimpleNamespace(returncode=code, stdout=stdout.getvalue(), stderr=stderr.getvalue())
 
 
-def start(run, data, *overrides, launcher=PYTHON) -> subprocess.Popen:
+def start(run, data, *overrides, launcher=()) -> forked.Command | subprocess.Popen:
     """Starts training in a session of its own, so that a signal reaches its launcher and every rank, as a scheduler's does."""
-    return subprocess.Popen(command(run, data, *overrides, launcher=launcher), cwd=ROOT, start_new_session=True, text=True,
-                            stdout=subprocess.PIPE, stderr=subprocess.STDOUT, env=os.environ | {"OMP_NUM_THREADS": "1"})
+    line = command(run, data, *overrides)
+    if not launcher:
+        return forked.Command("train", *line[1:])
+    return subprocess.Popen([*launcher, *line], cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
 def rows(run: Path) -> list[dict]:

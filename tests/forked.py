@@ -1,0 +1,127 @@
+"""Commands in processes of their own that pay for no imports: children of one process that has imported them already.
+
+They are killed, stopped, timed out and started as ranks like any other. What a shell adds to that, that Python finds
+the file and calls its entry, is for the tests that start Python anew.
+"""
+
+import contextlib
+import importlib
+import os
+import resource
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+from multiprocessing import forkserver, get_context
+from pathlib import Path
+
+from conftest import ROOT
+
+PROGRAMS = ("train", "sample", "fid", "scripts.prepare_latents")
+
+
+def live(program: str, arguments: tuple[str, ...], env: dict, output: list[str], file_size: int | None) -> None:
+    """Becomes `python <program>.py <arguments>`, or `python -c`, in a session of its own; files may have `file_size` bytes."""
+    os.setsid()
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+    os.chdir(ROOT)
+    os.environ.clear()
+    os.environ.update(env)
+    for number, path in enumerate([os.devnull, *output]):
+        file = os.open(path, os.O_RDWR | os.O_APPEND)
+        os.dup2(file, number)
+        os.close(file)
+    sys.stdout, sys.stderr = (os.fdopen(os.dup(number), "w", buffering=1) for number in (1, 2))
+    if file_size is not None:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
+    if program == "-c":
+        code, *rest = arguments
+        sys.argv = ["-c", *rest]
+        exec(code, {"__name__": "__main__"})
+    else:
+        sys.argv = [f"{program.replace('.', '/')}.py", *arguments]
+        importlib.import_module(program).main()
+
+
+class Command:
+    """A command that runs, with what it has of subprocess.Popen; `pid` is its group too."""
+
+    def __init__(self, program: str, *arguments: str, file_size: int | None = None, ranks: int = 1, **env: str):
+        self.folder = tempfile.TemporaryDirectory(prefix="forked-")
+        self.output = [Path(self.folder.name, name) for name in ("stdout", "stderr")]
+        for path in self.output:
+            path.touch()
+        start_server()
+        self.processes = [
+            get_context("forkserver").Process(target=live, daemon=True, args=(
+                program, tuple(map(str, arguments)), {**os.environ, **env, **rank}, [*map(str, self.output)], file_size))
+            for rank in ranks_of(ranks)]
+        for process in self.processes:
+            process.start()
+        self.pid = self.processes[0].pid
+        while self.processes[0].exitcode is None and not is_leader(self.pid):      # before that, signals would miss it
+            time.sleep(0.001)
+
+    @property
+    def returncode(self) -> int | None:
+        """None while any rank runs; the first failure else."""
+        codes = [process.exitcode for process in self.processes]
+        return None if None in codes else next(filter(None, codes), 0)
+
+    poll = returncode.fget
+
+    def wait(self) -> int:
+        self.communicate()
+        return self.returncode
+
+    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+        """Waits for the end of all ranks, which the first that fails brings, as torchrun does; returns what was printed."""
+        deadline = time.monotonic() + timeout
+        while self.poll() is None:
+            if time.monotonic() > deadline or any(process.exitcode for process in self.processes):
+                for process in self.processes:
+                    process.terminate()
+            assert time.monotonic() < deadline + 10, "the command did not end"
+            time.sleep(0.005)
+        printed = [path.read_text() for path in self.output]
+        assert time.monotonic() < deadline, printed
+        self.folder.cleanup()
+        return printed[0], printed[1]
+
+
+def is_leader(pid: int) -> bool:
+    with contextlib.suppress(ProcessLookupError):
+        return os.getpgid(pid) == pid
+    return False
+
+
+def start_server() -> None:
+    """Starts the process that is forked, which imports from the project whatever the current folder is."""
+    forkserver.set_forkserver_preload([*PROGRAMS, "forked"])
+    before = os.environ.get("PYTHONPATH")
+    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *([before] if before else [])])
+    forkserver.ensure_running()
+    if before is None:
+        del os.environ["PYTHONPATH"]
+    else:
+        os.environ["PYTHONPATH"] = before
+
+
+def ranks_of(count: int) -> list[dict[str, str]]:
+    """The environment that torchrun gives to each of `count` ranks on one machine; nothing to one alone."""
+    if count == 1:
+        return [{}]
+    with socket.socket() as probe:
+        probe.bind(("localhost", 0))
+        port = probe.getsockname()[1]
+    return [{"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(count), "LOCAL_WORLD_SIZE": str(count),
+             "MASTER_ADDR": "localhost", "MASTER_PORT": str(port)} for rank in range(count)]
+
+
+def run(program: str, *arguments: str, **options) -> subprocess.CompletedProcess:
+    """Runs a command as `subprocess.run` does, with its output as text."""
+    process = Command(program, *arguments, **options)
+    stdout, stderr = process.communicate()
+    return subprocess.CompletedProcess([program, *arguments], process.returncode, stdout, stderr)
