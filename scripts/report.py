@@ -200,6 +200,20 @@ def read_meta(folder: Path, page: Page) -> dict:
     return {}
 
 
+def trained_on(history: list[dict]) -> dict[str, str]:
+    """Says which commits, devices and versions of torch a run had; of several, from which step on each."""
+    told = {}
+    for key in ("commit", "device", "torch"):
+        changes: list[tuple[str, str]] = []
+        for entry in history:
+            value = "unknown" if entry.get(key) is None else shown(entry[key])
+            if not changes or changes[-1][0] != value:
+                changes.append((value, shown(entry.get("step"))))
+        steps = [f"{value} from step {step}" for value, step in changes]
+        told[f"trained: {key}"] = " · ".join(steps) if len(steps) > 1 else changes[0][0]
+    return told
+
+
 def read_pictures(folder: Path, page: Page) -> tuple[list[dict], list[dict]]:
     """Copies a run's pictures: the sample grids, by step, and the others."""
     grids, others = [], []
@@ -390,6 +404,9 @@ def read_run(folder: Path, page: Page) -> dict | None:
     count = len(columns.get("step", ()))
     full = page.keep(f"{folder.name}-rows".replace(".", "-") + ".js", compact(columns)) if len(chosen) < count else None
     record = {key: value for key, value in meta.items() if key not in ("config", "files")}
+    history = record.get("history")
+    if isinstance(history, list) and history and all(isinstance(entry, dict) for entry in history):
+        record |= trained_on(record.pop("history"))
     environment = flat(record) | {
         f"scored: {key}": " · ".join(sorted({shown(score[key]) for score in scores if score[key] is not None}))
         for key in ("device", "processes", "versions", "code") if any(score[key] is not None for score in scores)}

@@ -10,6 +10,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")      # more are processes, which import torch anew
 
 
 def run_command(entry, program: str, *overrides: str, **settings) -> None:

@@ -19,7 +19,7 @@ from pathlib import Path
 
 from conftest import ROOT
 
-PROGRAMS = ("train", "sample", "fid", "scripts.prepare_latents")
+PROGRAMS = ("train", "sample", "fid", "scripts.prepare_latents", "scripts.report")
 
 
 def live(program: str, arguments: tuple[str, ...], env: dict, output: list[str], file_size: int | None) -> None:

@@ -95,6 +95,21 @@ def test_a_run_of_this_code_is_read_whole(tmp_path):
         value for line in (REAL / "results.jsonl").read_text().splitlines() for value in json.loads(line)["metrics"].values()]
 
 
+def test_the_commits_and_devices_of_a_run_are_shown_and_where_it_had_several_the_step_of_each(tmp_path):
+    first = {"step": 0, "commit": "abc", "device": "A100", "torch": "2.11.0"}
+    histories = {"moved": [first, first | {"step": 40, "device": "H100"}, first | {"step": 60, "commit": None}], "stayed": [first],
+                 "before": None, "odd": [3]}
+    for name, history in histories.items():
+        meta = make_run(tmp_path / name) / "checkpoints/step-00000004/meta.json"
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | ({} if history is None else {"history": history})))
+    report.build(cfg(tmp_path / "out", *(tmp_path / name for name in histories)))
+    keys = ("trained: commit", "trained: device", "trained: torch", "history")
+    shown = {run["name"]: [run["environment"].get(key) for key in keys] for run in data_of(tmp_path / "out")["runs"]}
+    assert shown == {
+        "moved": ["abc from step 0 · unknown from step 60", "A100 from step 0 · H100 from step 40 · A100 from step 60", "2.11.0", None],
+        "stayed": ["abc", "A100", "2.11.0", None], "before": [None] * 4, "odd": [None, None, None, "[3]"]}
+
+
 def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:

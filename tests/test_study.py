@@ -67,7 +67,8 @@ def test_a_name_that_is_none_is_a_sentence(tmp_path, changed, says):
 def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Command:
     """Starts what a study calls, without the seconds of its imports."""
     assert line[:4] == ["nice", "-n", "0", sys.executable] and process_group == 0
-    return forked.Command(Path(line[4]).relative_to(ROOT).stem, *line[5:], **env)
+    program = Path(line[4]).relative_to(ROOT).with_suffix("")
+    return forked.Command(".".join(program.parts), *line[5:], **env)
 
 
 def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkeypatch):
