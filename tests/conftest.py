@@ -5,12 +5,16 @@ import sys
 from pathlib import Path
 
 import pytest
+from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")      # more are processes, which import torch anew
+
+# A command composes its config twice, the first time to look for hydra.mode, which no config and no test of ours sets.
+Hydra.get_mode = lambda *_, **__: None
 
 
 def run_command(entry, program: str, *overrides: str, **settings) -> None:
@@ -59,7 +63,7 @@ def shapes(tmp_path_factory) -> Path:
     import forked
 
     out = tmp_path_factory.mktemp("data") / "shapes"
-    done = forked.run("scripts.prepare_latents", "source=shapes", "shapes.count=300", "resolution=16", "autoencoder=identity", f"out={out}")
+    done = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=300", "resolution=16", "autoencoder=identity", f"out={out}")
     assert done.returncode == 0, done.stderr
     return out
 

@@ -1,13 +1,13 @@
 """Commands in processes of their own that pay for no imports: children of one process that has imported them already.
 
-They are killed, stopped, timed out and started as ranks like any other. What a shell adds to that, that Python finds
-the file and calls its entry, is for the tests that start Python anew.
+They are killed, stopped, timed out and started as ranks like any other. What they cannot show is what an import does
+or costs: that is for the tests that start Python anew.
 """
 
 import contextlib
-import importlib
 import os
 import resource
+import runpy
 import signal
 import socket
 import subprocess
@@ -19,11 +19,11 @@ from pathlib import Path
 
 from conftest import ROOT
 
-PROGRAMS = ("train", "sample", "fid", "scripts.prepare_latents", "scripts.report")
+PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "scripts.report", "forked")
 
 
 def live(program: str, arguments: tuple[str, ...], env: dict, output: list[str], file_size: int | None) -> None:
-    """Becomes `python <program>.py <arguments>`, or `python -c`, in a session of its own; files may have `file_size` bytes."""
+    """Becomes `python <program> <arguments>` in a session of its own, whose files may have up to `file_size` bytes."""
     os.setsid()
     signal.signal(signal.SIGINT, signal.default_int_handler)
     os.chdir(ROOT)
@@ -37,12 +37,11 @@ def live(program: str, arguments: tuple[str, ...], env: dict, output: list[str],
     if file_size is not None:
         resource.setrlimit(resource.RLIMIT_FSIZE, (file_size, file_size))
     if program == "-c":
-        code, *rest = arguments
-        sys.argv = ["-c", *rest]
-        exec(code, {"__name__": "__main__"})
+        sys.argv = ["-c", *arguments[1:]]
+        exec(arguments[0], {"__name__": "__main__"})
     else:
-        sys.argv = [f"{program.replace('.', '/')}.py", *arguments]
-        importlib.import_module(program).main()
+        sys.argv = [program, *arguments]
+        runpy.run_path(program, run_name="__main__")
 
 
 class Command:
@@ -73,7 +72,8 @@ class Command:
     poll = returncode.fget
 
     def wait(self) -> int:
-        self.communicate()
+        """Waits for the end, and prints what the command printed, as one does that inherits the streams."""
+        print(*self.communicate(), sep="")
         return self.returncode
 
     def communicate(self, timeout: float = 240) -> tuple[str, str]:
@@ -99,7 +99,7 @@ def is_leader(pid: int) -> bool:
 
 def start_server() -> None:
     """Starts the process that is forked, which imports from the project whatever the current folder is."""
-    forkserver.set_forkserver_preload([*PROGRAMS, "forked"])
+    forkserver.set_forkserver_preload([*PRELOADED])
     before = os.environ.get("PYTHONPATH")
     os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *([before] if before else [])])
     forkserver.ensure_running()

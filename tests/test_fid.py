@@ -388,7 +388,7 @@ def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, r
     options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=96, num_steps=40, batch_size=4)
     whole = command(tmp_path, **options)
     arguments = [f"{key}={value}" for key, value in options.items()] + ["features=pixels", "cpu=true", "keep_features=true", f"results={tmp_path}/results.jsonl"]
-    process = forked.Command("fid", *arguments)
+    process = forked.Command("fid.py", *arguments)
     try:
         end = time.monotonic() + 120
         folder = tmp_path / "features"
@@ -429,7 +429,7 @@ def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, refer
     alone = command(tmp_path, **options, reference=reference_npz)
     arguments = [f"{key}={value}" for key, value in options.items()]
     arguments += [f"reference={reference_npz}", "features=pixels", "cpu=true", "batch_size=16", f"results={tmp_path}/results.jsonl"]
-    done = forked.run("fid", *arguments, ranks=2)
+    done = forked.run("fid.py", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     both = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])
     assert both["processes"] == 2 and both["images"] == 70

@@ -75,7 +75,7 @@ def same_folder(a: Path, b: Path) -> bool:
     return names == sorted(os.listdir(b)) and filecmp.cmpfiles(a, b, names, shallow=False)[0] == names
 
 
-run = partial(forked.run, "scripts.prepare_latents")
+run = partial(forked.run, "scripts/prepare_latents.py")
 
 
 def test_pixels_go_in_and_come_back(pets, tmp_path):
@@ -483,7 +483,7 @@ def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
     out = tmp_path / "killed"
     kills = 0
     for target in (3, 9, 16):  # shards that are whole when the kill comes
-        process = forked.Command("scripts.prepare_latents", *overrides, f"out={out}")
+        process = forked.Command("scripts/prepare_latents.py", *overrides, f"out={out}")
         deadline = time.monotonic() + 60
         while process.poll() is None and len(list(out.glob("record-*.json"))) < target:
             assert time.monotonic() < deadline

@@ -183,7 +183,7 @@ def test_another_data_set_is_refused_and_the_same_one_elsewhere_is_not(shapes, r
     moved = shutil.copytree(shapes, tmp_path / "moved")
     assert train(reference, moved).returncode == 0
     other = tmp_path / "other"
-    prepared = forked.run("scripts.prepare_latents", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={other}")
+    prepared = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={other}")
     assert prepared.returncode == 0, prepared.stderr
     result = train(reference, other)
     assert result.returncode == 1 and "another data set" in result.stderr
@@ -206,7 +206,7 @@ def test_a_change_of_selection_is_said_and_goes_on(tmp_path):
 
 
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path):
-    options = ("compile=true", "model.depth=3", "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
+    options = ("compile=true", "model.depth=2", "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
                "checkpoint.every=2", "log.every=2")
     result = train(tmp_path / "whole", shapes, "steps=4", *options)
     assert result.returncode == 0, result.stderr

@@ -180,7 +180,7 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     def options(name):
         return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3", f"out={tmp_path / name}"]
 
-    results = [forked.run("sample", *options(name), ranks=2 if name == "two.npz" else 1) for name in ("one.npz", "two.npz", "pngs", "grid.png")]
+    results = [forked.run("sample.py", *options(name), ranks=2 if name == "two.npz" else 1) for name in ("one.npz", "two.npz", "pngs", "grid.png")]
     for result in results:
         assert result.returncode == 0, result.stderr
     one, both = (np.load(tmp_path / f"{name}.npz") for name in ("one", "two"))
@@ -218,7 +218,7 @@ def test_a_mistake_ends_in_a_sentence(run, overrides, says, tmp_path):
 
 
 def test_a_mistake_shows_no_traceback(run):
-    result = forked.run("sample", f"checkpoint={run}", "batch_size=0")
+    result = forked.run("sample.py", f"checkpoint={run}", "batch_size=0")
     assert result.returncode == 1 and "at least 1" in result.stderr and "Traceback" not in result.stderr
 
 
@@ -321,7 +321,7 @@ def test_channels_are_checked_before_anything_is_drawn(tmp_path, out):
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_behind(run, tmp_path):
-    result = forked.run("sample", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", file_size=1024)
+    result = forked.run("sample.py", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", file_size=1024)
     assert result.returncode == 1 and result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
     assert not list(tmp_path.iterdir())
 

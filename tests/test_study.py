@@ -7,14 +7,12 @@ import signal
 import sys
 import threading
 import time
-from pathlib import Path
 from types import SimpleNamespace
 
 import forked
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT
 
 import fid
 from data import batches, open_latents, to_latent
@@ -67,15 +65,14 @@ def test_a_name_that_is_none_is_a_sentence(tmp_path, changed, says):
 def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Command:
     """Starts what a study calls, without the seconds of its imports."""
     assert line[:4] == ["nice", "-n", "0", sys.executable] and process_group == 0
-    program = Path(line[4]).relative_to(ROOT).with_suffix("")
-    return forked.Command(".".join(program.parts), *line[5:], **env)
+    return forked.Command(*line[4:], **env)
 
 
 def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=popen))
     data, reference = tmp_path / "shapes", tmp_path / "reference.npz"
-    for line in (["scripts.prepare_latents", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={data}"],
-                 ["fid", f"reference_from={data}", "features=pixels", f"out={reference}"]):
+    for line in (["scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={data}"],
+                 ["fid.py", f"reference_from={data}", "features=pixels", f"out={reference}"]):
         done = forked.run(*line)
         assert done.returncode == 0, done.stderr
     matrix = MATRIX | {"train": [*TINY, f"data.path={data}", f"evaluate.reference={reference}"], "seeds": [0],

@@ -27,7 +27,7 @@ def command(run: Path, data: Path, *overrides) -> list[str]:
 
 
 def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:
-    return forked.run("train", *command(run, data, *overrides)[1:], **options)
+    return forked.run(*command(run, data, *overrides), **options)
 
 
 def train_here(run, data, *overrides) -> SimpleNamespace:
@@ -50,7 +50,7 @@ def start(run, data, *overrides, launcher=()) -> forked.Command | subprocess.Pop
     """Starts training in a session of its own, so that a signal reaches its launcher and every rank, as a scheduler's does."""
     line = command(run, data, *overrides)
     if not launcher:
-        return forked.Command("train", *line[1:])
+        return forked.Command(*line)
     return subprocess.Popen([*launcher, *line], cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
 
 
