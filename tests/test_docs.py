@@ -6,6 +6,7 @@ import re
 import shlex
 import subprocess
 import sys
+from functools import cache
 
 import pytest
 from conftest import ROOT
@@ -71,6 +72,7 @@ def command_lines(page):
             yield line
 
 
+@cache      # the same line stands on many pages
 def composed(line):
     """The settings of a command line, checked as the command checks them; None for a script with arguments of its own."""
     for old, new in {"…": "x", "...": "x", "$m": "dit", "$p": "4", "$b": "16"}.items():

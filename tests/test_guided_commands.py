@@ -46,6 +46,14 @@ def run(tmp_path_factory):
 
 
 @pytest.fixture(scope="module")
+def others(tmp_path_factory):
+    """Runs that do not go with `run`."""
+    folder = tmp_path_factory.mktemp("others")
+    return {"smaller": write_run(folder / "smaller", num_classes=2), "dense": write_run(folder / "dense", routes=[]),
+            "edm": write_run(folder / "edm", diffusion={"name": "edm"})}
+
+
+@pytest.fixture(scope="module")
 def reference(tmp_path_factory):
     path = tmp_path_factory.mktemp("reference") / "ref.npz"
     np.savez(path, arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
@@ -95,10 +103,8 @@ def test_rf_puts_both_grids_into_the_runs_samples(run):
     (["routes=[{start_layer_idx: 2, end_layer_idx: 9}]"], "leaves the network"), (["routes=[{start: 2}]"], "routes.0.start_layer_idx is missing"), (["routes=[1]"], "routes.0=1 is not a group of start_layer_idx, end_layer_idx"),
     (["weak=3"], "no run, checkpoint folder or weights file at 3"), (["gamma1=[0.9,0.8]", "gamma2=[0,0.1]"], "may not be sparser"),
 ])
-def test_a_mistake_is_a_sentence(run, tmp_path, overrides, says):
-    folders = {"smaller": write_run(tmp_path / "smaller", num_classes=2), "dense": write_run(tmp_path / "dense", routes=[]),
-               "edm": write_run(tmp_path / "edm", diffusion={"name": "edm"})}
-    for name, folder in folders.items():
+def test_a_mistake_is_a_sentence(run, others, tmp_path, overrides, says):
+    for name, folder in others.items():
         overrides = [override.replace("{" + name + "}", str(folder)) for override in overrides]
     with pytest.raises(SystemExit, match=says):
         command("rf", f"checkpoint={run}", f"out={tmp_path}/g.png", "num_steps=1", *overrides)
