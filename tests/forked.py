@@ -17,6 +17,7 @@ import time
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 
+import pytest
 from conftest import ROOT
 
 PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "scripts.report", "forked")
@@ -77,12 +78,14 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float = 240) -> tuple[str, str]:
-        """Waits for the end of all ranks, which the first that fails brings, as torchrun does; returns what was printed."""
-        deadline = time.monotonic() + timeout
+        """Waits for the end of all ranks, which the first that fails brings, as with torchrun; returns what was printed."""
+        deadline, failed = time.monotonic() + timeout, None
         while self.poll() is None:
-            if time.monotonic() > deadline or any(process.exitcode for process in self.processes):
+            if failed is None and any(process.exitcode for process in self.processes):
+                failed = time.monotonic()
+            if time.monotonic() > min(deadline, (failed or deadline) + 1):      # torchrun looks now and then
                 for process in self.processes:
-                    process.terminate()
+                    process.kill()
             assert time.monotonic() < deadline + 10, "the command did not end"
             time.sleep(0.005)
         printed = [path.read_text() for path in self.output]
@@ -100,13 +103,9 @@ def is_leader(pid: int) -> bool:
 def start_server() -> None:
     """Starts the process that is forked, which imports from the project whatever the current folder is."""
     forkserver.set_forkserver_preload([*PRELOADED])
-    before = os.environ.get("PYTHONPATH")
-    os.environ["PYTHONPATH"] = os.pathsep.join([str(ROOT), str(ROOT / "tests"), *([before] if before else [])])
-    forkserver.ensure_running()
-    if before is None:
-        del os.environ["PYTHONPATH"]
-    else:
-        os.environ["PYTHONPATH"] = before
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("PYTHONPATH", f"{ROOT}{os.pathsep}{ROOT / 'tests'}", prepend=os.pathsep)
+        forkserver.ensure_running()
 
 
 def ranks_of(count: int) -> list[dict[str, str]]:

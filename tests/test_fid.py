@@ -385,7 +385,7 @@ def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_
 
 
 def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, reference_npz):
-    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=96, num_steps=40, batch_size=4)
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=96, num_steps=16, batch_size=4)
     whole = command(tmp_path, **options)
     arguments = [f"{key}={value}" for key, value in options.items()] + ["features=pixels", "cpu=true", "keep_features=true", f"results={tmp_path}/results.jsonl"]
     process = forked.Command("fid.py", *arguments)

@@ -479,7 +479,7 @@ def test_a_second_process_on_the_same_folder_is_refused_and_the_first_goes_on(pe
 
 
 def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
-    overrides = ("source=shapes", "shapes.count=9000", "resolution=64", "shard_size=300", "mirror=true")
+    overrides = ("source=shapes", "shapes.count=4500", "resolution=64", "shard_size=150", "mirror=true")
     out = tmp_path / "killed"
     kills = 0
     for target in (3, 9, 16):  # shards that are whole when the kill comes
@@ -497,7 +497,7 @@ def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert f"going on: {len(done)} of 30 shards are whole" in resumed.stdout
 
-    prepare("shapes", tmp_path / "whole", resolution=64, shapes_count=9000, shard_size=300, mirror=True)
+    prepare("shapes", tmp_path / "whole", resolution=64, shapes_count=4500, shard_size=150, mirror=True)
     assert same_folder(tmp_path / "whole", out)
 
 
