@@ -23,6 +23,11 @@ import checkpoint as checkpoints
 from train import check_resumable, forget_after
 
 
+def newest(run) -> int:
+    """The step of the newest checkpoint, or 0."""
+    return int(checkpoints.all_steps(run)[-1].name.removeprefix("step-")) if checkpoints.all_steps(run) else 0
+
+
 def is_saving(saves, after: int) -> bool:
     """Tells whether a save that began `after` this time, in ns, is under way."""
     with contextlib.suppress(FileNotFoundError):      # the save has ended just now
@@ -34,13 +39,12 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
     run, kills, rng = tmp_path / "run", 0, random.Random(0)
     saves = run / "checkpoints"
     for attempt in range(6):
-        began = time.time_ns()
+        began, before = time.time_ns(), newest(run)
         process = start(run, shapes, "model.hidden_size=32")
-        before = len(checkpoints.all_steps(run)) and int(checkpoints.all_steps(run)[-1].name[5:])
         if attempt % 2:      # in the middle of a save: its folder is there under the name that does not count
             wait_until(lambda after=began: is_saving(saves, after), process)
-        else:                # at some moment after new progress
-            wait_until(lambda last=before: (run / "metrics.jsonl").is_file() and (rows(run) or [{"step": 0}])[-1]["step"] > last, process)
+        else:                # at some moment after one, from which the next attempt goes on
+            wait_until(lambda last=before: newest(run) > last, process)
             time.sleep(rng.random() * 0.1)
         if process.poll() is None:
             os.killpg(process.pid, signal.SIGKILL)
@@ -48,7 +52,7 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
         process.communicate()
     assert kills >= 4, f"only {kills} kills landed before the run had finished"
     result = train(run, shapes)
-    assert result.returncode == 0, result.stderr
+    assert result.returncode == 0 and "resuming" in result.stdout, result.stderr
     assert_same_end(run, reference)
     assert not list(saves.glob(".*.tmp"))
 
