@@ -13,7 +13,6 @@ import pytest
 from training_runs import (
     TWO_RANKS,
     assert_same_end,
-    rows,
     start,
     train,
     wait_until,
