@@ -12,7 +12,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
 import typing
 import warnings
@@ -23,6 +22,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from omegaconf import OmegaConf
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+
+import ranks
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
@@ -228,13 +229,19 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             except KeyboardInterrupt:
                 print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
                 sys.exit(130)
+            except SystemExit as stop:
+                if isinstance(stop.code, str):
+                    end(stop.code)
+                raise
             except Exception as error:
+                ranks.wait_for_cause(error)
                 said = mistake(error, config_name)
                 if said is None or wants_traceback:
+                    ranks.is_first_to_say(f"{program}: {type(error).__name__}: {error}")
                     raise
                 end(f"{program}: {said}")
             finally:
-                leave_the_ranks()
+                ranks.leave()
         return entry
     return decorate
 
@@ -318,13 +325,4 @@ def is_full_memory(error: Exception) -> bool:
 
 def end(sentence: str) -> NoReturn:
     """Ends this process with a sentence; it is said once where every rank has the same one."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)      # the first rank says it in this time, and the launcher then ends the others
-    sys.exit(sentence)
-
-
-def leave_the_ranks() -> None:
-    """Ends the process group where this process is one of several."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+    sys.exit(sentence if ranks.is_first_to_say(sentence) else 1)
