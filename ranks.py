@@ -119,6 +119,12 @@ class Doing:
 doing = Doing()
 
 
+def begin() -> None:
+    """Begins a command, of which a process may run several."""
+    global doing
+    doing = Doing()
+
+
 def at(step: int) -> None:
     """Notes that a step of training begins."""
     doing.at("training", step)
@@ -379,19 +385,23 @@ def wait_for_cause(error: BaseException) -> None:
 
 
 def is_first_to_say(said: str) -> bool:
-    """Ends the watch with what ends this rank, which ends the others; False where another rank says the same."""
+    """Hands the others what ends this rank, which ends them; False where one has ended before, and the log has both."""
     if current is None:
         if os.environ.get("RANK", "0") != "0":
             time.sleep(5)      # the first rank says it in this time, and the launcher then ends the others
         return True
-    me = f"{current.name(current.rank)} has ended: {said}"
-    first = current.is_first(me, 1)
-    theirs = "" if first else json.loads(current.store.get("verdict"))["said"]
+    current.said = current.is_first(f"{me()} has ended: {said}", 1)
     current.left.set()
-    if first:
-        current.said = True
+    if current.said:
         note_for_launcher(said)
-    return not theirs.endswith(f" has ended: {said}")
+    elif isinstance(sys.stderr, Copied):
+        sys.stderr.note(f"{said}\n")
+    return current.said
+
+
+def me() -> str:
+    """Names this rank; nothing where it is alone."""
+    return current.name(current.rank) if current is not None else ""
 
 
 def leave() -> None:
