@@ -106,6 +106,10 @@ def make_accelerator(
     return accelerator
 
 
+def multiplies_in_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.backends.cudnn.allow_tf32
+
+
 def device_name(device: torch.device) -> str:
     """Names a GPU, or the processor and how many threads torch takes of it: what a time depends on."""
     if device.type == "cuda":
@@ -119,4 +123,4 @@ def device_name(device: torch.device) -> str:
 def describe_device(device: torch.device) -> dict[str, object]:
     """Names the device and how it multiplies float32, for the record of a result."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"device": name, "tf32": torch.backends.cudnn.allow_tf32 if device.type == "cuda" else False}
+    return {"device": name, "tf32": multiplies_in_tf32(device)}

@@ -533,7 +533,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
         **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
         "history": [{"step": 0, "commit": commit(), "device": speed.device_name(device),
-                     "torch": torch.__version__}],
+                     "torch": torch.__version__, "tf32": speed.multiplies_in_tf32(device)}],
     }
 
 

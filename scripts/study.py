@@ -352,7 +352,7 @@ def told_of(row: dict) -> dict:
     """Takes out of a row of results.jsonl its first number, and by what code, device and files it was measured."""
     metric, value = next(iter(row["metrics"].items()))
     return {"metric": metric, "value": value, "num_samples": row["images"], "device": row["device"],
-            "commit": row.get("commit"), "torch": row["versions"]["torch"],
+            "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"]["torch"],
             "extractor": row["extractor"]["name"], "extractor_sha256": row["extractor"]["sha256"],
             "reference_sha256": row["reference"].get("sha256")}
 

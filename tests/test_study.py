@@ -75,7 +75,7 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path):
     assert {run["variant"]: [score["step"] for score in run["scores"]] for run in told["runs"]} == {
         "dit": [0, 2, 4, 4], "tread": [0, 2, 4], "tuned": [0, 1]}
     assert told["runs"][0]["history"] == [{"step": 0, "commit": fid.commit(), "device": told["runs"][0]["history"][0]["device"],
-                                           "torch": torch.__version__}]
+                                           "torch": torch.__version__, "tf32": False}]
     assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
     for score in (*told["runs"][0]["scores"], *told["floor"]):
         assert (score["commit"], score["device"], score["torch"]) == (fid.commit(), "cpu", torch.__version__)
