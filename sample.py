@@ -11,6 +11,7 @@ configs/sample.yaml and configs/drawing.yaml. `python rf.py` is here too: guided
 
 import importlib.util
 import io
+import json
 import math
 import zipfile
 from collections.abc import Callable, Iterable, Iterator
@@ -23,6 +24,7 @@ import torch
 from accelerate import PartialState
 from accelerate.utils import gather
 from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 from tqdm import tqdm
 
@@ -298,9 +300,13 @@ def draw_grid(
     return grid
 
 
-def save_image(image: Image.Image, path: Path) -> None:
+def save_image(image: Image.Image, path: Path, record: dict[str, object] | None = None) -> None:
+    """Writes a PNG; `record` is kept in it as text, a line of JSON."""
+    info = PngInfo()
+    if record is not None:
+        info.add_text("drawn", json.dumps(record))
     with beside(path) as partial:
-        image.save(partial, format="PNG")
+        image.save(partial, format="PNG", pnginfo=info)
 
 
 def write_grid(
@@ -310,7 +316,8 @@ def write_grid(
     parts = list(batches)
     if PartialState().is_main_process:
         labels = torch.cat([labels for _, labels, _ in parts]).tolist()
-        save_image(draw_grid(torch.cat([images for *_, images in parts]), labels, display_names, classes), path)
+        grid = draw_grid(torch.cat([images for *_, images in parts]), labels, display_names, classes)
+        save_image(grid, path, speed.describe_device(PartialState().device))
 
 
 def write_pngs(batches: Iterable[Batch], folder: Path) -> None:
@@ -318,14 +325,15 @@ def write_pngs(batches: Iterable[Batch], folder: Path) -> None:
     for seeds, labels, images in batches:
         if PartialState().is_main_process:
             for seed, label, image in zip(seeds.tolist(), labels.tolist(), images.numpy(), strict=True):
-                save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png")
+                save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png",
+                           speed.describe_device(PartialState().device))
 
 
 def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str, str] = ("arr_0", "arr_1")) -> None:
     """Consumes the gathered batches of all ranks; the main one streams them into an npz, by default in ADM's keys.
 
     The first of `keys` are the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, the second the labels
-    (N,), `seeds` the seeds (N,), both int64.
+    (N,), `seeds` the seeds (N,), both int64. The archive's comment says by which device they were drawn.
     """
     if not PartialState().is_main_process:
         for _ in batches:      # every rank draws its share
@@ -333,6 +341,7 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
         return
     labels_of_all, seeds_of_all, header_written = [], [], False
     with beside(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+        archive.comment = json.dumps(speed.describe_device(PartialState().device)).encode()
         with archive.open(f"{keys[0]}.npy", "w", force_zip64=True) as file:
             for seeds, labels, images in batches:
                 if not header_written:

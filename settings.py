@@ -5,6 +5,7 @@ Records that are read back (metadata.json, meta.json, rows of results.jsonl) are
 """
 
 import contextlib
+import errno
 import functools
 import json
 import logging
@@ -12,7 +13,6 @@ import os
 import re
 import subprocess
 import sys
-import time
 import types
 import typing
 import warnings
@@ -23,6 +23,8 @@ from typing import Annotated, Any, Literal, NoReturn, TypeVar
 from omegaconf import OmegaConf
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
+
+import ranks
 
 CONFIGS = Path(__file__).resolve().parent / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
@@ -222,19 +224,27 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             if hasattr(sys.stdout, "reconfigure"):
                 sys.stdout.reconfigure(line_buffering=True)      # a line is in a redirected log when it is said
             program, wants_traceback = Path(sys.argv[0]).name, "HYDRA_FULL_ERROR" in os.environ
+            plain: dict = {}
+            ranks.begin()
             try:
                 for plain in compose(config_name):
                     main(read(declared, plain))
             except KeyboardInterrupt:
                 print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
                 sys.exit(130)
+            except SystemExit as stop:
+                if isinstance(stop.code, str):
+                    end(stop.code)
+                raise
             except Exception as error:
-                said = mistake(error, config_name)
+                ranks.wait_for_cause(error)
+                said = mistake(error, config_name, plain)
                 if said is None or wants_traceback:
+                    ranks.is_first_to_say(f"{program}: {type(error).__name__}: {error}")
                     raise
                 end(f"{program}: {said}")
             finally:
-                leave_the_ranks()
+                ranks.leave()
         return entry
     return decorate
 
@@ -272,21 +282,19 @@ def compose(config_name: str) -> list[dict]:
     return [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]
 
 
-def mistake(error: Exception, config_name: str) -> str | None:
+def mistake(error: Exception, config_name: str, plain: dict) -> str | None:
     """Says in a sentence what a user can mend: settings, files, memory. None is a mistake of ours."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, HydraException | OmegaConfBaseException):
         return f"{str(error).splitlines()[0].rstrip('.')}: configs/{config_name}.yaml names all settings."
+    if is_full_memory(error):
+        return full_memory(error, ranks.doing.work if config_name == "config" else config_name, plain)
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"reading or writing {error.filename} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
         return str(error)
-    if is_full_memory(error):
-        detail = str(error).splitlines()[0] if str(error) else "no more"
-        return (f"the memory is full ({detail}): lower batch_size, the numbers of images, or the sizes of network and "
-                f"images.")
     return None
 
 
@@ -310,21 +318,77 @@ def parse(parser: Any, argument: str) -> None:
                          f'"{key}={f"[{quoted}]" if is_list else quoted}".') from None
 
 
-def is_full_memory(error: Exception) -> bool:
-    """Tells whether memory ran out: Python's, numpy's, a GPU's, or torch's on a CPU, which has no class of its own."""
-    names = {kind.__name__ for kind in type(error).__mro__}
-    return not names.isdisjoint({"MemoryError", "OutOfMemoryError"}) or "can't allocate memory" in str(error)
-
-
 def end(sentence: str) -> NoReturn:
     """Ends this process with a sentence; it is said once where every rank has the same one."""
-    if os.environ.get("RANK", "0") != "0":
-        time.sleep(5)      # the first rank says it in this time, and the launcher then ends the others
-    sys.exit(sentence)
+    sys.exit(sentence if ranks.is_first_to_say(sentence) else 1)
 
 
-def leave_the_ranks() -> None:
-    """Ends the process group where this process is one of several."""
-    torch = sys.modules.get("torch")
-    if torch is not None and torch.distributed.is_available() and torch.distributed.is_initialized():
-        torch.distributed.destroy_process_group()
+# ---- full memory ----------------------------------------------------------------------------------------------------
+
+PICTURES = (("batch_size", "a lower batch_size"), ("decode_batch_size", "decode_batch_size=1"),
+            ("decode_precision", "decode_precision=bf16"), ("precision", "precision=bf16"))
+# The settings to turn, in order, and how: by what train.py is doing, and by the names of the other commands' configs.
+# One that a command does not have, or that stands so already, is left out.
+KNOBS = {
+    **dict.fromkeys(("starting", "training", "saving"), (
+        ("data.on_device", "data.on_device=false"), ("grad_accum_steps", "a higher grad_accum_steps"),
+        ("activation_checkpointing", "activation_checkpointing=true"), ("sharding", "sharding=fsdp"),
+        ("batch_size", "a lower batch_size"), ("model.backbone_type", "a smaller model.backbone_type"))),
+    "drawing": (("decode_batch_size", "decode_batch_size=1"), ("samples.batch_size", "a lower samples.batch_size"),
+                ("decode_precision", "decode_precision=bf16")),
+    "scoring": (("decode_batch_size", "decode_batch_size=1"), ("evaluate.batch_size", "a lower evaluate.batch_size"),
+                ("decode_precision", "decode_precision=bf16")),
+    "sample": PICTURES, "rf": PICTURES, "fid": PICTURES, "sweep_guidance": PICTURES,
+    "prepare_latents": (("batch_size", "a lower batch_size"), ("precision", "precision=bf16"),
+                        ("num_workers", "a lower num_workers"), ("resolution", "a lower resolution")),
+    "import_latents": (("shard_size", "a lower shard_size"),),
+}
+FULL = re.compile("can't allocate memory|out of memory|(CUBLAS|CUDNN|CUSOLVER|CUFFT|CUSPARSE)_\\w*ALLOC\\w*_FAILED",
+                  re.IGNORECASE)
+
+
+def is_full_memory(error: Exception) -> bool:
+    """Tells whether memory ran out: Python's, numpy's, the system's, a GPU's, or torch's on a CPU, for which there is
+    no class."""
+    if isinstance(error, OSError):
+        return error.errno == errno.ENOMEM
+    names = {kind.__name__ for kind in type(error).__mro__}
+    return (not names.isdisjoint({"MemoryError", "OutOfMemoryError"})
+            or (isinstance(error, RuntimeError) and FULL.search(str(error)) is not None))
+
+
+def full_memory(error: Exception, doing: str, plain: dict) -> str:
+    """Says whose memory is full, what was asked for and is free, and which settings to turn in which order."""
+    torch, message = sys.modules.get("torch"), str(error)
+    of_gpu = "cuda" in message.lower() or "cublas" in message.lower() or "cudnn" in message.lower()
+    asked = re.search(r"(?:tried to allocate|unable to allocate) ([\d.]+ \w+)", message, re.IGNORECASE)
+    seen = re.search(r"total capacity of ([\d.]+ \w+) of which ([\d.]+ \w+) is free", message)
+    numbers = [f"{in_gib(asked[1])} more were asked for"] if asked else []
+    with contextlib.suppress(Exception):      # a GPU that has failed answers no more
+        if seen:
+            free, total = seen[2], seen[1]
+        elif of_gpu:
+            free, total = (in_gib(f"{size} bytes") for size in torch.cuda.mem_get_info())
+        else:
+            lines = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
+            free, total = (in_gib(f"{int(lines[key].split()[0]) * 1024} bytes") for key in ("MemAvailable", "MemTotal"))
+        numbers.append(f"{free} of {total} are free")
+    turned = [f"{how} (now {shown(now)})" for key, how in KNOBS.get(doing, ())
+              if (now := value_at(plain, key)) is not ... and how != f"{key}={shown(now)}"]
+    where = f"{'the GPU' if of_gpu else 'this machine'}'s memory is full" + (f" on {ranks.me()}" if ranks.me() else "")
+    remedy = ("Turn, in this order: " + "; ".join(turned) if turned else
+              "Lower batch_size, the numbers of images, or the sizes of network and images")
+    return f"{where} ({doing}{''.join(f'; {number}' for number in numbers)}). {remedy}."
+
+
+def in_gib(amount: str) -> str:
+    """Writes bytes in GiB; what has another unit stays."""
+    number, unit = amount.split()
+    return f"{int(number) / 2**30:.2f} GiB" if unit == "bytes" else amount
+
+
+def value_at(plain: Any, key: str) -> Any:
+    """Finds the value of a dotted key; ... where there is none."""
+    for part in key.split("."):
+        plain = plain.get(part, ...) if isinstance(plain, dict) else ...
+    return plain

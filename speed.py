@@ -7,13 +7,15 @@ import contextlib
 import functools
 import importlib.util
 import platform
+from datetime import timedelta
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator, DistributedDataParallelKwargs, PartialState
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs, PartialState
 from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
+import ranks
 from dit import DiT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -80,8 +82,11 @@ def set_float32(tf32: bool) -> None:
 def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:
     """Makes what knows of ranks and device, for a command that does not train."""
     set_float32(tf32)
+    options = {"timeout": timedelta(seconds=ranks.LIMITS.collective), **options}
     # Several ranks on CPUs need to be told.
-    return PartialState(cpu=cpu or not torch.cuda.is_available(), **options)
+    state = PartialState(cpu=cpu or not torch.cuda.is_available(), **options)
+    ranks.watch()
+    return state
 
 
 def make_accelerator(
@@ -89,13 +94,20 @@ def make_accelerator(
 ) -> Accelerator:
     """Makes what knows of ranks, device, autocast and accumulated parts, for training."""
     set_float32(tf32)
-    return Accelerator(
+    accelerator = Accelerator(
         mixed_precision=PRECISIONS[precision],
         cpu=cpu or not torch.cuda.is_available(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True)],
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+                         InitProcessGroupKwargs(timeout=timedelta(seconds=ranks.LIMITS.collective))],
         **options,
     )
+    ranks.watch()
+    return accelerator
+
+
+def multiplies_in_tf32(device: torch.device) -> bool:
+    return device.type == "cuda" and torch.backends.cudnn.allow_tf32
 
 
 def device_name(device: torch.device) -> str:
@@ -111,4 +123,4 @@ def device_name(device: torch.device) -> str:
 def describe_device(device: torch.device) -> dict[str, object]:
     """Names the device and how it multiplies float32, for the record of a result."""
     name = torch.cuda.get_device_name(device) if device.type == "cuda" else device.type
-    return {"device": name, "tf32": torch.backends.cudnn.allow_tf32 if device.type == "cuda" else False}
+    return {"device": name, "tf32": multiplies_in_tf32(device)}

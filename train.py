@@ -25,7 +25,6 @@ from typing import Annotated
 import numpy as np
 import torch
 from accelerate import Accelerator
-from accelerate.utils import broadcast
 from omegaconf import OmegaConf
 from pydantic import Field
 from torch import Tensor, nn
@@ -36,6 +35,7 @@ import autoencoder as autoencoders
 import checkpoint as checkpoints
 import features
 import fid
+import ranks
 import speed
 from data import KINDS, Latents, batches, kept_tokens, open_latents, to_latent
 from dit import DiT, DiT_models
@@ -311,43 +311,6 @@ class Sums:
         self.values[:3].zero_()
 
 
-class StopRequest:
-    """Turns the first SIGTERM or SIGINT into a request that the loop honours; a second one ends the process at once.
-
-    Several ranks must leave at the same step. Every few steps each says in the background whether it was told to stop,
-    over a process group on the CPUs, and reads the answer to the time before: nothing waits, neither host nor device.
-    """
-
-    EVERY = 10     # steps; launchers give a run 30 s between SIGTERM and SIGKILL
-
-    def __init__(self):
-        self.signal, self.group, self.asked = 0, None, None
-        for number in (signal.SIGTERM, signal.SIGINT):
-            signal.signal(number, self.receive)
-
-    def receive(self, number: int, frame: object) -> None:
-        self.signal = number
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        signal.signal(signal.SIGINT, signal.default_int_handler)
-
-    def agreed(self, step: int, world: int) -> int:
-        """Returns the signal on which all ranks leave at this step, or 0. Every rank calls it at every step."""
-        if world == 1:
-            return self.signal
-        if step % self.EVERY:
-            return 0
-        answer = 0
-        if self.asked is not None:
-            votes, work = self.asked
-            work.wait()
-            answer = int(votes)
-        self.group = self.group or torch.distributed.new_group(backend="gloo")
-        votes = torch.tensor(self.signal)
-        work = torch.distributed.all_reduce(votes, torch.distributed.ReduceOp.MAX, self.group, async_op=True)
-        self.asked = votes, work
-        return answer
-
-
 def due(step: int, every: int) -> bool:
     return every > 0 and step % every == 0
 
@@ -515,11 +478,6 @@ class Run:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
 
-def main_rank_says(accelerator: Accelerator, number: int) -> int:
-    """Gives every rank the main one's number."""
-    return int(broadcast(torch.tensor(int(number), device=accelerator.device)))
-
-
 def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     """Opens the latents; raises ValueError where there are none, or none that fit the settings."""
     if cfg.data.path is None:
@@ -575,7 +533,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
         **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
         "history": [{"step": 0, "commit": commit(), "device": speed.device_name(device),
-                     "torch": torch.__version__}],
+                     "torch": torch.__version__, "tf32": speed.multiplies_in_tf32(device)}],
     }
 
 
@@ -660,7 +618,7 @@ def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
         found = checkpoints.step_of(latest)
     else:
         found = NONE_WHOLE if checkpoints.all_steps(run_dir) else NONE_YET
-    step = main_rank_says(accelerator, found)
+    step = ranks.main_rank_says(accelerator, found)
     if step == NONE_WHOLE:
         raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
                          f"one, or move the folder away to start from the beginning.")
@@ -786,9 +744,10 @@ def in_trouble(run: Run, total: dict[str, float]) -> bool:
 
 @contextlib.contextmanager
 def shown_on(bar: tqdm, work: str) -> Iterator[None]:
-    """Says at the end of the progress bar what the run is doing instead of stepping."""
+    """Says at the end of the progress bar, and to the other ranks, what the run is doing instead of stepping."""
     bar.set_postfix_str(work)
-    yield
+    with ranks.working(work):
+        yield
     bar.set_postfix_str("")
 
 
@@ -852,7 +811,7 @@ def evaluate(run: Run) -> None:
                   **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)
-        if not main_rank_says(accelerator, fid.scored_before(row, results, whatever_code=True) is None):
+        if not ranks.main_rank_says(accelerator, fid.scored_before(row, results, whatever_code=True) is None):
             continue
         scores = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor, metrics=metrics)
         if accelerator.is_main_process:
@@ -888,13 +847,14 @@ def save(run: Run) -> None:
 
 @command("config", TrainSettings)
 def main(cfg: TrainSettings) -> None:
-    stop = StopRequest()
+    stop = ranks.StopRequest()
     check_settings(cfg)
     accelerator = speed.make_accelerator(
         cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
         log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    ranks.keep_log(Path(cfg.run_dir) / "logs", rank, world)
     if cfg.precision == "fp8":
         speed.check_float8(device)
     run = make_run(cfg, accelerator)
@@ -945,7 +905,7 @@ def main(cfg: TrainSettings) -> None:
                 save(run)
         # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
         due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
-        if due_grid and main_rank_says(accelerator, not run.grid_path.exists()):
+        if due_grid and ranks.main_rank_says(accelerator, not run.grid_path.exists()):
             with shown_on(bar, "drawing"):
                 draw(run)
         # The untrained network is evaluated too: it is what the numbers are to be compared with.
@@ -956,6 +916,7 @@ def main(cfg: TrainSettings) -> None:
         if last_step:
             break
 
+        ranks.at(run.step)
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         stored, y, weight = (part.to(device, non_blocking=True) for part in next(loader))
         loss, grad_norm, skipped = train_step(

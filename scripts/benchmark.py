@@ -629,7 +629,8 @@ def plot(record: dict, path: Path) -> None:
 
 def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Gathers what the numbers depend on: device, versions, commit, command and settings."""
-    return {"mode": cfg.mode, "device": speed.device_name(accelerator.device), "ranks": accelerator.num_processes,
+    return {"mode": cfg.mode, "device": speed.device_name(accelerator.device),
+            "tf32": speed.multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
             "threads": torch.get_num_threads(), "versions": fid.versions(SimpleNamespace(library="timm")),
             "commit": commit(), "finished": None,
             "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),

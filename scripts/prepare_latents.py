@@ -312,6 +312,7 @@ def prepare(
                 "kind": kind, "mirrored": mirror, "num_classes": num_classes, "class_names": images.class_names,
                 "autoencoder": autoencoder, **vae.convention.record(), "resolution": resolution,
                 "shards": [], "source": source, "unreadable": images.not_images,
+                "precision": precision, **speed.describe_device(state.device),
             } | ({} if shown is None else {"display_names": shown})
             finish(out, metadata, records)
             seconds = time.monotonic() - started

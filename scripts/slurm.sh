@@ -36,7 +36,8 @@ MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-localhost}" | head 
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
-# The ranks are Slurm's own tasks, with no launcher between, which would kill them 30 s after a signal.
+# The ranks are Slurm's own tasks, with no launcher between, which would kill them 30 s after a signal. Where one fails,
+# the ranks end each other, within a minute and in a sentence, so srun need not.
 srun --kill-on-bad-exit=0 bash -c '
     if [ "$SLURM_NTASKS" -gt 1 ]; then
         export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
@@ -47,9 +48,13 @@ step=$!
 # A signal ends a wait, not the step.
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
-if [ -n "$stopping" ] && [ "$code" -ne 0 ]; then
+# 143 is what a process leaves with that TERM has stopped, having saved. Any other end is the run's own: a mistake, say,
+# or a full disk, which would be the same the next time.
+if [ -n "$stopping" ] && [ "$code" -eq 143 ]; then
     echo "slurm.sh: stopped by $stopping; job $SLURM_JOB_ID goes back into the queue."
-    scontrol requeue "$SLURM_JOB_ID"
-    exit 0
+    scontrol requeue "$SLURM_JOB_ID" && exit 0
+    echo "slurm.sh: Slurm did not take it back: submit the same command again." >&2
+elif [ -n "$stopping" ] && [ "$code" -ne 0 ]; then
+    echo "slurm.sh: the run was told to stop by $stopping and failed with $code: it stays out of the queue." >&2
 fi
 exit "$code"

@@ -208,17 +208,17 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
 
     # In a group of its own, as a second signal would end it at once: it hears of Ctrl-C from here alone.
     child = subprocess.Popen(line, env=environment, process_group=0)
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT)}
+    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if told or code < 0 or code > 128:      # the run has saved
-        sys.exit(128 + told[0][0] if told else code if code > 0 else 128 - code)
-    if code:
+    if 0 < code <= 128:      # also where it was told to stop: it has not saved
         raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Mend it, and the "
                          f"same command goes on.")
+    if told or code:
+        sys.exit(128 + told[0][0] if told else code if code > 0 else 128 - code)
 
 
 def finished(run: Run) -> bool:
@@ -352,7 +352,7 @@ def told_of(row: dict) -> dict:
     """Takes out of a row of results.jsonl its first number, and by what code, device and files it was measured."""
     metric, value = next(iter(row["metrics"].items()))
     return {"metric": metric, "value": value, "num_samples": row["images"], "device": row["device"],
-            "commit": row.get("commit"), "torch": row["versions"]["torch"],
+            "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"]["torch"],
             "extractor": row["extractor"]["name"], "extractor_sha256": row["extractor"]["sha256"],
             "reference_sha256": row["reference"].get("sha256")}
 

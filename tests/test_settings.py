@@ -12,6 +12,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import Field
 
+import ranks
 import settings
 from settings import (
     Count,
@@ -228,7 +229,7 @@ def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
     assert call(fail_by(KeyboardInterrupt())) == (130, "small.py: stopped by Ctrl-C.")
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")):
         code, said = call(fail_by(error))
-        assert code == 1 and said.startswith("small.py: the memory is full (") and said.endswith("of network and images.")
+        assert code == 1 and "memory is full (" in said and said.endswith("of network and images.")
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
     assert "HYDRA_FULL_ERROR" not in os.environ  # which a command sets for itself, and for none that it starts
@@ -246,7 +247,7 @@ def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, erro
 
 def test_a_rank_but_the_first_waits_before_it_says_the_same(call, monkeypatch):
     waits = []
-    monkeypatch.setattr(settings.time, "sleep", waits.append)
+    monkeypatch.setattr(ranks.time, "sleep", waits.append)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert call(fail_by(ValueError("Too many.")))[0] == 1

@@ -19,13 +19,14 @@ import os, signal, subprocess, sys
 command = sys.argv[1:]
 while command[0].startswith("--"):
     command.pop(0)
-count = int(os.environ["SLURM_NTASKS"])
-tasks = [subprocess.Popen(command, env=os.environ | {{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i)}}) for i in range(count)]
+count, nodes = int(os.environ["SLURM_NTASKS"]), int(os.environ["SLURM_NNODES"])
+places = [{{"SLURM_PROCID": str(i), "SLURM_LOCALID": str(i % (count // nodes))}} for i in range(count)]
+tasks = [subprocess.Popen(command, env=os.environ | place) for place in places]
 signal.signal(signal.SIGTERM, lambda *_: [task.send_signal(signal.SIGTERM) for task in tasks])
 sys.exit(max(task.wait() for task in tasks))
 """
 SCONTROL = """#!/bin/sh
-case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED" ;; esac
+case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED"; exit "${REFUSES:-0}" ;; esac
 """
 # A program that saves within a second of the first TERM, as train.py does, and is ended by a second one.
 PROGRAM = """
@@ -40,7 +41,7 @@ if "fail" in sys.argv:
 while "wait" in sys.argv and not stopped:
     time.sleep(0.01)
 time.sleep(0.3 if stopped else 0)
-sys.exit(143 if stopped else 0)
+sys.exit(1 if "unsaved" in sys.argv else 143 if stopped or "killed" in sys.argv else 0)
 """
 
 
@@ -81,7 +82,31 @@ def test_a_job_whose_time_is_up_saves_on_every_rank_and_is_put_back_into_the_que
         ("2", "2", "localhost", "24711")}
 
 
-@pytest.mark.parametrize(("word", "code"), [("done", 0), ("fail", 3)])
+def test_ranks_of_two_nodes_know_their_place_on_each(slurm, tmp_path):
+    job = slurm(4, tmp_path / "program.py", "done", SLURM_NNODES="2")
+    assert job.wait(60) == 0, job.stdout.read()
+    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(4)]
+    assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in ranks] == [
+        ("0", "2", "4"), ("1", "2", "4"), ("0", "2", "4"), ("1", "2", "4")]
+
+
+def test_a_run_that_was_told_to_stop_and_failed_instead_of_saving_is_not_put_back(slurm, tmp_path):
+    job = slurm(2, tmp_path / "program.py", "wait", "unsaved")
+    wait_for(lambda: (tmp_path / "rank0").is_file() and (tmp_path / "rank1").is_file())
+    job.send_signal(signal.SIGUSR1)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 1 and not (tmp_path / "requeued").exists() and "stays out of the queue" in said
+
+
+def test_a_job_that_slurm_does_not_take_back_keeps_the_code_of_its_run(slurm, tmp_path):
+    job = slurm(1, tmp_path / "program.py", "wait", REFUSES="1")
+    wait_for(lambda: (tmp_path / "ranknone").is_file())
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=60)[0]
+    assert job.returncode == 143 and "submit the same command again" in said
+
+
+@pytest.mark.parametrize(("word", "code"), [("done", 0), ("fail", 3), ("killed", 143)])
 def test_a_job_that_ends_by_itself_is_not_put_back(slurm, tmp_path, word, code):
     job = slurm(1, tmp_path / "program.py", word, SLURM_ARRAY_TASK_ID="5", SLURM_ARRAY_TASK_MIN="4", SLURM_ARRAY_TASK_COUNT="3")
     job.communicate(timeout=60)
@@ -90,22 +115,24 @@ def test_a_job_that_ends_by_itself_is_not_put_back(slurm, tmp_path, word, code):
     assert told["given"] == [word, "part=2/3"] and told["WORLD_SIZE"] is None
 
 
-def test_train_py_goes_through_the_queue_on_two_ranks_and_ends_at_its_last_step(slurm, tmp_path):
+def test_train_py_goes_through_the_queue_on_two_nodes_and_ends_at_its_last_step(slurm, tmp_path):
     write_latents(tmp_path, 64, (3, 8, 8), 4)
     command = ["train.py", "experiment=quickstart", f"data.path={tmp_path}", f"run_dir={tmp_path}/run", "batch_size=8", "steps=120", "log.every=1",
                "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "data.channels=3", "data.input_size=8",
                "data.num_classes=4", "cpu=true", "model.patch_size=2"]
-    job = slurm(2, *command)
+    job = slurm(2, *command, SLURM_NNODES="2")
     rows = tmp_path / "run/metrics.jsonl"
     wait_for(lambda: rows.is_file() or job.poll() is not None)
     job.send_signal(signal.SIGUSR1)
     said = job.communicate(timeout=120)[0]
     assert (tmp_path / "requeued").read_text() == "4711\n", said
     assert "Stopped by SIGTERM" in said and 0 < len(rows.read_text().splitlines()) < 120
-    job = slurm(2, *command)      # what the queue does
+    job = slurm(2, *command, SLURM_NNODES="2")      # what the queue does
     said = job.communicate(timeout=120)[0]
     assert job.returncode == 0 and "Finished 120 steps" in said, said
     assert [json.loads(row)["step"] for row in rows.read_text().splitlines()] == list(range(1, 121))
+    logs = [(tmp_path / f"run/logs/rank-0000{rank}.log").read_text() for rank in (0, 1)]      # of both lives of the job
+    assert all(log.count(f"rank {rank} of 2, host") == 2 for rank, log in enumerate(logs)) and "Finished 120 steps" in logs[0]
 
 
 # ---- the GPU study's calls -------------------------------------------------------------------------------------------

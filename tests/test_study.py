@@ -83,7 +83,7 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert {run["variant"]: [score["step"] for score in run["scores"]] for run in told["runs"]} == {
         "dit": [0, 2, 4, 4], "tread": [0, 2, 4], "tuned": [0, 1]}
     assert told["runs"][0]["history"] == [{"step": 0, "commit": fid.commit(), "device": told["runs"][0]["history"][0]["device"],
-                                           "torch": torch.__version__}]
+                                           "torch": torch.__version__, "tf32": False}]
     assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
     for score in (*told["runs"][0]["scores"], *told["floor"]):
         assert (score["commit"], score["device"], score["torch"]) == (fid.commit(), "cpu", torch.__version__)
@@ -265,3 +265,19 @@ def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fr
         loader.close()
     assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()      # some labels are dropped
     assert all(torch.equal(one, other) for one, other in zip(seen["dit"], seen["tread"], strict=True))
+
+
+ON_TERM = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[1])))
+os.kill(os.getppid(), signal.SIGTERM)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("code", "ends"), [("143", SystemExit), ("0", SystemExit), ("1", ValueError)])
+def test_a_run_that_fails_when_it_is_told_to_stop_is_a_failure_and_no_stop(tmp_path, code, ends):
+    (tmp_path / "program.py").write_text(ON_TERM)
+    with pytest.raises(ends) as ended:
+        study.call(settings(tmp_path), str(tmp_path / "program.py"), [code])
+    assert ends is ValueError or ended.value.code == 143
