@@ -572,7 +572,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
                  "convention": latents.convention.record(),
                  "class_names": latents.class_names, "display_names": latents.display_names},
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
-        **({} if cfg.lora.rank is None else
+        "parent": None, **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
         "history": [{"step": 0, "commit": commit(), "device": speed.device_name(device),
                      "torch": torch.__version__}],
@@ -764,6 +764,8 @@ def full_disk_is_a_sentence() -> Iterator[None]:
 def forget_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
+    for left in (*run_dir.glob(".*.tmp"), *(run_dir / "samples").glob(".step-*.tmp")):      # of killed writes
+        checkpoints.remove(left)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
