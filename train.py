@@ -13,6 +13,7 @@ import copy
 import errno
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -497,6 +498,7 @@ class Run:
     started: float = 0.0
     run_id: str = ""
     lowest_loss: float = math.inf           # of all reports
+    place: os.stat_result | None = None     # what the folder was at the start; on the main rank
 
     @property
     def elapsed(self) -> float:
@@ -815,6 +817,7 @@ def report(run: Run, num_steps: int, seconds: float) -> None:
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
         checkpoints.append_row(run.folder / "metrics.jsonl", row)
+        checkpoints.require_same(run.folder, run.place)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
     if skipped_in_row >= cfg.max_skipped_in_row:
@@ -904,6 +907,7 @@ def main(cfg: TrainSettings) -> None:
     if accelerator.is_main_process:
         lock = checkpoints.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "  # noqa: F841
                                             f"name=<another> for a second run.")      # held until the process ends
+        run.place = run.folder.stat()
     resumed = resume(run)
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
                      start=run.images // cfg.batch_size, pin=device.type == "cuda",
@@ -912,6 +916,7 @@ def main(cfg: TrainSettings) -> None:
         for name in ("checkpoints", "samples"):      # refuses now what writing would refuse
             (run.folder / name).mkdir(parents=True, exist_ok=True)
         forget_after(run.folder, run.step)
+        checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)      # where a kill came first
         checkpoints.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(cfg.model_dump()))
     start_trackers(run)
 
@@ -973,6 +978,8 @@ def main(cfg: TrainSettings) -> None:
 
     loader.close()
     bar.close()
+    if run.place is not None:
+        checkpoints.require_same(run.folder, run.place)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if stopped_by and not finished:

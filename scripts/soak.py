@@ -13,6 +13,7 @@ import ctypes
 import functools
 import hashlib
 import importlib
+import itertools
 import json
 import mmap
 import os
@@ -34,6 +35,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import numpy as np  # noqa: E402
 import torch  # noqa: E402
+from filelock import FileLock  # noqa: E402
 from pydantic import Field  # noqa: E402
 
 import checkpoint as checkpoints  # noqa: E402
@@ -49,6 +51,7 @@ from settings import Count, Location, Settings, Whole, command, commit, one_of  
 
 PARTS = ("kills", "faults", "disk", "signals", "clock", "nan", "ranks")
 TASKS = ("train", "prepare", "import", "fid")
+FAULTS = ("full", "io", "gone")
 LIMIT = 300      # seconds of a life; one that takes longer hangs, and counts as lost
 CLOCK = {"img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s", "seconds", "finished", "run_id",
          "resumed_images"}      # what two equal runs differ in
@@ -61,7 +64,9 @@ class SoakSettings(Settings):
     parts: Annotated[list[one_of(PARTS)], Field(min_length=1)]
     tasks: Annotated[list[one_of(TASKS)], Field(min_length=1)]
     seed: Whole
+    steps: Annotated[int, Field(ge=4, le=100, multiple_of=4)]
     kills: Whole
+    faults: Annotated[list[one_of(FAULTS)], Field(min_length=1)]
     writes: Count | None
     disks: Count
     out: Location
@@ -113,7 +118,7 @@ def features_kept(out: Path) -> int:
     return len(list(out.glob("features/*/[!.]*.safetensors")))
 
 
-def make_tasks(work: Path) -> dict[str, Task]:
+def make_tasks(work: Path, steps: int) -> dict[str, Task]:
     """Writes the data that the commands read, and describes them: each is over in a second or two."""
     data, source, reference = work / "data", work / "pairs", work / "reference.npz"
     shapes = ("source=shapes", "resolution=16", "autoencoder=identity", "num_workers=1")
@@ -133,7 +138,7 @@ def make_tasks(work: Path) -> dict[str, Task]:
     outs = {name: work / name / "out" for name in TASKS}
     return {task.name: task for task in (
         Task("train", "train", "config", (
-            "experiment=quickstart", f"run_dir={outs['train']}", f"data.path={data}", "batch_size=8", "steps=8",
+            "experiment=quickstart", f"run_dir={outs['train']}", f"data.path={data}", "batch_size=8", f"steps={steps}",
             "model.hidden_size=32", "model.num_heads=2", "model.depth=3", "optimizer.warmup_steps=2",
             "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]", "log.every=2", "cpu=true",
             "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_every=4", "samples.every=4",
@@ -158,7 +163,7 @@ def make_tasks(work: Path) -> dict[str, Task]:
 
 
 class Told:
-    """What a child tells its parent, in memory that outlives a kill: its phase, a number, and its changes so far."""
+    """What a child tells its parent, in memory that outlives a kill: its phase, and what it was and had when it was hit."""
 
     def __init__(self):
         self.shared = mmap.mmap(-1, 128)
@@ -176,6 +181,15 @@ class Told:
     @property
     def reached(self) -> int:
         return int(self.get(1) or 0)
+
+    def mark(self, reached: str, phase: str) -> None:
+        """Notes how far a command has come, and its phase, at the moment at which it is disturbed."""
+        self.set(1, reached)
+        self.set(3, phase)
+
+    @property
+    def hit(self) -> str:
+        return self.get(3)
 
     @property
     def changes(self) -> int:
@@ -377,19 +391,20 @@ def fail(soak: Soak, task: Task, fault: str) -> dict:
     total = soak.changes[task.name]
     for at in range(1, min(total, soak.cfg.writes or total) + 1):
         clear(task)
-        meet = faults.failing(task.out, at, fault, lambda: told.set(1, str(task.reach(task.out))))
-        told.set(1, "0")
+        told.mark("0", "")
+        meet = faults.failing(task.out, at, fault, lambda: told.mark(str(task.reach(task.out)), told.phase))
         ended = begin(task, told, meet=meet).wait(LIMIT)
-        tried = f"{fault} at change {at} of {total}, {told.phase}"
-        if ended.code == 0 and differing(task, soak.wanted[task.name]) is None:
-            counts["went_on"] += 1
-        elif is_a_sentence(task, ended):
-            counts["ended_in_a_sentence"] += 1
-        else:
-            soak.lose(task, tried, f"it ended with {ended.code} and without its one sentence", ended.said)
+        tried = f"{fault} at change {at} of {total}, {told.hit}"
+        whole = differing(task, soak.wanted[task.name]) is None
         if (gone := Path(f"{task.out}.gone")).exists():      # the disk is back, and hides what was written meanwhile
             shutil.rmtree(task.out, ignore_errors=True)
             os.rename(gone, task.out)
+        if is_a_sentence(task, ended):
+            counts["ended_in_a_sentence"] += 1
+        elif ended.code == 0 and (whole or differing(task, soak.wanted[task.name]) is None):
+            counts["went_on"] += 1
+        else:
+            soak.lose(task, tried, f"it ended with {ended.code} and without its one sentence", ended.said)
         counts["equal_afterwards"] += soak.mend(task, tried, told.reached)
         counts["tried"] += 1
     return {"changes": total, **counts}
@@ -579,30 +594,45 @@ def warm(tasks: dict[str, Task]) -> None:
     settings.compose = lambda config: composed.get((config, tuple(sys.argv[1:]))) or compose(config)
 
 
-def attempt(soak: Soak, part: str, chosen: dict[str, Task]) -> dict:
-    """Tries one part on all tasks that it is for."""
-    cfg, found = soak.cfg, {}
-    shares = {name: 2 if name == "train" else 1 for name in chosen}
-    for name, task in chosen.items():
-        rng = random.Random(f"{cfg.seed} {part} {name}")
-        match part:
-            case "kills":
-                found[name] = kill(soak, task, -(-cfg.kills * shares[name] // sum(shares.values())), rng)
-            case "faults":
-                found[name] = {fault: fail(soak, task, fault) for fault in ("full", "io", "gone")}
-            case "disk":
-                found[name] = fill_disks(soak, task)
-            case "signals":
-                found[name] = {signal.Signals(n).name: interrupt(soak, task, n) for n in (signal.SIGTERM, signal.SIGINT)}
-            case "clock":
-                found[name] = bend_clocks(soak, task)
-            case "nan" if name == "train":
-                found[name] = meet_nan(soak, task, rng)
-            case "ranks" if name == "train":
-                found[name] = lose_ranks(soak, task)
-        if name in found:
-            print(f"{part}, {name}: {json.dumps(found[name])}", flush=True)
-    return found
+def attempt(soak: Soak, task: Task, out: Path) -> None:
+    """Tries one part on a task, if it is for it, and puts what was found into the record at `out`."""
+    cfg, part, name = soak.cfg, soak.part, task.name
+    shares = {name: 2 if name == "train" else 1 for name in cfg.tasks}
+    rng = random.Random(f"{cfg.seed} {part} {name}")
+    tried: dict[str, Callable[[], dict]] = {}
+    match part:
+        case "kills":
+            count = -(-cfg.kills * shares[name] // sum(shares.values()))
+            tried[part] = lambda: kill(soak, task, count, rng)
+        case "faults":
+            tried = {fault: functools.partial(fail, soak, task, fault) for fault in cfg.faults}
+        case "disk":
+            tried[part] = lambda: fill_disks(soak, task)
+        case "signals":
+            numbers = (signal.SIGTERM, signal.SIGINT)
+            tried = {number.name: functools.partial(interrupt, soak, task, number) for number in numbers}
+        case "clock":
+            tried[part] = lambda: bend_clocks(soak, task)
+        case "nan" if name == "train":
+            tried[part] = lambda: meet_nan(soak, task, rng)
+        case "ranks" if name == "train":
+            tried[part] = lambda: lose_ranks(soak, task)
+    for what, work in tried.items():
+        began, lost = time.monotonic(), len(soak.lost)
+        found = work()
+        found = {
+            "lost": len(soak.lost) - lost, **found, "seconds": round(time.monotonic() - began), "seed": cfg.seed,
+            "steps": cfg.steps, "commit": commit(), **speed.describe_device(torch.device("cpu")),
+            "device_name": speed.device_name(torch.device("cpu")),
+            "command": " ".join(["python scripts/soak.py", *sys.argv[1:]]),
+            "versions": {"python": platform.python_version(), "torch": torch.__version__},
+        }
+        print(f"{part}, {name}: {what}: {json.dumps(found)}", flush=True)
+        with FileLock(f"{out}.lock"):      # of soaks that run side by side
+            record = json.loads(out.read_text()) if out.is_file() else {}
+            record.setdefault(part, {}).setdefault(name, {})[what] = found | (
+                {"losses": soak.lost[lost:]} if soak.lost[lost:] else {})
+            checkpoints.write_text(out, json.dumps(record, indent=1) + "\n")
 
 
 @command("soak", SoakSettings)
@@ -610,12 +640,12 @@ def main(cfg: SoakSettings) -> None:
     if "disk" in cfg.parts and os.geteuid():
         raise ValueError("parts: disk mounts a small file system, which root alone may: leave it out of parts=.")
     out = Path(cfg.out).resolve()
-    work, line = out.with_suffix(""), " ".join(["python scripts/soak.py", *sys.argv[1:]])
-    lock = checkpoints.hold(work, f"Another soak is at work in {work}: wait for it, or set out= to another.")  # noqa: F841
-    for left in work.iterdir():
-        if left.name != ".lock":
+    place = out.with_suffix("")
+    for left in place.glob("[0-9]*"):      # of soaks that were killed
+        if not Path("/proc", left.name).exists() and not (left / "lost").exists():
             checkpoints.remove(left)
-    tasks = make_tasks(work)
+    work = place / str(os.getpid())
+    tasks = make_tasks(work, cfg.steps)
     chosen = {name: tasks[name] for name in TASKS if name in cfg.tasks}
     warm(chosen)
     for task in chosen.values():
@@ -625,19 +655,9 @@ def main(cfg: SoakSettings) -> None:
         soak.look(task)
         print(f"{task.name}: {soak.seconds[task.name]:.2f} s and {soak.changes[task.name]} changes to files a life")
 
-    before = json.loads(out.read_text()) if out.is_file() else {}
-    record = {key: before[key] for key in PARTS if key in before}
-    for part in cfg.parts:
-        soak.part, began, lost = part, time.monotonic(), len(soak.lost)
-        found = attempt(soak, part, chosen)
-        record[part] = {
-            "lost": len(soak.lost) - lost, **found, "command": line, "seed": cfg.seed, "commit": commit(),
-            "seconds": round(time.monotonic() - began), **speed.describe_device(torch.device("cpu")),
-            "versions": {"python": platform.python_version(), "torch": torch.__version__},
-        }
-        if soak.lost[lost:]:
-            record[part]["losses"] = soak.lost[lost:]
-        checkpoints.write_text(out, json.dumps(record, indent=1) + "\n")
+    for part, task in itertools.product(cfg.parts, chosen.values()):
+        soak.part = part
+        attempt(soak, task, out)
     print(f"lost: {len(soak.lost)}. {out}")
     if soak.lost:
         sys.exit(f"soak.py: {len(soak.lost)} losses; what is left of them is in {work}.")
