@@ -49,7 +49,7 @@ from sample import sampling_cost  # noqa: E402
 from scripts import faults, forks  # noqa: E402
 from settings import Count, Location, Settings, Whole, command, commit, one_of  # noqa: E402
 
-PARTS = ("kills", "faults", "disk", "signals", "clock", "nan", "ranks")
+PARTS = ("kills", "faults", "disk", "signals", "clock", "loss", "ranks")
 TASKS = ("train", "prepare", "import", "fid")
 FAULTS = ("full", "io", "gone")
 LIMIT = 300      # seconds of a life; one that takes longer hangs, and counts as lost
@@ -613,7 +613,7 @@ def attempt(soak: Soak, task: Task, out: Path) -> None:
             tried = {number.name: functools.partial(interrupt, soak, task, number) for number in numbers}
         case "clock":
             tried[part] = lambda: bend_clocks(soak, task)
-        case "nan" if name == "train":
+        case "loss" if name == "train":
             tried[part] = lambda: meet_nan(soak, task, rng)
         case "ranks" if name == "train":
             tried[part] = lambda: lose_ranks(soak, task)
