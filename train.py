@@ -916,7 +916,8 @@ def main(cfg: TrainSettings) -> None:
         for name in ("checkpoints", "samples"):      # refuses now what writing would refuse
             (run.folder / name).mkdir(parents=True, exist_ok=True)
         forget_after(run.folder, run.step)
-        checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)      # where a kill came first
+        # A kill may have come between the last save and its pruning.
+        checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
         checkpoints.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(cfg.model_dump()))
     start_trackers(run)
 

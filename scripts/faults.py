@@ -55,11 +55,11 @@ class Changes:
     def heard(self, event: str, arguments: tuple) -> None:
         if self.quiet:
             return
-        if event == "open" and arguments[2] & WRITING and self.concerns(arguments[0]):
-            self.happens("open")
-        elif event in ("os.mkdir", "os.remove", "os.rmdir") and self.concerns(arguments[0], arguments[-1]):
-            self.happens(event)
-        elif event == "os.rename" and (self.concerns(arguments[0]) or self.concerns(arguments[1])):
+        paths = {"open": 1, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2}.get(event, 0)
+        if event == "open" and not arguments[2] & WRITING:
+            paths = 0
+        descriptor = arguments[-1] if event in ("os.mkdir", "os.remove", "os.rmdir") else -1
+        if any(self.concerns(path, descriptor) for path in arguments[:paths]):
             self.happens(event)
 
     def opened(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):

@@ -55,7 +55,7 @@ FAULTS = ("full", "io", "gone")
 LIMIT = 300      # seconds of a life; one that takes longer hangs, and counts as lost
 CLOCK = {"img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s", "seconds", "finished", "run_id",
          "resumed_images"}      # what two equal runs differ in
-NAN_STEPS = (1, 2, 5)
+NAN_STEPS = (1, 3)
 
 
 class SoakSettings(Settings):
@@ -95,7 +95,9 @@ class Task:
     arguments: tuple[str, ...]
     out: Path
     reach: Callable[[Path], int]
-    repeats_rows: bool = False      # true: a command that was killed after its row appends it once more
+    # Not where several may write to a folder at once: what a kill left of a write or a row stays, and a row that was
+    # there already may come once more.
+    is_exact: bool = True
     cost: tuple | None = None       # what a drawing costs, once it is known: to count it takes half of a short life
 
     def call(self) -> None:
@@ -155,7 +157,7 @@ def make_tasks(work: Path, steps: int) -> dict[str, Task]:
         Task("fid", "fid", "fid", (
             f"images={work / 'images.npz'}", f"reference={reference}", "features=pixels", "keep_features=true",
             "batch_size=8", f"results={outs['fid'] / 'results.jsonl'}", "cpu=true",
-        ), outs["fid"], features_kept, repeats_rows=True),
+        ), outs["fid"], features_kept, is_exact=False),
     )}
 
 
@@ -163,7 +165,7 @@ def make_tasks(work: Path, steps: int) -> dict[str, Task]:
 
 
 class Told:
-    """What a child tells its parent, in memory that outlives a kill: its phase, and what it was and had when it was hit."""
+    """What a child tells its parent, in memory that outlives a kill: its phase, and phase and reach when it was hit."""
 
     def __init__(self):
         self.shared = mmap.mmap(-1, 128)
@@ -259,15 +261,16 @@ def content(task: Task) -> dict[str, str]:
     """Hashes every file that a command has left, but for its lock and what the clock says in records."""
     found = {}
     for file in sorted(task.out.rglob("*")):
-        if not file.is_file() or file.name == ".lock" or (task.name == "fid" and file.name.endswith(".tmp")):
-            continue      # several evaluations may keep features at once, so none sweeps what another may be writing
+        if not file.is_file() or file.name == ".lock" or (file.name.endswith(".tmp") and not task.is_exact):
+            continue
         data = file.read_bytes()
         with contextlib.suppress(ValueError):
             if file.suffix == ".json":
                 data = json.dumps(plain(json.loads(data))).encode()
             elif file.suffix == ".jsonl":
-                rows = [json.dumps(plain(json.loads(line))) for line in data.splitlines() if line or not task.repeats_rows]
-                data = "\n".join(dict.fromkeys(rows) if task.repeats_rows else rows).encode()
+                rows = map(json.loads, data.splitlines()) if task.is_exact else checkpoints.read_rows(file)
+                rows = [json.dumps(plain(row)) for row in rows]
+                data = "\n".join(rows if task.is_exact else dict.fromkeys(rows)).encode()
         found[str(file.relative_to(task.out))] = hashlib.sha256(data).hexdigest()
     return found
 
@@ -276,8 +279,8 @@ def differing(task: Task, wanted: dict[str, str]) -> str | None:
     """Names the files in which a finished run is not what an undisturbed one is, or None."""
     got = content(task)
     names = [name for name in {**wanted, **got} if wanted.get(name) != got.get(name)]
-    said = {name: "missing" if name not in got else "left over" if name not in wanted else "different" for name in names}
-    return ", ".join(f"{name} is {how}" for name, how in said.items()) or None
+    how = {name: "missing" if name not in got else "different" if name in wanted else "left over" for name in names}
+    return ", ".join(f"{name} is {how[name]}" for name in names) or None
 
 
 def clear(task: Task) -> None:
@@ -333,7 +336,9 @@ class Soak:
                           "said": said[-2000:]})
         print(f"LOST, {task.name}, {tried}: {why}\n{said[-1500:]}", file=sys.stderr)
 
-    def mend(self, task: Task, tried: str, reached: int, *meddle: Callable[[], None], wanted: dict | None = None) -> bool:
+    def mend(
+        self, task: Task, tried: str, reached: int, *meddle: Callable[[], None], wanted: dict[str, str] | None = None,
+    ) -> bool:
         """Runs the same command once more, undisturbed, and tells whether all is as if nothing had happened."""
         if (now := task.reach(task.out)) < reached:
             self.lose(task, tried, f"it had come to {reached} and has {now}")
@@ -358,8 +363,7 @@ def kill(soak: Soak, task: Task, count: int, rng: random.Random) -> dict:
             life, moment = begin(task, told), rng.uniform(0, soak.seconds[task.name])
             tried = f"kill {kills + 1} after {moment:.3f} s"
             if not spared:
-                while time.monotonic() < life.began + moment:      # the end is not waited for, but not slept over either
-                    time.sleep(0.002)
+                time.sleep(max(0.0, life.began + moment - time.monotonic()))
                 life.signal(signal.SIGKILL)
         else:
             at = rng.randint(1, soak.changes[task.name])
@@ -567,7 +571,8 @@ def lose_ranks(soak: Soak, task: Task) -> dict:
         said = process.communicate(timeout=LIMIT)[0]
         if wanted is None:
             wanted = content(task)
-        why = f"the same command then ended with {process.returncode}" if process.returncode else differing(task, wanted)
+        code = process.returncode
+        why = f"the same command then ended with {code}" if code else differing(task, wanted)
         if why is not None:
             soak.lose(task, tried, why, said)
         elif victim is not None:
