@@ -502,7 +502,7 @@ class Run:
 
     @property
     def elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.started
+        return self.elapsed_before + max(0.0, time.perf_counter() - self.started)      # a clock may be set back
 
     @property
     def autoencoder(self) -> str:
@@ -800,6 +800,7 @@ def shown_on(bar: tqdm, work: str) -> Iterator[None]:
 def report(run: Run, num_steps: int, seconds: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
     cfg, accelerator = run.cfg, run.accelerator
+    seconds = max(seconds, 1e-6)      # a clock may stand, or be set back
     total = run.sums.over_ranks(accelerator)
     trouble = in_trouble(run, total)
     run.sums.start_again()

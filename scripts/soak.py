@@ -167,8 +167,8 @@ def make_tasks(work: Path, steps: int) -> dict[str, Task]:
 class Told:
     """What a child tells its parent, in memory that outlives a kill: its phase, and phase and reach when it was hit."""
 
-    def __init__(self):
-        self.shared = mmap.mmap(-1, 128)
+    def __init__(self, entered: Callable[[str], None] = lambda phase: None):
+        self.shared, self.entered = mmap.mmap(-1, 128), entered      # which is called in the child
 
     def set(self, place: int, text: str) -> None:
         self.shared[place * 32 : place * 32 + 32] = text.encode()[:32].ljust(32, b"\0")
@@ -197,12 +197,16 @@ class Told:
     def changes(self) -> int:
         return int(self.get(2) or 0)
 
+    def enter(self, phase: str) -> None:
+        self.set(0, phase)
+        self.entered(phase)
+
     def telling(self, function: Callable, phase: str) -> Callable:
         """Wraps a function so that the phase is told while it is at work."""
         @functools.wraps(function)
         def told(*arguments, **keywords):
             before = self.phase
-            self.set(0, phase)
+            self.enter(phase)
             try:
                 return function(*arguments, **keywords)
             finally:
@@ -221,7 +225,7 @@ class Told:
         step = train.train_step
 
         def stepping(*arguments, **keywords):
-            self.set(0, "stepping")
+            self.enter("stepping")
             return step(*arguments, **keywords)
         train.train_step = stepping
 
@@ -442,36 +446,45 @@ def fill_disks(soak: Soak, task: Task) -> dict:
     return dict(counts)
 
 
-def interrupt(soak: Soak, task: Task, number: int) -> dict:
-    """Sends SIGTERM or SIGINT in each phase: at its first change to a file, its last, and one between."""
-    seen: dict[str, list[int]] = {}
+def signalled(task: Task, number: int, place: str | int) -> tuple[forks.Ended, Told]:
+    """Lives until a signal comes: where a phase is first entered, or before a change to a file."""
     told = Told()
-    trail = mmap.mmap(-1, 64 * (soak.changes[task.name] + 1))
 
-    def note(at: int, kind: str, half: Callable[[], None]) -> None:
-        trail[at * 64 : at * 64 + 64] = told.phase.encode().ljust(64, b"\0")
-    clear(task)
-    begin(task, told, meet=note).wait(LIMIT)
-    for at in range(1, soak.changes[task.name] + 1):
-        seen.setdefault(trail[at * 64 : at * 64 + 64].rstrip(b"\0").decode(), []).append(at)
-    counts, name = Counter(), signal.Signals(number).name
-    for phase, places in seen.items():
-        for at in sorted({places[0], places[len(places) // 2], places[-1]}):
-            clear(task)
-            ended = begin(task, told, meet=faults.sending(at, number)).wait(LIMIT)
-            tried, said = f"{name} at change {at}, {phase}", ended.said
-            if task.name == "train":
-                good = ended.code == 128 + number and f"Stopped by {name} at step" in said
-                good = good or (ended.code == 0 and differing(task, soak.wanted[task.name]) is None)
-            elif number == signal.SIGINT:
-                good = ended.code == 130 and is_a_sentence(task, ended)
-            else:
-                good = ended.code == -number      # nothing waits for it: what is whole stays, as after a kill
-            if not good or ended.has_traceback:
-                soak.lose(task, tried, f"it ended with {ended.code}, otherwise than it should", said)
-            counts["equal_afterwards"] += soak.mend(task, tried, task.reach(task.out))
-            counts["tried"] += 1
-    return {"phases": sorted(seen), **counts}
+    def send(phase: str) -> None:
+        if phase == place and not told.hit:
+            told.mark("0", phase)
+            os.kill(os.getpid(), number)
+
+    if isinstance(place, str):
+        told.entered = send
+        return begin(task, told).wait(LIMIT), told
+    meet = faults.sending(place, number, lambda: told.mark("0", told.phase))
+    return begin(task, told, meet=meet).wait(LIMIT), told
+
+
+def interrupt(soak: Soak, task: Task, number: signal.Signals) -> dict:
+    """Sends SIGTERM or SIGINT where each phase is first entered, and before changes to files all over a life."""
+    phases, equal = Counter(), 0
+    changes = range(1, soak.changes[task.name] + 1, max(1, soak.changes[task.name] // 12))
+    names = ["stepping", *sorted({phase for of_place in PHASES.values() for phase in of_place.values()})]
+    for place in (*names, *changes):
+        clear(task)
+        ended, told = signalled(task, number, place)
+        if not told.hit:      # a phase of another task
+            continue
+        phases[told.hit] += 1
+        tried = f"{number.name} at {place}, {told.hit}"
+        if task.name == "train":
+            good = ended.code == 128 + number and f"Stopped by {number.name} at step" in ended.said
+            good = good or (ended.code == 0 and differing(task, soak.wanted[task.name]) is None)
+        elif number == signal.SIGINT:
+            good = ended.code == 130 and is_a_sentence(task, ended)
+        else:
+            good = ended.code == -number      # nothing waits for it: what is whole stays, as after a kill
+        if not good or ended.has_traceback:
+            soak.lose(task, tried, f"it ended with {ended.code}, otherwise than it should", ended.said)
+        equal += soak.mend(task, tried, task.reach(task.out))
+    return {"tried": phases.total(), "equal_afterwards": equal, "by_phase": dict(phases)}
 
 
 def jumping(clock: str) -> Callable[[], None]:

@@ -1,5 +1,6 @@
 """Runs that are killed, interrupted, out of disk or damaged, and go on: nothing is lost, and nothing changes."""
 
+import itertools
 import json
 import os
 import random
@@ -150,6 +151,16 @@ def test_a_run_whose_folder_goes_away_ends_in_a_sentence_and_goes_on_when_it_is_
     monkeypatch.undo()
     assert train(run, shapes).returncode == 0
     assert_same_end(run, reference)
+
+
+def test_a_clock_that_is_set_back_or_stands_neither_ends_a_run_nor_keeps_it_from_going_on(shapes, tmp_path, monkeypatch):
+    ticks = itertools.count(0, -30)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    assert train_here(tmp_path, shapes, "steps=4").returncode == 0
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    assert train_here(tmp_path, shapes, "steps=8").returncode == 0
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in written] == [3, 4, 6, 8] and all(row["elapsed_s"] >= 0 and row["sec_per_step"] > 0 for row in written)
 
 
 def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
