@@ -19,6 +19,7 @@ import mmap
 import os
 import platform
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -279,9 +280,14 @@ def content(task: Task) -> dict[str, str]:
     return found
 
 
-def differing(task: Task, wanted: dict[str, str]) -> str | None:
-    """Names the files in which a finished run is not what an undisturbed one is, or None."""
+def differing(task: Task, wanted: dict[str, str], unswept: bool = False) -> str | None:
+    """Names the files in which a finished run is not what an undisturbed one is, or None.
+
+    With `unswept` it may have left what could not be removed, under names that do not count, to the next start.
+    """
     got = content(task)
+    if unswept:
+        got = {name: digest for name, digest in got.items() if not re.search(r"(^|/)\.[^/]*\.tmp(/|$)", name)}
     names = [name for name in {**wanted, **got} if wanted.get(name) != got.get(name)]
     how = {name: "missing" if name not in got else "different" if name in wanted else "left over" for name in names}
     return ", ".join(f"{name} is {how[name]}" for name in names) or None
@@ -355,8 +361,14 @@ class Soak:
         return why is None
 
 
-def kill(soak: Soak, task: Task, count: int, rng: random.Random) -> dict:
-    """Kills lives of a command `count` times, half of them at any moment and half at a change to a file."""
+def kill(soak: Soak, task: Task, count: int, rng: random.Random, note: Callable[[dict], None]) -> dict:
+    """Kills lives of a command `count` times, half of them at any moment and half at a change to a file.
+
+    Notes what is known after each run, so that a soak that is stopped has counted.
+    """
+    def found() -> dict:
+        return {"kills": kills, "by_phase": dict(phases.most_common()), "runs_finished": finished, "runs_equal": equal}
+
     phases, finished, equal, kills = Counter(), 0, 0, 0
     clear(task)
     kills_of_run = 0
@@ -389,7 +401,8 @@ def kill(soak: Soak, task: Task, count: int, rng: random.Random) -> dict:
             soak.lose(task, tried, f"after {kills_of_run} kills: {why}", ended.said)
         clear(task)
         kills_of_run = 0
-    return {"kills": kills, "by_phase": dict(phases.most_common()), "runs_finished": finished, "runs_equal": equal}
+        note(found())
+    return found()
 
 
 def fail(soak: Soak, task: Task, fault: str) -> dict:
@@ -403,7 +416,7 @@ def fail(soak: Soak, task: Task, fault: str) -> dict:
         meet = faults.failing(task.out, at, fault, lambda: told.mark(str(task.reach(task.out)), told.phase))
         ended = begin(task, told, meet=meet).wait(LIMIT)
         tried = f"{fault} at change {at} of {total}, {told.hit}"
-        whole = differing(task, soak.wanted[task.name]) is None
+        whole = differing(task, soak.wanted[task.name], unswept=True) is None
         if (gone := Path(f"{task.out}.gone")).exists():      # the disk is back, and hides what was written meanwhile
             shutil.rmtree(task.out, ignore_errors=True)
             os.rename(gone, task.out)
@@ -421,6 +434,8 @@ def fail(soak: Soak, task: Task, fault: str) -> dict:
 def fill_disks(soak: Soak, task: Task) -> dict:
     """Runs a command on disks of many sizes, the largest of which is nearly enough, and then gives it room."""
     counts, place = Counter(), task.out.parent
+    ctypes.CDLL(None).unshare(0x20000)      # CLONE_NEWNS: what is mounted from here on goes with this process
+    subprocess.run(["mount", "--make-rprivate", "/"], check=True)
     clear(task)
     live(task)
     needed = int(subprocess.run(["du", "-sk", str(task.out)], capture_output=True, text=True).stdout.split()[0])
@@ -621,7 +636,7 @@ def attempt(soak: Soak, task: Task, out: Path) -> None:
     match part:
         case "kills":
             count = -(-cfg.kills * shares[name] // sum(shares.values()))
-            tried[part] = lambda: kill(soak, task, count, rng)
+            tried[part] = lambda: kill(soak, task, count, rng, note)
         case "faults":
             tried = {fault: functools.partial(fail, soak, task, fault) for fault in cfg.faults}
         case "disk":
@@ -635,9 +650,8 @@ def attempt(soak: Soak, task: Task, out: Path) -> None:
             tried[part] = lambda: meet_nan(soak, task, rng)
         case "ranks" if name == "train":
             tried[part] = lambda: lose_ranks(soak, task)
-    for what, work in tried.items():
-        began, lost = time.monotonic(), len(soak.lost)
-        found = work()
+
+    def note(found: dict) -> dict:
         found = {
             "lost": len(soak.lost) - lost, **found, "seconds": round(time.monotonic() - began), "seed": cfg.seed,
             "steps": cfg.steps, "commit": commit(), **speed.describe_device(torch.device("cpu")),
@@ -645,12 +659,16 @@ def attempt(soak: Soak, task: Task, out: Path) -> None:
             "command": " ".join(["python scripts/soak.py", *sys.argv[1:]]),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
-        print(f"{part}, {name}: {what}: {json.dumps(found)}", flush=True)
         with FileLock(f"{out}.lock"):      # of soaks that run side by side
             record = json.loads(out.read_text()) if out.is_file() else {}
             record.setdefault(part, {}).setdefault(name, {})[what] = found | (
                 {"losses": soak.lost[lost:]} if soak.lost[lost:] else {})
             checkpoints.write_text(out, json.dumps(record, indent=1) + "\n")
+        return found
+
+    for what, work in tried.items():
+        began, lost = time.monotonic(), len(soak.lost)
+        print(f"{part}, {name}: {what}: {json.dumps(note(work()))}", flush=True)
 
 
 @command("soak", SoakSettings)
