@@ -240,6 +240,7 @@ def begin(task: Task, told: Told, *meddle: Callable[[], None], meet: faults.Meet
 
     def work() -> None:
         ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a soak that is killed leaves no one behind
+        signal.signal(signal.SIGINT, signal.default_int_handler)      # which a soak in the background ignores
         told.listen()
         if task.cost is not None:
             fid.sampling_cost = lambda *_, **__: task.cost
