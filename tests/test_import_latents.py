@@ -346,15 +346,15 @@ def test_a_latent_that_is_bad_beyond_what_is_probed_leaves_nothing_behind_either
 
 def test_a_folder_that_goes_away_is_not_called_done(tmp_path, monkeypatch):
     source, _ = write_fastdit(tmp_path)
-    out, write = tmp_path / "out", import_latents.write_shard
+    out, write = tmp_path / "out", script.write_shard
 
     def unmounted(*arguments):
         write(*arguments)
         out.rename(tmp_path / "disk")
         out.mkdir()
-    monkeypatch.setattr(import_latents, "write_shard", unmounted)
+    monkeypatch.setattr(script, "write_shard", unmounted)
     with pytest.raises(OSError, match="the folder has gone away"):
-        import_latents.import_latents(str(source), out)
+        import_latents(str(source), out)
     assert not (out / "metadata.json").exists()
 
 
