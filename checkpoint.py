@@ -6,6 +6,7 @@ A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each holding 
 
 import contextlib
 import ctypes
+import errno
 import hashlib
 import json
 import os
@@ -135,6 +136,14 @@ def hold(folder: Path, mistake: str) -> FileLock:
     except (NotImplementedError, OSError) as error:
         print(f"{folder} cannot be locked ({error}): nothing keeps a second process from writing there.")
     return lock
+
+
+def require_same(folder: Path, before: os.stat_result) -> None:
+    """Raises OSError where `folder` is not the one that `before` was of, as when its disk has gone away meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(before, folder.stat()):
+            return
+    raise FileNotFoundError(errno.ENOENT, "the folder has gone away, and maybe another has come", str(folder))
 
 
 def sha256(path: Path) -> str:

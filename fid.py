@@ -777,6 +777,8 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         count, source, rule = len(chosen), {**images.record, "images": images.count}, "as stored"
     results = Path(cfg.results or home / "results.jsonl")
     root = results.parent / "features" if cfg.keep_features else None
+    results.parent.mkdir(parents=True, exist_ok=True)
+    place = results.parent.stat()
 
     def kept(record: dict) -> Kept | None:
         facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor),
@@ -807,6 +809,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
             print(f"The images are {size[1]}x{size[0]} and the reference's {reference_size[1]}x{reference_size[0]}: is "
                   f"it the right one?")
         report(scored, results)
+        checkpoints.require_same(results.parent, place)
     state.wait_for_everyone()       # until the row is there for all to read
     return scored, results
 

@@ -13,6 +13,7 @@ import copy
 import errno
 import json
 import math
+import os
 import resource
 import signal
 import sys
@@ -460,10 +461,11 @@ class Run:
     started: float = 0.0
     run_id: str = ""
     lowest_loss: float = math.inf           # of all reports
+    place: os.stat_result | None = None     # what the folder was at the start; on the main rank
 
     @property
     def elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.started
+        return self.elapsed_before + max(0.0, time.perf_counter() - self.started)      # a clock may be set back
 
     @property
     def autoencoder(self) -> str:
@@ -530,7 +532,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
                  "convention": latents.convention.record(),
                  "class_names": latents.class_names, "display_names": latents.display_names},
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
-        **({} if cfg.lora.rank is None else
+        "parent": None, **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
         "history": [{"step": 0, "commit": commit(), "device": speed.device_name(device),
                      "torch": torch.__version__, "tf32": speed.multiplies_in_tf32(device)}],
@@ -722,6 +724,8 @@ def full_disk_is_a_sentence() -> Iterator[None]:
 def forget_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
+    for left in (*run_dir.glob(".*.tmp"), *(run_dir / "samples").glob(".step-*.tmp")):      # of killed writes
+        checkpoints.remove(left)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
@@ -755,6 +759,7 @@ def shown_on(bar: tqdm, work: str) -> Iterator[None]:
 def report(run: Run, num_steps: int, seconds: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
     cfg, accelerator = run.cfg, run.accelerator
+    seconds = max(seconds, 1e-6)      # a clock may stand, or be set back
     total = run.sums.over_ranks(accelerator)
     trouble = in_trouble(run, total)
     run.sums.start_again()
@@ -772,6 +777,7 @@ def report(run: Run, num_steps: int, seconds: float) -> None:
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
         checkpoints.append_row(run.folder / "metrics.jsonl", row)
+        checkpoints.require_same(run.folder, run.place)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
     if skipped_in_row >= cfg.max_skipped_in_row:
@@ -862,6 +868,7 @@ def main(cfg: TrainSettings) -> None:
     if accelerator.is_main_process:
         lock = checkpoints.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "  # noqa: F841
                                             f"name=<another> for a second run.")      # held until the process ends
+        run.place = run.folder.stat()
     resumed = resume(run)
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
                      start=run.images // cfg.batch_size, pin=device.type == "cuda",
@@ -870,6 +877,8 @@ def main(cfg: TrainSettings) -> None:
         for name in ("checkpoints", "samples"):      # refuses now what writing would refuse
             (run.folder / name).mkdir(parents=True, exist_ok=True)
         forget_after(run.folder, run.step)
+        # A kill may have come between the last save and its pruning.
+        checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
         checkpoints.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(cfg.model_dump()))
     start_trackers(run)
 
@@ -932,6 +941,8 @@ def main(cfg: TrainSettings) -> None:
 
     loader.close()
     bar.close()
+    if run.place is not None:
+        checkpoints.require_same(run.folder, run.place)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if stopped_by and not finished:

@@ -31,7 +31,7 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import SD_VAE_SCALE, Convention  # noqa: E402
-from checkpoint import hold  # noqa: E402
+from checkpoint import hold, require_same  # noqa: E402
 from data import KINDS, npy_header, read_ahead, tar_index  # noqa: E402
 from images import MAX_CLASSES, find_tars, is_special  # noqa: E402
 from settings import Classes, Count, Location, Positive, Record, Settings, command, one_of  # noqa: E402
@@ -792,6 +792,7 @@ def import_latents(
               for start in range(shard * shard_size, min((shard + 1) * shard_size, count), chunk)]
     existed = out.is_dir()
     lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+    place = out.stat()
     with nothing_left(out, existed), closing(read_ahead(
         (shard, start, end, {part: read(start, end) for part, read in stored.sides.items()})
         for shard, start, end in ranges
@@ -803,6 +804,7 @@ def import_latents(
             print(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
         for shard, group in itertools.groupby(chunks, key=lambda item: item[0]):
             write_shard(out, shard, rows_of(group, stored, form, source, bar))
+    require_same(out, place)
     lock.release()
 
     channels, side = stored.shape[0] // (2 if form.kind == "moments" else 1), stored.shape[1]
@@ -814,6 +816,7 @@ def import_latents(
     } | convention.record() | resolution | {"shards": [], "source": source, "unreadable": [],
                                   "imported": {"format": format} | asdict(form)}
     finish(out, metadata, [read_shard(out, shard, *whole) for shard in range(num_shards)])
+    require_same(out, place)
     seconds, done = time.monotonic() - started, sum(end - start for _, start, end in ranges)
     print(f"{done:,} latents in {seconds:.1f} s, {done / seconds:,.0f} latents/s")
     print(f"next: accelerate launch train.py experiment=small data.path={out} name={out.name}")

@@ -32,7 +32,7 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders  # noqa: E402
 import speed  # noqa: E402
-from checkpoint import hold  # noqa: E402
+from checkpoint import hold, require_same  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
 from settings import Count, Location, Record, Settings, Size, Whole, command, one_of  # noqa: E402
@@ -281,6 +281,7 @@ def prepare(
         if state.is_main_process:
             lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
             stack.callback(lock.release)
+            place = out.stat()
             sweep(out, ".*.tmp", "*.partial")      # of a killed run, and of one of the version before
             write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
             if len(todo) < num_shards:
@@ -306,6 +307,7 @@ def prepare(
         state.wait_for_everyone()
 
         if state.is_main_process:
+            require_same(out, place)
             records = [read_shard(out, shard, *whole) for shard in range(num_shards)]
             metadata = {
                 "format": 1, "count": 0, "shape": [vae.channels, side, side], "dtype": "float16",
@@ -315,6 +317,7 @@ def prepare(
                 "precision": precision, **speed.describe_device(state.device),
             } | ({} if shown is None else {"display_names": shown})
             finish(out, metadata, records)
+            require_same(out, place)
             seconds = time.monotonic() - started
             done = sum(records[shard].count for shard in todo)
             print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")

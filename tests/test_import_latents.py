@@ -344,6 +344,20 @@ def test_a_latent_that_is_bad_beyond_what_is_probed_leaves_nothing_behind_either
     assert not (tmp_path / "out").exists() and not list((tmp_path / "there").iterdir())
 
 
+def test_a_folder_that_goes_away_is_not_called_done(tmp_path, monkeypatch):
+    source, _ = write_fastdit(tmp_path)
+    out, write = tmp_path / "out", script.write_shard
+
+    def unmounted(*arguments):
+        write(*arguments)
+        out.rename(tmp_path / "disk")
+        out.mkdir()
+    monkeypatch.setattr(script, "write_shard", unmounted)
+    with pytest.raises(OSError, match="the folder has gone away"):
+        import_latents(str(source), out)
+    assert not (out / "metadata.json").exists()
+
+
 def links(kind):
     def spoil(source):
         outside = source.parent / "outside.npy"

@@ -1,6 +1,7 @@
 """Runs that are killed, interrupted, out of disk or damaged, and go on: nothing is lost, and nothing changes."""
 
 import contextlib
+import itertools
 import json
 import os
 import random
@@ -15,6 +16,7 @@ from training_runs import (
     assert_same_end,
     start,
     train,
+    train_here,
     wait_until,
 )
 
@@ -125,6 +127,43 @@ def test_a_grid_that_a_kill_after_the_save_cost_is_drawn_on_the_next_start(shape
     grid.unlink()
     assert train(tmp_path / "run", shapes, *options).returncode == 0
     assert grid.read_bytes() == drawn
+
+
+def test_what_a_kill_left_of_a_save_or_a_grid_and_did_not_prune_is_gone_after_the_next_start(shapes, tmp_path):
+    run = tmp_path / "run"
+    assert train_here(run, shapes, "steps=8").returncode == 0
+    left = [run / ".metrics.jsonl.1.tmp", run / "samples/.step-00000004.png.1.tmp", run / "checkpoints/.step-00000004.tmp"]
+    for file in left:
+        file.write_text("")
+    assert train_here(run, shapes, "steps=8", "checkpoint.keep_last=1").returncode == 0
+    assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists() for file in left)
+
+
+def test_a_run_whose_folder_goes_away_ends_in_a_sentence_and_goes_on_when_it_is_back(shapes, reference, tmp_path, monkeypatch):
+    run, save = tmp_path / "run", checkpoints.save
+
+    def unmounted(folder, tensors, meta):
+        save(folder, tensors, meta)
+        if meta["step"] == 8:
+            run.rename(tmp_path / "disk")
+    monkeypatch.setattr(checkpoints, "save", unmounted)
+    result = train_here(run, shapes)
+    assert result.returncode == 1 and "the folder has gone away" in result.stderr and "The same command resumes" in result.stderr
+    shutil.rmtree(run)      # what was written where the disk had been: a row
+    (tmp_path / "disk").rename(run)
+    monkeypatch.undo()
+    assert train(run, shapes).returncode == 0
+    assert_same_end(run, reference)
+
+
+def test_a_clock_that_is_set_back_or_stands_neither_ends_a_run_nor_keeps_it_from_going_on(shapes, tmp_path, monkeypatch):
+    ticks = itertools.count(0, -30)
+    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
+    assert train_here(tmp_path, shapes, "steps=4").returncode == 0
+    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
+    assert train_here(tmp_path, shapes, "steps=8").returncode == 0
+    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [row["step"] for row in written] == [3, 4, 6, 8] and all(row["elapsed_s"] >= 0 and row["sec_per_step"] > 0 for row in written)
 
 
 def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):

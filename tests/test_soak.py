@@ -1,0 +1,77 @@
+"""A sample of the soak: a few kills and failed writes lose nothing, and a command that does lose something is found out."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+from conftest import ROOT
+
+from scripts import soak
+
+# Both in one process, which imports for ten seconds: the commands as they are, and with writes that a kill can halve.
+PROGRAM = """
+import contextlib, sys
+from pathlib import Path
+from scripts import soak
+import checkpoint, shards
+
+def run(*settings):
+    sys.argv = ["soak.py", *settings]
+    try:
+        soak.main()
+    except SystemExit as stop:
+        print(stop)
+        return 1
+    return 0
+
+folder = Path(sys.argv[1])
+whole = run(f"out={folder}/whole.json", "tasks=[train,import]", "parts=[kills]", "steps=4", "kills=6")
+whole += run(f"out={folder}/whole.json", "tasks=[import]", "parts=[faults]", "writes=8")
+
+@contextlib.contextmanager
+def in_place(path):
+    path.parent.mkdir(parents=True, exist_ok=True)
+    yield path
+
+checkpoint.beside = shards.beside = in_place
+broken = run(f"out={folder}/broken.json", "tasks=[import]", "parts=[faults]", "faults=[full]", "writes=6")
+sys.exit(10 * whole + broken)
+"""
+
+
+@pytest.fixture(scope="module")
+def tried(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("soak")
+    result = subprocess.run([sys.executable, "-c", PROGRAM, str(folder)], cwd=ROOT, capture_output=True, text=True, timeout=400,
+                            env=os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)})
+    assert result.returncode == 1, result.stdout + result.stderr      # 0 of the whole ones, 1 of the broken one
+    return folder, {name: json.loads((folder / f"{name}.json").read_text()) for name in ("whole", "broken")}
+
+
+def test_commands_that_are_killed_and_started_again_end_as_undisturbed_ones(tried):
+    kills = {name: found["kills"] for name, found in tried[1]["whole"]["kills"].items()}
+    assert {name: found["kills"] for name, found in kills.items()} == {"train": 4, "import": 2}
+    for found in kills.values():
+        assert found["lost"] == 0 and found["runs_finished"] == found["runs_equal"] >= 1
+        assert sum(found["by_phase"].values()) == found["kills"]
+
+
+def test_each_write_that_fails_ends_in_a_sentence_or_goes_on_and_nothing_is_lost(tried):
+    for fault, found in tried[1]["whole"]["faults"]["import"].items():
+        assert found["lost"] == 0 and found["tried"] == found["equal_afterwards"] == 8, fault
+        assert found["ended_in_a_sentence"] + found.get("went_on", 0) == 8 and found["ended_in_a_sentence"] >= 2
+    assert not (tried[0] / "whole").is_dir() or not any((tried[0] / "whole").iterdir())      # nothing to look at
+
+
+def test_a_command_whose_files_can_be_halved_is_found_out_and_what_it_left_is_kept(tried):
+    found = tried[1]["broken"]["faults"]["import"]["full"]
+    assert found["lost"] >= 1 and len(found["losses"]) == found["lost"]
+    assert "preparing.json is not JSON" in "".join(loss["said"] for loss in found["losses"])
+    assert list((tried[0] / "broken").glob("*/lost/0000"))
+
+
+def test_what_the_clock_says_is_all_that_two_runs_may_differ_in():
+    row = {"step": 2, "loss": 0.5, "img_per_sec": 3.0, "source": [{"seconds": 1, "size": 4}]}
+    assert soak.plain(row) == {"step": 2, "loss": 0.5, "source": [{"size": 4}]}
