@@ -27,9 +27,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated, Any
-
-from pydantic import Field
+from typing import Any
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -140,8 +138,8 @@ def snapshot(folder: Path, may_write: tuple[str, ...]) -> dict[str, tuple]:
 
 def is_ours(error: BaseException) -> bool:
     """Tells whether an error was raised by a line of this project, and not by a library's alone."""
-    frames = traceback.extract_tb(error.__traceback__)
-    return bool(frames) and Path(frames[-1].filename).is_relative_to(ROOT) and "site-packages" not in frames[-1].filename
+    raised = Path(traceback.extract_tb(error.__traceback__)[-1].filename)
+    return raised.is_relative_to(ROOT) and "site-packages" not in raised.parts
 
 
 def ending(reader: Reader, case: Any, folder: Path) -> tuple[str, str]:
@@ -157,7 +155,7 @@ def ending(reader: Reader, case: Any, folder: Path) -> tuple[str, str]:
         outcome, said = "sentence", stop.code if isinstance(stop.code, str) else f"exit status {stop.code}"
         if "the memory is full" in said:
             outcome = "memory"
-        elif stop.__context__ is not None and isinstance(stop.__context__, ValueError) and not is_ours(stop.__context__):
+        elif isinstance(stop.__context__, ValueError) and not is_ours(stop.__context__):
             outcome = "unclear"
     except Exception as error:
         said = mistake(error, reader.config)
@@ -365,6 +363,4 @@ def main(cfg: FuzzSettings) -> None:
 
 
 if __name__ == "__main__":
-    from scripts.fuzz import main      # by the name that the readers import it by
-
-    main()
+    importlib.import_module("scripts.fuzz").main()      # by the name that the readers import
