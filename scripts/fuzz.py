@@ -61,7 +61,7 @@ class Reader:
     """What is fuzzed: one reader of ours, the cases for it, and how one is built and run.
 
     A case is of plain values that JSON holds. `build` writes its files below an empty folder; `run` does what the
-    command does with them, and may write below out/ there alone. Both are called with the case and the folder.
+    command does with them in that folder, and may write below out/ there alone. Both take the case and the folder.
     """
 
     name: str
@@ -179,7 +179,7 @@ def try_case(reader: Reader, case: Any, folder: Path) -> tuple[str, str]:
     reader.build(case, inside)
     before = snapshot(inside, reader.may_write)
     printed = io.StringIO()
-    with contextlib.chdir(folder), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
+    with contextlib.chdir(inside), contextlib.redirect_stdout(printed), contextlib.redirect_stderr(printed):
         outcome, said = ending(reader, case, inside)
     after = snapshot(inside, reader.may_write)
     if outcome in GOOD and before != after:
