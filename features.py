@@ -15,6 +15,7 @@ from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 import checkpoint as checkpoints
 from metrics import exact_float32
+from settings import read_text
 
 EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -115,11 +116,12 @@ def verified(path: Path, sha256: str | None, published: bool = True) -> str:
     found, record = checkpoints.sha256(path), path.with_name(f"{path.name}.sha256")
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
-    if published and record.is_file():
-        if (recorded := record.read_text(encoding="utf-8").split()[0]) != found:
+    if published and os.path.lexists(record):
+        recorded = (read_text(record).split() or ["nothing"])[0]
+        if recorded != found:
             raise ValueError(
-                f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded}, from its first use: the "
-                f"file has changed. Fetch it again; or, if the change was meant, delete {record}."
+                f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded[:64]}, from its first use: "
+                f"the file has changed. Fetch it again; or, if the change was meant, delete {record}."
             )
     elif published:
         try:

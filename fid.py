@@ -10,6 +10,7 @@ Each result is a row of results.jsonl that says exactly what was measured. Optio
 configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
 import io
@@ -353,12 +354,26 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
                                  f"features={extractor.name} need numbers {shape}: it was made with other features.")
             if not np.isfinite(found[key]).all():
                 raise ValueError(f"reference={path} has values in {key} that are not finite: get or make it anew.")
+        if not is_covariance(found[sigma]):
+            raise ValueError(f"reference={path} has a {sigma} that is no covariance, which is symmetric and has no "
+                             f"negative eigenvalue: get or make it anew.")
         statistics[name] = tuple(torch.from_numpy(found[key].astype(np.float64)) for key in (mu, sigma))
     images = open_images("reference", str(path)) if "arr_0" in keys else None
     if images is not None and images.count < 2:
         raise ValueError(f"reference={path} holds {images.count} images; at least two are needed.")
     record = images.record if images else {"path": str(path), "sha256": checkpoints.sha256(path)}
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
+
+
+def is_covariance(sigma: np.ndarray) -> bool:
+    """Tells whether a matrix (D, D) is symmetric and has no negative eigenvalue, beyond the rounding of float32."""
+    scale = np.abs(sigma).max(initial=0)
+    if not np.abs(sigma - sigma.T).max(initial=0) <= 1e-5 * scale:
+        return False
+    with contextlib.suppress(np.linalg.LinAlgError):      # which Cholesky's method raises at the first negative one
+        np.linalg.cholesky(sigma / (scale or 1) + 1e-5 * np.eye(len(sigma)))
+        return True
+    return False
 
 
 def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Images, num_images: int) -> None:
@@ -478,9 +493,9 @@ class Kept:
     ever found. A file holds one batch, and is written beside and renamed.
     """
 
-    def __init__(self, root: Path, record: dict):
+    def __init__(self, root: Path, record: dict, sizes: dict[str, int], count: int):
         record = {**record, "code": code_sha256()}
-        self.folder = root / digest(record)
+        self.folder, self.sizes, self.limit = root / digest(record), sizes, count
         state = PartialState()
         if state.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -489,15 +504,34 @@ class Kept:
         self.files, seen = [], set()
         for file in sorted(self.folder.glob("*.safetensors")):
             try:
-                indices = set(load_file(file)["indices"].tolist())
-            except (SafetensorError, KeyError):
-                print(f"{file} is damaged and is passed over.")
+                indices = set(self.read(file)[0].tolist())
+            except (OSError, ValueError) as error:
+                print(f"{file} is damaged and is passed over: {error}")
                 continue
             if not indices & seen:      # two evaluations at once may both have measured some
                 seen |= indices
                 self.files.append(file)
         self.seen, self.count = seen, len(seen)
         state.wait_for_everyone()       # before any rank adds to the folder
+
+    def read(self, file: Path) -> tuple[Tensor, dict[str, Tensor]]:
+        """Reads one batch; raises ValueError where the file is none of these features."""
+        if not file.is_file():
+            raise ValueError("it is no file.")
+        try:
+            features = load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{error}.") from error
+        indices = features.pop("indices", torch.zeros(0))
+        shapes = {name: (torch.float32, (len(indices), size)) for name, size in self.sizes.items()}
+        if indices.dtype != torch.int64 or {name: (v.dtype, tuple(v.shape)) for name, v in features.items()} != shapes:
+            raise ValueError("its tensors are not of these features.")
+        low, high = indices.aminmax() if indices.numel() else (0, 0)
+        if low < 0 or high >= self.limit or len(indices.unique()) < len(indices):
+            raise ValueError(f"its indices are not {len(indices)} of the first {self.limit} images.")
+        if not all(values.isfinite().all() for values in features.values()):
+            raise ValueError("its values are not finite.")
+        return indices, features
 
     def missing(self, count: int) -> np.ndarray:
         return np.array([index for index in range(count) if index not in self.seen], dtype=np.int64)
@@ -506,8 +540,7 @@ class Kept:
         """Yields this rank's share of what was there at the start."""
         state = PartialState()
         for file in self.files[state.process_index :: state.num_processes]:
-            features = load_file(file)
-            yield features.pop("indices"), features
+            yield self.read(file)
 
     def save(self, indices: Tensor, features: dict[str, Tensor]) -> None:
         tensors = {name: value.cpu().contiguous() for name, value in (features | {"indices": indices}).items()}
@@ -778,10 +811,10 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     results = Path(cfg.results or home / "results.jsonl")
     root = results.parent / "features" if cfg.keep_features else None
 
-    def kept(record: dict) -> Kept | None:
+    def kept(record: dict, count: int) -> Kept | None:
         facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor),
                  **speed.describe_device(state.device)}
-        return Kept(root, record | facts) if root else None
+        return Kept(root, record | {"count": count} | facts, extractor.sizes, count) if root else None
 
     def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:
         return result_row(
@@ -792,8 +825,9 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         return old, results
 
     # ---- the reference's own images, then the stream
-    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record, "count": None}))
-    keep = kept({"images": dict(source), "count": count})
+    stored = reference.images.count if reference.images else 0
+    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record}, stored))
+    keep = kept({"images": dict(source)}, count)
     todo = np.arange(count) if keep is None else keep.missing(count)
     if cfg.checkpoint is not None:
         batches = drawing.draw(todo)

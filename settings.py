@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -24,6 +25,7 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+LONGEST_RECORD = 2**26      # bytes of a file that is read whole, as meta.json: more is none of ours
 CONFIGS = Path(__file__).resolve().parent / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
 
@@ -195,12 +197,35 @@ def group_in(annotation: Any) -> type[Settings] | None:
     return None
 
 
+def read_text(file: Path) -> str:
+    """Reads a record's text; raises ValueError for what never ends, as a pipe or a device, and for what is too long."""
+    # A pipe that nobody writes to would else be waited for.
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        seen = os.fstat(opened.fileno())
+        if not stat.S_ISREG(seen.st_mode) or seen.st_size > LONGEST_RECORD:
+            raise ValueError(f"{file} is no ordinary file of at most {LONGEST_RECORD:,} bytes.")
+        try:
+            return opened.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no text in UTF-8 ({error}).") from None
+
+
+def read_json(file: Path) -> Any:
+    """Reads a JSON file of ours; raises ValueError where it is none."""
+    try:
+        plain = json.loads(read_text(file))
+        json.dumps(plain, ensure_ascii=False).encode()      # half a character could never be written again
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+    return plain
+
+
 def read_record(declared: type[Declared], file: Path, remedy: str) -> Declared:
     """Reads a JSON file of ours; raises ValueError, ending in `remedy`, where it is none or lacks something."""
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}): {remedy}") from None
+        plain = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{error}: {remedy}") from None
     try:
         return read(declared, plain)
     except ValueError as error:

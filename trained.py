@@ -115,6 +115,14 @@ class DataRecord(Record):
     convention: dict | None = None      # how its latents were made; of the first versions' runs as the autoencoder's
 
 
+class ParentRecord(Record):
+    """Which weights a run began with."""
+
+    step: Whole | None = None
+    weights_sha256: str | None = None
+    diffusion_name: str | None = None
+
+
 class CheckpointRecord(Record):
     """What meta.json must say for a checkpoint to be sampled; the last two tell of weights that it began with."""
 
@@ -122,7 +130,7 @@ class CheckpointRecord(Record):
     diffusion: dict
     data: DataRecord
     step: Whole | None
-    parent: dict | None = None
+    parent: ParentRecord | None = None
     lora: adapters.LoRARecord | None = None      # of a checkpoint that holds an adapter alone
     weights: str | None = None                   # of an export, which they are; a checkpoint's file has it as its name
 
@@ -440,7 +448,7 @@ def load_trained(
     else:
         network, step, family = infer_architecture(state, num_heads), None, diffusion or family
         check_fit(state, network, path)
-        if family is None:
+        if family not in FAMILIES:
             raise ValueError(ask_family(file, network))
         state, network = as_ours(state, network, FAMILIES[family])
         recorded = {"name": FAMILIES[family].diffusion}
@@ -448,7 +456,7 @@ def load_trained(
         inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].says}), {network['num_heads']} "
                     f"heads, decoded by {autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, "
                     f"autoencoder=.")
-    if folder is not None and diffusion and diffusion != recorded["name"]:
+    if folder is not None and diffusion and diffusion != recorded.get("name"):
         recorded = {"name": diffusion}
     with torch.device("meta"):
         net = build_network(network)
@@ -483,10 +491,11 @@ def load_base(meta: CheckpointRecord, folder: Path) -> Trained:
     if not base.is_file():
         raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} is not there: put it back, or "
                          f"run this where it is. scripts/merge_lora.py makes weights that need no base.")
-    if checkpoints.sha256(base) != (meta.parent or {}).get("weights_sha256"):
+    parent = meta.parent or ParentRecord()
+    if checkpoints.sha256(base) != parent.weights_sha256:
         raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} is not the file that it was "
                          f"trained on: its SHA-256 differs. Put that file back.")
-    return load_parent(base, meta.network, (meta.parent or {}).get("diffusion_name") or meta.diffusion["name"])
+    return load_parent(base, meta.network, parent.diffusion_name or meta.diffusion.get("name"))
 
 
 def load_parent(path: Path, network: dict, diffusion: str | None) -> Trained:

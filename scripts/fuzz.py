@@ -37,7 +37,7 @@ from scripts import forks  # noqa: E402
 from settings import Count, Location, Positive, Settings, Whole, command, commit, is_full_memory, mistake  # noqa: E402
 
 __path__ = [str(ROOT / "scripts" / "fuzz")]      # scripts.fuzz.files and others lie there
-MODULES = ("files", "records")                   # each has READERS, a list
+MODULES = ("files", "commands", "records")       # each has READERS, a list
 GOOD = ("success", "sentence")
 BAD = {
     "accepted": "nonsense was taken for data",
@@ -70,6 +70,7 @@ class Reader:
     run: Callable[[Any, Path], None]
     config: str = "config"                          # of the command, for the words of its mistakes
     may_write: tuple[str, ...] = ("out",)           # below the folder; a file of such a name may be new, at any place
+    prepare: Callable[[], object] = dict            # makes what all cases share, once and without limits
 
 
 class FuzzSettings(Settings):
@@ -281,6 +282,7 @@ def fuzz(readers: dict[str, Reader], cases: int, seed: int, out: Path, seconds: 
     slowest, failures, sentences = (0.0, ""), [], {}
     for place, (name, reader) in enumerate(readers.items()):
         counts[name] = Counter()
+        reader.prepare()
         share = cases // len(readers) + (place < cases % len(readers))
         for number, case in enumerate(drawn(reader.cases, share, seed) if share else ()):
             folder = out / "cases" / f"{name}-{number:05d}"
@@ -341,6 +343,7 @@ def main(cfg: FuzzSettings) -> None:
     readers = all_readers()
     if cfg.again is not None:
         with kept_case(Path(cfg.again).absolute(), readers) as (name, case, folder):
+            readers[name].prepare()
             child = Child(readers, cfg.seconds, int(cfg.memory * 2**30))
             outcome, said = child.run(name, case, folder)
             child.end()

@@ -84,6 +84,18 @@ def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 
+def finite(value: object) -> object:
+    """Puts null for the numbers that JSON lacks, NaN and the infinities, wherever a file had them."""
+    match value:
+        case dict():
+            return {key: finite(part) for key, part in value.items()}
+        case list() | tuple():
+            return [finite(part) for part in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
+
+
 def rounded(value: float) -> float:
     """Keeps nine significant digits, which is what a float32 holds: a page of 100,000 rows is half as large so."""
     return float(f"{value:.9g}") if isinstance(value, float) else value
@@ -556,7 +568,7 @@ def build(cfg: ReportSettings, live: bool = False) -> list[str]:
         style=(PARTS / "report.css").read_text(encoding="utf-8"),
         libraries="\n".join(f'<script defer src="{html.escape(script)}"></script>' for script in scripts),
         # In a script element only `<` could end the data or begin another element.
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        data=json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         script=(PARTS / "report.js").read_text(encoding="utf-8"),
     )
     checkpoints.write_text(index, text)

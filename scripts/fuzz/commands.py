@@ -21,6 +21,7 @@ import stat
 import sys
 import tempfile
 import time
+import typing
 from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
@@ -45,13 +46,14 @@ PROGRAMS = {      # each with its config
 for program in PROGRAMS:      # here, so that every child has them
     importlib.import_module(program)
 
-SECONDS, MEMORY = 20, 2**31      # of the processor, where scripts/fuzz.py looks at the clock; bytes
+SECONDS = 20      # of the processor, where scripts/fuzz.py looks at the clock; memory is bounded there
 CANARY = "executed"              # a file that code in a case's files would make
 
 
 # ---- what real commands have made once ------------------------------------------------------------------------------
 
-HOME = Path(tempfile.gettempdir()) / f"tread-fuzz-{os.getpid()}"      # of the process that has imported this
+# Of the process that has imported this; in a folder named by TREAD_FUZZ it is made once and stays.
+HOME = Path(os.environ.get("TREAD_FUZZ", Path(tempfile.gettempdir()) / f"tread-fuzz-{os.getpid()}"))
 GIVEN = HOME / "given"
 SMALL = ["experiment=quickstart", f"data.path={GIVEN}/latents", "model.hidden_size=16", "model.num_heads=2",
          "model.depth=6", "batch_size=4", "samples.every=0", "log.every=1", "checkpoint.every=2", "steps=4",
@@ -116,7 +118,7 @@ def make_study(folder: Path) -> None:
              "scores": [score(0, 3.0), score(60, 1.0 + seed + len(name) / 10)]}
             for name in ("dit", "tread") for seed in (0, 1)]
     timing = {"device": "cpu", "commit": None, "torch": "2", "rounds": {"dit": [0.5, 0.6], "tread": [0.4]}}
-    floor = [{"images": "test", **score(0, 1.0)}]
+    floor = [{**score(0, 1.0), "images": "test"}]
     folder.mkdir()
     told = {"name": "study-rehearsal", "runs": runs, "timing": timing, "floor": floor, "commit": None,
             "crossings": [{"between": ["dit", "tread"], "axis": "images", "at": None, "better_at_the_end": None,
@@ -193,6 +195,12 @@ def child(program: str, folder: Path, arguments: list[str], plain: dict | None, 
     return work
 
 
+def stamps(folder: Path) -> dict[str, tuple]:
+    """Returns what the file system says of all below a folder: fast, for what no case is to change."""
+    return {str(path): (seen.st_mode, seen.st_size, seen.st_mtime_ns, seen.st_ino)
+            for path in folder.rglob("*") for seen in [path.lstat()]}
+
+
 def bound_to_parent() -> None:
     """Ends this process with its parent, or when it has had its seconds of the processor."""
     ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG
@@ -208,10 +216,10 @@ def run_command(
     `must_refuse` says why success would be wrong; `asks_much` that memory may run out, as the settings ask for it.
     """
     (folder / "out").mkdir(exist_ok=True)
-    before = snapshot(folder / "out", ()), snapshot(GIVEN, ())
+    before = snapshot(folder / "out", ()), stamps(GIVEN)
     work = child(program, folder, arguments, plain, through)
-    ended = forks.run(lambda: (bound_to_parent(), prepare(), work()), memory=MEMORY)
-    after = snapshot(folder / "out", ()), snapshot(GIVEN, ())
+    ended = forks.run(lambda: (bound_to_parent(), prepare(), work()))
+    after = snapshot(folder / "out", ()), stamps(GIVEN)
     said = ended.said.strip()
     if any((place / CANARY).exists() for place in (folder, folder / "out", GIVEN)):
         raise Accepted(f"code in a file was executed\n{said[-1500:]}")
@@ -412,9 +420,13 @@ def run_settings(program: str, case: dict, folder: Path) -> None:
             value = at(plain, path)
             if cannot_be_meant(path[-1] if isinstance(path[-1], str) else path[-2], at(usual, path), value):
                 why = f"{'.'.join(map(str, path))}={str(value)[:100]} cannot be meant"
-    if program in ("scripts.study", "scripts.benchmark", "scripts.choose_routes") and case["through"]:
-        case = {**case, "through": False}
-    run_command(program, folder, [], at_home(plain, folder), through=case["through"], must_refuse=why, asks_much=True)
+    plain = at_home(plain, folder)
+    entry = sys.modules["sample"].compare_guided if program == "rf" else sys.modules[program].main
+    [declared] = [annotation for annotation in typing.get_type_hints(entry.__wrapped__).values()
+                  if isinstance(annotation, type) and issubclass(annotation, settings.Settings)]
+    settings.read(declared, plain)      # most end here, and need no child
+    through = case["through"] and program not in ("scripts.study", "scripts.benchmark", "scripts.choose_routes")
+    run_command(program, folder, [], plain, through=through, must_refuse=why, asks_much=True)
 
 
 # ---- command lines --------------------------------------------------------------------------------------------------

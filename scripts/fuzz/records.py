@@ -136,7 +136,9 @@ def damaged_json(content: bytes, damage: dict) -> bytes:
         places = list(places_in(plain))
         if not places:
             break
-        path = places[number % len(places)]
+        first = list(plain)[number % len(plain)] if isinstance(plain, dict) else None      # else config has most
+        below = [place for place in places if first is None or place[0] == first]
+        path = below[number // 97 % len(below)]
         if how == "set":
             put(plain, path, value)
         elif how == "wrap":
@@ -235,7 +237,8 @@ def changed_tensors(file: Path, how: str, number: int) -> None:
         case "shrink":
             state[name] = tensor.flatten()[: tensor.numel() // 2].clone()
         case "nan" | "inf" | "huge":
-            state[name] = torch.full_like(tensor, {"nan": torch.nan, "inf": torch.inf, "huge": 3e38}[how])
+            value = {"nan": torch.nan, "inf": torch.inf, "huge": 3e38}[how] if tensor.is_floating_point() else -1
+            state[name] = torch.full_like(tensor, value)
         case "integers":
             state[name] = torch.ones(tensor.shape, dtype=[torch.int64, torch.uint8, torch.bool][number % 3])
         case "half":
