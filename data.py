@@ -15,7 +15,6 @@ import re
 import sys
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
@@ -29,7 +28,7 @@ from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, Convention
 from checkpoint import beside
-from images import MAX_CLASSES, find_tars
+from images import MAX_CLASSES, find_tars, map_tar, tar_members
 from settings import Count, Number, Positive, Record, Says, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -472,11 +471,11 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
 
 def _index_one_tar(file: Path, headers: dict[bytes, tuple], progress: tqdm) -> list[tuple[int, int]]:
     """Returns [(first byte of the values, label)] of a tar's samples; `headers` is shared by all tars."""
-    bytes_of = memoryview(np.asarray(np.memmap(file, np.uint8, "r"))) if file.stat().st_size else memoryview(b"")
-    if bytes_of[:6].tobytes().startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-        raise ValueError(f"{file} is compressed, so its latents cannot be read at random: decompress it first.")
+    bytes_of = map_tar(file)
     latents, labels, endings = {}, {}, set()
-    for name, first, size in _tar_members(bytes_of, file):
+    for name, first, size in tar_members(bytes_of, file):
+        if first is None:
+            continue
         progress.update(size)
         content = bytes_of[first : first + size]
         where = f"{file}: {name}"
@@ -499,55 +498,6 @@ def _index_one_tar(file: Path, headers: dict[bytes, tuple], progress: tqdm) -> l
     if alone := sorted(latents.keys() ^ labels.keys()):
         raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")
     return [(offset, labels[sample]) for sample, offset in latents.items()]
-
-
-def _tar_members(tar: memoryview, file: Path) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, first byte, size) of a tar's files; tarfile takes ten times as long over millions of small ones.
-
-    Reads ustar with GNU's and pax's long names and sizes. Raises ValueError where the tar does not end as one does.
-    """
-    at, said = 0, {}      # by the headers that a member may have before its own
-    while (header := tar[at : at + 512].tobytes()) != bytes(512):  # an empty block is the end mark
-        try:
-            if len(header) < 512:
-                raise ValueError(f"no end mark at byte {at}")
-            # Adler's lower half is 1 + the sum of all bytes, of which the eight of the checksum count as spaces.
-            found = zlib.adler32(header[:148] + b" " * 8 + header[156:]) & 0xFFFF
-            if found != (_tar_number(header[148:156]) + 1) % 65521:
-                raise ValueError(f"no header at byte {at}")
-            kind, size = header[156:157], int(said.pop("size", 0)) or _tar_number(header[124:136])
-            if kind in b"xL" and size > 2**20:
-                raise ValueError(f"a name of {size} bytes at byte {at}")
-        except ValueError as error:
-            raise ValueError(f"{file} is cut short or no tar ({error}): copy it again.") from error
-        first, at = at + 512, at + 512
-        if kind not in b"123456":      # links, devices and folders have no bytes of their own
-            at += -(-size // 512) * 512
-        if at > len(tar):
-            raise ValueError(f"{file} is cut short or no tar (it ends before byte {at}): copy it again.")
-        if kind == b"x":
-            said |= _pax_records(tar[first : first + size].tobytes())
-        elif kind == b"L":
-            said["path"] = tar[first : first + size].tobytes().rstrip(b"\0").decode(errors="replace")
-        elif kind not in b"gK":
-            parts = [header[345:500]] if header[257:263] == b"ustar\0" and header[345:346] != b"\0" else []
-            parts = [part.split(b"\0", 1)[0].decode(errors="replace") for part in (*parts, header[:100])]
-            name, said = said.get("path", "/".join(parts)), {}
-            if kind in b"\x0007":
-                yield name, first, size
-
-
-def _tar_number(field: bytes) -> int:
-    """Reads a number of a tar's header: octal digits, or base 256 where it is large."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:], "big")
-    return int(field.strip(b" \0") or b"0", 8)
-
-
-def _pax_records(text: bytes) -> dict[str, str]:
-    """Reads the path and the size that a pax header gives the member after it, "<length> <key>=<value>" a line."""
-    records = re.findall(rb"\d+ (path|size)=([^\n]*)\n", text)
-    return {key.decode(): value.decode(errors="replace") for key, value in records}
 
 
 def _class_number(content: memoryview, where: str) -> int:

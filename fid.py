@@ -12,7 +12,6 @@ configs/drawing.yaml; what the numbers mean and why they differ from somebody el
 
 import hashlib
 import importlib.metadata
-import io
 import json
 import math
 import platform
@@ -31,7 +30,6 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather, reduce
-from PIL import Image
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -48,7 +46,7 @@ from edm import EDM
 from features import EXTRACTORS, Extractor, extract
 from features import load as load_extractor
 from guidance import Guidance
-from images import UnreadableImage, open_source
+from images import UnreadableImage, open_image, open_source
 from metrics import BLOCK, Moments, ScoreSums, frechet_distance, precision_recall
 from rf import RF
 from sample import Batch, DrawingSettings, generate, labels_of, load_decoder, parse_classes, sampling_cost
@@ -250,10 +248,10 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
                       disable=not PartialState().is_main_process or None):
         try:
             data = source.read(index)
-            with Image.open(io.BytesIO(data)) as image:     # the header only
+            with open_image(data) as image:     # the header only
                 sizes[image.size] += 1
-        except (UnreadableImage, OSError, Image.DecompressionBombError) as error:
-            broken.append(f"{source.names[index]} ({type(error).__name__})")
+        except (UnreadableImage, OSError) as error:
+            broken.append(f"{source.names[index]} ({error})")
             continue
         digest.update(hashlib.sha256(data).digest())
     if broken:

@@ -123,7 +123,7 @@ def read_shard(
             return record
         arrays = {kind: np.load(out / name, mmap_mode="r", allow_pickle=False)
                   for kind, name in shard_files(shard, mirror).items()}
-    except (OSError, ValueError):      # absent, damaged, or shorter than its header says
+    except Exception:      # absent, damaged, or shorter than its header says: numpy raises nearly anything
         return None
     labels = arrays.pop("labels")
     whole = labels.dtype == np.int64 and labels.shape == (record.count,)

@@ -16,7 +16,6 @@ import posixpath
 import re
 import struct
 import sys
-import tarfile
 import time
 import zipfile
 from collections.abc import Callable, Iterator
@@ -33,7 +32,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import SD_VAE_SCALE, Convention  # noqa: E402
 from checkpoint import hold  # noqa: E402
 from data import KINDS, npy_header, read_ahead, tar_index  # noqa: E402
-from images import MAX_CLASSES, find_tars, is_special  # noqa: E402
+from images import MAX_CLASSES, find_tars, is_special, map_tar, tar_members  # noqa: E402
 from settings import Classes, Count, Location, Positive, Record, Settings, command, one_of  # noqa: E402
 from shards import check_out, finish, read_shard, require_room, sweep, write_json, write_shard  # noqa: E402
 
@@ -549,15 +548,12 @@ def open_tars(source: str, kind: str | None) -> Stored:
 
 def pickled(tar: Path) -> str | None:
     """Says why a tar of MaskDiT's is not read: its latents are pickles."""
-    try:
-        with tarfile.open(tar, "r:") as archive:
-            for member in itertools.islice(archive, 8):
-                if member.name.endswith(".latent"):
-                    return (f"{tar}: {member.name} is a pickle, and pickles are never loaded, since they can run code. "
-                            f"Import the lmdb that MaskDiT's lmdb2wds.py made the tars from (format=maskdit), or, if "
-                            f"you trust them, rewrite them with the lines in docs/interop.md.")
-    except tarfile.TarError:
-        pass      # the reader says more
+    with suppress(ValueError):      # the reader says more
+        for name, _, _ in itertools.islice(tar_members(map_tar(tar), tar), 8):
+            if name.endswith(".latent"):
+                return (f"{tar}: {name} is a pickle, and pickles are never loaded, since they can run code. "
+                        f"Import the lmdb that MaskDiT's lmdb2wds.py made the tars from (format=maskdit), or, if "
+                        f"you trust them, rewrite them with the lines in docs/interop.md.")
     return None
 
 
