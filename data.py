@@ -357,7 +357,7 @@ def npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     try:
         return np.lib.format.read_array_header_1_0(stream)
     except Exception as error:      # of Python's tokenizer, too
-        raise ValueError(f"its header cannot be read: {error}") from error
+        raise ValueError(f"its header cannot be read: {str(error)[:200]}") from error
 
 
 def _check_npy(file: Path, dtypes: list[np.dtype], shapes: list[tuple[int, ...]]) -> tuple[int, np.dtype]:

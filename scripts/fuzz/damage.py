@@ -136,6 +136,11 @@ def poke(content: bytes, place: int, width: int, big: bool, number: int) -> byte
     return put(content, spot(content, place), number.to_bytes(width, "big" if big else "little"))[: len(content)]
 
 
+def at(content: bytes, place: int, width: int, number: int) -> bytes:
+    """Writes a number at one byte, as a database keeps it."""
+    return put(content, place, (number % (1 << (8 * width))).to_bytes(width, "little"))[: len(content)]
+
+
 def retext(content: bytes, nth: int, number: str) -> bytes:
     """Writes another number where the first kilobytes have one in digits."""
     found = list(re.finditer(rb"-?\d+(\.\d+)?", content[:4096]))
@@ -236,7 +241,7 @@ def resize(content: bytes, width: int, height: int) -> bytes:
 
 CONTENT: dict[str, Callable[..., bytes]] = {
     function.__name__: function for function in (
-        cut, flip, zeros, splice, drop, grow, poke, retext, become, pickled, rejson, retype, reshape, rehead, revalue,
+        cut, flip, zeros, splice, drop, grow, poke, at, retext, become, pickled, rejson, retype, reshape, rehead, revalue,
         resize)}
 
 
