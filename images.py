@@ -431,7 +431,7 @@ def map_tar(file: Path) -> memoryview:
     """Maps a tar into memory; raises ValueError for one that is compressed."""
     content = memoryview(np.asarray(np.memmap(file, np.uint8, "r"))) if file.stat().st_size else memoryview(b"")
     if content[:6].tobytes().startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-        raise ValueError(f"{file} is not a whole uncompressed tar, so it cannot be read at random: decompress it first.")
+        raise ValueError(f"{file} is not a whole uncompressed tar, so it has no random access: decompress it first.")
     return content
 
 
