@@ -27,7 +27,7 @@ from pydantic import Field
 from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, Convention
-from checkpoint import beside
+from checkpoint import beside, naming
 from images import MAX_CLASSES, find_tars, map_tar, tar_members
 from settings import Count, Number, Positive, Record, Says, Whole, one_of, read_record
 
@@ -365,7 +365,7 @@ def _check_npy(file: Path, dtypes: list[np.dtype], shapes: list[tuple[int, ...]]
     again = "copy the folder again, or remove it and prepare it anew"
     if not file.is_file():
         raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.")
-    with open(file, "rb") as stream:
+    with naming(file), open(file, "rb") as stream:
         try:
             found_shape, fortran, found_dtype = npy_header(stream)
         except ValueError as error:
@@ -448,7 +448,9 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     try:
         with np.load(cache, allow_pickle=False) as kept:
             if str(kept["key"]) == key:
-                return {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+                index = {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+                _check_index(index, np.array([size for _, size, _ in stats]))
+                return index
     except Exception:  # absent, unreadable or damaged: the tars are the truth
         pass
 
@@ -467,6 +469,18 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     with suppress(OSError), beside(cache) as partial, open(partial, "wb") as stream:      # else indexed next time
         np.savez(stream, key=np.array(key), **index)
     return index
+
+
+def _check_index(index: dict[str, np.ndarray], sizes: np.ndarray) -> None:
+    """Raises ValueError where a kept index names places beyond the tars, whose `sizes` are in bytes."""
+    starts, offsets, labels, shape = (index[name] for name in ("starts", "offsets", "labels", "shape"))
+    whole = starts.shape == (len(sizes) + 1,) and starts[0] == 0 and starts[-1] == len(offsets) == len(labels) > 0
+    whole = whole and (np.diff(starts) >= 0).all() and starts.dtype == offsets.dtype == shape.dtype == np.int64
+    whole = whole and labels.dtype == np.int32 and 0 <= labels.min() and labels.max() < MAX_CLASSES
+    whole = whole and shape.shape == (3,) and shape.min() > 0 and str(index["dtype"]) in ("<f2", "<f4")
+    row_bytes = math.prod(shape.tolist()) * np.dtype(str(index["dtype"])).itemsize
+    if not whole or offsets.min() < 0 or (offsets > np.repeat(sizes, np.diff(starts)) - row_bytes).any():
+        raise ValueError("it is not of these tars")
 
 
 def _index_one_tar(file: Path, headers: dict[bytes, tuple], progress: tqdm) -> list[tuple[int, int]]:

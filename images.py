@@ -362,7 +362,8 @@ def list_folder(folder: Path) -> ImageSource:
         except OSError as error:
             if os.path.islink(path) and not os.path.exists(path):
                 raise UnreadableImage("a link to nothing") from error
-            raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
+            # It was there when it was listed: the source is changing or has gone, and the run must stop.
+            raise OSError(error.errno, error.strerror, path) from error
 
     return ImageSource(names, labels, class_names, sorted(not_images), read)
 

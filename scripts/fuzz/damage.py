@@ -283,7 +283,17 @@ def special(files: Files, name: str, kind: str, size: int) -> None:
             files[name] = Link(target)
 
 
-FILES: dict[str, Callable[..., None]] = {function.__name__: function for function in (gone, twin, moved, swapped, special)}
+def vast(files: Files, name: str, count: int) -> None:
+    """Makes an npy of `count` rows, as many as its header says: zeros that take no place on disk, or deflated ones."""
+    stream, head = io.BytesIO(files[name]), io.BytesIO()
+    np.lib.format.read_magic(stream)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    shape = (count, *shape[1:])
+    np.lib.format.write_array_header_1_0(head, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    files[name] = Holes(head.getvalue(), len(head.getvalue()) + math.prod(shape) * dtype.itemsize)
+
+
+FILES: dict[str, Callable[..., None]] = {function.__name__: function for function in (gone, twin, moved, swapped, special, vast)}
 
 
 def changed(files: Files, changes: list[list]) -> Files:
@@ -293,10 +303,10 @@ def changed(files: Files, changes: list[list]) -> Files:
         if not files:
             break
         path = sorted(files)[which % len(files)]
-        if name in FILES:
-            FILES[name](files, path, *how)
-        elif isinstance(files[path], bytes):
-            with contextlib.suppress(Exception):
+        with contextlib.suppress(Exception):
+            if name in FILES:
+                FILES[name](files, path, *how)
+            else:
                 files[path] = CONTENT[name](files[path], *how)
     return files
 
@@ -336,8 +346,12 @@ OF_JSON = [change("rejson", st.integers(0, 200), JSON_VALUES)]
 OF_NPY = [
     change("retype", st.sampled_from(DTYPES), st.booleans(), st.sampled_from([1, 2, 3])), change("reshape", SHAPES, st.booleans()),
     change("rehead", st.sampled_from(HEADS), st.sampled_from([1, 2, 3, 9])),
+    change("vast", st.sampled_from([2**10, 2**20, 2**24, 2**31, 2**40])),
     change("revalue", st.integers(0, 10_000), st.sampled_from([*FLOATS, *map(float, NUMBERS)])),
 ]
+OF_PAGES = [      # of an LMDB: what the heads of its pages say, and where their nodes lie
+    change("at", st.builds(lambda page, byte: 4096 * page + byte, st.integers(0, 14), st.integers(0, 40)),
+           st.sampled_from([1, 2, 4, 8]), st.sampled_from(NUMBERS))]
 OF_IMAGES = [change("resize", SIDES, SIDES)]
 
 
@@ -357,12 +371,13 @@ ZIP_FIELDS = [(record, field) for record, (_, fields) in RECORDS.items() for fie
 ZEROS = 2**24
 
 
-def deflated_zeros(size: int) -> bytes:
-    """Deflates zeros: one piece once, written as often as it is needed."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-    packer.compress(b"")
+def deflated(bomb: Holes) -> bytes:
+    """Deflates a head and zeros: one piece of them once, written as often as it is needed, up to 8 GiB."""
+    packer, end = (zlib.compressobj(9, zlib.DEFLATED, -15) for _ in range(2))
+    head = packer.compress(bomb.head) + packer.flush(zlib.Z_FULL_FLUSH)
     piece = packer.compress(bytes(ZEROS)) + packer.flush(zlib.Z_FULL_FLUSH)
-    return piece * (size // ZEROS) + zlib.compressobj(9, zlib.DEFLATED, -15).flush()
+    rest = min(bomb.size, 2**33) - len(bomb.head)
+    return head + piece * (rest // ZEROS) + end.compress(bytes(max(0, rest) % ZEROS)) + end.flush()
 
 
 def zipped(files: Files, method: int, fields: list[list], twice: bool = False) -> bytes:
@@ -385,8 +400,8 @@ def zipped(files: Files, method: int, fields: list[list], twice: bool = False) -
                 entry.external_attr = 0o120777 << 16
                 content = content.target.encode()
             elif isinstance(content, Holes):
-                bombs[entry.filename] = content.size // ZEROS * ZEROS
-                entry.compress_type, content = zipfile.ZIP_STORED, deflated_zeros(min(content.size, 2**33))
+                bombs[entry.filename] = content.size
+                entry.compress_type, content = zipfile.ZIP_STORED, deflated(content)
             elif content is FIFO:
                 entry.external_attr = 0o010666 << 16
                 content = b""
