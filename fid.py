@@ -13,7 +13,6 @@ configs/drawing.yaml; what the numbers mean and why they differ from somebody el
 import contextlib
 import hashlib
 import importlib.metadata
-import io
 import json
 import math
 import platform
@@ -32,7 +31,6 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather, reduce
-from PIL import Image
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -49,7 +47,7 @@ from edm import EDM
 from features import EXTRACTORS, Extractor, extract
 from features import load as load_extractor
 from guidance import Guidance
-from images import UnreadableImage, open_source
+from images import UnreadableImage, open_image, open_source
 from metrics import BLOCK, Moments, ScoreSums, frechet_distance, precision_recall
 from rf import RF
 from sample import Batch, DrawingSettings, generate, labels_of, load_decoder, parse_classes, sampling_cost
@@ -59,6 +57,7 @@ from trained import build_guidance, load_trained, sampler_settings
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
 
 Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
+MOST_UNPACKED = 100      # bytes that one of a compressed npz may become: images compress to a half
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
 Metrics = Annotated[list[str], Field(min_length=1)]
 
@@ -189,17 +188,26 @@ def open_images(
 
 
 def npz_array(path: str | Path, key: str) -> np.ndarray:
-    """Maps an array of an npz into memory without reading it; one that is compressed is read whole."""
+    """Maps an array of an npz into memory without reading it; one that is compressed is read whole.
+
+    Raises KeyError where there is none, and nearly anything where the npz is damaged.
+    """
     with zipfile.ZipFile(path) as archive:
         entry = archive.getinfo(f"{key}.npy")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            with np.load(path, allow_pickle=False) as arrays:
-                return arrays[key]
         with archive.open(entry) as file:
             version = np.lib.format.read_magic(file)
             header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, fortran, dtype = header(file)
-            header_bytes = file.tell()
+            header_bytes, size = file.tell(), math.prod(shape) * dtype.itemsize
+            if dtype.hasobject or header_bytes + size != entry.file_size:
+                raise ValueError(f"{key} has {entry.file_size:,} bytes for {dtype} {shape}")
+            if entry.compress_type != zipfile.ZIP_STORED:
+                if size > MOST_UNPACKED * max(entry.compress_size, 2**20):
+                    raise ValueError(f"{key} unpacks {entry.compress_size:,} bytes to {size:,}, as no images do")
+                values, read = np.empty(size, np.uint8), 0
+                while count := file.readinto(values[read : read + 2**20]):
+                    read += count
+                return values[:read].view(dtype).reshape(shape, order="F" if fortran else "C")
     with open(path, "rb") as file:
         file.seek(entry.header_offset)
         name_length, extra_length = struct.unpack("<26x2H", file.read(30))
@@ -251,10 +259,10 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
                       disable=not PartialState().is_main_process or None):
         try:
             data = source.read(index)
-            with Image.open(io.BytesIO(data)) as image:     # the header only
+            with open_image(data) as image:     # the header only
                 sizes[image.size] += 1
-        except (UnreadableImage, OSError, Image.DecompressionBombError) as error:
-            broken.append(f"{source.names[index]} ({type(error).__name__})")
+        except (UnreadableImage, OSError) as error:
+            broken.append(f"{source.names[index]} ({error})")
             continue
         digest.update(hashlib.sha256(data).digest())
     if broken:

@@ -305,7 +305,7 @@ def mistake(error: Exception, config_name: str) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException):
         return f"{str(error).splitlines()[0].rstrip('.')}: configs/{config_name}.yaml names all settings."
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"reading or writing {error.filename} failed: {error.strerror}."
+        return f"reading or writing {str(error.filename)[:300]} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
         return str(error)
     if is_full_memory(error):

@@ -4,6 +4,7 @@ A change is [name, which file, …] with the name of a function below whose own 
 A place in a file is a number: up to 511 from its start, up to 1023 from its end, beyond that a share of its length.
 """
 
+import contextlib
 import io
 import json
 import math
@@ -135,6 +136,11 @@ def poke(content: bytes, place: int, width: int, big: bool, number: int) -> byte
     return put(content, spot(content, place), number.to_bytes(width, "big" if big else "little"))[: len(content)]
 
 
+def at(content: bytes, place: int, width: int, number: int) -> bytes:
+    """Writes a number at one byte, as a database keeps it."""
+    return put(content, place, (number % (1 << (8 * width))).to_bytes(width, "little"))[: len(content)]
+
+
 def retext(content: bytes, nth: int, number: str) -> bytes:
     """Writes another number where the first kilobytes have one in digits."""
     found = list(re.finditer(rb"-?\d+(\.\d+)?", content[:4096]))
@@ -157,10 +163,7 @@ def pickled(content: bytes, protocol: int) -> bytes:
 
 def rejson(content: bytes, nth: int, value: str) -> bytes:
     """Writes another value, given as JSON, in place of one in a JSON file; "" takes it away, "deep" nests it."""
-    try:
-        plain = json.loads(content)
-    except (ValueError, RecursionError):
-        return content
+    plain = json.loads(content)
     places: list = []
 
     def walk(holder: Any) -> None:
@@ -169,11 +172,7 @@ def rejson(content: bytes, nth: int, value: str) -> bytes:
             if isinstance(holder[key], dict | list):
                 walk(holder[key])
 
-    if not isinstance(plain, dict | list):
-        return content
     walk(plain)
-    if not places:
-        return content
     holder, key = places[nth % len(places)]
     if value == "":
         del holder[key]
@@ -191,11 +190,8 @@ def npy(array: np.ndarray, version: tuple[int, int] = (1, 0)) -> bytes:
 
 def retype(content: bytes, dtype: str, fortran: bool, version: int) -> bytes:
     """Stores the values of an npy as another type, order and version, so that header and length agree."""
-    try:
-        array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
-        array = array.astype(np.dtype(dtype if dtype[0] != "[" else [("a", "<f2")]))
-    except (ValueError, TypeError):
-        return content
+    array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False)
+    array = array.astype(np.dtype(dtype if dtype[0] != "[" else [("a", "<f2")]))
     stream = io.BytesIO()
     np.lib.format.write_array(stream, np.asfortranarray(array) if fortran else array, (version, 0), allow_pickle=True)
     return stream.getvalue()
@@ -203,18 +199,11 @@ def retype(content: bytes, dtype: str, fortran: bool, version: int) -> bytes:
 
 def reshape(content: bytes, shape: list[int], fills: bool) -> bytes:
     """Claims another shape in an npy's header; `fills`: with as many bytes as it says, where these are few."""
-    try:
-        stream = io.BytesIO(content)
-        np.lib.format.read_magic(stream)
-        header = np.lib.format.read_array_header_1_0(stream)
-    except (ValueError, SyntaxError):
-        return content
-    head, length = io.BytesIO(), math.prod(shape) * header[2].itemsize
-    try:
-        np.lib.format.write_array_header_1_0(
-            head, {"descr": header[2].str, "fortran_order": False, "shape": tuple(shape)})
-    except ValueError:
-        return content
+    stream, head = io.BytesIO(content), io.BytesIO()
+    np.lib.format.read_magic(stream)
+    _, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    length = math.prod(shape) * dtype.itemsize
+    np.lib.format.write_array_header_1_0(head, {"descr": dtype.str, "fortran_order": False, "shape": tuple(shape)})
     values = content[stream.tell() :]
     if fills and 0 <= length <= 2**20:
         values = (values * (length // max(1, len(values)) + 1))[:length]
@@ -230,12 +219,9 @@ def rehead(content: bytes, text: str, version: int) -> bytes:
 
 def revalue(content: bytes, nth: int, value: float) -> bytes:
     """Writes another value into an npy."""
-    try:
-        array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False).copy()
-        with np.errstate(all="ignore"):
-            array.reshape(-1)[nth % array.size] = np.array(value).astype(array.dtype)
-    except (ValueError, TypeError, ZeroDivisionError):
-        return content
+    array = np.lib.format.read_array(io.BytesIO(content), allow_pickle=False).copy()
+    with np.errstate(all="ignore"):
+        array.reshape(-1)[nth % array.size] = np.array(value).astype(array.dtype)
     return npy(array)
 
 
@@ -255,7 +241,7 @@ def resize(content: bytes, width: int, height: int) -> bytes:
 
 CONTENT: dict[str, Callable[..., bytes]] = {
     function.__name__: function for function in (
-        cut, flip, zeros, splice, drop, grow, poke, retext, become, pickled, rejson, retype, reshape, rehead, revalue,
+        cut, flip, zeros, splice, drop, grow, poke, at, retext, become, pickled, rejson, retype, reshape, rehead, revalue,
         resize)}
 
 
@@ -297,20 +283,31 @@ def special(files: Files, name: str, kind: str, size: int) -> None:
             files[name] = Link(target)
 
 
-FILES: dict[str, Callable[..., None]] = {function.__name__: function for function in (gone, twin, moved, swapped, special)}
+def vast(files: Files, name: str, count: int) -> None:
+    """Makes an npy of `count` rows, as many as its header says: zeros that take no place on disk, or deflated ones."""
+    stream, head = io.BytesIO(files[name]), io.BytesIO()
+    np.lib.format.read_magic(stream)
+    shape, _, dtype = np.lib.format.read_array_header_1_0(stream)
+    shape = (count, *shape[1:])
+    np.lib.format.write_array_header_1_0(head, {"descr": dtype.str, "fortran_order": False, "shape": shape})
+    files[name] = Holes(head.getvalue(), len(head.getvalue()) + math.prod(shape) * dtype.itemsize)
+
+
+FILES: dict[str, Callable[..., None]] = {function.__name__: function for function in (gone, twin, moved, swapped, special, vast)}
 
 
 def changed(files: Files, changes: list[list]) -> Files:
-    """Makes changes in turn; one whose file has no bytes of its own is left out."""
+    """Makes changes in turn; one that those before it have made impossible is left out."""
     files = dict(files)
     for name, which, *how in changes:
         if not files:
             break
         path = sorted(files)[which % len(files)]
-        if name in FILES:
-            FILES[name](files, path, *how)
-        elif isinstance(files[path], bytes):
-            files[path] = CONTENT[name](files[path], *how)
+        with contextlib.suppress(Exception):
+            if name in FILES:
+                FILES[name](files, path, *how)
+            else:
+                files[path] = CONTENT[name](files[path], *how)
     return files
 
 
@@ -349,8 +346,12 @@ OF_JSON = [change("rejson", st.integers(0, 200), JSON_VALUES)]
 OF_NPY = [
     change("retype", st.sampled_from(DTYPES), st.booleans(), st.sampled_from([1, 2, 3])), change("reshape", SHAPES, st.booleans()),
     change("rehead", st.sampled_from(HEADS), st.sampled_from([1, 2, 3, 9])),
+    change("vast", st.sampled_from([2**10, 2**20, 2**24, 2**31, 2**40])),
     change("revalue", st.integers(0, 10_000), st.sampled_from([*FLOATS, *map(float, NUMBERS)])),
 ]
+OF_PAGES = [      # of an LMDB: what the heads of its pages say, and where their nodes lie
+    change("at", st.builds(lambda page, byte: 4096 * page + byte, st.integers(0, 14), st.integers(0, 40)),
+           st.sampled_from([1, 2, 4, 8]), st.sampled_from(NUMBERS))]
 OF_IMAGES = [change("resize", SIDES, SIDES)]
 
 
@@ -370,12 +371,13 @@ ZIP_FIELDS = [(record, field) for record, (_, fields) in RECORDS.items() for fie
 ZEROS = 2**24
 
 
-def deflated_zeros(size: int) -> bytes:
-    """Deflates zeros: one piece once, written as often as it is needed."""
-    packer = zlib.compressobj(9, zlib.DEFLATED, -15)
-    packer.compress(b"")
+def deflated(bomb: Holes) -> bytes:
+    """Deflates a head and zeros: one piece of them once, written as often as it is needed, up to 8 GiB."""
+    packer, end = (zlib.compressobj(9, zlib.DEFLATED, -15) for _ in range(2))
+    head = packer.compress(bomb.head) + packer.flush(zlib.Z_FULL_FLUSH)
     piece = packer.compress(bytes(ZEROS)) + packer.flush(zlib.Z_FULL_FLUSH)
-    return piece * (size // ZEROS) + zlib.compressobj(9, zlib.DEFLATED, -15).flush()
+    rest = min(bomb.size, 2**33) - len(bomb.head)
+    return head + piece * (rest // ZEROS) + end.compress(bytes(max(0, rest) % ZEROS)) + end.flush()
 
 
 def zipped(files: Files, method: int, fields: list[list], twice: bool = False) -> bytes:
@@ -398,8 +400,8 @@ def zipped(files: Files, method: int, fields: list[list], twice: bool = False) -
                 entry.external_attr = 0o120777 << 16
                 content = content.target.encode()
             elif isinstance(content, Holes):
-                bombs[entry.filename] = content.size // ZEROS * ZEROS
-                entry.compress_type, content = zipfile.ZIP_STORED, deflated_zeros(min(content.size, 2**33))
+                bombs[entry.filename] = content.size
+                entry.compress_type, content = zipfile.ZIP_STORED, deflated(content)
             elif content is FIFO:
                 entry.external_attr = 0o010666 << 16
                 content = b""

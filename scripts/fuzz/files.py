@@ -6,6 +6,7 @@ Each reader's cases begin with files that are whole, made once, and change some 
 import io
 import json
 import tempfile
+import zipfile
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
@@ -28,6 +29,7 @@ from scripts.fuzz.damage import (
     OF_IMAGES,
     OF_JSON,
     OF_NPY,
+    OF_PAGES,
     TARS,
     ZIPS,
     Files,
@@ -311,6 +313,19 @@ def images_npz() -> Files:
     return {"arr_0.npy": npy(pixels), "mu.npy": npy(np.zeros(4))}
 
 
+def build_index(case: dict, folder: Path) -> None:
+    """Lays whole tars and an index of them whose key is right and whose arrays are not."""
+    source = folder / "source"
+    lay(OUTSIDE | {"source/train.tar": tarred(tread("sample"), [], [])}, folder)
+    data.tar_index([source / "train.tar"])
+    with zipfile.ZipFile(source / data.TAR_INDEX) as archive:
+        members = {name: archive.read(name) for name in archive.namelist() if name != "key.npy"}
+        key = {"key.npy": archive.read("key.npy")}
+    index = changed({data.TAR_INDEX: zipped(changed(members, case["changes"]) | key, **case["pack"])}, case["after"])
+    (source / data.TAR_INDEX).unlink()
+    lay({f"source/{name}": content for name, content in index.items()}, folder)
+
+
 # ---- the table ------------------------------------------------------------------------------------------------------
 
 
@@ -335,6 +350,8 @@ READERS = [
     Reader("latent_tars", archives(TARS, OF_BYTES, OF_FILES, OF_NPY, variant=st.sampled_from(["sample", "moments"]),
                                    named=st.booleans(), num_classes=st.sampled_from([None, 3, 1, 10**6, 2**40])),
            in_archive(tread, tarred, "train.tar"), open_tars, may_write=INDEX),
+    Reader("tar_index", archives(STORED, OF_BYTES, OF_NPY, OF_NPY, variant=st.just("sample"), named=st.just(False),
+                                 num_classes=st.just(None)), build_index, open_tars, may_write=INDEX),
     Reader("import_listed", cases(OF_BYTES, OF_FILES, OF_JSON, OF_NPY, auto=AUTO, variant=st.sampled_from(["repa", "edm2", "srdit"])),
            in_folder(listed), importer(None), "import_latents"),
     Reader("import_zip", archives(STORED, OF_BYTES, OF_FILES, OF_JSON, OF_NPY, auto=AUTO,
@@ -343,7 +360,7 @@ READERS = [
     Reader("import_pairs", cases(OF_BYTES, OF_FILES, OF_NPY, auto=AUTO), in_folder(pairs), importer("fastdit"), "import_latents"),
     Reader("import_tars", archives(TARS, OF_BYTES, OF_FILES, OF_NPY, auto=AUTO, variant=st.just("sample")),
            in_archive(tread, tarred, "train.tar"), importer("tread"), "import_latents", INDEX),
-    Reader("import_lmdb", cases(OF_BYTES, OF_BYTES, OF_FILES, auto=AUTO, variant=st.sampled_from([COUNT, 60])),
+    Reader("import_lmdb", cases(OF_BYTES, OF_PAGES, OF_PAGES, OF_FILES, auto=AUTO, variant=st.sampled_from([COUNT, 60])),
            in_folder(lmdb_of), importer("maskdit"), "import_latents"),
     Reader("import_safetensors", cases(OF_BYTES, OF_BYTES, OF_FILES, auto=AUTO), in_folder(safetensors), importer("lightningdit"),
            "import_latents"),
