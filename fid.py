@@ -57,6 +57,7 @@ from trained import build_guidance, load_trained, sampler_settings
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
 
 Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
+LARGEST_STATISTIC = 2**28      # bytes: Inception's covariances have an eighth of it
 MOST_UNPACKED = 100      # bytes that one of a compressed npz may become: images compress to a half
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
 Metrics = Annotated[list[str], Field(min_length=1)]
@@ -338,7 +339,11 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             keys = set(arrays.files)
-            found = {key: arrays[key] for key in keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}}
+            small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
+            for key in small:
+                if (size := arrays.zip.getinfo(f"{key}.npy").file_size) > LARGEST_STATISTIC:
+                    raise ValueError(f"{key} has {size:,} bytes, and statistics at most {LARGEST_STATISTIC:,}")
+            found = {key: arrays[key] for key in small}
     except Exception as error:      # no zip, a pickle inside, cut short: numpy and zipfile differ in what they raise
         raise ValueError(f"reference={path} is not an npz that can be read: {error}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:

@@ -317,7 +317,8 @@ BASES = {      # settings of a command that works, to go wrong from
              "results={case}/out/results.jsonl"],
             [f"reference_from={GIVEN}/images", "out={case}/out/x.npz", "features=pixels"]],
     "scripts.sweep_guidance": [[f"checkpoint={GIVEN}/run", f"reference={GIVEN}/reference.npz", "features=pixels",
-                                "num_samples=4", "num_steps=1", "results={case}/out/results.jsonl"]],
+                                "num_samples=4", "num_steps=1", "results={case}/out/results.jsonl", "grid.scale=[1.5]",
+                                "grid.gamma1=[0]", "grid.gamma2=[0.5]"]],
     "scripts.prepare_latents": [["source=shapes", "shapes.count=8", "out={case}/out/x"],
                                 [f"source={GIVEN}/classes", "resolution=16", "autoencoder=identity",
                                  "out={case}/out/x"]],
@@ -402,18 +403,24 @@ def settings_of(program: str) -> Any:
         "through": st.integers(0, 9).map(lambda number: number == 0)})
 
 
-def run_settings(program: str, case: dict, folder: Path) -> None:
-    plain = copy.deepcopy(base(program, case["base"]))
+def read_changed(program: str, number: int, changes: list, folder: Path) -> tuple[dict, str | None]:
+    """Changes a base's settings and reads them as the command does; returns them, and why they must be refused.
+
+    Raises ValueError where they are refused already.
+    """
+    plain = copy.deepcopy(base(program, number))
     usual, why = copy.deepcopy(plain), None
-    for number, value, pick in case["changes"]:
+    for place, value, pick in changes:
         places = sorted(places_in(plain), key=str)
-        path = places[number % len(places)]
+        path = places[place % len(places)]
         names = [key for key in path if isinstance(key, str)]
         if value == "plausible":
             of_key = PLAUSIBLE.get(names[-1], NUMBERS[:8])
             value = of_key[pick % len(of_key)] if of_key else None
-        if names[-1] in OUTPUTS and isinstance(value, str) and not value.startswith("{case}"):
-            value = re.sub(r"^[/~]", "", value)
+        if names[-1] in OUTPUTS:      # null would write beside what is given, and a device of this machine is no place
+            value = "{case}/out/new" if value is None else value
+            if isinstance(value, str) and not value.startswith("{case}"):
+                value = re.sub(r"^[/~]", "", value)
         put(plain, path, value)
     for path in places_in(usual):
         with contextlib.suppress(KeyError, IndexError, TypeError):
@@ -424,7 +431,12 @@ def run_settings(program: str, case: dict, folder: Path) -> None:
     entry = sys.modules["sample"].compare_guided if program == "rf" else sys.modules[program].main
     [declared] = [annotation for annotation in typing.get_type_hints(entry.__wrapped__).values()
                   if isinstance(annotation, type) and issubclass(annotation, settings.Settings)]
-    settings.read(declared, plain)      # most end here, and need no child
+    settings.read(declared, plain)
+    return plain, why
+
+
+def run_settings(program: str, case: dict, folder: Path) -> None:
+    plain, why = read_changed(program, case["base"], case["changes"], folder)      # most end here, and need no child
     through = case["through"] and program not in ("scripts.study", "scripts.benchmark", "scripts.choose_routes")
     run_command(program, folder, [], plain, through=through, must_refuse=why, asks_much=True)
 
@@ -475,7 +487,7 @@ def run_line(case: dict, folder: Path) -> None:
         keys = every_key(program)
         key = keys[number % len(keys)]
         if key.rpartition(".")[2] in OUTPUTS and not value.startswith("{case}"):
-            value = re.sub(r"^[/~]", "", value)
+            value = re.sub(r"^([/~]|null$|$)", "x", value)
         odd.append(f"{sign}{key}={value}")
     of_base = BASES[program][case["base"] % len(BASES[program])]
     arguments = [argument.replace("\0", "") for argument in at_home([*of_base, *odd], folder)]      # exec takes no zero

@@ -21,7 +21,7 @@ from typing import Any
 import numpy as np
 import torch
 from hypothesis import strategies as st
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file, save, save_file
 
 import checkpoint as checkpoints
 from scripts.fuzz import Reader
@@ -455,12 +455,11 @@ def odd_values(number: int) -> Any:
             torch.zeros(1, 1, 1, 1, 1), eye.T, torch.Size([1]), torch.float32, torch.device("cpu")][number % 30]
 
 
-def damaged_weights(how: str, number: int, second: int, folder: Path) -> bytes:
-    """Makes the bytes of a file of weights in which something is wrong."""
-    state = torch.load(given() / "weights.pt", weights_only=True)
+def damaged_weights(state: dict[str, torch.Tensor], how: str, number: int, second: int, canary: Path) -> bytes:
+    """Makes the bytes of a file of weights in which something is wrong; code in it would make the file `canary`."""
     name, buffer = sorted(state)[number % len(state)], io.BytesIO()
-    canary = folder / CANARY
-    content: Any = state
+    content: Any
+    content = state = dict(state)
     match how:
         case "key":
             state[ODD_KEYS[second % len(ODD_KEYS)]] = state[name]
@@ -501,7 +500,7 @@ def damaged_weights(how: str, number: int, second: int, folder: Path) -> bytes:
                        _use_new_zipfile_serialization=False)
             return buffer.getvalue() if second % 2 else buffer.getvalue()[: number % len(buffer.getvalue())]
         case "safetensors":
-            return (given() / "weights.safetensors").read_bytes()
+            return save(state)
         case "gzip":
             return b"\x1f\x8b" + bytes(number % 100)
         case "tar":
@@ -553,8 +552,8 @@ def repacked(whole: bytes, how: str, number: int) -> bytes:
 
 
 def build_weights(case: dict, folder: Path) -> None:
-    given()
-    whole = damaged_weights(case["how"], case["number"], case["second"], folder)
+    state = torch.load(given() / "weights.pt", weights_only=True)
+    whole = damaged_weights(state, case["how"], case["number"], case["second"], folder / CANARY)
     (folder / case["name"]).write_bytes(whole)
     if case["name"] == "latents_stats.pt":
         shutil.copy(given() / "weights.pt", folder / "beside.pt")
@@ -622,11 +621,10 @@ class Executed:
         return (open, (self.path, "w"))
 
 
-def damaged_npz(case: dict, folder: Path) -> tuple[bytes, str | None]:
+def damaged_npz(arrays: dict[str, np.ndarray], case: dict, canary: Path) -> tuple[bytes, str | None]:
     """Returns an npz in which something is wrong, and why it must be refused where that can be told here."""
     how, key, number = case["how"], case["key"], case["number"]
-    with np.load(given() / "reference.npz") as kept:
-        arrays = {name: kept[name] for name in kept.files}
+    arrays = dict(arrays)
     members, compression, why = {}, zipfile.ZIP_STORED, None
     array = arrays[key]
     is_statistic = key in ("mu", "sigma")
@@ -661,7 +659,7 @@ def damaged_npz(case: dict, folder: Path) -> tuple[bytes, str | None]:
             arrays[key] = np.zeros(array.shape, kind)
             why = f"{key} holds {kind}" if is_statistic and kind in (np.complex128, "U8", "S3", bool, "M8[s]", "V8", object) else None
         case "objects":
-            arrays[key] = np.array([Executed(folder / CANARY), None], object)
+            arrays[key] = np.array([Executed(canary), None], object)
             why = "an object array is there" if is_statistic or key == "arr_0" and case["use"] in ("images", "precision") else None
         case "terabytes":
             shape = [(2**40,), (2**20, 2**20), (4, 2**20, 2**20, 3), (2**62, 2**62), (-1,), (2**63, 2), (10**30,)][number % 7]
@@ -670,7 +668,7 @@ def damaged_npz(case: dict, folder: Path) -> tuple[bytes, str | None]:
         case "header":
             odd = ["{'descr': '<f8', 'fortran_order': False, 'shape': (192,)", "[" * 5000, "", "{}", "1",
                    "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n", "{'descr': 'x', 'shape': 1}",
-                   f"__import__('os').system('touch {folder / CANARY}')", "{'descr': [('a','<f8')], 'fortran_order': False, 'shape': (1,), }\n",
+                   f"__import__('os').system('touch {canary}')", "{'descr': [('a','<f8')], 'fortran_order': False, 'shape': (1,), }\n",
                    "{'descr': '<f8', 'fortran_order': 7, 'shape': (1.5,), }\n", "{'descr': '<f8', 'fortran_order': False, 'shape': ((1,),), }\n",
                    "{" + "'a':{" * 3000, "9" * 5000]
             members[key] = npy_claiming(odd[number % len(odd)], version=[b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x09"][number % 4])
@@ -738,12 +736,17 @@ def packed(arrays: dict[str, np.ndarray], members: dict[str, bytes | None], comp
     return bytes(whole)
 
 
+def sound_reference() -> dict[str, np.ndarray]:
+    with np.load(given() / "reference.npz") as kept:
+        return {name: kept[name] for name in kept.files}
+
+
 def build_npz(case: dict, folder: Path) -> None:
-    (folder / "x.npz").write_bytes(damaged_npz(case, folder)[0])
+    (folder / "x.npz").write_bytes(damaged_npz(sound_reference(), case, folder / CANARY)[0])
 
 
 def run_npz(case: dict, folder: Path) -> None:
-    why = damaged_npz(case, folder)[1]
+    why = damaged_npz(sound_reference(), case, folder / CANARY)[1]
     file, results = "'{case}/x.npz'", "results='{case}/out/results.jsonl'"
     match case["use"]:
         case "reference":
