@@ -453,7 +453,7 @@ PAX = ["18446744073709551616", "-1", "-512", "0", "nan", "9" * 5000, "4096", "99
 
 
 def tarred(files: Files, fields: list[list], extras: list[list], twice: bool = False) -> bytes:
-    """Packs files into a tar and writes `fields`, [nth header, which field, which value, true checksum], into headers.
+    """Packs files into a tar and writes `fields`, [nth header, which field, which value, true sum], into headers.
 
     `extras` are members [nth place, kind, size, text] that stand before others: pax headers, long names, links.
     """
