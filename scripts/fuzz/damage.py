@@ -1,6 +1,6 @@
 """What goes wrong with files, as plain values: {path: content} and a list of changes -> {path: content}, and packed.
 
-A change is [name, which file, …] with the name of a function below whose own is in CHANGES; hypothesis draws the rest.
+A change is [name of a function in CONTENT or FILES, which file, …]; hypothesis draws them.
 A place in a file is a number: up to 511 from its start, up to 1023 from its end, beyond that a share of its length.
 """
 
@@ -26,12 +26,13 @@ from hypothesis import strategies as st
 NUMBERS = [0, 1, -1, 2, 7, 255, 65535, 65536, 2**24, 2**31 - 1, 2**31, 2**32 - 1, 2**32, 2**40, 2**53, 2**62, 2**63 - 1,
            2**63, 2**64 - 1, 2**70, 10**30, -(2**31), -(2**63), 1_700_000_000, 999_999]
 FLOATS = [math.nan, math.inf, -math.inf, 1e300, -1.0, 0.0, 1e5, 65504.0, 1e-300]
-TEXTS = ["", "..", "../outside/secret", "/etc/passwd", "/dev/zero", "a\0b", "\ud800", "ünïcödé \u202e", "x" * 5000, "C:\\x",
-         "latents-00000.npy", ".", "~", "-rf", "\x1b[2J", "NaN", "true", "a/b/c", "con\nnew line"]
-DTYPES = ["<f2", ">f2", "<f4", ">f4", "<f8", "<i8", ">i8", "<i4", "<i2", "|i1", "|u1", "<u8", "|b1", "|O", "<U3", "|S4", "<M8[s]",
-          "<c8", "|V8", "<f16", "[('a', '<f2')]"]
-HEADS = ["", "{", "{}", "{'descr': '<f2'}", "None", "()", "[" * 200, "__import__('os').system('touch executed')", "\xff\xfe",
-         "{'descr': '<f2', 'fortran_order': 0, 'shape': (1,)}", "{'descr': '<f2', 'fortran_order': False, 'shape': (True,)}",
+TEXTS = ["", "..", "../outside/secret", "/etc/passwd", "/dev/zero", "a\0b", "\ud800", "ünïcödé \u202e", "x" * 5000,
+         "C:\\x", "latents-00000.npy", ".", "~", "-rf", "\x1b[2J", "NaN", "true", "a/b/c", "con\nnew line"]
+DTYPES = ["<f2", ">f2", "<f4", ">f4", "<f8", "<i8", ">i8", "<i4", "<i2", "|i1", "|u1", "<u8", "|b1", "|O", "<U3", "|S4",
+          "<M8[s]", "<c8", "|V8", "<f16", "[('a', '<f2')]"]
+HEADS = ["", "{", "{}", "{'descr': '<f2'}", "None", "()", "[" * 200, "__import__('os').system('touch executed')",
+         "\xff\xfe", "{'descr': '<f2', 'fortran_order': 0, 'shape': (1,)}",
+         "{'descr': '<f2', 'fortran_order': False, 'shape': (True,)}",
          "{'descr': '<f2', 'fortran_order': False, 'shape': (" + "1," * 3000 + ")}", "9" * 6000]
 
 Files = dict[str, Any]      # path -> bytes, or one of the following
@@ -241,8 +242,8 @@ def resize(content: bytes, width: int, height: int) -> bytes:
 
 CONTENT: dict[str, Callable[..., bytes]] = {
     function.__name__: function for function in (
-        cut, flip, zeros, splice, drop, grow, poke, at, retext, become, pickled, rejson, retype, reshape, rehead, revalue,
-        resize)}
+        cut, flip, zeros, splice, drop, grow, poke, at, retext, become, pickled, rejson, retype, reshape, rehead,
+        revalue, resize)}
 
 
 # ---- changes of which files there are -------------------------------------------------------------------------------
@@ -293,7 +294,8 @@ def vast(files: Files, name: str, count: int) -> None:
     files[name] = Holes(head.getvalue(), len(head.getvalue()) + math.prod(shape) * dtype.itemsize)
 
 
-FILES: dict[str, Callable[..., None]] = {function.__name__: function for function in (gone, twin, moved, swapped, special, vast)}
+FILES: dict[str, Callable[..., None]] = {
+    function.__name__: function for function in (gone, twin, moved, swapped, special, vast)}
 
 
 def changed(files: Files, changes: list[list]) -> Files:
@@ -317,12 +319,13 @@ PLACES = st.one_of(st.integers(0, 511), st.integers(512, 1023), st.integers(1024
 WHICH = st.integers(0, 63)
 LENGTHS = st.sampled_from([1, 2, 8, 100, 512, 4096])
 JSON_VALUES = st.sampled_from(
-    [json.dumps(value) for value in (*NUMBERS, *FLOATS, *TEXTS, None, True, [], {}, [[]], [1, "a"], {"a": 1}, 1.5, [0], [-1])]
+    [json.dumps(value) for value in (
+        *NUMBERS, *FLOATS, *TEXTS, None, True, [], {}, [[]], [1, "a"], {"a": 1}, 1.5, [0], [-1])]
     + ["", "deep", "1e999", "nan", "9" * 5000])
 SHAPES = st.lists(st.sampled_from([0, 1, 2, 3, 4, 8, 2**20, 2**31, 2**40, 2**62, 2**64, -1]), max_size=5)
 SIDES = st.sampled_from([0, 1, 7, 16, 64, 1000, 9000, 12000, 20000, 60000, 65535, 2**31 - 1, 2**31, 2**32 - 1])
-TARGETS = st.sampled_from(["fifo", "folder", "holes", "inside", "../outside/secret", "/etc/passwd", "/dev/zero", "/dev/null", "nowhere",
-                           ".", "..", "/", "/proc/self/mem", "/proc/self/environ"])
+TARGETS = st.sampled_from(["fifo", "folder", "holes", "inside", "../outside/secret", "/etc/passwd", "/dev/zero",
+                           "/dev/null", "nowhere", ".", "..", "/", "/proc/self/mem", "/proc/self/environ"])
 
 
 def change(name: str, *parts: st.SearchStrategy) -> st.SearchStrategy:
@@ -331,7 +334,8 @@ def change(name: str, *parts: st.SearchStrategy) -> st.SearchStrategy:
 
 OF_BYTES = [
     change("cut", PLACES), change("flip", PLACES, st.integers(0, 7)), change("zeros", PLACES, LENGTHS),
-    change("splice", PLACES, PLACES, LENGTHS), change("drop", PLACES, LENGTHS), change("grow", st.integers(0, 255), LENGTHS),
+    change("splice", PLACES, PLACES, LENGTHS), change("drop", PLACES, LENGTHS),
+    change("grow", st.integers(0, 255), LENGTHS),
     change("poke", PLACES, st.sampled_from([1, 2, 4, 8]), st.booleans(), st.sampled_from(NUMBERS)),
     change("retext", WHICH, st.sampled_from([*map(str, NUMBERS), "nan", "inf", "1e999", "9" * 5000, "-", ""])),
     change("become", st.sampled_from(["", "\n", "{}", "[]", "null", "[" * 100_000, *TEXTS])),
@@ -344,7 +348,8 @@ OF_FILES = [
 ]
 OF_JSON = [change("rejson", st.integers(0, 200), JSON_VALUES)]
 OF_NPY = [
-    change("retype", st.sampled_from(DTYPES), st.booleans(), st.sampled_from([1, 2, 3])), change("reshape", SHAPES, st.booleans()),
+    change("retype", st.sampled_from(DTYPES), st.booleans(), st.sampled_from([1, 2, 3])),
+    change("reshape", SHAPES, st.booleans()),
     change("rehead", st.sampled_from(HEADS), st.sampled_from([1, 2, 3, 9])),
     change("vast", st.sampled_from([2**10, 2**20, 2**24, 2**31, 2**40])),
     change("revalue", st.integers(0, 10_000), st.sampled_from([*FLOATS, *map(float, NUMBERS)])),
@@ -362,9 +367,10 @@ def changes(*kinds: list, most: int = 3) -> st.SearchStrategy:
 
 # ---- zips -----------------------------------------------------------------------------------------------------------
 
-CENTRAL = {"flags": (8, 2), "method": (10, 2), "crc": (16, 4), "packed": (20, 4), "size": (24, 4), "name": (28, 2), "extra": (30, 2),
-           "comment": (32, 2), "disk": (34, 2), "mode": (38, 4), "offset": (42, 4)}
-LOCAL = {"flags": (6, 2), "method": (8, 2), "crc": (14, 4), "packed": (18, 4), "size": (22, 4), "name": (26, 2), "extra": (28, 2)}
+CENTRAL = {"flags": (8, 2), "method": (10, 2), "crc": (16, 4), "packed": (20, 4), "size": (24, 4), "name": (28, 2),
+           "extra": (30, 2), "comment": (32, 2), "disk": (34, 2), "mode": (38, 4), "offset": (42, 4)}
+LOCAL = {"flags": (6, 2), "method": (8, 2), "crc": (14, 4), "packed": (18, 4), "size": (22, 4), "name": (26, 2),
+         "extra": (28, 2)}
 END = {"disk": (4, 2), "here": (8, 2), "entries": (10, 2), "length": (12, 4), "offset": (16, 4), "comment": (20, 2)}
 RECORDS = {"central": (b"PK\x01\x02", CENTRAL), "local": (b"PK\x03\x04", LOCAL), "end": (b"PK\x05\x06", END)}
 ZIP_FIELDS = [(record, field) for record, (_, fields) in RECORDS.items() for field in fields]
@@ -430,24 +436,24 @@ def zipped(files: Files, method: int, fields: list[list], twice: bool = False) -
 
 
 ZIPS = st.fixed_dictionaries({
-    "method": st.sampled_from([zipfile.ZIP_STORED, zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED, zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2,
-                               zipfile.ZIP_LZMA]),
+    "method": st.sampled_from(
+        [*2 * [zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED], zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]),
     "fields": st.lists(st.tuples(WHICH, WHICH, st.sampled_from(NUMBERS)).map(list), max_size=2),
     "twice": st.sampled_from([False] * 9 + [True])})
 
 
 # ---- tars -----------------------------------------------------------------------------------------------------------
 
-TAR_FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "time": (136, 12), "checksum": (148, 8), "kind": (156, 1),
-              "link": (157, 100), "magic": (257, 8), "prefix": (345, 155)}
-TAR_VALUES = [b"\0", b"-1", b"\xff" * 12, b"77777777777\0", b"0", b"1", b"2", b"3", b"6", b"5", b"L", b"K", b"x", b"g", b"S", b"V",
-              b"7", b"../../x", b"/etc/passwd", b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7, b"99999999", b"", b"ustar  \0",
-              b"\xff\xfe.latent.npy", b"00000010000\0"]
+TAR_FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "time": (136, 12), "checksum": (148, 8),
+              "kind": (156, 1), "link": (157, 100), "magic": (257, 8), "prefix": (345, 155)}
+TAR_VALUES = [b"\0", b"-1", b"\xff" * 12, b"77777777777\0", b"0", b"1", b"2", b"3", b"6", b"5", b"L", b"K", b"x", b"g",
+              b"S", b"V", b"7", b"../../x", b"/etc/passwd", b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7, b"99999999", b"",
+              b"ustar  \0", b"\xff\xfe.latent.npy", b"00000010000\0"]
 PAX = ["18446744073709551616", "-1", "-512", "0", "nan", "9" * 5000, "4096", "99999999999"]
 
 
 def tarred(files: Files, fields: list[list], extras: list[list], twice: bool = False) -> bytes:
-    """Packs files into a tar; `fields`, [nth header, which field, which value, true checksum], are written into headers.
+    """Packs files into a tar and writes `fields`, [nth header, which field, which value, true sum], into headers.
 
     `extras` are members [nth place, kind, size, text] that stand before others: pax headers, long names, links.
     """
