@@ -15,7 +15,7 @@ from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 import checkpoint as checkpoints
 from metrics import exact_float32
-from settings import read_text
+from settings import first_line, read_text
 
 EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -167,7 +167,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
         sizes = [value.shape[1] for value in run(tf.zeros([1, 8, 8, 3]))]
     except Exception as error:      # protobuf's DecodeError, or a graph without these nodes
         raise ValueError(f"{path} is not the Inception graph that ADM's evaluator runs: "
-                         f"{str(error).splitlines()[0]}.") from error
+                         f"{first_line(error)}.") from error
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         values = run(tf.constant(images.cpu().numpy(), tf.float32))
@@ -197,7 +197,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
                                               feature_extractor_weights_path=str(path))
     except Exception as error:
         raise ValueError(f"{path} is not torch-fidelity's weights-inception-2015-12-05 as weights alone: "
-                         f"{str(error).splitlines()[0]}.") from error
+                         f"{first_line(error)}.") from error
     network, caught = network.to(device), {}
     # mixed_6/conv is the first branch of the third block after the reduction to 17 × 17, after its ReLU.
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, args, output: caught.update(spatial=output))
@@ -247,7 +247,7 @@ def dinov2(
         network.load_state_dict(state)
     except Exception as error:
         raise ValueError(f"{weights} is not timm's {architecture} in safetensors: "
-                         f"{str(error).splitlines()[0]}.") from error
+                         f"{first_line(error)}.") from error
     network = network.to(device).eval().requires_grad_(False)
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1)
                  for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -299,7 +299,7 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
             size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
     except Exception as error:
         raise ValueError(f"{weights} is not TorchScript that takes uint8 images (B, 3, H, W) of any size: "
-                         f"{str(error).strip().splitlines()[-1]}.") from error
+                         f"{first_line(error)}.") from error
     if len(size) != 2 or size[0] != 2:
         raise ValueError(f"{weights} maps two images to a tensor of shape {tuple(size)}; features are (B, D).")
 

@@ -344,6 +344,9 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
                 if (size := arrays.zip.getinfo(f"{key}.npy").file_size) > LARGEST_STATISTIC:
                     raise ValueError(f"{key} has {size:,} bytes, and statistics at most {LARGEST_STATISTIC:,}")
             found = {key: arrays[key] for key in small}
+        for key, value in found.items():
+            if not isinstance(value, np.ndarray):      # as the bytes of a member that is no npy are
+                raise ValueError(f"{key} is no array")
     except Exception as error:      # no zip, a pickle inside, cut short: numpy and zipfile differ in what they raise
         raise ValueError(f"reference={path} is not an npz that can be read: {error}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:

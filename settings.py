@@ -141,10 +141,16 @@ def plural(kind: type) -> str:
 
 def shown(value: object) -> str:
     """Writes a value as a command line does."""
-    if isinstance(value, str):
-        return value
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 200 else text[:199] + "…"
+    return cut(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), 200)
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error of another's code says first, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 Declared = TypeVar("Declared", bound=Settings)
@@ -257,7 +263,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 said = mistake(error, config_name)
                 if said is None or wants_traceback:
                     raise
-                end(f"{program}: {said}")
+                end(cut(f"{program}: {said}", 2000))      # a value in it may have any length
             finally:
                 leave_the_ranks()
         return entry
@@ -303,15 +309,14 @@ def mistake(error: Exception, config_name: str) -> str | None:
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return f"{str(error).splitlines()[0].rstrip('.')}: configs/{config_name}.yaml names all settings."
+        return f"{first_line(error).rstrip('.')}: configs/{config_name}.yaml names all settings."
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"reading or writing {str(error.filename)[:300]} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
         return str(error)
     if is_full_memory(error):
-        detail = str(error).splitlines()[0] if str(error) else "no more"
-        return (f"the memory is full ({detail}): lower batch_size, the numbers of images, or the sizes of network and "
-                f"images.")
+        return (f"the memory is full ({first_line(error)}): lower batch_size, the numbers of images, or the sizes of "
+                f"network and images.")
     return None
 
 

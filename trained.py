@@ -35,6 +35,7 @@ from settings import (
     Share,
     Size,
     Whole,
+    first_line,
     one_of,
     read,
     read_record,
@@ -352,7 +353,7 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:
             raise ValueError(
-                f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are loaded, "
+                f"{path} cannot be read as weights alone ({first_line(error)}). Only tensors are loaded, "
                 f"since unpickling anything else could run code; save its state dict as .safetensors."
             ) from error
         held = {key: name for name, keys in STATE_KEYS.items() for key in keys
@@ -366,11 +367,13 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
                                               for key, value in state.items()):
         raise ValueError(f"{path} holds no state dict, that is, no dictionary of tensors by name.")
     foreign = [key for key, value in state.items() if value.dtype not in WEIGHT_TYPES
-               or value.layout is not torch.strided or value.is_meta]
+               or value.layout is not torch.strided or value.is_meta
+               or value.numel() * value.element_size() > value.untyped_storage().nbytes()]      # one, for terabytes
     if foreign:
         value = state[foreign[0]]
-        raise ValueError(f"{path} holds {foreign[0]} as {value.dtype}, {value.layout}, on {value.device}: weights are "
-                         f"plain floating-point numbers in memory. Save its state dict so.")
+        raise ValueError(f"{path} holds {foreign[0]} as {value.dtype}, {value.layout}, on {value.device}, of shape "
+                         f"{tuple(value.shape)}: weights are plain floating-point numbers in memory, each by itself. "
+                         f"Save its state dict so.")
     damaged = [key for key, value in state.items() if not value.isfinite().all()]
     if damaged:
         raise ValueError(f"{path} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "

@@ -23,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import autoencoder as autoencoders  # noqa: E402
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Number, Record, Settings, Size, Text, Whole, command, one_of, read  # noqa: E402
+from settings import Location, Number, Record, Settings, Size, Text, Whole, command, first_line, one_of, read  # noqa: E402
 from trained import EXPORTED, FAMILIES, Trained, build_diffusion, load_trained, to_diffusers  # noqa: E402
 
 SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")      # what draws, beside torch and diffusers
@@ -261,7 +261,7 @@ def upload(folder: Path, cfg: ExportSettings) -> str:
         api.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
         api.upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
     except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"{folder} is written, but repo={cfg.repo} took no upload ({str(error).splitlines()[0]}): see "
+        raise ValueError(f"{folder} is written, but repo={cfg.repo} took no upload ({first_line(error)}): see "
                          f"`hf auth whoami`, then `hf upload {cfg.repo} {folder}`.") from error
     return f"https://huggingface.co/{cfg.repo}"
 

@@ -32,7 +32,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Positive, Settings, command, commit, shown  # noqa: E402
+from settings import Location, Positive, Settings, command, commit, first_line, shown  # noqa: E402
 
 PARTS = Path(__file__).with_suffix("")      # template.html, report.css, report.js
 OURS = '<meta name="generator" content="tread report">'
@@ -195,7 +195,7 @@ def read_config(folder: Path, page: Page) -> dict:
             return plain
         page.leave_out(path, "there are no settings in it." if path.is_file() else "there is no such file.")
     except Exception as error:      # YAML, OmegaConf and the disk each have errors of their own
-        page.leave_out(path, f"it cannot be read ({str(error).splitlines()[0] if str(error) else 'no reason given'}).")
+        page.leave_out(path, f"it cannot be read ({first_line(error)}).")
     return {}
 
 

@@ -6,7 +6,6 @@ wrong in them; where what is wrong can be told without the reader, success count
 
 import argparse
 import base64
-import copy
 import io
 import json
 import os
@@ -14,7 +13,6 @@ import pickle
 import shutil
 import struct
 import zipfile
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -60,11 +58,13 @@ USES = {      # name: (program, settings, which run is copied)
                     "num_steps=1", "metrics=[fd_pixels]"], "run"),
     "sweep": ("scripts.sweep_guidance", [f"checkpoint={RUN}", f"reference={GIVEN}/reference.npz", "features=pixels",
                                          "num_samples=4", "num_steps=1", "metrics=[fd_pixels]", "grid.scale=[1.5]",
-                                         "grid.gamma1=[0]", "grid.gamma2=[0.5]", "picture={case}/out/new/x.png"], "run"),
+                                         "grid.gamma1=[0]", "grid.gamma2=[0.5]", "picture={case}/out/new/x.png"],
+                                         "run"),
     "diffusers": ("scripts.export", [f"checkpoint={RUN}", "to=diffusers", "out={case}/out/new"], "run"),
     "hub": ("scripts.export", [f"checkpoint={RUN}", "to=hub", "out={case}/out/new"], "run"),
     "dit": ("scripts.export", [f"checkpoint={RUN}", "to=dit", "out={case}/out/new.pt"], "run"),
-    "overwrite": ("scripts.export", [f"checkpoint={GIVEN}/run", "to=hub", f"out={RUN}/{STEP}", "overwrite=true"], "run"),
+    "overwrite": ("scripts.export", [f"checkpoint={GIVEN}/run", "to=hub", f"out={RUN}/{STEP}", "overwrite=true"],
+                  "run"),
     "merge": ("scripts.merge_lora", [f"checkpoint={RUN}", "out={case}/out/new"], "adapter"),
     "report": ("scripts.report", [f"runs=[{RUN}]", "out={case}/out/new"], "run"),
     "study": ("scripts.study", [*STUDY, "out={case}/out/study"], "run"),
@@ -103,7 +103,8 @@ ODD_JSON = st.one_of(
     st.none(), st.booleans(), st.integers(-3, 3), st.text(max_size=5), st.floats(),
     st.sampled_from([2**31, 2**62, 2**63, 2**64, 10**30, -1, 1e308, "\ud800", "a\0b", "../../x", "/etc/passwd", "/",
                      "x" * 5000, [], {}, [None], [[]], {"": {}}, [1, "x"], [0] * 10000, 10**3000,
-                     ["../x"], {"a": 1}, {"bytes": 1, "sha256": ""}, {"../../x.safetensors": {"bytes": 0, "sha256": ""}}]),
+                     ["../x"], {"a": 1}, {"bytes": 1, "sha256": ""}, {"../../x.safetensors": {"bytes": 0,
+                                                                                              "sha256": ""}}]),
     st.recursive(st.integers(0, 9), lambda part: st.lists(part, max_size=2) | st.dictionaries(st.text(max_size=2), part,
                                                                                              max_size=2), max_leaves=4))
 EDIT = st.tuples(st.integers(0, 10**6), st.sampled_from(("set", "set", "set", "drop", "again", "wrap")), ODD_JSON)
@@ -187,14 +188,16 @@ def tampered(content: bytes, how: str, number: int, value: Any) -> bytes:
         case "overlap":
             header[name]["data_offsets"] = header[other]["data_offsets"]
         case "offsets":
-            header[name]["data_offsets"] = [[0, 0], [0, 2**40], [2**63, 2**64], [-1, 4], [8, 4], [0], ["a", "b"]][number % 7]
+            header[name]["data_offsets"] = [[0, 0], [0, 2**40], [2**63, 2**64], [-1, 4], [8, 4], [0], ["a",
+                                                                                                       "b"]][number % 7]
         case "dtype":
             header[name]["dtype"] = ["F64", "F16", "I32", "U8", "BOOL", "X", "F8_E4M3", 7, None][number % 9]
         case "shape":
             header[name]["shape"] = [[], [0], [2**40], [2**32, 2**32], [-1], [1.5], "x", [[1]]][number % 8]
         case "again":
             text = json.dumps(header)
-            return with_header(content, (text[:-1] + f", {json.dumps(name)}: {json.dumps(header[other])}" + "}").encode())
+            return with_header(content,
+                               (text[:-1] + f", {json.dumps(name)}: {json.dumps(header[other])}" + "}").encode())
         case "json":
             return with_header(content, damaged_json(json.dumps(header).encode(), value))
         case "cut":
@@ -257,7 +260,8 @@ def changed_tensors(file: Path, how: str, number: int) -> None:
 SAFETENSORS = st.fixed_dictionaries({
     "use": st.sampled_from([use for use in META_USES if use not in ("report", "overwrite", "study")]),
     "file": st.sampled_from(("ema", "ema", "model", "training")), "damage": TENSOR_DAMAGE})
-READS = {"resume": ("ema", "model", "training"), "resume_adapter": ("ema", "model", "training"), "merge": ("ema", "model")}
+READS = {"resume": ("ema", "model", "training"), "resume_adapter": ("ema", "model", "training"), "merge": ("ema",
+                                                                                                           "model")}
 
 
 def build_safetensors(case: dict, folder: Path) -> None:
@@ -292,7 +296,8 @@ PLACES = (".lock", "metrics.jsonl", "results.jsonl", "config.yaml", "checkpoints
           f"{STEP}/ema.safetensors", f"{STEP}/training.safetensors", f"{STEP}/model.safetensors",
           "checkpoints/step-00000005", "checkpoints/step-99999999999999999999", "checkpoints/damaged-step-00000005",
           "checkpoints/step-0000000x", "samples/step-00000004.png", "checkpoints/.step-00000001.1.tmp", ".")
-ODD_THINGS = ("folder", "full folder", "fifo", "loop", "dangling", "link out", "link to itself's run", "empty", "garbage",
+ODD_THINGS = ("folder", "full folder", "fifo", "loop", "dangling", "link out", "link to itself's run", "empty",
+              "garbage",
               "gone", "zero", "full", "long line", "unreadable name", "sparse")
 LAYOUT = st.fixed_dictionaries({"use": st.sampled_from(META_USES), "place": st.sampled_from(PLACES),
                                 "thing": st.sampled_from(ODD_THINGS)})
@@ -364,7 +369,8 @@ def build_rows(case: dict, folder: Path) -> None:
         row["source"]["guidance"] = {"scale": 1.5, "gamma1": 0, "gamma2": 0.5, "drop_label": False, "interval": None,
                                      "routes": None, "channels": None, "weak": None}
         row["source"]["in_training"] = True
-    file.write_bytes(b"\n".join([*lines, *(damaged_json(json.dumps(row).encode(), damage) for damage in case["damage"])]))
+    file.write_bytes(b"\n".join([*lines, *(damaged_json(json.dumps(row).encode(),
+                                                        damage) for damage in case["damage"])]))
 
 
 def run_rows(case: dict, folder: Path) -> None:
@@ -400,9 +406,11 @@ YAMLS = {
     "laughs": "a: &a [x,x,x,x,x,x,x,x,x]\n" + "".join(
         f"{b}: &{b} [{','.join(['*' + a] * 9)}]\n" for a, b in zip("abcdefgh", "bcdefghi", strict=True)),
     "python": f"a: !!python/object/apply:os.system ['touch {CANARY}']\n", "deep": "[" * 5000,
-    "deep lines": "".join(" " * i + "a:\n" for i in range(800)), "self": "&a [*a]", "anchor": "a: *b", "tab": "a:\n\t- b",
+    "deep lines": "".join(" " * i + "a:\n" for i in range(800)), "self": "&a [*a]", "anchor": "a: *b",
+    "tab": "a:\n\t- b",
     "list": "- 1\n- 2", "text": "x", "empty": "", "number keys": "1: 2\ntrue: 3\nnull: 4\n1.5: x",
-    "interpolation": "a: ${b}\nb: ${a}", "environment": "a: ${oc.env:HOME}", "resolver": "a: ${x:y}", "missing": "a: ???",
+    "interpolation": "a: ${b}\nb: ${a}", "environment": "a: ${oc.env:HOME}", "resolver": "a: ${x:y}",
+    "missing": "a: ???",
     "binary": "a: !!binary AAAA", "date": "a: 2001-01-01\nb: 12:30:45", "set": "a: !!set {x, y}", "merge": "<<: {a: 1}",
     "two": "---\na: 1\n---\nb: 2", "nul": "a: \"\\0\"", "half": "a: \"\\ud800\"", "long": "a: " + "x" * 10**6,
     "list key": "? [a, b]\n: c", "nan": "steps: .nan\nseed: .inf\nmodel: 3\nsamples: [1]", "again": "a: 1\na: 2",
@@ -430,19 +438,23 @@ class Harm:
         self.path, self.how = str(path), how
 
     def __reduce__(self) -> tuple:
-        return [(os.system, (f"touch '{self.path}'",)), (eval, (f"open({self.path!r}, 'w')",)), (open, (self.path, "w")),
+        return [(os.system, (f"touch '{self.path}'",)), (eval, (f"open({self.path!r}, 'w')",)), (open, (self.path,
+                                                                                                        "w")),
                 (exec, (f"open({self.path!r}, 'w')",))][self.how % 4]
 
 
 ODD_KEYS = [0, None, b"x", (1, 2), "", "é\ud800", "x" * 5000, "blocks.x.y", "blocks.-1.attn.qkv.weight", "blocks.", ".",
-            "blocks.99999999999.attn.qkv.weight", "transformer_blocks.0.x", "transformer_blocks.x.y", "decoder_blocks.0.a",
-            "decoder_blocks.x", "projectors.0", "feat_rope.x", "module.", "model.x", "_orig_mod.module.model.x", "ema", 1.5]
+            "blocks.99999999999.attn.qkv.weight", "transformer_blocks.0.x", "transformer_blocks.x.y",
+            "decoder_blocks.0.a",
+            "decoder_blocks.x", "projectors.0", "feat_rope.x", "module.", "model.x", "_orig_mod.module.model.x",
+            "ema", 1.5]
 PT_DAMAGE = ("key", "value", "drop", "nan", "shape", "wrap", "harm", "plain pickle", "legacy", "cut", "flip", "bomb",
              "claims", "script", "args", "list", "zip of nothing", "safetensors", "gzip", "tar", "type", "many keys")
 WEIGHTS = st.fixed_dictionaries({
     "how": st.sampled_from(PT_DAMAGE), "number": st.integers(0, 10**6), "second": st.integers(0, 50),
     "name": st.sampled_from(("x.pt", "x.pt", "x.pt", "x.safetensors", "x", "x.ckpt", "latents_stats.pt", "vae.pt")),
-    "use": st.sampled_from(("sample", "sample", "sample heads", "init_from", "export", "weak", "autoencoder", "inception",
+    "use": st.sampled_from(("sample", "sample", "sample heads", "init_from", "export", "weak", "autoencoder",
+                            "inception",
                             "script features"))})
 
 
@@ -476,12 +488,14 @@ def damaged_weights(state: dict[str, torch.Tensor], how: str, number: int, secon
             content = [{"ema": state}, {"ema": {}}, {"ema": None, "model": state}, {"ema": [1]}, {"model": {"x": 1}},
                        {"state_dict": {"state_dict": state}}, {"ema": {f"module.{k}": v for k, v in state.items()}},
                        {f"model.{k}": v for k, v in state.items()}, {"ema_state_dict": state, "model_state_dict": 7},
-                       {"ema": state, "config": {"transport": 3}}, {"ema": state, "config": {"transport": {"path_type": []}}},
+                       {"ema": state, "config": {"transport": 3}}, {"ema": state,
+                                                                    "config": {"transport": {"path_type": []}}},
                        {"ema": {1: 2}, "model": state}, {"ema": {"ema": state}}][second % 13]
         case "args":
             odd = [argparse.Namespace(), argparse.Namespace(model=7, image_size=None),
                    argparse.Namespace(model="SiT-XL/2", path_type="VP", prediction="noise"), {"model": "DiT-XL/2"}, 7,
-                   argparse.Namespace(model="DiT-XL/2", image_size=[]), argparse.Namespace(path_type=None, prediction=None)]
+                   argparse.Namespace(model="DiT-XL/2", image_size=[]), argparse.Namespace(path_type=None,
+                                                                                           prediction=None)]
             content = {"ema": state, "args": odd[second % 7]}
         case "list":
             content = [[], {}, 7, None, "x", [state], (state,), state[name], {name: state}, b"x"][second % 10]
@@ -507,7 +521,8 @@ def damaged_weights(state: dict[str, torch.Tensor], how: str, number: int, secon
             return bytes(257) + b"ustar\x0000" + bytes(1024)
         case "zip of nothing":
             with zipfile.ZipFile(buffer, "w") as archive:
-                for member in [(), ("data.pkl",), ("x/data.pkl", "x/version"), ("../../x/data.pkl",), ("/etc/x",)][second % 5]:
+                for member in [(), ("data.pkl",), ("x/data.pkl", "x/version"), ("../../x/data.pkl",),
+                               ("/etc/x",)][second % 5]:
                     archive.writestr(member, b"\x80\x02}q\x00.")
             return buffer.getvalue()
         case "script":
@@ -533,7 +548,7 @@ def damaged_weights(state: dict[str, torch.Tensor], how: str, number: int, secon
 
 
 def repacked(whole: bytes, how: str, number: int) -> bytes:
-    """Rewrites the zip of a .pt: a member that unpacks to 3 GiB, or a pickle whose storage claims to be of terabytes."""
+    """Rewrites the zip of a .pt: a member of 3 GiB unpacked, or a storage that claims terabytes."""
     buffer = io.BytesIO()
     with zipfile.ZipFile(io.BytesIO(whole)) as old, zipfile.ZipFile(buffer, "w") as new:
         for member in old.namelist():
@@ -571,7 +586,8 @@ def run_weights(case: dict, folder: Path) -> None:
         case "sample heads":
             wanted = "sample", [f"checkpoint='{file}'", "diffusion_name=sit", "num_heads=2", *drawn]
         case "init_from":
-            wanted = "train", [*SMALL, f"init_from='{file}'", "diffusion_name=edm", "run_dir='{case}/out/run'", "steps=1"]
+            wanted = "train", [*SMALL, f"init_from='{file}'", "diffusion_name=edm", "run_dir='{case}/out/run'",
+                               "steps=1"]
         case "export":
             wanted = "scripts.export", [f"checkpoint='{file}'", "diffusion_name=edm", "num_heads=2", "to=hub",
                                         "out='{case}/out/x'"]
@@ -596,8 +612,10 @@ NPZ_DAMAGE = ("drop", "nan", "asymmetric", "negative", "shape", "type", "objects
               "cut", "encrypted", "lying size", "method", "garbage", "again", "odd member", "header", "fortran", "huge",
               "space", "digest", "version", "bomb", "zero variance", "truncated member", "text")
 NPZ = st.fixed_dictionaries({
-    "how": st.sampled_from(NPZ_DAMAGE), "key": st.sampled_from(("mu", "sigma", "arr_0", "space", "weights_sha256", "count")),
-    "number": st.integers(0, 10**6), "use": st.sampled_from(("reference", "reference", "reference", "evaluate", "images",
+    "how": st.sampled_from(NPZ_DAMAGE), "key": st.sampled_from(("mu", "sigma", "arr_0", "space", "weights_sha256",
+                                                                "count")),
+    "number": st.integers(0, 10**6), "use": st.sampled_from(("reference", "reference", "reference", "evaluate",
+                                                             "images",
                                                             "reference_from", "precision"))})
 
 
@@ -651,27 +669,33 @@ def damaged_npz(arrays: dict[str, np.ndarray], case: dict, canary: Path) -> tupl
             arrays[key] = array * [1e300, 1e160, -1e300][number % 3] if array.dtype.kind == "f" else array
         case "shape":
             arrays[key] = [array[:0], array[None], array.ravel()[:3], np.zeros(()), array[..., None],
-                           np.zeros((0, 0, 0, 3), np.uint8), np.zeros((4, 0, 0, 3), np.uint8), np.zeros((1, 2, 2, 3), np.uint8),
+                           np.zeros((0, 0, 0, 3), np.uint8), np.zeros((4, 0, 0, 3), np.uint8), np.zeros((1, 2, 2, 3),
+                                                                                                        np.uint8),
                            np.zeros((4, 2**15, 0, 3), np.uint8)][number % 9] if array.ndim else np.zeros((3, 3))
         case "type":
             odd = [np.complex128, "U8", "S3", bool, "M8[s]", np.float16, ">f8", "V8", np.int8, object, np.float128]
             kind = odd[number % len(odd)]
             arrays[key] = np.zeros(array.shape, kind)
-            why = f"{key} holds {kind}" if is_statistic and kind in (np.complex128, "U8", "S3", bool, "M8[s]", "V8", object) else None
+            no_numbers = (np.complex128, "U8", "S3", bool, "M8[s]", "V8", object)
+            why = f"{key} holds {kind}" if is_statistic and kind in no_numbers else None
         case "objects":
             arrays[key] = np.array([Executed(canary), None], object)
-            why = "an object array is there" if is_statistic or key == "arr_0" and case["use"] in ("images", "precision") else None
+            why = "an object array is there" if is_statistic else None
         case "terabytes":
-            shape = [(2**40,), (2**20, 2**20), (4, 2**20, 2**20, 3), (2**62, 2**62), (-1,), (2**63, 2), (10**30,)][number % 7]
+            shape = [(2**40,), (2**20, 2**20), (4, 2**20, 2**20, 3), (2**62, 2**62), (-1,), (2**63, 2),
+                     (10**30,)][number % 7]
             kind = "|u1" if key == "arr_0" else "<f8"
             members[key] = npy_claiming(f"{{'descr': '{kind}', 'fortran_order': False, 'shape': {shape}, }}\n")
         case "header":
             odd = ["{'descr': '<f8', 'fortran_order': False, 'shape': (192,)", "[" * 5000, "", "{}", "1",
                    "{'descr': '|O', 'fortran_order': False, 'shape': (1,), }\n", "{'descr': 'x', 'shape': 1}",
-                   f"__import__('os').system('touch {canary}')", "{'descr': [('a','<f8')], 'fortran_order': False, 'shape': (1,), }\n",
-                   "{'descr': '<f8', 'fortran_order': 7, 'shape': (1.5,), }\n", "{'descr': '<f8', 'fortran_order': False, 'shape': ((1,),), }\n",
+                   f"__import__('os').system('touch {canary}')",
+                   "{'descr': [('a','<f8')], 'fortran_order': False, 'shape': (1,), }\n",
+                   "{'descr': '<f8', 'fortran_order': 7, 'shape': (1.5,), }\n",
+                   "{'descr': '<f8', 'fortran_order': False, 'shape': ((1,),), }\n",
                    "{" + "'a':{" * 3000, "9" * 5000]
-            members[key] = npy_claiming(odd[number % len(odd)], version=[b"\x01\x00", b"\x02\x00", b"\x03\x00", b"\x09\x09"][number % 4])
+            members[key] = npy_claiming(odd[number % len(odd)], version=[b"\x01\x00", b"\x02\x00", b"\x03\x00",
+                                                                         b"\x09\x09"][number % 4])
         case "fortran":
             arrays[key] = np.asfortranarray(array)
         case "compressed":
@@ -758,7 +782,8 @@ def run_npz(case: dict, folder: Path) -> None:
         case "reference_from":
             wanted, why = ("fid", [f"reference_from={file}", "out='{case}/out/y.npz'"]), None
         case "evaluate":
-            wanted = "train", [*SMALL, "run_dir='{case}/out/run'", "evaluate.every=1", "evaluate.features=pixels", "steps=1",
+            wanted = "train", [*SMALL, "run_dir='{case}/out/run'", "evaluate.every=1", "evaluate.features=pixels",
+                               "steps=1",
                                f"evaluate.reference={file}", "evaluate.metrics=[fd_pixels]"]
     program, overrides = wanted
     overrides = tuple(overrides) if program == "train" else (*overrides, "features=pixels")
@@ -789,7 +814,8 @@ def run_sidecar(case: dict, folder: Path) -> None:
         import features
 
         run_command("fid", folder, [], at_home(composed("fid", wanted), folder), through=True,
-                    must_refuse="these are no weights of ADM's", prepare=lambda: setattr(features, "adm", adm_hash_alone))
+                    must_refuse="these are no weights of ADM's", prepare=lambda: setattr(features, "adm",
+                                                                                         adm_hash_alone))
         return
     run_command("fid", folder, [], at_home(composed("fid", wanted), folder), through=True,
                 must_refuse="these are no weights of these features")
@@ -810,7 +836,8 @@ def build_kept(case: dict, folder: Path) -> None:
     scored = folder / "out" / "scored"
     shutil.copytree(given() / "scored" / "features", scored / "features")
     file = sorted(scored.rglob("*.safetensors"))[0]
-    place = {"file": file, "record.json": file.with_name("record.json"), "other": file.with_name("x.safetensors")}[case["place"]]
+    place = {"file": file, "record.json": file.with_name("record.json"),
+             "other": file.with_name("x.safetensors")}[case["place"]]
     damage = case["damage"]
     if case["thing"] is not None:
         make_thing(place, case["thing"], folder)
