@@ -89,8 +89,13 @@ def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
 def merge(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
     """Adds a saved adapter to a state dict, W + scale · B·A; raises ValueError for one of other layers."""
     merged = dict(base)
-    for name in (key.removesuffix(DOWN) for key in adapter if key.endswith(DOWN)):
-        if f"{name}.weight" not in base or name + UP not in adapter:
-            raise ValueError(f"The adapter has {name}, and its base has no such layer.")
-        merged[f"{name}.weight"] = base[f"{name}.weight"] + scale * (adapter[name + UP] @ adapter[name + DOWN])
+    for name in dict.fromkeys(key.removesuffix(DOWN).removesuffix(UP) for key in adapter):
+        weight, up, down = base.get(f"{name}.weight"), adapter.get(name + UP), adapter.get(name + DOWN)
+        if weight is None or up is None or down is None:
+            raise ValueError(f"The adapter has {name}, and its base has no such layer, or it lacks a half of it.")
+        if (up.ndim, down.ndim) != (2, 2) or (*up.shape, *down.shape) != (
+                weight.shape[0], len(down), up.shape[1], weight.shape[1]):
+            raise ValueError(f"The adapter's {name} is {tuple(up.shape)} by {tuple(down.shape)}, and does not fit its "
+                             f"base's, which is {tuple(weight.shape)}.")
+        merged[f"{name}.weight"] = weight + scale * (up @ down)
     return merged

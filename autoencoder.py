@@ -435,7 +435,7 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
         raise ValueError(
             f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits config.json; "
             f"weights in .bin are pickles and are not loaded (convert them with diffusers' save_pretrained), and "
-            f"*.fp16.safetensors is to be renamed. {str(error).splitlines()[0]}"
+            f"*.fp16.safetensors is to be renamed. {(str(error) or type(error).__name__).splitlines()[0]}"
         ) from error
     if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
         raise ValueError(
@@ -492,7 +492,7 @@ def _from_ldm(file: Path) -> torch.nn.Module:
                             assign=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"autoencoder={file} does not fit latent diffusion's AutoencoderKL: "
-                         f"{str(error).splitlines()[0]}.") from error
+                         f"{(str(error) or type(error).__name__).splitlines()[0]}.") from error
     return vae
 
 

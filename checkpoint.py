@@ -12,6 +12,7 @@ import json
 import os
 import re
 import shutil
+import stat
 import warnings
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -22,7 +23,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 
-from settings import Record, Whole, read
+from settings import Record, Whole, read, read_json, shown
 
 # ---- files that a kill cannot halve ---------------------------------------------------------------------------------
 
@@ -33,6 +34,7 @@ def beside(path: Path) -> Iterator[Path]:
 
     Where writing fails, nothing stays behind and what was at `path` is untouched. A kill may leave `.<name>.<pid>.tmp`.
     """
+    require_ordinary(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)
@@ -47,6 +49,14 @@ def beside(path: Path) -> Iterator[Path]:
             sync_folder(path.parent)
     finally:
         remove(partial)
+
+
+def require_ordinary(path: Path) -> None:
+    """Raises OSError for a device, a pipe or a socket, which a rename would replace by a file."""
+    with contextlib.suppress(FileNotFoundError, NotADirectoryError):      # which making the folder says better
+        kind = path.stat().st_mode
+        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
+            raise OSError(errno.EEXIST, "it is a device, a pipe or a socket, not a file", str(path))
 
 
 def put(partial: Path, path: Path) -> None:
@@ -104,6 +114,7 @@ def write_text(path: Path, text: str) -> None:
 
 def append_row(path: Path, row: dict) -> None:
     """Adds a JSON line; one that a kill or a full disk has halved before it keeps a line of its own."""
+    require_ordinary(path)
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), open(path, "a+b") as file:
         end = file.seek(0, os.SEEK_END)
@@ -165,7 +176,7 @@ def step_of(folder: Path) -> int:
 def all_steps(run: Path) -> list[Path]:
     """Lists a run's checkpoint folders from the oldest to the newest, whole or not; other names are not ours."""
     folders = (run / "checkpoints").glob("step-*")
-    ours = (folder for folder in folders if re.fullmatch(r"step-\d{8,}", folder.name) and folder.is_dir())
+    ours = (folder for folder in folders if re.fullmatch(r"step-\d{8,18}", folder.name))
     return sorted(ours, key=step_of)
 
 
@@ -207,14 +218,18 @@ def save(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict) 
 
 
 def read_meta(folder: Path) -> dict:
-    return json.loads((folder / "meta.json").read_text(encoding="utf-8"))
+    """Reads meta.json; raises ValueError where it is no group of values."""
+    plain = read_json(folder / "meta.json")
+    if not isinstance(plain, dict):
+        raise ValueError(f"{folder / 'meta.json'} holds {shown(plain)}, which is no record")
+    return plain
 
 
 def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
     """Says what keeps a checkpoint from being whole, or None; `names` limits the check to some of its files."""
     try:
         files = read(Files, read_meta(folder)).files
-    except (OSError, ValueError, RecursionError) as error:
+    except (OSError, ValueError) as error:
         return f"meta.json is missing or unreadable ({error})"
     for file_name, record in files.items():
         path = folder / file_name
@@ -231,8 +246,8 @@ def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
 
 def is_sound(folder: Path) -> bool:
     """Tells whether training was well when a checkpoint was saved; those of earlier versions do not say, and count."""
-    with contextlib.suppress(OSError, ValueError, RecursionError):
-        return read_meta(folder).get("sound", True)
+    with contextlib.suppress(OSError, ValueError):
+        return read_meta(folder).get("sound", True) is not False
     return False
 
 
@@ -264,8 +279,29 @@ def set_aside_after(run: Path, step: int) -> None:
             os.rename(folder, aside)
 
 
-def load(folder: Path, name: str) -> dict[str, Tensor]:
-    return load_file(folder / f"{name}.safetensors")
+def load(folder: Path, name: str, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
+    """Reads a file of a checkpoint.
+
+    Raises ValueError where its tensors are not finite, or have not the names, kinds and shapes of `like`.
+    """
+    file = folder / f"{name}.safetensors"
+    try:
+        tensors = load_file(file)
+    except SafetensorError as error:
+        raise ValueError(f"{file} is no whole safetensors file: {error}.") from error
+    like = tensors if like is None else like
+    if odd := sorted(tensors.keys() ^ like.keys()):
+        raise ValueError(f"{file} is not of this run: {odd[0]} is {'unknown' if odd[0] in tensors else 'missing'}, and "
+                         f"{len(odd) - 1} others. Move the checkpoint away, or give the settings that it began with.")
+    for key, value in tensors.items():
+        if value.shape != like[key].shape or value.is_floating_point() != like[key].is_floating_point():
+            raise ValueError(f"{file} is not of this run: {key} is {value.dtype} {tuple(value.shape)} there, and "
+                             f"{like[key].dtype} {tuple(like[key].shape)} here. Move the checkpoint away, or give the "
+                             f"settings that it began with.")
+        if not value.sum().isfinite():
+            raise ValueError(f"{file} holds values in {key} that are not finite: move the checkpoint away to go on "
+                             f"from an earlier one.")
+    return tensors
 
 
 def prune(run: Path, keep_last: int, keep_every: int) -> None:
@@ -289,6 +325,13 @@ def prune(run: Path, keep_last: int, keep_every: int) -> None:
 def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Flattens an optimizer's state to `<parameter>.<state>` tensors."""
     return {f"{name}.{key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
+
+
+def optimizer_outline(model: nn.Module) -> dict[str, Tensor]:
+    """Returns tensors without memory of the names and shapes that `optimizer_tensors` has after a step of AdamW."""
+    entries = {f"{name}.{entry}": p.shape if entry != "step" else () for name, p in model.named_parameters()
+               if p.requires_grad for entry in ("step", "exp_avg", "exp_avg_sq")}
+    return {key: torch.empty(shape, device="meta") for key, shape in entries.items()}
 
 
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:

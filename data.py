@@ -15,7 +15,6 @@ import re
 import sys
 import threading
 import warnings
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import closing, suppress
 from functools import partial
@@ -28,8 +27,8 @@ from pydantic import Field
 from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, Convention
-from checkpoint import beside
-from images import MAX_CLASSES, find_tars
+from checkpoint import beside, naming
+from images import MAX_CLASSES, find_tars, map_tar, tar_members
 from settings import Count, Number, Positive, Record, Says, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -358,7 +357,7 @@ def npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
     try:
         return np.lib.format.read_array_header_1_0(stream)
     except Exception as error:      # of Python's tokenizer, too
-        raise ValueError(f"its header cannot be read: {error}") from error
+        raise ValueError(f"its header cannot be read: {str(error)[:200]}") from error
 
 
 def _check_npy(file: Path, dtypes: list[np.dtype], shapes: list[tuple[int, ...]]) -> tuple[int, np.dtype]:
@@ -366,7 +365,7 @@ def _check_npy(file: Path, dtypes: list[np.dtype], shapes: list[tuple[int, ...]]
     again = "copy the folder again, or remove it and prepare it anew"
     if not file.is_file():
         raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.")
-    with open(file, "rb") as stream:
+    with naming(file), open(file, "rb") as stream:
         try:
             found_shape, fortran, found_dtype = npy_header(stream)
         except ValueError as error:
@@ -449,7 +448,9 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     try:
         with np.load(cache, allow_pickle=False) as kept:
             if str(kept["key"]) == key:
-                return {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+                index = {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+                _check_index(index, np.array([size for _, size, _ in stats]))
+                return index
     except Exception:  # absent, unreadable or damaged: the tars are the truth
         pass
 
@@ -470,13 +471,25 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     return index
 
 
+def _check_index(index: dict[str, np.ndarray], sizes: np.ndarray) -> None:
+    """Raises ValueError where a kept index names places beyond the tars, whose `sizes` are in bytes."""
+    starts, offsets, labels, shape = (index[name] for name in ("starts", "offsets", "labels", "shape"))
+    whole = starts.shape == (len(sizes) + 1,) and starts[0] == 0 and starts[-1] == len(offsets) == len(labels) > 0
+    whole = whole and (np.diff(starts) >= 0).all() and starts.dtype == offsets.dtype == shape.dtype == np.int64
+    whole = whole and labels.dtype == np.int32 and 0 <= labels.min() and labels.max() < MAX_CLASSES
+    whole = whole and shape.shape == (3,) and shape.min() > 0 and str(index["dtype"]) in ("<f2", "<f4")
+    row_bytes = math.prod(shape.tolist()) * np.dtype(str(index["dtype"])).itemsize
+    if not whole or offsets.min() < 0 or (offsets > np.repeat(sizes, np.diff(starts)) - row_bytes).any():
+        raise ValueError("it is not of these tars")
+
+
 def _index_one_tar(file: Path, headers: dict[bytes, tuple], progress: tqdm) -> list[tuple[int, int]]:
     """Returns [(first byte of the values, label)] of a tar's samples; `headers` is shared by all tars."""
-    bytes_of = memoryview(np.asarray(np.memmap(file, np.uint8, "r"))) if file.stat().st_size else memoryview(b"")
-    if bytes_of[:6].tobytes().startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-        raise ValueError(f"{file} is compressed, so its latents cannot be read at random: decompress it first.")
+    bytes_of = map_tar(file)
     latents, labels, endings = {}, {}, set()
-    for name, first, size in _tar_members(bytes_of, file):
+    for name, first, size in tar_members(bytes_of, file):
+        if first is None:
+            continue
         progress.update(size)
         content = bytes_of[first : first + size]
         where = f"{file}: {name}"
@@ -499,55 +512,6 @@ def _index_one_tar(file: Path, headers: dict[bytes, tuple], progress: tqdm) -> l
     if alone := sorted(latents.keys() ^ labels.keys()):
         raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")
     return [(offset, labels[sample]) for sample, offset in latents.items()]
-
-
-def _tar_members(tar: memoryview, file: Path) -> Iterator[tuple[str, int, int]]:
-    """Yields (name, first byte, size) of a tar's files; tarfile takes ten times as long over millions of small ones.
-
-    Reads ustar with GNU's and pax's long names and sizes. Raises ValueError where the tar does not end as one does.
-    """
-    at, said = 0, {}      # by the headers that a member may have before its own
-    while (header := tar[at : at + 512].tobytes()) != bytes(512):  # an empty block is the end mark
-        try:
-            if len(header) < 512:
-                raise ValueError(f"no end mark at byte {at}")
-            # Adler's lower half is 1 + the sum of all bytes, of which the eight of the checksum count as spaces.
-            found = zlib.adler32(header[:148] + b" " * 8 + header[156:]) & 0xFFFF
-            if found != (_tar_number(header[148:156]) + 1) % 65521:
-                raise ValueError(f"no header at byte {at}")
-            kind, size = header[156:157], int(said.pop("size", 0)) or _tar_number(header[124:136])
-            if kind in b"xL" and size > 2**20:
-                raise ValueError(f"a name of {size} bytes at byte {at}")
-        except ValueError as error:
-            raise ValueError(f"{file} is cut short or no tar ({error}): copy it again.") from error
-        first, at = at + 512, at + 512
-        if kind not in b"123456":      # links, devices and folders have no bytes of their own
-            at += -(-size // 512) * 512
-        if at > len(tar):
-            raise ValueError(f"{file} is cut short or no tar (it ends before byte {at}): copy it again.")
-        if kind == b"x":
-            said |= _pax_records(tar[first : first + size].tobytes())
-        elif kind == b"L":
-            said["path"] = tar[first : first + size].tobytes().rstrip(b"\0").decode(errors="replace")
-        elif kind not in b"gK":
-            parts = [header[345:500]] if header[257:263] == b"ustar\0" and header[345:346] != b"\0" else []
-            parts = [part.split(b"\0", 1)[0].decode(errors="replace") for part in (*parts, header[:100])]
-            name, said = said.get("path", "/".join(parts)), {}
-            if kind in b"\x0007":
-                yield name, first, size
-
-
-def _tar_number(field: bytes) -> int:
-    """Reads a number of a tar's header: octal digits, or base 256 where it is large."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:], "big")
-    return int(field.strip(b" \0") or b"0", 8)
-
-
-def _pax_records(text: bytes) -> dict[str, str]:
-    """Reads the path and the size that a pax header gives the member after it, "<length> <key>=<value>" a line."""
-    records = re.findall(rb"\d+ (path|size)=([^\n]*)\n", text)
-    return {key.decode(): value.decode(errors="replace") for key, value in records}
 
 
 def _class_number(content: memoryview, where: str) -> int:

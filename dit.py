@@ -232,7 +232,7 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
         raise ValueError(f"These weights are not a DiT's: one of another shape or name than its ({error}).") from None
     except KeyError as missing:
         raise ValueError(f"These weights are not a DiT's: they lack {missing}; "
-                         f"they hold {list(state_dict)[:3]} …") from None
+                         f"they hold {len(state_dict)} tensors: {', '.join(list(state_dict)[:3])[:200]}, …") from None
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in kind.models.values()}
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:

@@ -15,6 +15,7 @@ from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 import checkpoint as checkpoints
 from metrics import exact_float32
+from settings import first_line, read_text
 
 EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -115,11 +116,12 @@ def verified(path: Path, sha256: str | None, published: bool = True) -> str:
     found, record = checkpoints.sha256(path), path.with_name(f"{path.name}.sha256")
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
-    if published and record.is_file():
-        if (recorded := record.read_text(encoding="utf-8").split()[0]) != found:
+    if published and os.path.lexists(record):
+        recorded = (read_text(record).split() or ["nothing"])[0]
+        if recorded != found:
             raise ValueError(
-                f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded}, from its first use: the "
-                f"file has changed. Fetch it again; or, if the change was meant, delete {record}."
+                f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded[:64]}, from its first use: "
+                f"the file has changed. Fetch it again; or, if the change was meant, delete {record}."
             )
     elif published:
         try:
@@ -165,7 +167,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
         sizes = [value.shape[1] for value in run(tf.zeros([1, 8, 8, 3]))]
     except Exception as error:      # protobuf's DecodeError, or a graph without these nodes
         raise ValueError(f"{path} is not the Inception graph that ADM's evaluator runs: "
-                         f"{str(error).splitlines()[0]}.") from error
+                         f"{first_line(error)}.") from error
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         values = run(tf.constant(images.cpu().numpy(), tf.float32))
@@ -195,7 +197,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
                                               feature_extractor_weights_path=str(path))
     except Exception as error:
         raise ValueError(f"{path} is not torch-fidelity's weights-inception-2015-12-05 as weights alone: "
-                         f"{str(error).splitlines()[0]}.") from error
+                         f"{first_line(error)}.") from error
     network, caught = network.to(device), {}
     # mixed_6/conv is the first branch of the third block after the reduction to 17 × 17, after its ReLU.
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, args, output: caught.update(spatial=output))
@@ -245,7 +247,7 @@ def dinov2(
         network.load_state_dict(state)
     except Exception as error:
         raise ValueError(f"{weights} is not timm's {architecture} in safetensors: "
-                         f"{str(error).splitlines()[0]}.") from error
+                         f"{first_line(error)}.") from error
     network = network.to(device).eval().requires_grad_(False)
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1)
                  for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -297,7 +299,7 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
             size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
     except Exception as error:
         raise ValueError(f"{weights} is not TorchScript that takes uint8 images (B, 3, H, W) of any size: "
-                         f"{str(error).strip().splitlines()[-1]}.") from error
+                         f"{first_line(error)}.") from error
     if len(size) != 2 or size[0] != 2:
         raise ValueError(f"{weights} maps two images to a tensor of shape {tuple(size)}; features are (B, D).")
 

@@ -10,9 +10,9 @@ Each result is a row of results.jsonl that says exactly what was measured. Optio
 configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
 """
 
+import contextlib
 import hashlib
 import importlib.metadata
-import io
 import json
 import math
 import platform
@@ -31,7 +31,6 @@ import numpy as np
 import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list, gather, reduce
-from PIL import Image
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save
@@ -48,7 +47,7 @@ from edm import EDM
 from features import EXTRACTORS, Extractor, extract
 from features import load as load_extractor
 from guidance import Guidance
-from images import UnreadableImage, open_source
+from images import UnreadableImage, open_image, open_source
 from metrics import BLOCK, Moments, ScoreSums, frechet_distance, precision_recall
 from rf import RF
 from sample import Batch, DrawingSettings, generate, labels_of, load_decoder, parse_classes, sampling_cost
@@ -58,6 +57,8 @@ from trained import build_guidance, load_trained, sampler_settings
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
 
 Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
+LARGEST_STATISTIC = 2**28      # bytes: Inception's covariances have an eighth of it
+MOST_UNPACKED = 100      # bytes that one of a compressed npz may become: images compress to a half
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
 Metrics = Annotated[list[str], Field(min_length=1)]
 
@@ -188,17 +189,26 @@ def open_images(
 
 
 def npz_array(path: str | Path, key: str) -> np.ndarray:
-    """Maps an array of an npz into memory without reading it; one that is compressed is read whole."""
+    """Maps an array of an npz into memory without reading it; one that is compressed is read whole.
+
+    Raises KeyError where there is none, and nearly anything where the npz is damaged.
+    """
     with zipfile.ZipFile(path) as archive:
         entry = archive.getinfo(f"{key}.npy")
-        if entry.compress_type != zipfile.ZIP_STORED:
-            with np.load(path, allow_pickle=False) as arrays:
-                return arrays[key]
         with archive.open(entry) as file:
             version = np.lib.format.read_magic(file)
             header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
             shape, fortran, dtype = header(file)
-            header_bytes = file.tell()
+            header_bytes, size = file.tell(), math.prod(shape) * dtype.itemsize
+            if dtype.hasobject or header_bytes + size != entry.file_size:
+                raise ValueError(f"{key} has {entry.file_size:,} bytes for {dtype} {shape}")
+            if entry.compress_type != zipfile.ZIP_STORED:
+                if size > MOST_UNPACKED * max(entry.compress_size, 2**20):
+                    raise ValueError(f"{key} unpacks {entry.compress_size:,} bytes to {size:,}, as no images do")
+                values, read = np.empty(size, np.uint8), 0
+                while count := file.readinto(values[read : read + 2**20]):
+                    read += count
+                return values[:read].view(dtype).reshape(shape, order="F" if fortran else "C")
     with open(path, "rb") as file:
         file.seek(entry.header_offset)
         name_length, extra_length = struct.unpack("<26x2H", file.read(30))
@@ -250,10 +260,10 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
                       disable=not PartialState().is_main_process or None):
         try:
             data = source.read(index)
-            with Image.open(io.BytesIO(data)) as image:     # the header only
+            with open_image(data) as image:     # the header only
                 sizes[image.size] += 1
-        except (UnreadableImage, OSError, Image.DecompressionBombError) as error:
-            broken.append(f"{source.names[index]} ({type(error).__name__})")
+        except (UnreadableImage, OSError) as error:
+            broken.append(f"{source.names[index]} ({error})")
             continue
         digest.update(hashlib.sha256(data).digest())
     if broken:
@@ -329,7 +339,14 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             keys = set(arrays.files)
-            found = {key: arrays[key] for key in keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}}
+            small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
+            for key in small:
+                if (size := arrays.zip.getinfo(f"{key}.npy").file_size) > LARGEST_STATISTIC:
+                    raise ValueError(f"{key} has {size:,} bytes, and statistics at most {LARGEST_STATISTIC:,}")
+            found = {key: arrays[key] for key in small}
+        for key, value in found.items():
+            if not isinstance(value, np.ndarray):      # as the bytes of a member that is no npy are
+                raise ValueError(f"{key} is no array")
     except Exception as error:      # no zip, a pickle inside, cut short: numpy and zipfile differ in what they raise
         raise ValueError(f"reference={path} is not an npz that can be read: {error}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
@@ -353,12 +370,26 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
                                  f"features={extractor.name} need numbers {shape}: it was made with other features.")
             if not np.isfinite(found[key]).all():
                 raise ValueError(f"reference={path} has values in {key} that are not finite: get or make it anew.")
+        if not is_covariance(found[sigma]):
+            raise ValueError(f"reference={path} has a {sigma} that is no covariance, which is symmetric and has no "
+                             f"negative eigenvalue: get or make it anew.")
         statistics[name] = tuple(torch.from_numpy(found[key].astype(np.float64)) for key in (mu, sigma))
     images = open_images("reference", str(path)) if "arr_0" in keys else None
     if images is not None and images.count < 2:
         raise ValueError(f"reference={path} holds {images.count} images; at least two are needed.")
     record = images.record if images else {"path": str(path), "sha256": checkpoints.sha256(path)}
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
+
+
+def is_covariance(sigma: np.ndarray) -> bool:
+    """Tells whether a matrix (D, D) is symmetric and has no negative eigenvalue, beyond the rounding of float32."""
+    scale = np.abs(sigma).max(initial=0)
+    if not np.abs(sigma - sigma.T).max(initial=0) <= 1e-5 * scale:
+        return False
+    with contextlib.suppress(np.linalg.LinAlgError):      # which Cholesky's method raises at the first negative one
+        np.linalg.cholesky(sigma / (scale or 1) + 1e-5 * np.eye(len(sigma)))
+        return True
+    return False
 
 
 def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Images, num_images: int) -> None:
@@ -478,9 +509,9 @@ class Kept:
     ever found. A file holds one batch, and is written beside and renamed.
     """
 
-    def __init__(self, root: Path, record: dict):
+    def __init__(self, root: Path, record: dict, sizes: dict[str, int], count: int):
         record = {**record, "code": code_sha256()}
-        self.folder = root / digest(record)
+        self.folder, self.sizes, self.limit = root / digest(record), sizes, count
         state = PartialState()
         if state.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -489,15 +520,34 @@ class Kept:
         self.files, seen = [], set()
         for file in sorted(self.folder.glob("*.safetensors")):
             try:
-                indices = set(load_file(file)["indices"].tolist())
-            except (SafetensorError, KeyError):
-                print(f"{file} is damaged and is passed over.")
+                indices = set(self.read(file)[0].tolist())
+            except (OSError, ValueError) as error:
+                print(f"{file} is damaged and is passed over: {error}")
                 continue
             if not indices & seen:      # two evaluations at once may both have measured some
                 seen |= indices
                 self.files.append(file)
         self.seen, self.count = seen, len(seen)
         state.wait_for_everyone()       # before any rank adds to the folder
+
+    def read(self, file: Path) -> tuple[Tensor, dict[str, Tensor]]:
+        """Reads one batch; raises ValueError where the file is none of these features."""
+        if not file.is_file():
+            raise ValueError("it is no file.")
+        try:
+            features = load_file(file)
+        except SafetensorError as error:
+            raise ValueError(f"{error}.") from error
+        indices = features.pop("indices", torch.zeros(0))
+        shapes = {name: (torch.float32, (len(indices), size)) for name, size in self.sizes.items()}
+        if indices.dtype != torch.int64 or {name: (v.dtype, tuple(v.shape)) for name, v in features.items()} != shapes:
+            raise ValueError("its tensors are not of these features.")
+        low, high = indices.aminmax() if indices.numel() else (0, 0)
+        if low < 0 or high >= self.limit or len(indices.unique()) < len(indices):
+            raise ValueError(f"its indices are not {len(indices)} of the first {self.limit} images.")
+        if not all(values.isfinite().all() for values in features.values()):
+            raise ValueError("its values are not finite.")
+        return indices, features
 
     def missing(self, count: int) -> np.ndarray:
         return np.array([index for index in range(count) if index not in self.seen], dtype=np.int64)
@@ -506,8 +556,7 @@ class Kept:
         """Yields this rank's share of what was there at the start."""
         state = PartialState()
         for file in self.files[state.process_index :: state.num_processes]:
-            features = load_file(file)
-            yield features.pop("indices"), features
+            yield self.read(file)
 
     def save(self, indices: Tensor, features: dict[str, Tensor]) -> None:
         tensors = {name: value.cpu().contiguous() for name, value in (features | {"indices": indices}).items()}
@@ -780,10 +829,10 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     results.parent.mkdir(parents=True, exist_ok=True)
     place = results.parent.stat()
 
-    def kept(record: dict) -> Kept | None:
+    def kept(record: dict, count: int) -> Kept | None:
         facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor),
                  **speed.describe_device(state.device)}
-        return Kept(root, record | facts) if root else None
+        return Kept(root, record | {"count": count} | facts, extractor.sizes, count) if root else None
 
     def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:
         return result_row(
@@ -794,8 +843,9 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         return old, results
 
     # ---- the reference's own images, then the stream
-    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record, "count": None}))
-    keep = kept({"images": dict(source), "count": count})
+    stored = reference.images.count if reference.images else 0
+    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record}, stored))
+    keep = kept({"images": dict(source)}, count)
     todo = np.arange(count) if keep is None else keep.missing(count)
     if cfg.checkpoint is not None:
         batches = drawing.draw(todo)

@@ -11,6 +11,7 @@ import json
 import logging
 import os
 import re
+import stat
 import subprocess
 import sys
 import types
@@ -26,6 +27,7 @@ from pydantic.fields import FieldInfo
 
 import ranks
 
+LONGEST_RECORD = 2**26      # bytes of a file that is read whole, as meta.json: more is none of ours
 CONFIGS = Path(__file__).resolve().parent / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
 
@@ -141,10 +143,16 @@ def plural(kind: type) -> str:
 
 def shown(value: object) -> str:
     """Writes a value as a command line does."""
-    if isinstance(value, str):
-        return value
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 200 else text[:199] + "…"
+    return cut(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), 200)
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error of another's code says first, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 Declared = TypeVar("Declared", bound=Settings)
@@ -197,12 +205,35 @@ def group_in(annotation: Any) -> type[Settings] | None:
     return None
 
 
+def read_text(file: Path) -> str:
+    """Reads a record's text; raises ValueError for what never ends, as a pipe or a device, and for what is too long."""
+    # A pipe that nobody writes to would else be waited for.
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        seen = os.fstat(opened.fileno())
+        if not stat.S_ISREG(seen.st_mode) or seen.st_size > LONGEST_RECORD:
+            raise ValueError(f"{file} is no ordinary file of at most {LONGEST_RECORD:,} bytes.")
+        try:
+            return opened.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no text in UTF-8 ({error}).") from None
+
+
+def read_json(file: Path) -> Any:
+    """Reads a JSON file of ours; raises ValueError where it is none."""
+    try:
+        plain = json.loads(read_text(file))
+        json.dumps(plain, ensure_ascii=False).encode()      # half a character could never be written again
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+    return plain
+
+
 def read_record(declared: type[Declared], file: Path, remedy: str) -> Declared:
     """Reads a JSON file of ours; raises ValueError, ending in `remedy`, where it is none or lacks something."""
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}): {remedy}") from None
+        plain = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{error}: {remedy}") from None
     try:
         return read(declared, plain)
     except ValueError as error:
@@ -242,7 +273,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 if said is None or wants_traceback:
                     ranks.is_first_to_say(f"{program}: {type(error).__name__}: {error}")
                     raise
-                end(f"{program}: {said}")
+                end(cut(f"{program}: {said}", 2000))      # a value in it may have any length
             finally:
                 ranks.leave()
         return entry
@@ -288,11 +319,11 @@ def mistake(error: Exception, config_name: str, plain: dict) -> str | None:
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return f"{str(error).splitlines()[0].rstrip('.')}: configs/{config_name}.yaml names all settings."
+        return f"{first_line(error).rstrip('.')}: configs/{config_name}.yaml names all settings."
     if is_full_memory(error):
         return full_memory(error, ranks.doing.work if config_name == "config" else config_name, plain)
     if isinstance(error, OSError) and error.strerror and error.filename:
-        return f"reading or writing {error.filename} failed: {error.strerror}."
+        return f"reading or writing {str(error.filename)[:300]} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
         return str(error)
     return None

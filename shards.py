@@ -113,6 +113,16 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
     write_json(out / f"record-{shard:05d}.json", {"count": count, "unreadable": unreadable})
 
 
+def map_whole(file: Path) -> np.ndarray:
+    """Maps an npy file; raises ValueError where it is longer or shorter than its header says, or not in C order."""
+    if not file.is_file():
+        raise ValueError(f"{file} is no plain file.")
+    array = np.load(file, mmap_mode="r", allow_pickle=False)
+    if array.offset + array.nbytes != file.stat().st_size or not array.flags.c_contiguous:
+        raise ValueError(f"{file} is not as its header says.")
+    return array
+
+
 def read_shard(
     out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int,
 ) -> ShardRecord | None:
@@ -121,9 +131,8 @@ def read_shard(
         record = read_record(ShardRecord, out / f"record-{shard:05d}.json", "")
         if record.count == 0:
             return record
-        arrays = {kind: np.load(out / name, mmap_mode="r", allow_pickle=False)
-                  for kind, name in shard_files(shard, mirror).items()}
-    except (OSError, ValueError):      # absent, damaged, or shorter than its header says
+        arrays = {kind: map_whole(out / name) for kind, name in shard_files(shard, mirror).items()}
+    except Exception:      # absent, damaged, or shorter than its header says: numpy raises nearly anything
         return None
     labels = arrays.pop("labels")
     whole = labels.dtype == np.int64 and labels.shape == (record.count,)

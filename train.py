@@ -68,6 +68,7 @@ from trained import (
     FAMILIES,
     ROUTER_DEFAULTS,
     CheckpointRecord,
+    DataRecord,
     RouteSettings,
     Trained,
     build_diffusion,
@@ -194,6 +195,10 @@ class TrainSettings(Settings):
     evaluate: EvaluateSettings
 
 
+class TrainedData(DataRecord):
+    fingerprint: str
+
+
 class Meta(CheckpointRecord):
     """What meta.json must say for a run to go on; the last four have not always been there."""
 
@@ -201,7 +206,7 @@ class Meta(CheckpointRecord):
     images: Whole
     elapsed_s: NotNegative
     run_id: str
-    data: dict
+    data: TrainedData
     world: Count
     seed: Whole
     batch_size: Count
@@ -413,7 +418,7 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot go on: it has {old}, this "
                              f"command {new}. Start a run of its own with name=<another>, or give the settings that "
                              f"it began with.")
-    was, is_now = ({**ROUTER_DEFAULTS, **record["network"], **record} for record in (meta, now))
+    was, is_now = ({"routes": [], **ROUTER_DEFAULTS, **record["network"], **record} for record in (meta, now))
     return [f"{key} was {was[key]} and is now {is_now[key]}"
             for key in ("world", "seed", "batch_size", "routes", *ROUTER_DEFAULTS) if was[key] != is_now[key]]
 
@@ -671,7 +676,7 @@ def resume(run: Run) -> Path | None:
                 adapters.load_base(net, parent.net.state_dict())
         return None
     meta = read_record(Meta, folder / "meta.json", "It is no checkpoint of ours; move it away.")
-    run.record["parent"] = meta.parent
+    run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
     run.record["history"] = continued(meta.history, run.record["history"][-1] | {"step": meta.step})
     for change in check_resumable(meta.model_dump(), run.record, run.folder):
         accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
@@ -685,9 +690,10 @@ def resume(run: Run) -> Path | None:
         base = load_base(meta, folder).net.state_dict()
         for net in (run.model, run.ema):
             adapters.load_base(net, base)
-    adapters.load(run.model, checkpoints.load(folder, "model"))
-    adapters.load(run.ema, checkpoints.load(folder, "ema"))
-    training = checkpoints.load(folder, "training")
+    adapters.load(run.model, checkpoints.load(folder, "model", adapters.tensors(run.model)))
+    adapters.load(run.ema, checkpoints.load(folder, "ema", adapters.tensors(run.ema)))
+    outline = checkpoints.optimizer_outline(run.model) | {"sums": run.sums.values}
+    training = checkpoints.load(folder, "training", outline)
     run.sums.values.copy_(training.pop("sums"))
     checkpoints.load_optimizer(run.model, run.optimizer, training)
     if accelerator.scaler is not None and meta.scaler:

@@ -35,6 +35,7 @@ from settings import (
     Share,
     Size,
     Whole,
+    first_line,
     one_of,
     read,
     read_record,
@@ -115,6 +116,14 @@ class DataRecord(Record):
     convention: dict | None = None      # how its latents were made; of the first versions' runs as the autoencoder's
 
 
+class ParentRecord(Record):
+    """Which weights a run began with."""
+
+    step: Whole | None = None
+    weights_sha256: str | None = None
+    diffusion_name: str | None = None
+
+
 class CheckpointRecord(Record):
     """What meta.json must say for a checkpoint to be sampled; the last two tell of weights that it began with."""
 
@@ -122,7 +131,7 @@ class CheckpointRecord(Record):
     diffusion: dict
     data: DataRecord
     step: Whole | None
-    parent: dict | None = None
+    parent: ParentRecord | None = None
     lora: adapters.LoRARecord | None = None      # of a checkpoint that holds an adapter alone
     weights: str | None = None                   # of an export, which they are; a checkpoint's file has it as its name
 
@@ -344,7 +353,7 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:
             raise ValueError(
-                f"{path} cannot be read as weights alone ({str(error).splitlines()[0]}). Only tensors are loaded, "
+                f"{path} cannot be read as weights alone ({first_line(error)}). Only tensors are loaded, "
                 f"since unpickling anything else could run code; save its state dict as .safetensors."
             ) from error
         held = {key: name for name, keys in STATE_KEYS.items() for key in keys
@@ -358,11 +367,13 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
                                               for key, value in state.items()):
         raise ValueError(f"{path} holds no state dict, that is, no dictionary of tensors by name.")
     foreign = [key for key, value in state.items() if value.dtype not in WEIGHT_TYPES
-               or value.layout is not torch.strided or value.is_meta]
+               or value.layout is not torch.strided or value.is_meta
+               or value.numel() * value.element_size() > value.untyped_storage().nbytes()]      # one, for terabytes
     if foreign:
         value = state[foreign[0]]
-        raise ValueError(f"{path} holds {foreign[0]} as {value.dtype}, {value.layout}, on {value.device}: weights are "
-                         f"plain floating-point numbers in memory. Save its state dict so.")
+        raise ValueError(f"{path} holds {foreign[0]} as {value.dtype}, {value.layout}, on {value.device}, of shape "
+                         f"{tuple(value.shape)}: weights are plain floating-point numbers in memory, each by itself. "
+                         f"Save its state dict so.")
     damaged = [key for key, value in state.items() if not value.isfinite().all()]
     if damaged:
         raise ValueError(f"{path} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "
@@ -440,7 +451,7 @@ def load_trained(
     else:
         network, step, family = infer_architecture(state, num_heads), None, diffusion or family
         check_fit(state, network, path)
-        if family is None:
+        if family not in FAMILIES:
             raise ValueError(ask_family(file, network))
         state, network = as_ours(state, network, FAMILIES[family])
         recorded = {"name": FAMILIES[family].diffusion}
@@ -448,7 +459,7 @@ def load_trained(
         inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].says}), {network['num_heads']} "
                     f"heads, decoded by {autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, "
                     f"autoencoder=.")
-    if folder is not None and diffusion and diffusion != recorded["name"]:
+    if folder is not None and diffusion and diffusion != recorded.get("name"):
         recorded = {"name": diffusion}
     with torch.device("meta"):
         net = build_network(network)
@@ -483,10 +494,11 @@ def load_base(meta: CheckpointRecord, folder: Path) -> Trained:
     if not base.is_file():
         raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} is not there: put it back, or "
                          f"run this where it is. scripts/merge_lora.py makes weights that need no base.")
-    if checkpoints.sha256(base) != (meta.parent or {}).get("weights_sha256"):
+    parent = meta.parent or ParentRecord()
+    if checkpoints.sha256(base) != parent.weights_sha256:
         raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} is not the file that it was "
                          f"trained on: its SHA-256 differs. Put that file back.")
-    return load_parent(base, meta.network, (meta.parent or {}).get("diffusion_name") or meta.diffusion["name"])
+    return load_parent(base, meta.network, parent.diffusion_name or meta.diffusion.get("name"))
 
 
 def load_parent(path: Path, network: dict, diffusion: str | None) -> Trained:

@@ -8,6 +8,7 @@ What is written is read back by `sample.py checkpoint=`. Options: configs/export
 cannot say: docs/interop.md.
 """
 
+import contextlib
 import json
 import re
 import shutil
@@ -22,7 +23,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import autoencoder as autoencoders  # noqa: E402
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Settings, Size, Text, command, one_of  # noqa: E402
+from settings import Location, Number, Record, Settings, Size, Text, Whole, command, first_line, one_of, read  # noqa: E402
 from trained import EXPORTED, FAMILIES, Trained, build_diffusion, load_trained, to_diffusers  # noqa: E402
 
 SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")      # what draws, beside torch and diffusers
@@ -135,11 +136,27 @@ def run_of(trained: Trained) -> Path | None:
     return folder.parent.parent if folder is not None and folder.parent.name == "checkpoints" else None
 
 
+class Scored(Record):
+    """What a row of results.jsonl must say to stand in the card; the others are left out."""
+
+    metrics: dict[str, Number]
+    source: dict
+    images: Whole = 0
+    reference: dict | None = None
+    extractor: dict | None = None
+
+
+def is_score(row: dict) -> bool:
+    with contextlib.suppress(ValueError):
+        return bool(read(Scored, row))
+    return False
+
+
 def scores_of(trained: Trained) -> list[dict]:
     """Reads the rows of a run's results.jsonl that are of these weights."""
     run = run_of(trained)
     rows = checkpoints.read_rows(run / "results.jsonl") if run else []
-    return [row for row in rows if isinstance(row.get("metrics"), dict) and isinstance(row.get("source"), dict)
+    return [row for row in rows if is_score(row)
             and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)]
 
 
@@ -157,8 +174,9 @@ def table_of_scores(rows: list[dict]) -> str:
         source, reference = row["source"], Path(str((row.get("reference") or {}).get("path"))).name
         guidance, features = source.get("guidance"), (row.get("extractor") or {}).get("name")
         for metric, value in row["metrics"].items():
-            cells = (metric, f"{value:.6g}", f"{row.get('images', 0):,}",
-                     f"scale {guidance['scale']}" if guidance else "none", source.get("num_steps"), features, reference)
+            scale = f"scale {guidance.get('scale')}" if isinstance(guidance, dict) else "none"
+            cells = (metric, f"{value:.6g}", f"{row.get('images', 0):,}", scale, source.get("num_steps"), features,
+                     reference)
             lines.append("| " + " | ".join(map(str, cells)) + " |")
     return "\n".join(lines)
 
@@ -243,7 +261,7 @@ def upload(folder: Path, cfg: ExportSettings) -> str:
         api.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
         api.upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
     except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"{folder} is written, but repo={cfg.repo} took no upload ({str(error).splitlines()[0]}): see "
+        raise ValueError(f"{folder} is written, but repo={cfg.repo} took no upload ({first_line(error)}): see "
                          f"`hf auth whoami`, then `hf upload {cfg.repo} {folder}`.") from error
     return f"https://huggingface.co/{cfg.repo}"
 

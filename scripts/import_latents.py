@@ -16,9 +16,9 @@ import posixpath
 import re
 import struct
 import sys
-import tarfile
 import time
 import zipfile
+from array import array
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
 from dataclasses import asdict, dataclass, field, replace
@@ -33,7 +33,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import SD_VAE_SCALE, Convention  # noqa: E402
 from checkpoint import hold, require_same  # noqa: E402
 from data import KINDS, npy_header, read_ahead, tar_index  # noqa: E402
-from images import MAX_CLASSES, find_tars, is_special  # noqa: E402
+from images import MAX_CLASSES, find_tars, is_special, map_tar, tar_members  # noqa: E402
 from settings import Classes, Count, Location, Positive, Record, Settings, command, one_of  # noqa: E402
 from shards import check_out, finish, read_shard, require_room, sweep, write_json, write_shard  # noqa: E402
 
@@ -354,73 +354,129 @@ def lmdb_folder(source: Path) -> Path | None:
     return next((folder for folder in (source, source / "train") if (folder / "data.mdb").is_file()), None)
 
 
+def lmdb_values(file: Path) -> Iterator[tuple[bytes, int, int]]:
+    """Yields (key, first byte, size) of all that an LMDB file holds, in the order of its keys.
+
+    Follows the pages of LMDB 0.9, data version 1 (mdb.c: MDB_meta, MDB_page, MDB_node). The library itself trusts a
+    file: a damaged page ends the process. Raises ValueError where one is met.
+    """
+    def fields(form: str, at: int) -> tuple[int, ...]:
+        content = os.pread(stream.fileno(), struct.calcsize(form), at)
+        if len(content) < struct.calcsize(form):
+            raise ValueError(f"it ends before byte {at:,}, where more was written")
+        return struct.unpack(form, content)
+
+    def meta(at: int) -> tuple[int, int, int, int]:
+        """Returns what a page of the first two says: (number of the write, page size, root, last page)."""
+        magic, version, size, root, last, write = fields("<16xII16xI84xQQQ", at)
+        if magic != 0xBEEFC0DE or version != 1 or not (size & (size - 1) == 0 and 256 <= size <= 2**16):
+            raise ValueError(f"there is no head of one at byte {at:,}")
+        return write, size, root, last
+
+    with open(file, "rb") as stream:
+        there, size = os.fstat(stream.fileno()).st_size, meta(0)[1]
+        _, _, root, last = max(meta(0), meta(size))
+        if there < (last + 1) * size:
+            raise ValueError(f"it has {there:,} bytes where {(last + 1) * size:,} were written")
+        waiting, seen = [root] if root != 2**64 - 1 else [], 0
+        while waiting:
+            number, seen = waiting.pop(), seen + 1
+            if not 2 <= number <= last or seen > last:
+                raise ValueError(f"it refers to page {number:,} of {last + 1:,}, or to one twice")
+            page = os.pread(stream.fileno(), size, number * size)
+            own, kind, lower = struct.unpack_from("<Q2xHH", page)
+            nodes = page[16:lower]
+            if own != number or kind & 15 not in (1, 2) or len(nodes) % 2 or not 16 <= lower <= size:
+                raise ValueError(f"page {number:,} is damaged")
+            below = []
+            for (node,) in struct.iter_unpack("<H", nodes):
+                low, high, flags, length = struct.unpack_from("<4H", page + bytes(8), min(node, size))
+                value, held = node + 8 + length, low | high << 16
+                if kind & 15 == 1:
+                    below.append(held | flags << 32)
+                    continue
+                first, end = number * size + value, number * size + value + held
+                if flags == 1 and value + 8 <= size:      # it has pages of its own
+                    first = struct.unpack_from("<Q", page, value)[0] * size + 16
+                    end = first + held
+                elif flags or value + held > size:
+                    raise ValueError(f"page {number:,} is damaged")
+                if end > (last + 1) * size:
+                    raise ValueError(f"page {number:,} refers to byte {end:,} of {there:,}")
+                yield page[node + 8 : value], first, held
+            waiting += reversed(below)
+
+
 def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     """Opens z-<i> (raw float32, mean and log-variance), y-<i> (text) and length; flipped images follow the others."""
-    try:
-        import lmdb
-    except ImportError:
-        raise ValueError("MaskDiT's lmdb is read with the package lmdb: pip install lmdb.") from None
     folder = lmdb_folder(source)
     if folder is None:
         raise ValueError(f"source={source} has no data.mdb, nor has {source / 'train'}.")
-    require_inside(source, folder / "data.mdb")
+    file = folder / "data.mdb"
+    require_inside(source, file)
+    entries, length, kept = 0, None, {b"z": array("q"), b"y": array("q")}
     try:
-        with closing(lmdb.open(str(folder), readonly=True, lock=False, create=False)) as looked_at:
-            needed = (looked_at.info()["last_pgno"] + 1) * looked_at.stat()["psize"]
-        there = (folder / "data.mdb").stat().st_size
-        if there < needed:      # pages beyond the end would end the process, not the reading
-            raise ValueError(f"{folder / 'data.mdb'} has {there:,} bytes where {needed:,} were written: copy it again.")
-        environment = lmdb.open(str(folder), readonly=True, lock=False, create=False, readahead=True)
-        transaction = environment.begin(buffers=True)
-    except lmdb.Error as error:
-        raise ValueError(f"{folder / 'data.mdb'} is no whole lmdb ({error}).") from error
+        for key, first, size in lmdb_values(file):
+            entries += 1
+            if key == b"length":
+                length = first, size
+            elif match := re.fullmatch(rb"([zy])-(0|[1-9]\d{0,11})", key):
+                kept[match[1]].extend((int(match[2]), first, size))
+    except ValueError as error:
+        raise ValueError(f"{file} is no whole lmdb ({error}): copy it again.") from error
+    if length is None:
+        raise ValueError(f"{file} lacks length: it is no lmdb of latents as MaskDiT's extract_latent.py writes it, or "
+                         f"was not finished.")
+    stream = open(file, "rb")      # noqa: SIM115      (for as long as it is read)
 
-    def value(key: str, after: str = "") -> memoryview:
-        found = transaction.get(key.encode())
-        if found is None:
-            raise ValueError(f"{folder / 'data.mdb'} lacks {key}{after}: it is no lmdb of latents as MaskDiT's "
-                             f"extract_latent.py writes it, or was not finished.")
-        return found
-
-    text = bytes(value("length"))
+    text = os.pread(stream.fileno(), min(length[1], 20), length[0])
     if not re.fullmatch(rb"\d{1,12}", text) or int(text) == 0:
-        raise ValueError(f"{folder / 'data.mdb'} says length {text[:20]!r}, where the number of latents is expected.")
+        raise ValueError(f"{file} says length {text[:20]!r}, where the number of latents is expected.")
     length = int(text)
-    entries = environment.stat()["entries"]
     total = 2 * length if entries == 4 * length + 1 else length      # some count the flipped images, some do not
     if entries != 2 * total + 1:      # a z and a y each, and length
-        raise ValueError(f"{folder / 'data.mdb'} says length {length:,}, but holds {entries:,} entries, where 2 a "
+        raise ValueError(f"{file} says length {length:,}, but holds {entries:,} entries, where 2 a "
                          f"latent and one more are expected: it was not finished, or is of another form.")
+    places = {}
+    for part, numbers in kept.items():
+        table = np.array(numbers, np.int64).reshape(-1, 3)
+        table = table[np.argsort(table[:, 0])]
+        lacking = np.flatnonzero(table[:total, 0] != np.arange(min(total, len(table))))
+        if len(table) != total or len(lacking):
+            index = lacking[0] if len(lacking) else min(total, len(table))
+            raise ValueError(f"{file} lacks {part.decode()}-{index} of {total}: it is no lmdb of latents as MaskDiT's "
+                             f"extract_latent.py writes it, or was not finished.")
+        places[part] = table[:, 1:]
     labels = np.empty(total, np.int64)
-    for index in range(total):
-        key = f"y-{index}"
-        labels[index] = class_number(bytes(value(key, f" of {total}")), f"{folder / 'data.mdb'}: {key}")
+    for index, (first, size) in enumerate(places[b"y"].tolist()):
+        labels[index] = class_number(os.pread(stream.fileno(), min(size, 40), first), f"{file}: y-{index}")
     half = total // 2
     same = total % 2 == 0 and np.array_equal(labels[:half], labels[half:])
     if total > length and not same:
-        raise ValueError(f"{folder / 'data.mdb'} holds {length} latents and {length} copies of other labels.")
+        raise ValueError(f"{file} holds {length} latents and {length} copies of other labels.")
     if mirrored is None and same and labels[0] == labels[-1] and total > 1:
-        raise ValueError(f"{folder / 'data.mdb'} has latents of one class, so that copies of flipped images cannot be "
+        raise ValueError(f"{file} has latents of one class, so that copies of flipped images cannot be "
                          f"told from images: set mirrored=true or mirrored=false.")
     in_order = bool((np.diff(labels[:half]) >= 0).all())      # as extract_latent.py goes through the classes, twice
     copies = same and in_order if mirrored is None else mirrored
     if copies and not same:
-        raise ValueError(f"mirrored=true, but the labels of the second half of {folder / 'data.mdb'} are not those of "
+        raise ValueError(f"mirrored=true, but the labels of the second half of {file} are not those of "
                          f"the first.")
-    num_bytes = len(value("z-0"))
+    num_bytes = int(places[b"z"][0, 1])
     side = math.isqrt(num_bytes // 32)
     if side == 0 or side * side * 32 != num_bytes:
-        raise ValueError(f"{folder / 'data.mdb'}: z-0 has {num_bytes} bytes, which is no float32 (8, R, R): MaskDiT "
+        raise ValueError(f"{file}: z-0 has {num_bytes} bytes, which is no float32 (8, R, R): MaskDiT "
                          f"stores the mean and log-variance of a 4-channel VAE.")
+
+    if len(odd := np.flatnonzero(places[b"z"][:, 1] != num_bytes)):
+        raise ValueError(f"{file}: z-{odd[0]} has {places[b'z'][odd[0], 1]} bytes, but z-0 {num_bytes}: one data set "
+                         f"has one shape.")
+    firsts = places[b"z"][:, 0]
 
     def read(start: int, end: int) -> np.ndarray:
         rows = np.empty((end - start, num_bytes), np.uint8)
-        for row, index in zip(rows, range(start, end), strict=True):
-            latent = value(f"z-{index}")
-            if len(latent) != num_bytes:
-                raise ValueError(f"{folder / 'data.mdb'}: z-{index} has {len(latent)} bytes, but z-0 {num_bytes}: one "
-                                 f"data set has one shape.")
-            row[:] = np.frombuffer(latent, np.uint8)
+        for row, first in zip(rows, firsts[start:end].tolist(), strict=True):
+            os.preadv(stream.fileno(), [row], first)
         return rows.view("<f4").reshape(-1, 8, side, side)
 
     if not copies:
@@ -549,15 +605,12 @@ def open_tars(source: str, kind: str | None) -> Stored:
 
 def pickled(tar: Path) -> str | None:
     """Says why a tar of MaskDiT's is not read: its latents are pickles."""
-    try:
-        with tarfile.open(tar, "r:") as archive:
-            for member in itertools.islice(archive, 8):
-                if member.name.endswith(".latent"):
-                    return (f"{tar}: {member.name} is a pickle, and pickles are never loaded, since they can run code. "
-                            f"Import the lmdb that MaskDiT's lmdb2wds.py made the tars from (format=maskdit), or, if "
-                            f"you trust them, rewrite them with the lines in docs/interop.md.")
-    except tarfile.TarError:
-        pass      # the reader says more
+    with suppress(ValueError):      # the reader says more
+        for name, _, _ in itertools.islice(tar_members(map_tar(tar), tar), 8):
+            if name.endswith(".latent"):
+                return (f"{tar}: {name} is a pickle, and pickles are never loaded, since they can run code. "
+                        f"Import the lmdb that MaskDiT's lmdb2wds.py made the tars from (format=maskdit), or, if "
+                        f"you trust them, rewrite them with the lines in docs/interop.md.")
     return None
 
 

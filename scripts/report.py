@@ -32,7 +32,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Positive, Settings, command, commit, shown  # noqa: E402
+from settings import Location, Positive, Settings, command, commit, first_line, shown  # noqa: E402
 
 PARTS = Path(__file__).with_suffix("")      # template.html, report.css, report.js
 OURS = '<meta name="generator" content="tread report">'
@@ -82,6 +82,18 @@ class Page:
 
 def is_number(value: object) -> bool:
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+
+
+def finite(value: object) -> object:
+    """Puts null for the numbers that JSON lacks, NaN and the infinities, wherever a file had them."""
+    match value:
+        case dict():
+            return {key: finite(part) for key, part in value.items()}
+        case list() | tuple():
+            return [finite(part) for part in value]
+        case float() if not math.isfinite(value):
+            return None
+    return value
 
 
 def rounded(value: float) -> float:
@@ -183,7 +195,7 @@ def read_config(folder: Path, page: Page) -> dict:
             return plain
         page.leave_out(path, "there are no settings in it." if path.is_file() else "there is no such file.")
     except Exception as error:      # YAML, OmegaConf and the disk each have errors of their own
-        page.leave_out(path, f"it cannot be read ({str(error).splitlines()[0] if str(error) else 'no reason given'}).")
+        page.leave_out(path, f"it cannot be read ({first_line(error)}).")
     return {}
 
 
@@ -573,7 +585,7 @@ def build(cfg: ReportSettings, live: bool = False) -> list[str]:
         style=(PARTS / "report.css").read_text(encoding="utf-8"),
         libraries="\n".join(f'<script defer src="{html.escape(script)}"></script>' for script in scripts),
         # In a script element only `<` could end the data or begin another element.
-        data=json.dumps(data, allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
+        data=json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         script=(PARTS / "report.js").read_text(encoding="utf-8"),
     )
     checkpoints.write_text(index, text)

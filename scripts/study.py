@@ -11,6 +11,7 @@ at. Scores outlive checkpoints: what study.json holds of a run whose folder is g
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -35,19 +36,23 @@ from sample import save_image  # noqa: E402
 from settings import (  # noqa: E402
     Count,
     Location,
+    Number,
     Positive,
     Record,
+    Says,
     Settings,
     Text,
     Whole,
     command,
     commit,
     one_of,
+    read,
     read_record,
 )
-from trained import CheckpointRecord, build_network  # noqa: E402
+from trained import CheckpointRecord, GuidanceRoute, build_network  # noqa: E402
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
+Setting = Annotated[str, Field(pattern="="), Says("key=value")]
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
 NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
                   "samples", "log", "compile", "cpu")
@@ -99,12 +104,68 @@ class Run(Settings):
     at_end: list[list[str]]
 
 
+class ConfigRecord(Record):
+    """Of a run's settings those that are looked at; the others are compared as they are."""
+
+    model_config = ConfigDict(extra="allow")
+
+    steps: Whole | None
+    precision: str | None = None
+
+
 class RunRecord(CheckpointRecord):
     """What meta.json must say for a run to be reported."""
 
+    step: Whole
     batch_size: Count
-    config: dict
+    config: ConfigRecord
     history: list[dict] = []
+
+
+class WeakRecord(Record):
+    step: Whole | None
+    weights_sha256: str
+
+
+class GuidanceRecord(Record):
+    """How the images of a score were guided."""
+
+    scale: Number
+    gamma1: Number | list[Number]
+    gamma2: Number | list[Number]
+    drop_label: bool
+    weak: WeakRecord | None = None
+    interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
+    routes: list[GuidanceRoute] | None = None
+    channels: Whole | None = None
+
+
+class SourceRecord(Record):
+    """What the images of a score were drawn of."""
+
+    step: Whole
+    seeds: str
+    precision: str
+    guidance: GuidanceRecord | None
+    multiply_adds: dict[str, Whole]
+
+
+class FloorRow(Record):
+    """What a row of results.jsonl must say to be told of."""
+
+    metrics: Annotated[dict[str, Number], Field(min_length=1)]
+    images: Count
+    device: str
+    versions: dict[str, str]
+    extractor: dict
+    reference: dict
+    source: dict
+
+
+class ScoredRow(FloorRow):
+    """What a row of a run's results.jsonl must say to be told of."""
+
+    source: SourceRecord
 
 
 class Told(Record):
@@ -113,13 +174,31 @@ class Told(Record):
     model_config = ConfigDict(extra="allow")
 
 
+class ToldScore(Told):
+    metric: Text
+    value: Number
+    num_samples: Count
+    step: Whole
+    images: Whole
+    flops: int | Number | None
+    guidance: Text
+    multiply_adds_an_image: Count
+
+
+class ToldFloor(Told):
+    metric: Text
+    value: Number
+    num_samples: Count
+    images: str
+
+
 class ToldRun(Told):
     variant: Text
     seed: Whole
     step: Whole
     steps: Whole | None
-    train: list[str] = []
-    scores: list[dict]
+    train: list[Setting] = []
+    scores: list[ToldScore]
 
 
 class Timing(Record):
@@ -140,7 +219,7 @@ class ToldStudy(Told):
     name: Text
     runs: list[ToldRun]
     timing: Timing | None = None
-    floor: list[dict] = []
+    floor: list[ToldFloor] = []
 
 
 def runs_of(cfg: StudySettings) -> list[Run]:
@@ -226,13 +305,16 @@ def finished(run: Run) -> bool:
     folder = checkpoints.latest(run.folder)
     if folder is None:
         return False
-    meta = checkpoints.read_meta(folder)
-    return meta["step"] >= (asked_steps(run) or meta["config"]["steps"])
+    meta = read_record(RunRecord, folder / "meta.json", f"{run.folder} is no run of this study; move it away.")
+    return meta.step >= (asked_steps(run) or meta.config.steps or math.inf)
 
 
 def asked_steps(run: Run) -> int | None:
-    asked = [int(text.removeprefix("steps=")) for text in run.train if text.startswith("steps=")]
-    return asked[-1] if asked else None
+    asked = [text.removeprefix("steps=") for text in run.train if text.startswith("steps=")]
+    if asked and not re.fullmatch(r"\d{1,18}", asked[-1], re.ASCII):
+        raise ValueError(f"steps={asked[-1]} of {run.folder.name} is not a whole number, by which a study knows its "
+                         f"runs: write it in digits.")
+    return int(asked[-1]) if asked else None
 
 
 def score_at_end(cfg: StudySettings, run: Run) -> None:
@@ -331,19 +413,20 @@ def from_disk(run: Run) -> dict | None:
     if folder is None:
         return None
     meta = read_record(RunRecord, folder / "meta.json", f"{run.folder} is no run of this study; move it away.")
-    refuse_foreign(run, run.folder, {key: leaf(meta.config, key) for key in settings_of(run.train)})
+    refuse_foreign(run, run.folder, {key: leaf(meta.config.model_dump(), key) for key in settings_of(run.train)})
     net = build_network(meta.network)
     flops = 3 * 2 * sum(multiply_adds(net, net.routes))      # of an image: forward, and twice that backward
+    results = run.folder / "results.jsonl"
     scores = [{
         "step": row["source"]["step"], "images": row["source"]["step"] * meta.batch_size,
         "flops": row["source"]["step"] * meta.batch_size * flops, **told_of(row),
         "seeds": row["source"]["seeds"], "guidance": guidance_name(row["source"]["guidance"]),
         "sampling_precision": row["source"]["precision"],
         "multiply_adds_an_image": sum(row["source"]["multiply_adds"].values()),
-    } for row in fid.read_results(run.folder / "results.jsonl")]
+    } for row in fid.read_results(results) if read(ScoredRow, row, f"{results}: ")]
     return {"variant": run.variant, "seed": run.seed, "step": meta.step,
-            "steps": asked_steps(run) or meta.config["steps"], "routes": meta.network["routes"],
-            "diffusion": meta.diffusion, "precision": meta.config.get("precision"), "history": meta.history,
+            "steps": asked_steps(run) or meta.config.steps, "routes": meta.network.get("routes", []),
+            "diffusion": meta.diffusion, "precision": meta.config.precision, "history": meta.history,
             "train": [text for text in run.train if text.split("=")[0] not in ("run_dir", "init_from")],
             "scores": scores}
 
@@ -352,8 +435,8 @@ def told_of(row: dict) -> dict:
     """Takes out of a row of results.jsonl its first number, and by what code, device and files it was measured."""
     metric, value = next(iter(row["metrics"].items()))
     return {"metric": metric, "value": value, "num_samples": row["images"], "device": row["device"],
-            "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"]["torch"],
-            "extractor": row["extractor"]["name"], "extractor_sha256": row["extractor"]["sha256"],
+            "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"].get("torch"),
+            "extractor": row["extractor"].get("name"), "extractor_sha256": row["extractor"].get("sha256"),
             "reference_sha256": row["reference"].get("sha256")}
 
 
@@ -407,9 +490,10 @@ def collect(cfg: StudySettings) -> dict:
         second = timing.seconds(run["variant"]) if timing else None      # one machine's, whoever trained
         for score in run["scores"]:
             score["seconds"] = None if second is None else score["step"] * second
-    floor = [{"images": Path(row["source"]["path"]).name, **told_of(row)}
-             for row in fid.read_results(Path(cfg.out) / "floor" / "results.jsonl")]
-    floor = floor or next((study.floor for study in told if study.floor), [])
+    home = Path(cfg.out) / "floor" / "results.jsonl"
+    floor = [{"images": Path(str(row["source"].get("path"))).name, **told_of(row)}
+             for row in fid.read_results(home) if read(FloorRow, row, f"{home}: ")]
+    floor = floor or next((study.model_dump()["floor"] for study in told if study.floor), [])
     return {"name": cfg.study.name, "commit": commit(), "runs": [*runs, *gone.values()], "floor": floor,
             "timing": timing and timing.model_dump(),
             "sec_per_step": {name: {"rounds": each, "median": timing.seconds(name)}

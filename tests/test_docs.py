@@ -21,6 +21,7 @@ from scripts import (
     benchmark_official,
     choose_routes,
     export,
+    fuzz,
     import_latents,
     merge_lora,
     prepare_latents,
@@ -45,6 +46,7 @@ COMMANDS = {
     "scripts/export.py": ("export", export.ExportSettings),
     "scripts/report.py": ("report", report.ReportSettings),
     "scripts/soak.py": ("soak", soak.SoakSettings), "scripts/study.py": ("study", study.StudySettings),
+    "scripts/fuzz.py": ("fuzz", fuzz.FuzzSettings),
 }
 # Which take plain arguments.
 SCRIPTS_OF_THEIR_OWN = ("scripts/cifar10_features.py", "scripts/plan.py", "examples/route_diffusers.py")

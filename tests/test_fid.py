@@ -476,7 +476,7 @@ import checkpoint, fid, features
 folder, reference, pixels = Path(sys.argv[1]), sys.argv[2], features.load("pixels")
 images = fid.open_images("images", reference)
 tally = fid.measure(images, pixels, 64)
-keep = fid.Kept(folder / "features", {})
+keep = fid.Kept(folder / "features", {}, pixels.sizes, 64)
 for write in (lambda: checkpoint.append_row(folder / "results.jsonl", {"long": "x" * 2000}),
               lambda: keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)}),
               lambda: fid.write_reference(folder / "ref.npz", tally, pixels, images, 20)):

@@ -451,7 +451,7 @@ def test_a_bad_lmdb_is_a_sentence(tmp_path, how, sentence):
     assert sentence in str(error.value) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("size", "sentence"), [(0, "no whole lmdb"), (5000, "lmdb"), (20_000, "were written: copy it again")])
+@pytest.mark.parametrize(("size", "sentence"), [(0, "no whole lmdb"), (5000, "lmdb"), (20_000, "were written.*copy it again")])
 def test_an_lmdb_that_was_cut_short_is_a_sentence_and_not_a_crash(tmp_path, size, sentence):
     source, _ = write_maskdit(tmp_path)
     os.truncate(source / "train" / "data.mdb", size)
@@ -459,11 +459,11 @@ def test_an_lmdb_that_was_cut_short_is_a_sentence_and_not_a_crash(tmp_path, size
         import_latents(str(source), tmp_path / "out")
 
 
-def test_without_the_package_lmdb_is_named_in_a_sentence(tmp_path, monkeypatch):
+def test_an_lmdb_is_read_without_the_package_of_that_name(tmp_path, monkeypatch):
     source, _ = write_maskdit(tmp_path)
     monkeypatch.setitem(__import__("sys").modules, "lmdb", None)
-    with pytest.raises(ValueError, match="pip install lmdb"):
-        import_latents(str(source), tmp_path / "out")
+    import_latents(str(source), tmp_path / "out")
+    assert read_folder(tmp_path / "out")
 
 
 @pytest.mark.parametrize(("how", "spoil", "sentence"), [

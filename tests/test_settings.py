@@ -267,7 +267,7 @@ def test_help_and_the_shown_config_run_nothing(call):
     ("scripts.sweep_guidance", "main", "sweep_guidance"), ("scripts.prepare_latents", "main", "prepare_latents"),
     ("scripts.import_latents", "main", "import_latents"), ("scripts.benchmark", "main", "benchmark"),
     ("scripts.choose_routes", "main", "choose_routes"), ("scripts.merge_lora", "main", "merge_lora"),
-    ("scripts.export", "main", "export"), ("scripts.soak", "main", "soak"),
+    ("scripts.export", "main", "export"), ("scripts.soak", "main", "soak"), ("scripts.fuzz", "main", "fuzz"),
 ])  # fmt: skip
 def test_the_keys_declared_are_those_of_the_config(module, entry, name):
     main = getattr(importlib.import_module(module), entry).__wrapped__
