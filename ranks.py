@@ -36,7 +36,7 @@ class Limits:
     beat: float = 5                 # between two signs of life
     silent: float = 45              # without one: the process is gone or stopped, or its machine is lost
     suspect: float = 12             # the same once a connection between ranks has broken
-    still: float = 60               # in which no rank's main thread moves, while all are in a step of training …
+    still: float = 50               # in which no rank's main thread moves, while all are in a step of training …
     steps: float = 10               # … or so many times the longest step, where that is more
     long: float = 1800              # in which none moves in all else: first steps, indexing, drawing, scoring, saving
     collective: float = 6 * 3600    # that a collective may take: the second net, and more than any file's indexing
@@ -258,7 +258,8 @@ class Watch:
         for rank, seen in present.items():
             if rank != self.rank and now - seen.heard > self.limit_of_silence():
                 return (f"{self.name(rank)} has given no sign of life for {now - seen.heard:.0f} s: its process was "
-                        f"killed or stopped, or its machine is lost. It was {self.work(rank)}. All other ranks end.")
+                        f"killed or stopped or hangs as a whole, or its machine is lost. When last heard it was {self.work(rank)}. All other "
+                        f"ranks end.")
         still = min((now - seen.moved for seen in present.values()), default=0.0)
         if self.rank != 0 or len(present) < 2 or still <= self.limit_of_stillness(present):
             return None
