@@ -36,7 +36,7 @@ class Limits:
     beat: float = 5                 # between two signs of life
     silent: float = 45              # without one: the process is gone or stopped, or its machine is lost
     suspect: float = 12             # the same once a connection between ranks has broken
-    still: float = 60               # in which no rank's main thread moves, while all are in a step of training …
+    still: float = 50               # in which no rank's main thread moves, while all are in a step of training …
     steps: float = 10               # … or so many times the longest step, where that is more
     long: float = 1800              # in which none moves in all else: first steps, indexing, drawing, scoring, saving
     collective: float = 6 * 3600    # that a collective may take: the second net, and more than any file's indexing
@@ -243,11 +243,7 @@ class Watch:
 
     def is_first(self, said: str, code: int) -> bool:
         """Hands what ends this rank to the others; False where another rank has done so first."""
-        mine = json.dumps({"by": self.rank, "said": said, "code": code})
-        try:
-            return json.loads(self.store.compare_set("verdict", "", mine))["by"] == self.rank
-        except (RuntimeError, OSError):
-            return True
+        return is_first_in(self.store, self.rank, said, code)
 
     def limit_of_silence(self) -> float:
         return self.limits.suspect if self.suspects else self.limits.silent
@@ -258,7 +254,8 @@ class Watch:
         for rank, seen in present.items():
             if rank != self.rank and now - seen.heard > self.limit_of_silence():
                 return (f"{self.name(rank)} has given no sign of life for {now - seen.heard:.0f} s: its process was "
-                        f"killed or stopped, or its machine is lost. It was {self.work(rank)}. All other ranks end.")
+                        f"killed or stopped or hangs as a whole, or its machine is lost. When last heard it was "
+                        f"{self.work(rank)}. All other ranks end.")
         still = min((now - seen.moved for seen in present.values()), default=0.0)
         if self.rank != 0 or len(present) < 2 or still <= self.limit_of_stillness(present):
             return None
@@ -315,6 +312,15 @@ class Watch:
             self.thread.join(self.limits.silent)      # whose last word would else come after this one
         with contextlib.suppress(RuntimeError, OSError):
             self.tell()
+
+
+def is_first_in(store: dist.Store, rank: int, said: str, code: int) -> bool:
+    """Writes why the ranks end into their store; False where another rank has done so, True where there is none."""
+    mine = json.dumps({"by": rank, "said": said, "code": code})
+    try:
+        return json.loads(store.compare_set("verdict", "", mine))["by"] == rank
+    except (RuntimeError, OSError):
+        return True
 
 
 current: Watch | None = None
@@ -386,9 +392,16 @@ def wait_for_cause(error: BaseException) -> None:
 
 def is_first_to_say(said: str) -> bool:
     """Hands the others what ends this rank, which ends them; False where one has ended before, and the log has both."""
-    if current is None:
-        if os.environ.get("RANK", "0") != "0":
-            time.sleep(5)      # the first rank says it in this time, and the launcher then ends the others
+    if current is None:      # before the ranks have met
+        rank = int(os.environ.get("RANK", "0"))
+        if has_launchers_store() and os.environ.get("WORLD_SIZE", "1") != "1":
+            with contextlib.suppress(RuntimeError, OSError):
+                first = is_first_in(connect_to_store(LIMITS), rank, said, 1)
+                if first:
+                    note_for_launcher(said)
+                return first
+        if rank != 0:
+            time.sleep(5)      # the first rank says it in this time
         return True
     current.said = current.is_first(f"{me()} has ended: {said}", 1)
     current.left.set()

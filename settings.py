@@ -351,7 +351,11 @@ def parse(parser: Any, argument: str) -> None:
 
 def end(sentence: str) -> NoReturn:
     """Ends this process with a sentence; it is said once where every rank has the same one."""
-    sys.exit(sentence if ranks.is_first_to_say(sentence) else 1)
+    first = ranks.is_first_to_say(sentence)
+    if first and os.environ.get("WORLD_SIZE", "1") != "1":      # before the others' end makes the launcher end this one
+        print(sentence, file=sys.stderr, flush=True)
+        first = False
+    sys.exit(sentence if first else 1)
 
 
 # ---- full memory ----------------------------------------------------------------------------------------------------

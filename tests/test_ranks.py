@@ -96,7 +96,7 @@ def test_a_broken_connection_makes_a_short_silence_enough():
 
 def test_ranks_that_were_all_stopped_for_a_while_go_on():
     world = World(2)
-    world.pass_time(10, 0, 1)
+    world.pass_time(10, 1, 0)
     world.clock.now += 3600      # as by `scontrol suspend`
     world.watches[0].look()
     world.pass_time(40, 0)
@@ -111,7 +111,7 @@ def test_ranks_that_were_all_stopped_for_a_while_go_on():
 ])
 def test_a_main_thread_that_hangs_is_named_by_its_place_or_as_the_one_that_does_not_wait(stepping, hanging, says):
     world = World(3)
-    world.pass_time(60, 0, rank1=hanging, rank2={})
+    world.pass_time(50, 0, rank1=hanging, rank2={})
     assert not world.ended
     world.pass_time(20, 0, rank1=hanging, rank2={})
     assert world.ended[0][0].startswith(says) and world.ended[0][0].endswith("s, and the others wait. All ranks end.")
@@ -120,7 +120,7 @@ def test_a_main_thread_that_hangs_is_named_by_its_place_or_as_the_one_that_does_
 def test_nobody_hangs_while_one_main_thread_moves(stepping):
     world = World(2)
     for place in range(100):      # indexing, for an hour and more
-        world.pass_time(60, 0, rank1={"waits": False, "stack": place, "marks": 3})
+        world.pass_time(40, 0, rank1={"waits": False, "stack": place, "marks": 3})
     assert not world.ended
 
 
@@ -213,7 +213,8 @@ def test_the_place_of_a_thread_is_named_by_its_innermost_line_and_that_of_ours()
 
 
 def test_the_limits_are_those_that_the_page_names():
-    assert (LIMITS.silent + LIMITS.beat < 60, LIMITS.still, LIMITS.steps, LIMITS.long) == (True, 60, 10, 1800)
+    assert (LIMITS.silent, LIMITS.still, LIMITS.steps, LIMITS.long, LIMITS.collective) == (45, 50, 10, 30 * 60, 6 * 3600)
+    assert max(LIMITS.silent, LIMITS.still) + 2 * LIMITS.beat <= 60      # the first rank looks, and the others read what it saw
     assert 2 * LIMITS.suspect < 30      # which torchrun leaves the others when one has died
 
 
