@@ -75,3 +75,18 @@ def test_a_command_whose_files_can_be_halved_is_found_out_and_what_it_left_is_ke
 def test_what_the_clock_says_is_all_that_two_runs_may_differ_in():
     row = {"step": 2, "loss": 0.5, "img_per_sec": 3.0, "source": [{"seconds": 1, "size": 4}]}
     assert soak.plain(row) == {"step": 2, "loss": 0.5, "source": [{"size": 4}]}
+
+
+def test_the_figures_of_the_page_are_those_of_the_record():
+    record = json.loads((ROOT / "docs/results/soak.json").read_text())
+    said = {line.split(" | ")[0].removeprefix("| "): line.removesuffix(" |").split(" | ")[1:]
+            for line in (ROOT / "docs/reliability.md").read_text().splitlines() if line.startswith("| ")}
+    for row, (part, what) in {
+        "Killed": ("kills", "kills"), "A full disk": ("faults", "full"), "An I/O error": ("faults", "io"),
+        "The folder taken away": ("faults", "gone"), "A small disk": ("disk", "disk"), "SIGTERM": ("signals", "SIGTERM"),
+        "SIGINT": ("signals", "SIGINT"), "A clock that jumps or stands": ("clock", "clock"),
+        "Losses that are NaN, and a kill": ("loss", "loss"), "One rank of two killed": ("ranks", "ranks"),
+    }.items():
+        found = {task: record[part][task][what] for task in soak.TASKS if task in record[part]}
+        counts = [f"{found[task]['kills' if part == 'kills' else 'tried']}" if task in found else "–" for task in soak.TASKS]
+        assert said[row] == [*counts, str(sum(entry["lost"] for entry in found.values()))], row
