@@ -258,3 +258,22 @@ def test_settings_of_another_kind_are_refused_in_a_sentence(fuzzed):
             assert why is None
 
     reads()
+
+
+@pytest.mark.parametrize("argument", ["--experimental-rerun=x.pkl", "--experimental-rerun", "--exp=x"])
+def test_a_pickle_of_a_run_is_not_run_again(argument, monkeypatch):
+    import settings as ours
+
+    monkeypatch.setattr("sys.argv", ["train.py", argument])
+    assert "pickle" in refusal(ours.compose, "config")
+
+
+def test_weights_that_claim_more_than_they_hold_are_a_sentence(tmp_path):
+    torch.save({"blocks.0.x": torch.zeros(1).expand(2**40)}, tmp_path / "x.pt")
+    assert "blocks.0.x" in refusal(read_weights, tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"words"])
+def test_weights_of_which_torch_says_nothing_are_a_sentence(content, tmp_path):
+    (tmp_path / "x.pt").write_bytes(content)
+    assert "cannot be read as weights alone" in refusal(read_weights, tmp_path / "x.pt")
