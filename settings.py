@@ -151,7 +151,8 @@ def first_line(error: Exception) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Shortens a text to `most` characters; its end, where a sentence has its remedy, stays."""
+    return text if len(text) <= most else f"{text[: most - most // 4 - 1]}…{text[-(most // 4) :]}"
 
 
 Declared = TypeVar("Declared", bound=Settings)

@@ -277,3 +277,17 @@ def test_weights_that_claim_more_than_they_hold_are_a_sentence(tmp_path):
 def test_weights_of_which_torch_says_nothing_are_a_sentence(content, tmp_path):
     (tmp_path / "x.pt").write_bytes(content)
     assert "cannot be read as weights alone" in refusal(read_weights, tmp_path / "x.pt")
+
+
+def test_a_sentence_about_5000_letters_is_short_and_keeps_its_remedy(capsys, monkeypatch):
+    import settings as ours
+
+    monkeypatch.setattr("sys.argv", ["small.py"])
+    monkeypatch.setattr(ours, "compose", lambda _: [{"text": "a" * 5000}])
+
+    def main(cfg):
+        raise ValueError(f"text={cfg.text} is no such thing: name another.")
+
+    with pytest.raises(SystemExit) as stop:
+        ours.command("small", Note)(main)()
+    assert len(stop.value.code) <= 2000 and stop.value.code.endswith("name another.")
