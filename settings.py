@@ -10,6 +10,7 @@ import json
 import logging
 import os
 import re
+import stat
 import subprocess
 import sys
 import time
@@ -24,6 +25,8 @@ from omegaconf import OmegaConf
 from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
+RERUN = "--experimental-rerun"      # Hydra's
+LONGEST_RECORD = 2**26      # bytes of a file that is read whole, as meta.json: more is none of ours
 CONFIGS = Path(__file__).resolve().parent / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
 
@@ -139,10 +142,16 @@ def plural(kind: type) -> str:
 
 def shown(value: object) -> str:
     """Writes a value as a command line does."""
-    if isinstance(value, str):
-        return value
-    text = json.dumps(value, default=str, ensure_ascii=False)
-    return text if len(text) <= 200 else text[:199] + "…"
+    return cut(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), 200)
+
+
+def first_line(error: Exception) -> str:
+    """Returns what an error of another's code says first, or its name where it says nothing."""
+    return (str(error).strip() or type(error).__name__).splitlines()[0]
+
+
+def cut(text: str, most: int) -> str:
+    return text if len(text) <= most else text[: most - 1] + "…"
 
 
 Declared = TypeVar("Declared", bound=Settings)
@@ -195,12 +204,35 @@ def group_in(annotation: Any) -> type[Settings] | None:
     return None
 
 
+def read_text(file: Path) -> str:
+    """Reads a record's text; raises ValueError for what never ends, as a pipe or a device, and for what is too long."""
+    # A pipe that nobody writes to would else be waited for.
+    with open(file, "rb", opener=lambda path, flags: os.open(path, flags | os.O_NONBLOCK)) as opened:
+        seen = os.fstat(opened.fileno())
+        if not stat.S_ISREG(seen.st_mode) or seen.st_size > LONGEST_RECORD:
+            raise ValueError(f"{file} is no ordinary file of at most {LONGEST_RECORD:,} bytes.")
+        try:
+            return opened.read().decode("utf-8")
+        except UnicodeDecodeError as error:
+            raise ValueError(f"{file} is no text in UTF-8 ({error}).") from None
+
+
+def read_json(file: Path) -> Any:
+    """Reads a JSON file of ours; raises ValueError where it is none."""
+    try:
+        plain = json.loads(read_text(file))
+        json.dumps(plain, ensure_ascii=False).encode()      # half a character could never be written again
+    except (ValueError, RecursionError) as error:
+        raise ValueError(f"{file} is not JSON ({error})") from None
+    return plain
+
+
 def read_record(declared: type[Declared], file: Path, remedy: str) -> Declared:
     """Reads a JSON file of ours; raises ValueError, ending in `remedy`, where it is none or lacks something."""
     try:
-        plain = json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
-        raise ValueError(f"{file} is not JSON ({error}): {remedy}") from None
+        plain = read_json(file)
+    except ValueError as error:
+        raise ValueError(f"{error}: {remedy}") from None
     try:
         return read(declared, plain)
     except ValueError as error:
@@ -232,7 +264,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 said = mistake(error, config_name)
                 if said is None or wants_traceback:
                     raise
-                end(f"{program}: {said}")
+                end(cut(f"{program}: {said}", 2000))      # a value in it may have any length
             finally:
                 leave_the_ranks()
         return entry
@@ -258,11 +290,15 @@ def compose(config_name: str) -> list[dict]:
     for argument in sys.argv[1:]:
         if not argument.startswith("-"):
             parse(OverridesParser.create(), argument)
+        elif len(argument) > 2 and RERUN.startswith(argument.partition("=")[0]):      # as argparse shortens it
+            raise ValueError(f"{argument} would run what a pickle holds, and none is ever loaded: give the settings.")
     composed: list = []
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"      # Hydra then hands its errors on instead of printing them
     try:
         hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base="1.3")(composed.append)()
+    except ValueError as error:      # of Hydra, as for a group that is null
+        raise ValueError(f"{first_line(error).rstrip('.!')}: configs/{config_name}.yaml names all settings.") from error
     except TypeError:      # of Hydra, for a list of groups
         raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, and "
                          "'model.routes=[…]' for routes of your own.") from None
@@ -278,15 +314,14 @@ def mistake(error: Exception, config_name: str) -> str | None:
     from omegaconf.errors import OmegaConfBaseException
 
     if isinstance(error, HydraException | OmegaConfBaseException):
-        return f"{str(error).splitlines()[0].rstrip('.')}: configs/{config_name}.yaml names all settings."
+        return f"{first_line(error).rstrip('.')}: configs/{config_name}.yaml names all settings."
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"reading or writing {str(error.filename)[:300]} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
         return str(error)
     if is_full_memory(error):
-        detail = str(error).splitlines()[0] if str(error) else "no more"
-        return (f"the memory is full ({detail}): lower batch_size, the numbers of images, or the sizes of network and "
-                f"images.")
+        return (f"the memory is full ({first_line(error)}): lower batch_size, the numbers of images, or the sizes of "
+                f"network and images.")
     return None
 
 

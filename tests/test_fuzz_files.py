@@ -137,6 +137,12 @@ def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, 
     assert ended("import_going_on", tmp_path / "case", changes=[[change[0], which, *change[1:]]])[0] == "success"
 
 
+@pytest.mark.parametrize("change", [["special", 6, "fifo", 0], ["special", 7, "fifo", 0]], ids=str)
+def test_the_record_of_a_shard_that_is_a_pipe_is_written_again(tmp_path, change):
+    assert sorted(files.unfinished())[change[1]].startswith("record-")
+    assert ended("import_going_on", tmp_path / "case", changes=[change])[0] == "success"
+
+
 def test_a_kept_index_of_tars_that_names_other_places_is_made_again(tmp_path):
     lay({"train.tar": tarred(files.tread("sample"), [], [])}, tmp_path)
     first = data.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint
