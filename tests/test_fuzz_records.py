@@ -291,3 +291,14 @@ def test_a_sentence_about_5000_letters_is_short_and_keeps_its_remedy(capsys, mon
     with pytest.raises(SystemExit) as stop:
         ours.command("small", Note)(main)()
     assert len(stop.value.code) <= 2000 and stop.value.code.endswith("name another.")
+
+
+def test_a_study_knows_its_runs_by_settings_and_whole_numbers():
+    from scripts import study
+    from settings import read
+
+    plain = {"train": ["steps"], "seeds": None, "at_end": []}
+    assert "key=value" in refusal(read, study.Variant, plain)
+    assert read(study.Variant, plain | {"train": ["steps=5"]}).train == ["steps=5"]
+    run = study.Run(variant="a", seed=0, folder=Path("a"), train=["steps=1e4"], at_end=[])
+    assert "steps=1e4" in refusal(study.asked_steps, run)
