@@ -27,6 +27,7 @@ from pydantic.fields import FieldInfo
 
 import ranks
 
+RERUN = "--experimental-rerun"      # Hydra's
 LONGEST_RECORD = 2**26      # bytes of a file that is read whole, as meta.json: more is none of ours
 CONFIGS = Path(__file__).resolve().parent / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
@@ -152,7 +153,8 @@ def first_line(error: Exception) -> str:
 
 
 def cut(text: str, most: int) -> str:
-    return text if len(text) <= most else text[: most - 1] + "…"
+    """Shortens a text to `most` characters; its end, where a sentence has its remedy, stays."""
+    return text if len(text) <= most else f"{text[: most - most // 4 - 1]}…{text[-(most // 4) :]}"
 
 
 Declared = TypeVar("Declared", bound=Settings)
@@ -299,11 +301,15 @@ def compose(config_name: str) -> list[dict]:
     for argument in sys.argv[1:]:
         if not argument.startswith("-"):
             parse(OverridesParser.create(), argument)
+        elif len(argument) > 2 and RERUN.startswith(argument.partition("=")[0]):      # as argparse shortens it
+            raise ValueError(f"{argument} would run what a pickle holds, and none is ever loaded: give the settings.")
     composed: list = []
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"      # Hydra then hands its errors on instead of printing them
     try:
         hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base="1.3")(composed.append)()
+    except ValueError as error:      # of Hydra, as for a group that is null
+        raise ValueError(f"{first_line(error).rstrip('.!')}: configs/{config_name}.yaml names all settings.") from error
     except TypeError:      # of Hydra, for a list of groups
         raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, and "
                          "'model.routes=[…]' for routes of your own.") from None

@@ -58,7 +58,11 @@ class Life:
         sys.stderr.flush()
         self.pid = os.fork()
         if self.pid == 0:
-            os._exit(self.live())
+            code = 1
+            try:
+                code = self.live()
+            finally:      # or a second copy of the parent would go on
+                os._exit(code)
         with contextlib.suppress(OSError):      # the child may have done it, and may even be gone
             os.setpgid(self.pid, self.pid)
 
@@ -69,7 +73,9 @@ class Life:
             os.setpgid(0, 0)
             os.dup2(self.output.fileno(), 1)
             os.dup2(self.output.fileno(), 2)
-            sys.stdout, sys.stderr = (os.fdopen(os.dup(1), "w", buffering=1) for _ in range(2))
+            # As Python has them: half a character that cannot be said on stderr is written out.
+            sys.stdout, sys.stderr = (os.fdopen(os.dup(1), "w", buffering=1, errors=errors)
+                                      for errors in ("strict", "backslashreplace"))
             if self.memory is not None:
                 size = int(Path("/proc/self/statm").read_text().split()[0]) * PAGE
                 resource.setrlimit(resource.RLIMIT_AS, (size + self.memory,) * 2)

@@ -32,7 +32,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Positive, Settings, command, commit, first_line, shown  # noqa: E402
+from settings import Location, Positive, Settings, command, commit, first_line, read_json, shown  # noqa: E402
 
 PARTS = Path(__file__).with_suffix("")      # template.html, report.css, report.js
 OURS = '<meta name="generator" content="tread report">'
@@ -453,8 +453,8 @@ def read_study(place: Path, page: Page) -> dict | None:
     """Reads study.json as scores over steps: mean, standard deviation and n over seeds, for each variant."""
     path = study_file(place)
     try:
-        plain = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError, RecursionError) as error:
+        plain = read_json(path)
+    except (OSError, ValueError) as error:
         why = "there is no such file" if isinstance(error, FileNotFoundError) else f"it cannot be read ({error})"
         page.leave_out(path, f"{why}; scripts/study.py tasks=[report] writes it.")
         return None

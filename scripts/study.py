@@ -61,7 +61,7 @@ NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on
 class Variant(Settings):
     """One of configs/study's variants."""
 
-    train: list[str]
+    train: list[Setting]
     seeds: list[Whole] | None = None        # None: the study's
     at_end: list[str] = []
 
@@ -70,12 +70,12 @@ class Matrix(Settings):
     """configs/study/<name>.yaml."""
 
     name: Text
-    train: list[str]
-    score: list[str]
+    train: list[Setting]
+    score: list[Setting]
     seeds: Annotated[list[Whole], Field(min_length=1)]
     variants: Annotated[dict[str, Variant], Field(min_length=1)]
-    at_end: dict[str, list[list[str]]]
-    floor: list[list[str]] = []
+    at_end: dict[str, list[list[Setting]]]
+    floor: list[list[Setting]] = []
     compare: list[Annotated[list[str], Field(min_length=2, max_length=2)]]
 
 
@@ -85,7 +85,7 @@ class StudySettings(Settings):
     study: Matrix
     out: Location
     rows: list[Location]
-    also: list[str]
+    also: list[Setting]
     part: str | None
     tasks: list[one_of(["train", "score", "time", "report"])]
     rounds: Count
@@ -182,7 +182,7 @@ class ToldScore(Told):
     images: Whole
     flops: int | Number | None
     guidance: Text
-    multiply_adds_an_image: Count
+    multiply_adds_an_image: Count | None = None
 
 
 class ToldFloor(Told):
@@ -715,7 +715,7 @@ def guided_scores(result: dict) -> list[str]:
                         name = lower_of("unguided", "guided", found["difference"], found["spread"])
                         change = f"{found['difference']:+.3f}, lower: {called(name, found['n'])}"
                         passes, own = (side[seeds[0]]["multiply_adds_an_image"] for side in (by_seed, plain))
-                        cost = f"{passes / own:.2f}"
+                        cost = f"{passes / own:.2f}" if passes and own else ""
                     rows.append([variant, f"{step:,}", guidance, mean_of(values_of(by_seed.values())), change, cost])
         if rows:
             lines += ["", f"## {metric} of {num_samples:,} images, guided",

@@ -19,7 +19,7 @@ import fid
 import images
 from scripts import fuzz
 from scripts.fuzz import files
-from scripts.fuzz.damage import Holes, Link, lay, npy, resize, tarred, zipped
+from scripts.fuzz.damage import TAR_VALUES, Holes, Link, lay, npy, resize, tarred, zipped
 
 READERS = {reader.name: reader for reader in files.READERS}
 WHOLE = {"changes": [], "after": [], "mirror": False, "auto": False, "named": True, "num_classes": 3}
@@ -35,7 +35,7 @@ def ended(name, folder, **case):
 
 @pytest.mark.parametrize("name", ["image_tars", "latent_tars", "import_tars"])
 @pytest.mark.parametrize(("extra", "words"), [
-    ([0, "x", -1, "-512"], "a member of -512 bytes"),      # was read for ever
+    ([0, "x", -1, "-512"], "a member of -512 bytes"),
     ([0, "x", 2**33, "0"], "a member of 8589934592 bytes"),      # filled the memory
     ([1, "x", -1, "18446744073709551616"], "it ends before byte 18446744073709"),      # OverflowError
     ([0, "L", 2**33, "x"], "a member of 8589934592 bytes"),
@@ -44,6 +44,14 @@ def test_a_tar_that_claims_what_it_has_not_is_a_sentence(tmp_path, name, extra, 
     variant = {} if name == "image_tars" else {"variant": "sample"}
     outcome, said = ended(name, tmp_path / "case", pack=PLAIN | {"extras": [extra]}, **variant)
     assert outcome == "sentence" and words in said
+
+
+@pytest.mark.parametrize("name", ["image_tars", "latent_tars", "import_tars"])
+def test_a_header_of_a_tar_that_leads_back_to_itself_is_a_sentence(tmp_path, name):
+    variant = {} if name == "image_tars" else {"variant": "sample"}
+    pack = PLAIN | {"extras": [[0, "0", -1, "a note"]], "fields": [[0, 2, TAR_VALUES.index(b"-0000001000\0"), True]]}
+    outcome, said = ended(name, tmp_path / "case", pack=pack, **variant)      # was read for ever
+    assert outcome == "sentence" and "a member of -512 bytes at byte 0" in said
 
 
 def test_a_file_that_pillow_would_hand_to_another_program_is_no_image():
@@ -127,6 +135,12 @@ def test_a_page_of_an_lmdb_that_refers_to_itself_is_a_sentence(tmp_path):
 def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, change):
     which = sorted(files.unfinished()).index(name)
     assert ended("import_going_on", tmp_path / "case", changes=[[change[0], which, *change[1:]]])[0] == "success"
+
+
+@pytest.mark.parametrize("change", [["special", 6, "fifo", 0], ["special", 7, "fifo", 0]], ids=str)
+def test_the_record_of_a_shard_that_is_a_pipe_is_written_again(tmp_path, change):
+    assert sorted(files.unfinished())[change[1]].startswith("record-")
+    assert ended("import_going_on", tmp_path / "case", changes=[change])[0] == "success"
 
 
 def test_a_kept_index_of_tars_that_names_other_places_is_made_again(tmp_path):

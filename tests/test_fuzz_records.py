@@ -258,3 +258,47 @@ def test_settings_of_another_kind_are_refused_in_a_sentence(fuzzed):
             assert why is None
 
     reads()
+
+
+@pytest.mark.parametrize("argument", ["--experimental-rerun=x.pkl", "--experimental-rerun", "--exp=x"])
+def test_a_pickle_of_a_run_is_not_run_again(argument, monkeypatch):
+    import settings as ours
+
+    monkeypatch.setattr("sys.argv", ["train.py", argument])
+    assert "pickle" in refusal(ours.compose, "config")
+
+
+def test_weights_that_claim_more_than_they_hold_are_a_sentence(tmp_path):
+    torch.save({"blocks.0.x": torch.zeros(1).expand(2**40)}, tmp_path / "x.pt")
+    assert "blocks.0.x" in refusal(read_weights, tmp_path / "x.pt")
+
+
+@pytest.mark.parametrize("content", [b"", b"\x80", b"words"])
+def test_weights_of_which_torch_says_nothing_are_a_sentence(content, tmp_path):
+    (tmp_path / "x.pt").write_bytes(content)
+    assert "cannot be read as weights alone" in refusal(read_weights, tmp_path / "x.pt")
+
+
+def test_a_sentence_about_5000_letters_is_short_and_keeps_its_remedy(capsys, monkeypatch):
+    import settings as ours
+
+    monkeypatch.setattr("sys.argv", ["small.py"])
+    monkeypatch.setattr(ours, "compose", lambda _: [{"text": "a" * 5000}])
+
+    def main(cfg):
+        raise ValueError(f"text={cfg.text} is no such thing: name another.")
+
+    with pytest.raises(SystemExit) as stop:
+        ours.command("small", Note)(main)()
+    assert len(stop.value.code) <= 2000 and stop.value.code.endswith("name another.")
+
+
+def test_a_study_knows_its_runs_by_settings_and_whole_numbers():
+    from scripts import study
+    from settings import read
+
+    plain = {"train": ["steps"], "seeds": None, "at_end": []}
+    assert "key=value" in refusal(read, study.Variant, plain)
+    assert read(study.Variant, plain | {"train": ["steps=5"]}).train == ["steps=5"]
+    run = study.Run(variant="a", seed=0, folder=Path("a"), train=["steps=1e4"], at_end=[])
+    assert "steps=1e4" in refusal(study.asked_steps, run)

@@ -447,8 +447,8 @@ ZIPS = st.fixed_dictionaries({
 TAR_FIELDS = {"name": (0, 100), "mode": (100, 8), "size": (124, 12), "time": (136, 12), "checksum": (148, 8),
               "kind": (156, 1), "link": (157, 100), "magic": (257, 8), "prefix": (345, 155)}
 TAR_VALUES = [b"\0", b"-1", b"\xff" * 12, b"77777777777\0", b"0", b"1", b"2", b"3", b"6", b"5", b"L", b"K", b"x", b"g",
-              b"S", b"V", b"7", b"../../x", b"/etc/passwd", b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7, b"99999999", b"",
-              b"ustar  \0", b"\xff\xfe.latent.npy", b"00000010000\0"]
+              b"S", b"V", b"7", b"../../x", b"/etc/passwd", b"\x80" + b"\0" * 3 + b"\x7f" + b"\xff" * 7, b"99999999",
+              b"", b"ustar  \0", b"\xff\xfe.latent.npy", b"00000010000\0", b"-0000001000\0"]
 PAX = ["18446744073709551616", "-1", "-512", "0", "nan", "9" * 5000, "4096", "99999999999"]
 
 

@@ -314,18 +314,18 @@ def build_unfinished(case: dict, folder: Path) -> None:
         | {f"out/{name}": content for name, content in changed(unfinished(), case["changes"]).items()}, folder)
 
 
-def damaged_values(out: Path) -> bool:
-    """Tells whether latents are not finite or far from 1: so in a shard that was changed after it was written whole.
+def was_changed(out: Path) -> bool:
+    """Tells whether somebody put masks into an unfinished folder, or changed values in shards that were whole.
 
-    Nobody looks at those again before they are opened, which says so.
+    Going on does not look at either again; opening the folder does, and says so.
     """
-    rows = [np.load(file) for file in sorted(out.glob("latents-*.npy"))]
-    return not all(np.abs(part.astype(np.float32)).max() < 10 for part in rows)
+    rows = [np.load(out / f"latents-{shard:05d}.npy") for shard in range(COUNT // 2)]
+    return any(out.glob("masks-*")) or not all(np.abs(part.astype(np.float32)).max() < 10 for part in rows)
 
 
 def go_on(case: dict, folder: Path) -> None:
     import_latents.import_latents(f"{folder}/source", folder / "out", "fastdit", shard_size=2)
-    with contextlib.suppress(Accepted) if damaged_values(folder / "out") else contextlib.nullcontext():
+    with contextlib.suppress(Accepted) if was_changed(folder / "out") else contextlib.nullcontext():
         opened(folder / "out")
 
 

@@ -450,9 +450,10 @@ ODD_KEYS = [0, None, b"x", (1, 2), "", "é\ud800", "x" * 5000, "blocks.x.y", "bl
             "ema", 1.5]
 PT_DAMAGE = ("key", "value", "drop", "nan", "shape", "wrap", "harm", "plain pickle", "legacy", "cut", "flip", "bomb",
              "claims", "script", "args", "list", "zip of nothing", "safetensors", "gzip", "tar", "type", "many keys")
+WEIGHT_NAMES = ("x.pt", "x.pt", "x.pt", "x.safetensors", "x", "x.ckpt", "latents_stats.pt", "vae.pt")
 WEIGHTS = st.fixed_dictionaries({
     "how": st.sampled_from(PT_DAMAGE), "number": st.integers(0, 10**6), "second": st.integers(0, 50),
-    "name": st.sampled_from(("x.pt", "x.pt", "x.pt", "x.safetensors", "x", "x.ckpt", "latents_stats.pt", "vae.pt")),
+    "name": st.sampled_from(WEIGHT_NAMES),
     "use": st.sampled_from(("sample", "sample", "sample heads", "init_from", "export", "weak", "autoencoder",
                             "inception",
                             "script features"))})
@@ -853,7 +854,10 @@ def run_kept(case: dict, folder: Path) -> None:
     run_command("fid", folder, [], at_home(composed("fid", wanted), folder), through=True)
 
 
-READERS = [Reader(name, cases, build, run, prepare=given) for name, cases, build, run in (
+# Features record the hash of their weights beside them at the first use.
+HASHES = tuple(f"{name}.sha256" for name in {*WEIGHT_NAMES, "beside.pt"})
+READERS = [Reader(name, cases, build, run, may_write=("out", *HASHES) if name == "weights" else ("out",), prepare=given)
+           for name, cases, build, run in (
     ("meta_json", META, build_meta, run_meta), ("safetensors", SAFETENSORS, build_safetensors, run_safetensors),
     ("run_folder", LAYOUT, build_layout, run_layout), ("rows", ROWS, build_rows, run_rows),
     ("study_json", TOLD, build_told, run_told), ("config_yaml", CONFIG, build_config, run_config),
