@@ -11,7 +11,7 @@ from functools import partial
 import torch
 from torch import Tensor, nn
 
-STATE_BYTES = 20     # a parameter in training: weight, gradient, AdamW's two moments and average, in float32
+STATE_BYTES = 20     # of a parameter that is trained: weight, gradient, AdamW's two moments and average, in float32
 
 
 def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -42,6 +42,15 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
 def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
+
+
+def bytes_a_rank(net: nn.Module, world: int) -> int:
+    """Counts what the first of `world` ranks holds between passes, in bytes; `net` is whole, and may lie on meta.
+
+    That is STATE_BYTES a parameter for as many of its rows as a rank's share is, rounded up. What a pass needs comes on
+    top: activations, and one block gathered while another is used.
+    """
+    return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
 
 
 def is_sharded(tensor: Tensor) -> bool:

@@ -865,10 +865,12 @@ def evaluate(run: Run) -> None:
     labels = labels_of(seeds, list(range(run.latents.num_classes)))
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
     origin = {key: run.record[key] for key in ("network", "diffusion", "data", "seed", "init_from")}
+    with torch.device("meta"):
+        outline = build_network(run.record["network"])
     for scale in cfg.guidance_scales:
         began = time.perf_counter()
         drawing = fid.Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
-                              num_steps=cfg.num_steps, precision=run.drawing_precision,
+                              num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
                   "classes": "all", "origin": fid.digest(origin),
