@@ -17,44 +17,41 @@ STATE_BYTES = 20     # of a parameter that is trained: weight, gradient, AdamW's
 def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
     """Leaves to this rank, on `device`, its part of each parameter of a DiT that lies on the CPU, one block at a time.
 
-    Each block is gathered when it is called, and the embeddings and final layer with the network. `dtype` is that of
-    autocast, or float32: linear layers of blocks are gathered in it, as autocast would cast them anyway, and all that
-    it leaves in float32 (norms, a scan's decays) is gathered so. Gradients are added up in float32.
+    Each block is gathered when it is called, in `dtype`, that of autocast or float32: its linear layers, which autocast
+    would cast anyway. All else is gathered with the network, in float32 as autocast leaves it: embeddings, the final
+    layer, and what blocks have beside linear layers (norms, a scan's decays). Gradients are added up in float32.
     """
-    from torch.distributed.device_mesh import init_device_mesh
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard      # which take a second
+    from torch.distributed.device_mesh import init_device_mesh  # which take a second
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-    # What the root has gathered is let go like the rest: the average's would still be there when it has moved on.
+    layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
+    linear = {p for layer in layers for p in layer.parameters()}
+    # What the network has gathered is let go like the rest: the average's would still be there when it has moved on.
     unit = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
+    # The network first, as it would not look into blocks that are units already.
+    unit(net, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=linear)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-    kept = MixedPrecisionPolicy(cast_forward_inputs=False)
     for block in net.blocks:
-        linear = [layer for layer in block.modules() if isinstance(layer, nn.Linear)]
-        if sum(map(size, linear)) == size(block) or dtype is torch.float32:
-            unit(block, mp_policy=cast)
-        else:
-            for layer in linear:
-                unit(layer, mp_policy=cast)
-            unit(block, mp_policy=kept)
-    return unit(net, mp_policy=kept)
+        unit(block, mp_policy=cast, ignored_params={*block.parameters()} - linear)
+    return net
 
 
 def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
 
-def bytes_a_rank(net: nn.Module, world: int) -> int:
-    """Counts what the first of `world` ranks holds between passes, in bytes; `net` is whole, and may lie on meta.
-
-    That is STATE_BYTES a parameter for as many of its rows as a rank's share is, rounded up. What a pass needs comes on
-    top: activations, and one block gathered while another is used.
-    """
-    return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
-
-
 def is_sharded(tensor: Tensor) -> bool:
     return hasattr(tensor, "full_tensor")      # it is a DTensor, whose import takes a second
+
+
+def bytes_a_rank(net: nn.Module, world: int) -> int:
+    """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is whole, and may lie on meta.
+
+    That is STATE_BYTES a parameter, of as many of its rows as are a rank's share, rounded up. On top comes what a pass
+    needs: activations, and one block gathered while another is used.
+    """
+    return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
 
 
 # ---- out and in, one tensor at a time -------------------------------------------------------------------------------

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import sharding  # noqa: E402
 from dit import DiT, DiT_models, multiply_adds  # noqa: E402
 from routing_module import Route  # noqa: E402
-from sharding import bytes_a_rank, size  # noqa: E402
 
 SIZES = ("S", "B", "L", "XL")
 ROUTE = Route(2, -4, 0.5)                # configs/model/tread.yaml
@@ -112,8 +112,10 @@ def memory() -> str:
     with torch.device("meta"):
         nets = {f"{name}/2": DiT_models[f"DiT-{name}/2"]() for name in ("B", "XL")}
         nets |= {name: DiT(**keywords) for name, keywords in LARGE.items()}
-    rows = [[name, f"{size(net) / 1e6:,.0f}M", *(f"{bytes_a_rank(net, world) / 1e9:.2f}" for world in RANKS),
-             f"{2 * size(net.blocks[0]) / 1e9:.2f}"] for name, net in nets.items()]
+    rows = []
+    for name, net in nets.items():
+        held = [sharding.bytes_a_rank(net, world) for world in RANKS] + [2 * sharding.size(net.blocks[0])]
+        rows.append([name, f"{sharding.size(net) / 1e6:,.0f}M", *(f"{count / 1e9:.2f}" for count in held)])
     ranks = [f"{RANKS[0]} rank, or DDP", *(f"{world} ranks" for world in RANKS[1:])]
     return table(["GB a rank [derived]", "parameters", *ranks, "a block, gathered"], rows)
 
