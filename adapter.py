@@ -10,6 +10,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
+import sharding
 from settings import Count, Location, Positive, Settings
 
 PEFT = "0.21.2"
@@ -75,14 +76,14 @@ def load(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Restores what `tensors` gave."""
     names = trained_names(net)
     assert names.keys() == saved.keys()
-    net.load_state_dict({names[name]: value for name, value in saved.items()}, strict=False)
+    sharding.load(net, {names[name]: value for name, value in saved.items()})
 
 
 def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads a plain network's state dict into one that may wear an adapter, which is left as it is."""
     names = {name: name.replace(".base_layer.", ".") for name in net.state_dict() if ".lora_" not in name}
     assert {*names.values()} == state.keys()
-    net.load_state_dict({name: state[plain] for name, plain in names.items()}, strict=False)
+    sharding.load(net, {name: state[plain] for name, plain in names.items()})
 
 
 @torch.no_grad()

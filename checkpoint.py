@@ -19,10 +19,10 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 from torch import Tensor, nn
 
+import sharding
 from settings import Record, Whole, read, read_json, shown
 
 # ---- files that a kill cannot halve ---------------------------------------------------------------------------------
@@ -191,24 +191,63 @@ class Files(Record):
     files: dict[str, File]
 
 
-def save(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict) -> None:
+# Of the format, in the order in which it sorts them; a file begins with the tensors of the last one.
+DTYPES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
+          torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+
+
+def in_file_order(named: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
+    """Sorts named tensors as a safetensors file holds them: widest type first, then by name."""
+    place = {dtype: i for i, dtype in enumerate(DTYPES)}
+    return sorted(named.items(), key=lambda item: (-place[item[1].dtype], item[0]))
+
+
+def write_tensors(path: Path, named: Mapping[str, Tensor], values: Iterator[Tensor]) -> None:
+    """Writes a safetensors file of tensors shaped as `named`, whose `values` come in file order and one at a time.
+
+    The format is the header's length in 8 bytes, the header (JSON, padded with spaces to a multiple of 8), the bytes
+    of each tensor: https://github.com/huggingface/safetensors#format. Byte for byte what safetensors writes.
+    """
+    header, end = {}, 0
+    for name, tensor in in_file_order(named):
+        begin, end = end, end + tensor.numel() * tensor.element_size()
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
+    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+    text += b" " * (-len(text) % 8)
+    with open(path, "wb") as file:
+        file.write(len(text).to_bytes(8, "little") + text)
+        for _ in header:
+            value = next(values).detach().cpu().contiguous()
+            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+
+
+def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
+    """Goes through the tensors of a checkpoint's files in the order in which they are written."""
+    return (tensor for named in tensors.values() for _, tensor in in_file_order(named))
+
+
+def save(
+    folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], meta: dict, values: Iterator[Tensor] | None = None,
+) -> None:
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
 
-    A checkpoint that is already there and whole is left alone. Raises OSError with the room needed and the room left
+    `values` brings the tensors themselves in the order of `stored`, where they are to be gathered first. A
+    checkpoint that is already there and whole is left alone. Raises OSError with the room needed and the room left
     when it cannot be written, and then nothing of it stays behind.
     """
     if folder.is_dir() and problem(folder) is None:
         return
+    values = stored(tensors) if values is None else values
     try:
         with beside(folder) as partial:
             partial.mkdir()
             files = {}
             for name, named in tensors.items():
                 path = partial / f"{name}.safetensors"
-                save_file({key: value.detach().contiguous() for key, value in named.items()}, path)
+                write_tensors(path, named, values)
                 files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
             (partial / "meta.json").write_text(json.dumps({**meta, "files": files}, indent=1), encoding="utf-8")
-    except (OSError, SafetensorError) as error:
+    except OSError as error:
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
         raise OSError(
@@ -337,8 +376,9 @@ def optimizer_outline(model: nn.Module) -> dict[str, Tensor]:
 def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
     """Restores what `optimizer_tensors` flattened; learning rate and the other settings stay as they are."""
     state: dict[int, dict[str, Tensor]] = {}
-    index = {name: i for i, (name, _) in enumerate(model.named_parameters())}
+    index = {name: (i, p) for i, (name, p) in enumerate(model.named_parameters())}
     for key, value in tensors.items():
         name, _, entry = key.rpartition(".")
-        state.setdefault(index[name], {})[entry] = value
+        i, p = index[name]
+        state.setdefault(i, {})[entry] = sharding.part(value, like=p)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -676,13 +676,14 @@ class Drawing:
         guidance: Guidance | None = None,
         precision: str = "fp32",                # of the network, under autocast
         sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
+        outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
     ):
         self.seeds, self.labels = seeds, labels
         sampler = sampler_settings(diffusion, sampler or {})
         self.generate = partial(generate, net, diffusion, decode, num_steps=num_steps, guidance=guidance,
                                 precision=precision, **sampler)
         self.batch_size = batch_size
-        passes, linear, attention = sampling_cost(net, diffusion, num_steps, guidance, **sampler)
+        passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
         # JSON has no infinity.
         finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
         self.record = {

@@ -16,6 +16,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 import ranks
+import sharding
 from dit import DiT
 
 DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -33,9 +34,16 @@ def recompute_activations(model: DiT) -> None:
 
 
 def compile_network(model: DiT, how: bool | str) -> None:
-    """Compiles the forward pass in place, as one graph with static shapes; `how` is a truth or one of COMPILE_MODES."""
-    if how:
-        model.compile(dynamic=False, mode=None if how is True else how)
+    """Compiles the forward pass in place, as one graph with static shapes; `how` is a truth or one of COMPILE_MODES.
+
+    Of a sharded network each block is a graph, as FSDP gathers and lets go between them.
+    """
+    options = {"dynamic": False, "mode": None if how is True else how}
+    if how and sharding.is_sharded(next(model.parameters())):
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, **options)
+    elif how:
+        model.compile(**options)
 
 
 def check_float8(device: torch.device) -> None:

@@ -37,6 +37,7 @@ import checkpoint as checkpoints
 import features
 import fid
 import ranks
+import sharding
 import speed
 from data import KINDS, Latents, batches, kept_tokens, open_latents, to_latent
 from dit import DiT, DiT_models
@@ -181,6 +182,7 @@ class TrainSettings(Settings):
     decode_precision: one_of(speed.DTYPES)
     decode_batch_size: Count | None
     tf32: bool
+    sharding: one_of(["none", "fsdp"])
     compile: bool | one_of(speed.COMPILE_MODES)
     activation_checkpointing: bool
     cpu: bool
@@ -270,7 +272,8 @@ def train_step(
             accelerator.backward(loss)      # which divides by the number of parts
         step_loss += loss.detach() / num_parts
     accelerator.unscale_gradients(optimizer)
-    grad_norm = torch.nn.utils.get_total_norm([p.grad for p in model.parameters() if p.grad is not None])
+    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    grad_norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
     if clip_norm is not None:
         torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, grad_norm)
     # A loss that is not finite makes such gradients, and DDP spreads them to every rank, so all ranks skip together.
@@ -363,6 +366,16 @@ def check_settings(cfg: TrainSettings) -> None:
     if lora.rank is not None and cfg.precision == "fp8":
         raise ValueError(f"precision=fp8 multiplies whole weights and lora.rank={lora.rank} trains an adapter beside "
                          f"them; together they are not supported: set precision=bf16.")
+    if cfg.sharding == "fsdp":
+        if lora.rank is not None:
+            raise ValueError(f"sharding=fsdp shares out what is trained, and of lora.rank={lora.rank} that is next to "
+                             f"nothing: set sharding=none.")
+        if cfg.precision not in ("fp32", "bf16"):
+            raise ValueError(f"sharding=fsdp trains in bf16 or fp32, not in precision={cfg.precision}: set "
+                             f"precision=bf16, or sharding=none.")
+        if cfg.compile in speed.CUDA_GRAPHS:
+            raise ValueError(f"compile={cfg.compile} records CUDA graphs, which want weights that stay in one place, "
+                             f"and sharding=fsdp gathers them anew in each pass: set compile=true.")
 
 
 def check_kept(latents: Latents, model: DiT) -> None:
@@ -588,14 +601,23 @@ def open_drawing(
     return grid, evaluation
 
 
+def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> DiT:
+    """Builds the network that the seed says, and brings it, or this rank's part of it, to the device."""
+    torch.manual_seed(cfg.seed)
+    net = build_network(record["network"])
+    return sharding.shard(net, device, speed.DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
+
+
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     """Puts a run together at step 0; raises ValueError, with the knob, for whatever cannot work."""
+    if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
+        raise ValueError("sharding=fsdp shares a network out over ranks, and this is a single process: start it with "
+                         "accelerate launch or torchrun, or set sharding=none.")
     latents = open_data(cfg, accelerator)
     cfg = fitted(cfg, accelerator, latents.count)
     record = describe(cfg, latents, accelerator.num_processes, accelerator.device)
     grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])
-    torch.manual_seed(cfg.seed)
-    model = build_network(record["network"]).to(accelerator.device)
+    model = initial_network(cfg, record, accelerator.device)
     if cfg.keep_masked:
         check_kept(latents, model)
     if cfg.lora.rank is not None:
@@ -603,14 +625,15 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         accelerator.print(f"LoRA of rank {cfg.lora.rank} on {layers} layers: {trained / 1e6:.3g}M parameters are "
                           f"trained, and the others stay.")
-    ema = copy.deepcopy(model).eval()      # not frozen: autocast keeps its casts of trainable weights only
+    # FSDP cannot copy. Not frozen: autocast keeps its casts of trainable weights only.
+    ema = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
     optimizer = torch.optim.AdamW(
         model.parameters(), lr=cfg.optimizer.lr, betas=cfg.optimizer.betas, eps=cfg.optimizer.eps,
         weight_decay=cfg.optimizer.weight_decay, fused=True,
     )
-    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema,
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(),
                build_diffusion(record["diffusion"]), optimizer, Sums(accelerator.device))
 
 
@@ -813,10 +836,12 @@ def evaluate(run: Run) -> None:
     labels = labels_of(seeds, list(range(run.latents.num_classes)))
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
     origin = {key: run.record[key] for key in ("network", "diffusion", "data", "seed", "init_from")}
+    with torch.device("meta"):
+        outline = build_network(run.record["network"])
     for scale in cfg.guidance_scales:
         began = time.perf_counter()
         drawing = fid.Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
-                              num_steps=cfg.num_steps, precision=run.drawing_precision,
+                              num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
                   "classes": "all", "origin": fid.digest(origin),
@@ -841,8 +866,6 @@ def evaluate(run: Run) -> None:
 def save(run: Run) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     total = run.sums.over_ranks(accelerator)
-    if not accelerator.is_main_process:
-        return
     sums = torch.tensor([total[name] for name in Sums.NAMES], dtype=torch.float64)
     training = checkpoints.optimizer_tensors(run.model, run.optimizer.optimizer) | {"sums": sums}
     meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
@@ -850,8 +873,10 @@ def save(run: Run) -> None:
             "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,
             "config": cfg.model_dump(), "torch": torch.__version__}
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
-    checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta)
-    checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+    with sharding.gathering(checkpoints.stored(tensors)) as values:
+        if accelerator.is_main_process:
+            checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
+            checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
 
 # ---- the story ------------------------------------------------------------------------------------------------------
@@ -893,7 +918,9 @@ def main(cfg: TrainSettings) -> None:
     if cfg.activation_checkpointing:
         speed.recompute_activations(model)
     speed.compile_network(model, cfg.compile)
-    net, run.optimizer = accelerator.prepare(model, run.optimizer)
+    # Which makes replicas, but not of what is shared out.
+    net = accelerator.prepare_model(model, evaluation_mode=cfg.sharding == "fsdp")
+    run.optimizer = accelerator.prepare(run.optimizer)
 
     latents = run.latents
     accelerator.print(

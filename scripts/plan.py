@@ -3,6 +3,7 @@
     python scripts/plan.py                                            # derived: FLOPs over an assumed FLOP/s
     python scripts/plan.py --mfu 0.4 --gpus 8
     python scripts/plan.py --measured bench/train_xl2.json bench/train_b2.json      # with what the benchmark measured
+    python scripts/plan.py --memory                                   # of a rank in training, with and without FSDP
 
 Derived hours are multiply-adds (two FLOPs each, the backward pass twice the forward one) over `mfu` of the FLOP/s of
 a large bf16 matrix product. Both are assumptions until measured. Prints Markdown.
@@ -17,6 +18,7 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+import sharding  # noqa: E402
 from dit import DiT, DiT_models, multiply_adds  # noqa: E402
 from routing_module import Route  # noqa: E402
 
@@ -27,6 +29,8 @@ IMAGES = 1_281_167
 SAMPLES, EVALUATIONS = 50_000, {"EDM, 40 Heun steps": 79, "flow matching, 40 Euler steps": 40}
 BYTES_A_PARAMETER = 16                   # of a checkpoint: weights, average, AdamW's two moments, in float32
 KEPT = 7                                 # checkpoints: the newest two, those at 100K to 400K, one being written
+RANKS = (1, 2, 8, 16, 64)
+LARGE = {"3B (model.hidden_size=2048 model.depth=40)": dict(hidden_size=2048, depth=40)}      # 16 heads, patch 2
 BYTES_A_LATENT = 8 * 32 * 32 * 2         # mean and deviation, float16
 
 
@@ -103,6 +107,19 @@ def sampling(flops_a_second: float) -> str:
     return table([f"{SAMPLES:,} images, minutes on 1 GPU [derived]", *EVALUATIONS], rows)
 
 
+def memory() -> str:
+    """Counts weights, gradients, Adam and EMA, and in bf16 the largest block, of which two at a time are gathered."""
+    with torch.device("meta"):
+        nets = {f"{name}/2": DiT_models[f"DiT-{name}/2"]() for name in ("B", "XL")}
+        nets |= {name: DiT(**keywords) for name, keywords in LARGE.items()}
+    rows = []
+    for name, net in nets.items():
+        held = [sharding.bytes_a_rank(net, world) for world in RANKS] + [2 * sharding.size(net.blocks[0])]
+        rows.append([name, f"{sharding.size(net) / 1e6:,.0f}M", *(f"{count / 1e9:.2f}" for count in held)])
+    ranks = [f"{RANKS[0]} rank, or DDP", *(f"{world} ranks" for world in RANKS[1:])]
+    return table(["GB a rank [derived]", "parameters", *ranks, "a block, gathered"], rows)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mfu", type=float, default=0.3, help="share of --peak that a step reaches (0.3: assumed)")
@@ -110,7 +127,11 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--efficiency", type=float, default=0.95, help="of several GPUs over one (0.95: assumed)")
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON of scripts/benchmark.py mode=train")
+    parser.add_argument("--memory", action="store_true", help="what a rank holds in training, and no hours")
     given = parser.parse_args()
+    if given.memory:
+        print(memory())
+        return
     if not (0 < given.mfu <= 1 and given.peak > 0 and given.gpus > 0 and 0 < given.efficiency <= 1):
         sys.exit("plan.py: --mfu and --efficiency lie in (0, 1], --peak and --gpus above 0.")
     flops_a_second = given.mfu * given.peak * 1e12

@@ -5,6 +5,7 @@ import warnings
 
 import pytest
 import torch
+from safetensors.torch import save_file
 
 import checkpoint as checkpoints
 
@@ -26,6 +27,16 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
         loaded = checkpoints.load(folder, name)
         assert loaded.keys() == named.keys()
         assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in named.items())
+
+
+def test_a_file_is_byte_for_byte_what_safetensors_writes(tmp_path):
+    torch.manual_seed(0)
+    named = {"b": torch.randn(3, 5), "a.weight": torch.randn(2, 3, 4)[:, :, 0], "half": torch.randn(7).half(), "step": torch.tensor(3.0),
+             "sums": torch.randn(5, dtype=torch.float64), "none": torch.zeros(0, 4), "label": torch.arange(3), "brain": torch.randn(1).bfloat16(),
+             "é \"": torch.tensor([True, False]), "small": torch.arange(2, dtype=torch.int32)}
+    checkpoints.write_tensors(tmp_path / "ours", named, iter([value for _, value in checkpoints.in_file_order(named)]))
+    save_file({key: value.contiguous() for key, value in named.items()}, tmp_path / "theirs")
+    assert (tmp_path / "ours").read_bytes() == (tmp_path / "theirs").read_bytes()
 
 
 def test_the_latest_is_by_number_not_by_name(tmp_path):
