@@ -19,6 +19,7 @@ from pathlib import Path
 
 import torch
 from filelock import FileLock, Timeout
+from safetensors import SafetensorError
 from safetensors.torch import load_file
 from torch import Tensor, nn
 

@@ -1,7 +1,7 @@
 """The calls by which a process changes files, one after the other: told, counted, and failed or killed on demand.
 
-For `soak.py`. Python's own calls are heard by an audit hook, and what has none is replaced: writing itself, fsync, and
-safetensors' `save_file`, which is Rust. Call it in a forked child only: an audit hook cannot be taken away.
+For `soak.py`. Python's own calls are heard by an audit hook, and what has none is replaced: writing itself, and fsync.
+Call it in a forked child only: an audit hook cannot be taken away.
 """
 
 import builtins
@@ -13,11 +13,6 @@ import sys
 from collections.abc import Callable
 from pathlib import Path
 
-import safetensors.torch
-from safetensors import SafetensorError
-
-import checkpoint as checkpoints
-
 WRITING = os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND
 GROWING = ("open", "write", "fsync", "os.mkdir", "os.rename")      # what a full disk refuses; it lets files be removed
 Meet = Callable[[int, str, Callable[[], None]], None]      # number, kind, what writes half where it is a write
@@ -28,10 +23,9 @@ class Changes:
 
     def __init__(self, folder: Path, meet: Meet):
         self.folder, self.meet, self.number, self.quiet = str(folder), meet, 0, False
-        self.open, self.fsync, self.save_file = io.open, os.fsync, safetensors.torch.save_file
+        self.open, self.fsync = io.open, os.fsync
         builtins.open = io.open = self.opened
         os.fsync = self.synced
-        checkpoints.save_file = self.saved
         sys.addaudithook(self.heard)
 
     def concerns(self, path: object, descriptor: int = -1) -> bool:
@@ -77,17 +71,6 @@ class Changes:
         if self.concerns(os.readlink(f"/proc/self/fd/{descriptor}")):
             self.happens("fsync")
         self.fsync(descriptor)
-
-    def saved(self, tensors: dict, path: Path) -> None:
-        def half() -> None:
-            data = safetensors.torch.save(tensors)
-            path.write_bytes(data[: len(data) // 2])
-
-        try:
-            self.happens("write", half)
-        except OSError as error:      # as Rust says it
-            raise SafetensorError(f"I/O error: {error.strerror} (os error {error.errno})") from None
-        self.save_file(tensors, path)
 
 
 class Written(io.FileIO):
