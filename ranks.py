@@ -225,7 +225,7 @@ class Watch:
             if now - self.store_seen > self.limit_of_silence():
                 self.store_is_gone()
             with contextlib.suppress(RuntimeError, OSError):
-                self.store = self.connect()
+                self.store = self.store if self.left.is_set() else self.connect()
             return
         if verdict is not None:
             if verdict["by"] != self.rank:
@@ -309,9 +309,10 @@ class Watch:
         self.left.set()
         self.woken.set()
         if self.thread.is_alive():
-            self.thread.join(self.limits.silent)      # whose last word would else come after this one
-        with contextlib.suppress(RuntimeError, OSError):
-            self.tell()
+            self.thread.join(2 * self.limits.beat)      # whose last word would else come after this one
+        if not self.said:      # else the others know, and may have gone with the store
+            with contextlib.suppress(RuntimeError, OSError):
+                self.tell()
 
 
 def is_first_in(store: dist.Store, rank: int, said: str, code: int) -> bool:
@@ -329,7 +330,7 @@ current: Watch | None = None
 def connect_to_store(limits: Limits) -> dist.Store:
     """Connects anew to the store of the launcher, or of the first rank where it has none, with keys of our own."""
     store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False,
-                          wait_for_workers=False, timeout=timedelta(seconds=max(1.0, limits.silent / 2)))
+                          wait_for_workers=False, timeout=timedelta(seconds=max(1.0, 2 * limits.beat)))
     return dist.PrefixStore(f"ranks/{os.environ.get('TORCHELASTIC_RESTART_COUNT', 0)}", store)
 
 
