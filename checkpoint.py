@@ -14,6 +14,7 @@ import re
 import shutil
 import stat
 import warnings
+import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -147,6 +148,14 @@ def hold(folder: Path, mistake: str) -> FileLock:
     except (NotImplementedError, OSError) as error:
         print(f"{folder} cannot be locked ({error}): nothing keeps a second process from writing there.")
     return lock
+
+
+def require_unpacked(path: Path) -> None:
+    """Raises ValueError for a .pt with compressed parts: torch writes none, and a few bytes may become gigabytes."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if packed := [part.filename for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]:
+                raise ValueError(f"{packed[0]} in it is compressed, as torch writes none")
 
 
 def sha256(path: Path) -> str:
