@@ -231,8 +231,9 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
     except (ValueError, IndexError, ZeroDivisionError) as error:
         raise ValueError(f"These weights are not a DiT's: one of another shape or name than its ({error}).") from None
     except KeyError as missing:
-        raise ValueError(f"These weights are not a DiT's: they lack {missing}; "
-                         f"they hold {len(state_dict)} tensors: {', '.join(list(state_dict)[:3])[:200]}, …") from None
+        first = ", ".join(list(state_dict)[:3])[:200]
+        raise ValueError(f"These weights are not a DiT's: they lack {missing}; they hold {len(state_dict)} tensors, "
+                         f"{first} first.") from None
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in kind.models.values()}
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:

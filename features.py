@@ -192,6 +192,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
                          f"and its .sha256, and run again.")
     try:
         # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
+        checkpoints.require_unpacked(path)
         torch.load(path, map_location="cpu", weights_only=True)
         network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
                                               feature_extractor_weights_path=str(path))

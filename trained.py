@@ -349,6 +349,7 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
     else:
         try:
             # DiT's train.py stores its argparse.Namespace beside the weights: a bag of plain values, safe to build.
+            checkpoints.require_unpacked(path)
             with torch.serialization.safe_globals([argparse.Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:

@@ -3,6 +3,7 @@
 import json
 import os
 import stat
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -302,3 +303,12 @@ def test_a_study_knows_its_runs_by_settings_and_whole_numbers():
     assert read(study.Variant, plain | {"train": ["steps=5"]}).train == ["steps=5"]
     run = study.Run(variant="a", seed=0, folder=Path("a"), train=["steps=1e4"], at_end=[])
     assert "steps=1e4" in refusal(study.asked_steps, run)
+
+
+def test_weights_with_compressed_parts_are_not_unpacked(tmp_path):
+    torch.save({"x": torch.zeros(4)}, tmp_path / "x.pt")
+    with zipfile.ZipFile(tmp_path / "x.pt") as old, zipfile.ZipFile(tmp_path / "y.pt", "w", zipfile.ZIP_DEFLATED) as new:
+        for name in old.namelist():
+            new.writestr(name, old.read(name))
+    assert "compressed" in refusal(read_weights, tmp_path / "y.pt")
+    assert read_weights(tmp_path / "x.pt")[0].keys() == {"x"}

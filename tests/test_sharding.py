@@ -132,7 +132,7 @@ def pixel_reference(shapes, tmp_path_factory) -> Path:
 def pair_of(folder: Path, data: Path, world: int, *overrides: str, before=lambda rank: None) -> Path:
     """Trains the same run with DDP and with FSDP, in `none` and `fsdp` of the folder."""
     all_well(on_ranks(world, *(command(folder / how, data, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1",
-                                       "checkpoint.every=100", *overrides)[2:] for how in ("none", "fsdp")), before=before))
+                                       "checkpoint.every=100", *overrides)[1:] for how in ("none", "fsdp")), before=before))
     return folder
 
 
@@ -202,7 +202,7 @@ def test_a_run_goes_on_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     run = tmp_path / "run"
 
     def on(steps: int, sharded: str, run=run, *more: str) -> list[str]:
-        return command(run, shapes, *SMALL, f"steps={steps}", f"sharding={sharded}", "checkpoint.every=100", "checkpoint.keep_last=9", *more)[2:]
+        return command(run, shapes, *SMALL, f"steps={steps}", f"sharding={sharded}", "checkpoint.every=100", "checkpoint.keep_last=9", *more)[1:]
 
     all_well(on_ranks(2, on(1, "none"), before=echo_what_is_loaded))
     all_well(on_ranks(4, on(2, "fsdp"), before=echo_what_is_loaded))
@@ -245,7 +245,7 @@ def spoil(rank: int) -> None:
 @pytest.fixture(scope="module")
 def spoiled(shapes, tmp_path_factory) -> tuple[Path, list[forks.Ended]]:
     run = tmp_path_factory.mktemp("spoiled") / "run"
-    return run, on_ranks(2, command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1", "checkpoint.every=1")[2:], before=spoil)
+    return run, on_ranks(2, command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1", "checkpoint.every=1")[1:], before=spoil)
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(spoiled):
@@ -274,7 +274,7 @@ def test_bf16_parts_clipping_recomputation_and_compiled_blocks_are_the_same_run(
                  "log.every=1", "steps=3", "grad_accum_steps=2", "optimizer.clip_norm=0.1", *SMALL]
     fast = ["sharding=fsdp", "compile=true", "activation_checkpointing=true"]
     runs = {"plain": [], "fast": fast}
-    all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[2:] for name, options in runs.items()),
+    all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
                       before=compile_quickly))
     assert_same_losses(tmp_path / "plain", tmp_path / "fast", 3)
 
