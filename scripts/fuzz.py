@@ -276,7 +276,7 @@ class Child:
 
 def fuzz(readers: dict[str, Reader], cases: int, seed: int, out: Path, seconds: float, memory: float) -> dict:
     """Runs `cases` over the readers evenly, keeps what ends badly in out/cases; writes and returns the counts."""
-    began, child = time.monotonic(), Child(readers, seconds, int(memory * 2**30))
+    began, code, child = time.monotonic(), commit(), Child(readers, seconds, int(memory * 2**30))
     counts: dict[str, Counter] = {}
     slowest, failures, sentences, found = (0.0, ""), [], {}, {}
     for place, (name, reader) in enumerate(readers.items()):
@@ -305,7 +305,7 @@ def fuzz(readers: dict[str, Reader], cases: int, seed: int, out: Path, seconds: 
             "outcomes": {key: total[key] for key in (*GOOD, *BAD)},
             "readers": {name: dict(count) for name, count in counts.items()}, "slowest_case": list(slowest),
             "limits": {"seconds": seconds, "memory_gib": memory}, "seconds": round(time.monotonic() - began),
-            "commit": commit(), "versions": versions(), "failures": failures,
+            "commit": code, "versions": versions(), "failures": failures,
         }
         write_text(out / "fuzz.json", json.dumps(found, indent=1) + "\n")      # after each: a run may be stopped
         write_text(out / "sentences.txt", "".join(f"{where}: {said}\n" for said, where in sorted(sentences.items())))
