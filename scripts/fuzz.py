@@ -276,10 +276,10 @@ class Child:
 
 
 def fuzz(readers: dict[str, Reader], cases: int, seed: int, out: Path, seconds: float, memory: float) -> dict:
-    """Runs `cases` over the readers evenly, keeps what ends badly in out/cases, and returns the counts."""
-    began, child = time.monotonic(), Child(readers, seconds, int(memory * 2**30))
+    """Runs `cases` over the readers evenly, keeps what ends badly in out/cases; writes and returns the counts."""
+    began, code, child = time.monotonic(), commit(), Child(readers, seconds, int(memory * 2**30))
     counts: dict[str, Counter] = {}
-    slowest, failures, sentences = (0.0, ""), [], {}
+    slowest, failures, sentences, found = (0.0, ""), [], {}, {}
     for place, (name, reader) in enumerate(readers.items()):
         counts[name] = Counter()
         reader.prepare()
@@ -301,13 +301,18 @@ def fuzz(readers: dict[str, Reader], cases: int, seed: int, out: Path, seconds: 
             failures.append({"outcome": outcome, "said": (said.strip().splitlines() or [""])[-1][:300], "again": again})
             print(f"{outcome}: {failures[-1]['said']}\n  {again}")
         print(f"{name}: " + ", ".join(f"{count:,} {outcome}" for outcome, count in counts[name].most_common()))
-    child.end()
-    write_text(out / "sentences.txt", "\n".join(f"{where}: {said}" for said, where in sorted(sentences.items())) + "\n")
-    total = sum(counts.values(), Counter())
-    return {"cases": total.total(), "seed": seed, "outcomes": {key: total[key] for key in (*GOOD, *BAD)},
+        total = sum(counts.values(), Counter())
+        found = {
+            "command": shlex.join(["python", "scripts/fuzz.py", *sys.argv[1:]]), "cases": total.total(), "seed": seed,
+            "outcomes": {key: total[key] for key in (*GOOD, *BAD)},
             "readers": {name: dict(count) for name, count in counts.items()}, "slowest_case": list(slowest),
             "limits": {"seconds": seconds, "memory_gib": memory}, "seconds": round(time.monotonic() - began),
-            "commit": commit(), "versions": versions(), "failures": failures}
+            "commit": code, "versions": versions(), "failures": failures,
+        }
+        write_text(out / "fuzz.json", json.dumps(found, indent=1) + "\n")      # after each: a run may be stopped
+        write_text(out / "sentences.txt", "".join(f"{where}: {said}\n" for said, where in sorted(sentences.items())))
+    child.end()
+    return found
 
 
 def versions() -> dict[str, str]:
@@ -358,8 +363,6 @@ def main(cfg: FuzzSettings) -> None:
         raise ValueError(f"out={out} holds the cases of another run: name another, or remove it.")
     chosen = {name: reader for name, reader in readers.items() if not cfg.readers or name in cfg.readers}
     found = fuzz(chosen, cfg.cases, cfg.seed, out, cfg.seconds, cfg.memory)
-    found["command"] = shlex.join(["python", "scripts/fuzz.py", *sys.argv[1:]])
-    write_text(out / "fuzz.json", json.dumps(found, indent=1) + "\n")
     print(f"{found['cases']:,} cases in {found['seconds']:,} s: "
           + ", ".join(f"{count:,} {outcome}" for outcome, count in found["outcomes"].items() if count))
     sys.exit(bool(found["failures"]))
