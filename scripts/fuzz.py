@@ -154,12 +154,12 @@ def ending(reader: Reader, case: Any, folder: Path) -> tuple[str, str]:
         if stop.code in (None, 0):
             return "success", ""
         outcome, said = "sentence", stop.code if isinstance(stop.code, str) else f"exit status {stop.code}"
-        if "the memory is full" in said:
+        if "memory is full" in said:
             outcome = "memory"
         elif isinstance(stop.__context__, ValueError) and not is_ours(stop.__context__):
             outcome = "unclear"
     except Exception as error:
-        said = mistake(error, reader.config)
+        said = mistake(error, reader.config, {})
         if is_full_memory(error):
             outcome = "memory"
         elif said is None:

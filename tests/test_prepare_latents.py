@@ -89,6 +89,7 @@ def test_pixels_go_in_and_come_back(pets, tmp_path):
         "format": 1, "count": 10, "shape": [3, 32, 32], "dtype": "float16", "kind": "sample", "mirrored": False,
         "num_classes": 3, "class_names": ["cat", "dog", "emu"], "autoencoder": "identity", "scale": 1.0,
         "shift": 0.0, "resolution": 32, "source": str(pets), "unreadable": [],
+        "precision": "fp32", "tf32": False, "device": "cpu",
         "shards": [
             {"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n}
             for i, n in enumerate((4, 4, 2))

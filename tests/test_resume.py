@@ -142,8 +142,8 @@ def test_what_a_kill_left_of_a_save_or_a_grid_and_did_not_prune_is_gone_after_th
 def test_a_run_whose_folder_goes_away_ends_in_a_sentence_and_goes_on_when_it_is_back(shapes, reference, tmp_path, monkeypatch):
     run, save = tmp_path / "run", checkpoints.save
 
-    def unmounted(folder, tensors, meta):
-        save(folder, tensors, meta)
+    def unmounted(folder, tensors, meta, values):
+        save(folder, tensors, meta, values)
         if meta["step"] == 8:
             run.rename(tmp_path / "disk")
     monkeypatch.setattr(checkpoints, "save", unmounted)
