@@ -114,11 +114,13 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
 
 
 def map_whole(file: Path) -> np.ndarray:
-    """Maps an npy file; raises ValueError where it is longer or shorter than its header says, or not in C order."""
+    """Maps an npy file; raises ValueError where it is not as we write them: as long as its header says, in C order."""
     if not file.is_file():
         raise ValueError(f"{file} is no plain file.")
+    with open(file, "rb") as stream:
+        version = np.lib.format.read_magic(stream)
     array = np.load(file, mmap_mode="r", allow_pickle=False)
-    if array.offset + array.nbytes != file.stat().st_size or not array.flags.c_contiguous:
+    if version != (1, 0) or array.offset + array.nbytes != file.stat().st_size or not array.flags.c_contiguous:
         raise ValueError(f"{file} is not as its header says.")
     return array
 

@@ -262,6 +262,7 @@ class Child:
             ended = self.end()
             return "crash", f"ended with {ended.code}\n{ended.said[-2000:]}"
         outcome, said, is_tired = json.loads(reply)
+        said = said.encode(errors="backslashreplace").decode()      # half characters, which no file may hold
         if is_tired or outcome == "memory":
             self.end()
         if outcome == "memory" and not is_new:

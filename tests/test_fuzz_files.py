@@ -131,7 +131,7 @@ def test_a_page_of_an_lmdb_that_refers_to_itself_is_a_sentence(tmp_path):
 
 @pytest.mark.parametrize("name", ["latents-00000.npy", "labels-00000.npy"])
 @pytest.mark.parametrize("change", [["grow", 0, 8], ["cut", 0], ["cut", 500], ["retype", "<f2", True, 1], ["retype", "<i8", True, 1],
-                                    ["gone"]], ids=str)
+                                    ["retype", "<f2", False, 2], ["gone"]], ids=str)
 def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, change):
     which = sorted(files.unfinished()).index(name)
     assert ended("import_going_on", tmp_path / "case", changes=[[change[0], which, *change[1:]]])[0] == "success"
