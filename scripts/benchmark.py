@@ -663,6 +663,7 @@ def run(cfg: BenchmarkSettings) -> dict:
 
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
+    build_diffusion(cfg.diffusion)      # refuses a wrong one whatever the mode
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:      # empty, so that compiling is timed too
         os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
         try:

@@ -173,6 +173,12 @@ def test_a_stopwatch_charges_time_to_the_mark_that_ends_it(monkeypatch):
     assert watch.parts(2) == {"a": 2.5, "b": 1.5}
 
 
+@pytest.mark.parametrize("mode", ["train", "data", "score"])
+def test_a_wrong_diffusion_is_refused_whatever_the_mode(mode):
+    with pytest.raises(ValueError, match="There is no diffusion \\[\\]"):
+        benchmark.main.__wrapped__(load(f"mode={mode}", "diffusion.name=[]"))
+
+
 @pytest.mark.parametrize(("override", "says"), [
     ("mode=speed", "mode=speed is not one of train, sample"), ("precision=fp4", "precision=fp4 is not one of"),
     ("precision=fp8", "precision=fp8 needs"), ("mode=sample precision=fp8", "precision=fp8 is for training"), ("compile=fast", "compile=fast is not one of true, false, reduce-overhead"),
