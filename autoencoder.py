@@ -496,6 +496,14 @@ def _from_ldm(file: Path) -> torch.nn.Module:
     return vae
 
 
+def require_unpacked(path: Path) -> None:
+    """Raises ValueError for a .pt with compressed parts: torch writes none, and a few bytes may become gigabytes."""
+    if zipfile.is_zipfile(path):
+        with zipfile.ZipFile(path) as archive:
+            if packed := [part.filename for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]:
+                raise ValueError(f"{packed[0]} in it is compressed, as torch writes none")
+
+
 def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
     """Reads the encoder's and decoder's tensors of a weights file, never running what is in it."""
     try:
@@ -504,6 +512,7 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
 
             state = load_file(file)
         else:
+            require_unpacked(file)
             state = torch.load(file, map_location="cpu", weights_only=True)
     except Exception as error:      # torch, zipfile, pickle and safetensors each raise their own
         raise ValueError(
@@ -523,6 +532,7 @@ def _statistics_beside(file: Path) -> Convention | None:
     if not statistics.is_file():
         return None
     try:
+        require_unpacked(statistics)
         mean, std = (torch.load(statistics, map_location="cpu", weights_only=True)[key].double().flatten().tolist()
                      for key in ("mean", "std"))
         return Convention(latents_mean=tuple(mean), latents_std=tuple(std))

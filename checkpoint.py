@@ -14,7 +14,6 @@ import re
 import shutil
 import stat
 import warnings
-import zipfile
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
@@ -157,14 +156,6 @@ def require_same(folder: Path, before: os.stat_result) -> None:
         if os.path.samestat(before, folder.stat()):
             return
     raise FileNotFoundError(errno.ENOENT, "the folder has gone away, and maybe another has come", str(folder))
-
-
-def require_unpacked(path: Path) -> None:
-    """Raises ValueError for a .pt with compressed parts: torch writes none, and a few bytes may become gigabytes."""
-    if zipfile.is_zipfile(path):
-        with zipfile.ZipFile(path) as archive:
-            if packed := [part.filename for part in archive.infolist() if part.compress_type != zipfile.ZIP_STORED]:
-                raise ValueError(f"{packed[0]} in it is compressed, as torch writes none")
 
 
 def sha256(path: Path) -> str:

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
+import autoencoder as autoencoders
 import checkpoint as checkpoints
 from metrics import exact_float32
 from settings import first_line, read_text
@@ -192,7 +193,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
                          f"and its .sha256, and run again.")
     try:
         # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
-        checkpoints.require_unpacked(path)
+        autoencoders.require_unpacked(path)
         torch.load(path, map_location="cpu", weights_only=True)
         network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
                                               feature_extractor_weights_path=str(path))

@@ -17,7 +17,7 @@ from torch import Tensor
 
 import adapter as adapters
 import checkpoint as checkpoints
-from autoencoder import Convention
+from autoencoder import Convention, require_unpacked
 from blocks import BLOCKS
 from dit import DiT, infer_architecture, timestep_frequencies
 from edm import DDPM, EDM
@@ -349,7 +349,7 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
     else:
         try:
             # DiT's train.py stores its argparse.Namespace beside the weights: a bag of plain values, safe to build.
-            checkpoints.require_unpacked(path)
+            require_unpacked(path)
             with torch.serialization.safe_globals([argparse.Namespace]):
                 state = torch.load(path, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(path))
         except Exception as error:
