@@ -766,7 +766,9 @@ def forget_after(run_dir: Path, step: int) -> None:
     for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
         if path.is_file():
             kept = [row for row in checkpoints.read_rows(path) if written_at(row) <= step]
-            checkpoints.write_text(path, "".join(json.dumps(row) + "\n" for row in kept))
+            text = "".join(json.dumps(row) + "\n" for row in kept)
+            if text.encode() != path.read_bytes():
+                checkpoints.write_text(path, text)
 
 
 def in_trouble(run: Run, total: dict[str, float]) -> bool:
