@@ -114,8 +114,13 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Adds a JSON line; one that a kill or a full disk has halved before it keeps a line of its own."""
+    """Adds a JSON line; one that a kill or a full disk has halved before it keeps a line of its own.
+
+    Raises OSError for a link, which in a run of somebody else's may lead anywhere.
+    """
     require_ordinary(path)
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and rows are added to files alone", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), open(path, "a+b") as file:
         end = file.seek(0, os.SEEK_END)

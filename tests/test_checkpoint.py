@@ -116,6 +116,14 @@ def test_pruning_sweeps_what_killed_saves_left(tmp_path):
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
 
 
+def test_rows_do_not_follow_a_link_out_of_a_run(tmp_path):
+    (tmp_path / "elsewhere").write_text("mine\n")
+    (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="it is a link"):
+        checkpoints.append_row(tmp_path / "results.jsonl", {"step": 1})
+    assert (tmp_path / "elsewhere").read_text() == "mine\n"
+
+
 def test_pruning_keeps_the_last_k_and_every_mth(tmp_path):
     for step in range(1, 11):
         save(tmp_path, step)
