@@ -26,13 +26,14 @@ from dataclasses import dataclass, field
 from importlib.metadata import version
 from pathlib import Path
 
+import yaml
 from omegaconf import OmegaConf
 from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Positive, Settings, command, commit, first_line, read_json, shown  # noqa: E402
+from settings import Location, Positive, Settings, command, commit, first_line, read_json, read_text, shown  # noqa: E402
 
 PARTS = Path(__file__).with_suffix("")      # template.html, report.css, report.js
 OURS = '<meta name="generator" content="tread report">'
@@ -191,7 +192,11 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
 def read_config(folder: Path, page: Page) -> dict:
     path = folder / "config.yaml"
     try:
-        if path.is_file() and isinstance(plain := OmegaConf.to_container(OmegaConf.load(path)), dict):
+        text = read_text(path) if path.is_file() else ""
+        # train.py writes none, and nine lines of them may become a million values.
+        if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
+            raise ValueError("it has aliases")
+        if isinstance(plain := OmegaConf.to_container(OmegaConf.create(text)), dict) and plain:
             return plain
         page.leave_out(path, "there are no settings in it." if path.is_file() else "there is no such file.")
     except Exception as error:      # YAML, OmegaConf and the disk each have errors of their own

@@ -110,6 +110,14 @@ def test_the_commits_and_devices_of_a_run_are_shown_and_where_it_had_several_the
         "stayed": ["abc", "A100", "2.11.0", None], "before": [None] * 4, "odd": [None, None, None, "[3]"]}
 
 
+def test_settings_that_unfold_a_millionfold_are_not_unfolded(tmp_path):
+    run, names = make_run(tmp_path / "run"), "abcdefghi"
+    lines = [f"{b}: &{b} [{','.join(['*' + a] * 9)}]" for a, b in zip(names, names[1:], strict=False)]
+    (run / "config.yaml").write_text("\n".join(["a: &a [x]", *lines]))
+    run_command(report.main, "report.py", runs=[run], out=tmp_path / "out")
+    assert "it has aliases" in " ".join(why for _, why in data_of(tmp_path / "out")["leftOut"])
+
+
 def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path, capsys):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:
