@@ -441,6 +441,8 @@ def read_changed(program: str, number: int, changes: list, folder: Path) -> tupl
 
 def run_settings(program: str, case: dict, folder: Path) -> None:
     plain, why = read_changed(program, case["base"], case["changes"], folder)      # most end here, and need no child
+    if plain.get("watch"):      # which goes on until Ctrl-C
+        return
     is_short = plain.get("num_samples", 0) is not None      # which would be 50,000 images: work that was asked for
     through = case["through"] and is_short and program not in (
         "scripts.study", "scripts.benchmark", "scripts.choose_routes")
