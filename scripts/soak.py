@@ -264,10 +264,11 @@ def plain(value: object) -> object:
 
 
 def content(task: Task) -> dict[str, str]:
-    """Hashes every file that a command has left, but for its lock and what the clock says in records."""
+    """Hashes every file that a command has left, but for its lock, its ranks' logs, and what the clock says in records."""
     found = {}
     for file in sorted(task.out.rglob("*")):
-        if not file.is_file() or file.name == ".lock" or (file.name.endswith(".tmp") and not task.is_exact):
+        is_told = file.name == ".lock" or file.parent.name == "logs"      # a rank's log tells each of its lives
+        if not file.is_file() or is_told or (file.name.endswith(".tmp") and not task.is_exact):
             continue
         data = file.read_bytes()
         with contextlib.suppress(ValueError):
