@@ -264,7 +264,7 @@ def plain(value: object) -> object:
 
 
 def content(task: Task) -> dict[str, str]:
-    """Hashes every file that a command has left, but for its lock, its ranks' logs, and what the clock says in records."""
+    """Hashes every file that a command has left, but for lock, logs of ranks, and what the clock says in records."""
     found = {}
     for file in sorted(task.out.rglob("*")):
         is_told = file.name == ".lock" or file.parent.name == "logs"      # a rank's log tells each of its lives
