@@ -49,6 +49,7 @@ import speed  # noqa: E402
 import train  # noqa: E402
 from data import Latents, batches, open_latents, to_latent  # noqa: E402
 from dit import DiT, multiply_adds  # noqa: E402
+from run import ModelSettings, Sums, check_batch_size, describe_network  # noqa: E402
 from settings import Classes, Count, Location, Size, Steps, Whole, command, commit, one_of  # noqa: E402
 from trained import GuidanceSettings, RouteSettings, build_diffusion, build_guidance, build_network  # noqa: E402
 
@@ -82,7 +83,7 @@ def square(tokens: int) -> int:
 Tokens = Annotated[Size, AfterValidator(square)]
 
 
-class BenchmarkSettings(GuidanceSettings, train.ModelSettings):
+class BenchmarkSettings(GuidanceSettings, ModelSettings):
     """configs/benchmark.yaml; `routes` are the network's own, by which guidance goes too."""
 
     mode: one_of(COLUMNS)
@@ -256,7 +257,7 @@ def compiled() -> tuple[int, int]:
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
-    network = train.describe_network(cfg, (cfg.in_channels, 0, 0), cfg.num_classes)
+    network = describe_network(cfg, (cfg.in_channels, 0, 0), cfg.num_classes)
     network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
     if variant.startswith("dit"):
         network["routes"] = []
@@ -305,7 +306,7 @@ class Variant:
         self.ema = copy.deepcopy(self.model).eval()
         if cfg.precision == "fp8":
             speed.multiply_in_float8(self.model)
-        self.sums, self.diffusion = train.Sums(device), build_diffusion(cfg.diffusion)
+        self.sums, self.diffusion = Sums(device), build_diffusion(cfg.diffusion)
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if cfg.activation_checkpointing:
             speed.recompute_activations(self.model)
@@ -397,7 +398,7 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     counts = {name: multiply_adds(net, net.routes) for name, net in nets.items()}
     rows = []
     with latents_of(cfg, nets["dit"]) as latents:
-        train.check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
+        check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
         loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
         variants = [Variant(cfg, accelerator, name, loader, latents.kind) for name in cfg.variants]
         works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}

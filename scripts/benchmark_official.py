@@ -32,8 +32,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
 import speed  # noqa: E402
-import train  # noqa: E402
 from data import batches, to_latent  # noqa: E402
+from run import check_batch_size  # noqa: E402
 from scripts import benchmark  # noqa: E402
 from settings import Location, command  # noqa: E402
 
@@ -125,7 +125,7 @@ def time_beside(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
     """Times whole training steps of all variants, ours and theirs, in turn; `over official` is of the same round."""
     official, net = open_official(cfg.path), benchmark.make_network(cfg, "dit", "meta")
     with benchmark.latents_of(cfg, net) as latents:
-        train.check_batch_size(cfg.batch_size, 1, cfg.grad_accum_steps, latents.count)
+        check_batch_size(cfg.batch_size, 1, cfg.grad_accum_steps, latents.count)
         loader = batches(latents, cfg.batch_size, seed=0, pin=accelerator.device.type == "cuda")
         variants = list(itertools.chain.from_iterable(
             (benchmark.Variant(cfg, accelerator, name, loader, latents.kind),

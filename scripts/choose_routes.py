@@ -25,9 +25,9 @@ from pydantic import AfterValidator, Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import train  # noqa: E402
 from dit import multiply_adds  # noqa: E402
 from routing_module import Route, resolve_routes  # noqa: E402
+from run import ModelSettings, describe_network  # noqa: E402
 from settings import CONFIGS, Count, Settings, Size, command, shown  # noqa: E402
 from trained import build_network  # noqa: E402
 
@@ -66,12 +66,12 @@ class ChoiceSettings(Settings):
     count: Count
     measure: bool
     benchmark: dict
-    model: train.ModelSettings
+    model: ModelSettings
 
 
 def network_of(cfg: ChoiceSettings, tokens: int) -> dict:
     """Gathers a network's keywords, for a latent of so many tokens."""
-    network = train.describe_network(cfg.model, (4, 0, 0), 1000)
+    network = describe_network(cfg.model, (4, 0, 0), 1000)
     return {**network, "input_size": math.isqrt(tokens) * network["patch_size"], "routes": []}
 
 

@@ -76,7 +76,7 @@ class SoakSettings(Settings):
 # ---- what is disturbed ----------------------------------------------------------------------------------------------
 
 PHASES = {      # functions in which a life may be hit, and the words for it
-    "train": {"resume": "resuming", "forget_after": "tidying", "report": "reporting", "draw": "drawing a grid",
+    "train": {"resume": "resuming", "tidy_folder": "tidying", "report": "reporting", "draw": "drawing a grid",
               "evaluate": "evaluating", "save": "saving"},
     "checkpoint": {"prune": "pruning", "append_row": "appending a row"},
     "scripts.prepare_latents": {"write_shard": "writing a shard", "finish": "finishing"},

@@ -13,8 +13,8 @@ import settings
 from blocks import BLOCKS, WIDTHS, LightningBlock
 from dit import DiT_models
 from routing_module import Route
+from run import TrainSettings, architecture, describe_network
 from scripts.choose_routes import Costs
-from train import TrainSettings, architecture, describe_network
 from trained import build_diffusion, build_network
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"

@@ -83,7 +83,7 @@ def test_every_setting_that_is_named_is_one_that_the_command_has():
     ("train_step", [], ["(training; 2.50 GiB more were asked for; 1.25 GiB of 79.11 GiB are free)", *TRAINING]),
     ("update_ema", ["precision=fp32"], ["(training; 2.50 GiB more were asked for; 1.25 GiB of 79.11 GiB are free)", *TRAINING]),
     ("generate", ["samples.every=1"], ["(drawing;", *DRAWING]),
-    ("build_network", [], ["(starting;", *TRAINING]),
+    ("make_run", [], ["(starting;", *TRAINING]),
 ])
 def test_a_training_that_runs_out_of_memory_says_what_to_turn(shapes, tmp_path, monkeypatch, where, settings, parts):
     monkeypatch.setattr(train, where, full)
@@ -92,8 +92,8 @@ def test_a_training_that_runs_out_of_memory_says_what_to_turn(shapes, tmp_path, 
 
 
 def test_a_scoring_that_runs_out_of_memory_says_what_to_turn(shapes, tmp_path, monkeypatch):
-    monkeypatch.setattr(train.fid, "open_reference", lambda *_: type("Reference", (), {"complete": lambda *_: None}))
-    monkeypatch.setattr(train.fid, "available_metrics", lambda *_: ["fid"])
+    monkeypatch.setattr(fid, "open_reference", lambda *_: type("Reference", (), {"complete": lambda *_: None}))
+    monkeypatch.setattr(fid, "available_metrics", lambda *_: ["fid"])
     monkeypatch.setattr(train, "evaluate", full)
     result = train_here(tmp_path / "run", shapes, "steps=1", "model.depth=3", "model.routes=[]", "compile=false", "evaluate.every=1",
                         "evaluate.reference=x.npz", "evaluate.features=pixels")

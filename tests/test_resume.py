@@ -21,7 +21,7 @@ from training_runs import (
 )
 
 import checkpoint as checkpoints
-from train import check_resumable, forget_after
+from run import check_resumable, forget_after
 
 
 def newest(run) -> int:

@@ -16,6 +16,7 @@ from conftest import ROOT, run_command
 from PIL import Image
 from training_runs import command, refusal, rows, train_here
 
+import adapter as adapters
 import checkpoint as checkpoints
 import fid
 import sharding
@@ -82,7 +83,7 @@ def echo_what_is_loaded(rank: int) -> None:
             world = run.accelerator.num_processes
             echo = run.folder / f"echo-{run.step}-{world}-{run.cfg.sharding}"
             state = {"sums": run.sums.values / world}      # of all ranks
-            tensors = {"ema": train.adapters.tensors(run.ema), "model": train.adapters.tensors(run.model),
+            tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model),
                        "training": checkpoints.optimizer_tensors(run.model, run.optimizer) | state}
             with sharding.gathering(checkpoints.stored(tensors)) as values:
                 if run.accelerator.is_main_process:

@@ -30,17 +30,10 @@ from dit import DiT
 from edm import EDM
 from rf import RF
 from routing_module import Route, Router
+from run import Sums, TrainSettings, fitted
 from scripts import prepare_latents
 from settings import read
-from train import (
-    Sums,
-    TrainSettings,
-    fitted,
-    learning_rate,
-    step_seed,
-    train_step,
-    update_ema,
-)
+from train import learning_rate, step_seed, train_step, update_ema
 from train import main as train_main
 from trained import build_diffusion, build_network
 

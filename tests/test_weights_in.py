@@ -17,11 +17,11 @@ from torch import nn
 import checkpoint as checkpoints
 import fid
 import sample
-import train
 from dit import DiT
 from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
+from run import open_parent
 from trained import build_network, load_trained, onto_our_time, sampler_settings
 
 SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
@@ -148,11 +148,11 @@ def test_training_on_from_a_bare_file_asks_whose_it_is_and_refuses_another_diffu
     network = TINY | {"routes": [], "learn_sigma": False}
     record = {"network": network, "diffusion": {"name": "rf"}}
     with pytest.raises(ValueError, match="say whose they are with diffusion_name="):
-        train.open_parent(str(tmp_path / "bare.safetensors"), record, None)
-    parent = train.open_parent(str(tmp_path / "bare.safetensors"), record, "sit")
+        open_parent(str(tmp_path / "bare.safetensors"), record, None)
+    parent = open_parent(str(tmp_path / "bare.safetensors"), record, "sit")
     assert parent.family == "sit" and parent.net.out_channels == 4
     with pytest.raises(ValueError, match="was trained with another diffusion"):
-        train.open_parent(str(tmp_path / "bare.safetensors"), record | {"diffusion": {"name": "edm"}}, "sit")
+        open_parent(str(tmp_path / "bare.safetensors"), record | {"diffusion": {"name": "edm"}}, "sit")
 
 
 # ---- samplers -------------------------------------------------------------------------------------------------------
