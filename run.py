@@ -28,6 +28,7 @@ import checkpoint as checkpoints
 import features
 import fid
 import ranks
+import scoring
 import sharding
 import speed
 from data import KINDS, Latents, open_latents
@@ -344,7 +345,7 @@ class Evaluation:
 
     decode: Callable[[Tensor], Tensor]
     extractor: features.Extractor
-    reference: fid.Reference
+    reference: scoring.Reference
 
 
 @dataclass
@@ -490,8 +491,8 @@ def open_drawing(
         with accelerator.local_main_process_first():      # which downloads weights for the others
             extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
                                       accelerator.device)
-        reference = fid.open_reference(cfg.evaluate.reference, extractor)
-        metrics = fid.available_metrics(extractor, reference, cfg.evaluate.metrics)
+        reference = scoring.open_reference(cfg.evaluate.reference, extractor)
+        metrics = scoring.available_metrics(extractor, reference, cfg.evaluate.metrics)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
         evaluation = Evaluation(decoder.decode, extractor, reference)
     return grid, evaluation

@@ -26,6 +26,7 @@ from tqdm import tqdm
 import checkpoint as checkpoints
 import fid
 import ranks
+import scoring
 import sharding
 import speed
 from data import batches, kept_tokens, to_latent
@@ -215,7 +216,7 @@ def evaluate(run: Run) -> None:
     """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
     cfg, accelerator, evaluation = run.cfg.evaluate, run.accelerator, run.evaluation
     extractor, reference, results = evaluation.extractor, evaluation.reference, run.folder / "results.jsonl"
-    metrics = fid.available_metrics(extractor, reference, cfg.metrics)
+    metrics = scoring.available_metrics(extractor, reference, cfg.metrics)
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, list(range(run.latents.num_classes)))
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
@@ -228,13 +229,14 @@ def evaluate(run: Run) -> None:
                               num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": "all", "origin": fid.digest(origin),
+                  "classes": "all", "origin": scoring.digest(origin),
                   **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)
         if not ranks.main_rank_says(accelerator, fid.scored_before(row, results, whatever_code=True) is None):
             continue
-        scores = fid.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor, metrics=metrics)
+        scores = scoring.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
+                                  metrics=metrics)
         if accelerator.is_main_process:
             row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
             checkpoints.append_row(results, row)

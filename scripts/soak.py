@@ -82,7 +82,7 @@ PHASES = {      # functions in which a life may be hit, and the words for it
     "scripts.prepare_latents": {"write_shard": "writing a shard", "finish": "finishing"},
     "scripts.import_latents": {"write_shard": "writing a shard", "finish": "finishing", "probe": "probing"},
     "fid": {"report": "appending a row"},
-    "fid.Kept": {"__init__": "opening features", "save": "keeping features"},
+    "scoring.Kept": {"__init__": "opening features", "save": "keeping features"},
 }
 
 

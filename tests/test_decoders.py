@@ -19,6 +19,7 @@ import autoencoder as autoencoders
 import checkpoint as checkpoints
 import fid
 import sample
+import scoring
 import train
 from autoencoder import Convention
 from data import open_latents, to_latent
@@ -422,5 +423,5 @@ def test_no_pictures_of_none_are_scored_in_training(folder, tmp_path, fresh_acce
     with pytest.raises(SystemExit, match="autoencoder=none: only their owner .* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: only their owner"):
-        fid.open_images("images", str(folder))
+        scoring.open_images("images", str(folder))
     assert fid.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]      # of a file: its own

@@ -17,6 +17,7 @@ from scipy import linalg
 import checkpoint as checkpoints
 import fid
 import metrics
+import scoring
 from features import Extractor, load
 from scripts.prepare_latents import prepare
 
@@ -26,7 +27,7 @@ def normal(*shape, seed=0):
 
 
 def statistics(features, batch=64):
-    moments = fid.Moments(features.shape[1])
+    moments = metrics.Moments(features.shape[1])
     for part in features.split(batch):
         moments.add(part)
     return moments.mean_and_covariance()
@@ -107,7 +108,7 @@ def test_one_image_has_no_covariance():
 
 
 def inception_score(probs):
-    sums = fid.ScoreSums(len(probs), probs.shape[1])
+    sums = metrics.ScoreSums(len(probs), probs.shape[1])
     order = torch.randperm(len(probs), generator=torch.Generator().manual_seed(0))
     for numbers in order.split(97):       # whichever way they come
         sums.add(numbers, probs[numbers])
@@ -144,20 +145,20 @@ def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, 
     monkeypatch.setattr(metrics, "BLOCK", block)
     reference = (normal(150, 40, seed=1) * 2).round() * scale     # whole numbers, so that float16 is exact
     images = (normal(200, 40, seed=2) * 1.8).round() * scale
-    found = fid.precision_recall(reference.float(), images.float())
+    found = metrics.precision_recall(reference.float(), images.float())
     assert found == counted(reference, images)
     assert 0.05 < found[0] < 0.95 or 0.05 < found[1] < 0.95       # a test of something
 
 
 def test_a_set_lies_in_its_own_manifold_and_not_in_a_far_one():
     features = normal(100, 16).float()
-    assert fid.precision_recall(features, features) == (1, 1)
-    assert fid.precision_recall(features, features + 20) == (0, 0)
+    assert metrics.precision_recall(features, features) == (1, 1)
+    assert metrics.precision_recall(features, features + 20) == (0, 0)
 
 
 def test_too_few_images_for_neighbours_are_a_sentence():
     with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images against 50 are too few"):
-        fid.precision_recall(normal(3, 4).float(), normal(50, 4).float())
+        metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
 
 # ---- evaluate, as training calls it
@@ -179,12 +180,12 @@ def reference_npz(tmp_path_factory):
 
 def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(reference_npz):
     pixels, images = load("pixels"), shapes(60, seed=5)
-    reference = fid.open_reference(reference_npz, pixels)
+    reference = scoring.open_reference(reference_npz, pixels)
     before = torch.get_rng_state()
-    straight = fid.evaluate([(torch.arange(60), images)], 60, reference, pixels)
+    straight = scoring.evaluate([(torch.arange(60), images)], 60, reference, pixels)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]      # a copy in each
-    again = fid.evaluate(parts, 60, reference, pixels)
+    again = scoring.evaluate(parts, 60, reference, pixels)
     assert list(straight) == ["fd_pixels", "precision", "recall"] and again == pytest.approx(straight, rel=1e-9)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -192,7 +193,7 @@ def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(referenc
 def test_fewer_images_than_asked_are_a_sentence(reference_npz):
     pixels = load("pixels")
     with pytest.raises(ValueError, match="60 images were asked for and 10 came"):
-        fid.evaluate([(torch.arange(10), shapes(10))], 60, fid.open_reference(reference_npz, pixels), pixels)
+        scoring.evaluate([(torch.arange(10), shapes(10))], 60, scoring.open_reference(reference_npz, pixels), pixels)
 
 
 def inception_like():
@@ -208,28 +209,28 @@ def inception_like():
 
 def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     adm, images = inception_like(), shapes(80, seed=3)
-    tally = fid.Tally(adm, 120, "cpu")
+    tally = scoring.Tally(adm, 120, "cpu")
     tally.add(torch.arange(120), adm.compute(shapes(120)))
     (mu, sigma), (mu_s, sigma_s) = (tally.moments[name].mean_and_covariance() for name in ("pool", "spatial"))
     np.savez(tmp_path / "ref.npz", mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s, arr_0=shapes(50, seed=9).numpy())
-    reference = fid.open_reference(tmp_path / "ref.npz", adm)
-    found = fid.evaluate([(torch.arange(80), images)], 80, reference, adm)
+    reference = scoring.open_reference(tmp_path / "ref.npz", adm)
+    found = scoring.evaluate([(torch.arange(80), images)], 80, reference, adm)
     features = adm.compute(images)
     assert list(found) == ["fid", "sfid", "inception_score", "precision", "recall"]
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(features["pool"]), mu, sigma), rel=1e-9)
     assert found["sfid"] == pytest.approx(fid.frechet_distance(*statistics(features["spatial"]), mu_s, sigma_s), rel=1e-9)
     nine = adm.compute(shapes(50, seed=9))["pool"]
-    assert (found["precision"], found["recall"]) == fid.precision_recall(nine, features["pool"])
+    assert (found["precision"], found["recall"]) == metrics.precision_recall(nine, features["pool"])
 
 
 def test_a_reference_without_images_gives_no_precision(tmp_path):
     adm = inception_like()
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
-    reference = fid.open_reference(tmp_path / "ref.npz", adm)
-    assert fid.available_metrics(adm, reference) == ["fid", "inception_score"]
+    reference = scoring.open_reference(tmp_path / "ref.npz", adm)
+    assert scoring.available_metrics(adm, reference) == ["fid", "inception_score"]
     for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("kid", "not kid")):
         with pytest.raises(ValueError, match=why):
-            fid.available_metrics(adm, reference, [name])
+            scoring.available_metrics(adm, reference, [name])
 
 
 @pytest.mark.parametrize(("arrays", "sentence"), [
@@ -247,7 +248,7 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
 def test_references_that_do_not_fit_are_sentences(arrays, sentence, tmp_path):
     np.savez(tmp_path / "ref.npz", **arrays)
     with pytest.raises(ValueError, match=sentence):
-        fid.open_reference(tmp_path / "ref.npz", load("pixels"))
+        scoring.open_reference(tmp_path / "ref.npz", load("pixels"))
 
 
 @pytest.mark.parametrize("header", ["(" * 5000, "{'descr': '|u1', 'fortran_order': False, 'shape': (-3, 8, 8, 3), }",
@@ -256,7 +257,7 @@ def test_an_npz_with_a_damaged_header_is_a_sentence(header, tmp_path):
     with zipfile.ZipFile(tmp_path / "images.npz", "w") as archive:
         archive.writestr("arr_0.npy", b"\x93NUMPY\1\0" + (len(header) + 1).to_bytes(2, "little") + header.encode() + b"\n" + bytes(576))
     with pytest.raises(ValueError, match="images.npz is not a whole npz"):
-        fid.open_npz("images", str(tmp_path / "images.npz"))
+        scoring.open_npz("images", str(tmp_path / "images.npz"))
 
 
 # ---- the command
@@ -408,7 +409,7 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
     command(tmp_path, **options)
     for other in ({"seed": 1}, {"num_steps": 3}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
-    monkeypatch.setattr(fid, "code_sha256", lambda: "another version")
+    monkeypatch.setattr(scoring, "code_sha256", lambda: "another version")
     assert command(tmp_path, **options)["resumed_images"] == 0
 
 
@@ -474,12 +475,12 @@ from pathlib import Path
 import torch
 import checkpoint, fid, features
 folder, reference, pixels = Path(sys.argv[1]), sys.argv[2], features.load("pixels")
-images = fid.open_images("images", reference)
-tally = fid.measure(images, pixels, 64)
-keep = fid.Kept(folder / "features", {}, pixels.sizes, 64)
+images = scoring.open_images("images", reference)
+tally = scoring.measure(images, pixels, 64)
+keep = scoring.Kept(folder / "features", {}, pixels.sizes, 64)
 for write in (lambda: checkpoint.append_row(folder / "results.jsonl", {"long": "x" * 2000}),
               lambda: keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)}),
-              lambda: fid.write_reference(folder / "ref.npz", tally, pixels, images, 20)):
+              lambda: scoring.write_reference(folder / "ref.npz", tally, pixels, images, 20)):
     try:
         write()
     except OSError as error:

@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from PIL import Image
 
 import data
-import fid
 import images
+import scoring
 from scripts import fuzz
 from scripts.fuzz import files
 from scripts.fuzz.damage import TAR_VALUES, Holes, Link, lay, npy, resize, tarred, zipped
@@ -101,14 +101,14 @@ def test_a_zips_image_unpacks_to_what_is_promised_and_no_more(tmp_path):
 def test_an_npz_that_holds_other_than_it_says_is_a_sentence(tmp_path, content, words, method):
     (tmp_path / "x.npz").write_bytes(zipped({"arr_0.npy": content}, method, []))
     with pytest.raises(ValueError, match=f"is not a whole npz .*{words}"):
-        fid.open_images("images", str(tmp_path / "x.npz"))
+        scoring.open_images("images", str(tmp_path / "x.npz"))
 
 
 def test_an_npz_that_unpacks_to_gigabytes_is_a_sentence(tmp_path):
     head = npy(np.zeros((1, 1024, 1024, 3), np.uint8))[:128].replace(b"(1, 1024", b"(999, 1024").replace(b"  \n", b"\n")
     (tmp_path / "x.npz").write_bytes(zipped({"arr_0.npy": Holes(head, 128 + 999 * 3 * 2**20)}, 0, []))
     with pytest.raises(ValueError, match="unpacks .* to 3,142,582,272, as no images do"):
-        fid.open_images("images", str(tmp_path / "x.npz"))
+        scoring.open_images("images", str(tmp_path / "x.npz"))
 
 
 @pytest.mark.parametrize("change", [

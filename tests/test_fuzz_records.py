@@ -17,7 +17,7 @@ import adapter as adapters
 import autoencoder as autoencoders
 import checkpoint as checkpoints
 import features
-import fid
+import scoring
 from dit import DiT
 from scripts import report
 from scripts.export import is_score
@@ -189,7 +189,7 @@ def reference() -> dict[str, np.ndarray]:
     (1e300 * np.eye(3), True), (np.diag([1e-300, 0, 0]), True),
 ])  # fmt: skip
 def test_a_covariance_is_symmetric_and_has_no_negative_eigenvalue(sigma, is_one):
-    assert fid.is_covariance(sigma) is is_one
+    assert scoring.is_covariance(sigma) is is_one
 
 
 def test_wrong_references_are_sentences(fuzzed, tmp_path):
@@ -202,7 +202,7 @@ def test_wrong_references_are_sentences(fuzzed, tmp_path):
         content, why = fuzzed.damaged_npz(reference(), case, tmp_path / "executed")
         (tmp_path / "x.npz").write_bytes(content)
         try:
-            fid.open_reference(tmp_path / "x.npz", pixels)
+            scoring.open_reference(tmp_path / "x.npz", pixels)
         except ValueError as error:
             assert str(error).startswith("reference=")
         else:
@@ -213,19 +213,19 @@ def test_wrong_references_are_sentences(fuzzed, tmp_path):
 
 
 def test_kept_features_that_are_damaged_are_passed_over(tmp_path, capsys, fresh_accelerator):
-    keep = fid.Kept(tmp_path, {}, {"pool": 3}, 6)
+    keep = scoring.Kept(tmp_path, {}, {"pool": 3}, 6)
     for first in (0, 2, 4):
         keep.save(torch.arange(first, first + 2), {"pool": torch.ones(2, 3)})
     good = {"indices": torch.arange(4, 6), "pool": torch.ones(2, 3)}
     for wrong in (good | {"pool": torch.ones(2, 4)}, {"pool": torch.ones(2, 3)}, good | {"indices": torch.tensor([4, 9])}, good | {"odd": torch.ones(1)},
                   good | {"indices": torch.tensor([4.0, 5])}, good | {"pool": torch.full((2, 3), torch.nan)}, good | {"indices": torch.tensor([4, 4])}):
         save_file(wrong, keep.folder / "00000004.safetensors")
-        again = fid.Kept(tmp_path, {}, {"pool": 3}, 6)
+        again = scoring.Kept(tmp_path, {}, {"pool": 3}, 6)
         assert again.missing(6).tolist() == [4, 5] and "00000004.safetensors is damaged" in capsys.readouterr().out
         assert [indices.tolist() for indices, _ in again.load()] == [[0, 1], [2, 3]]
     (keep.folder / "00000004.safetensors").unlink()
     os.mkfifo(keep.folder / "00000004.safetensors")
-    assert fid.Kept(tmp_path, {}, {"pool": 3}, 6).count == 4
+    assert scoring.Kept(tmp_path, {}, {"pool": 3}, 6).count == 4
 
 
 # ---- rows and pages ---------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from PIL import Image
 from safetensors.torch import save
 
 import data
-import fid
+import scoring
 from images import UnreadableImage, open_source
 from scripts import import_latents, prepare_latents
 from scripts.fuzz import Accepted, Reader
@@ -276,7 +276,7 @@ def read_pictures(case: dict, folder: Path) -> None:
 def score(name: str = "") -> Callable[[Any, Path], None]:
     """Reads images as fid.py images= does."""
     def run(case: dict, folder: Path) -> None:
-        images = fid.open_images("images", f"{folder}/source/{name}".rstrip("/"), case.get("resolution"))
+        images = scoring.open_images("images", f"{folder}/source/{name}".rstrip("/"), case.get("resolution"))
         for start in range(0, images.count, 4):
             pixels = images.read(np.arange(start, min(start + 4, images.count)))
             if pixels.dtype != torch.uint8 or list(pixels.shape[1:]) != [*images.record["size"], 3]:
