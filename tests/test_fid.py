@@ -473,7 +473,7 @@ WRITERS = """
 import sys
 from pathlib import Path
 import torch
-import checkpoint, fid, features
+import checkpoint, features, scoring
 folder, reference, pixels = Path(sys.argv[1]), sys.argv[2], features.load("pixels")
 images = scoring.open_images("images", reference)
 tally = scoring.measure(images, pixels, 64)
