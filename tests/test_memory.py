@@ -13,6 +13,7 @@ import autoencoder as autoencoders
 import fid
 import ranks
 import sample
+import scoring
 import train
 from scripts import import_latents, prepare_latents, sweep_guidance
 from settings import KNOBS, full_memory, group_in, is_full_memory
@@ -92,8 +93,8 @@ def test_a_training_that_runs_out_of_memory_says_what_to_turn(shapes, tmp_path, 
 
 
 def test_a_scoring_that_runs_out_of_memory_says_what_to_turn(shapes, tmp_path, monkeypatch):
-    monkeypatch.setattr(fid, "open_reference", lambda *_: type("Reference", (), {"complete": lambda *_: None}))
-    monkeypatch.setattr(fid, "available_metrics", lambda *_: ["fid"])
+    monkeypatch.setattr(scoring, "open_reference", lambda *_: type("Reference", (), {"complete": lambda *_: None}))
+    monkeypatch.setattr(scoring, "available_metrics", lambda *_: ["fid"])
     monkeypatch.setattr(train, "evaluate", full)
     result = train_here(tmp_path / "run", shapes, "steps=1", "model.depth=3", "model.routes=[]", "compile=false", "evaluate.every=1",
                         "evaluate.reference=x.npz", "evaluate.features=pixels")
