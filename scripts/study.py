@@ -10,6 +10,7 @@ any of them can be repeated by hand. Writes <out>/study.json, study.md, score-ov
 at. Scores outlive checkpoints: what study.json holds of a run whose folder is gone stays there.
 """
 
+import itertools
 import json
 import math
 import os
@@ -24,6 +25,7 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
+import numpy as np
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field
 
@@ -565,52 +567,50 @@ def curve(runs: list[dict], variant: str, axis: str) -> list[tuple[float, float,
     return points
 
 
-def paired(runs: list[dict], first: str, second: str) -> list[tuple[int, list[dict], list[dict]]]:
-    """Lists by images seen the scores that both variants have, of the seeds that both have, past the untrained."""
-    one, other = unguided(runs, first, second)
-    pairs = []
-    for images in one.keys() & other.keys():
-        seeds = sorted(one[images].keys() & other[images].keys())
-        if images > 0 and seeds:
-            pairs.append((images, [one[images][seed] for seed in seeds], [other[images][seed] for seed in seeds]))
-    return sorted(pairs, key=lambda pair: pair[0])
+def compared(runs: list[dict], first: str, second: str, axis: str) -> list[tuple[float, list[float], list[float]]]:
+    """Lists wherever on `axis` one of two variants was scored and both had come that far: (place, values, values).
+
+    The values are of the seeds that both have, in one order. Between two scores of a seed a line over the axis's
+    logarithm stands for it: learning curves are nearly straight there, and a line over the axis itself would lie
+    above the curve and flatter the variant that was scored more densely. The untrained network is left out.
+    """
+    sides = []
+    for at in unguided(runs, first, second):
+        line = defaultdict(dict)      # by seed: places and values
+        for by_seed in at.values():
+            for seed, score in by_seed.items():
+                if score[axis]:
+                    line[seed][score[axis]] = score["value"]
+        sides.append(line)
+    seeds = sorted(sides[0].keys() & sides[1].keys())
+    rows = []
+    for place in sorted({place for line in sides for seed in seeds for place in line[seed]}):
+        there = [seed for seed in seeds if all(min(line[seed]) <= place <= max(line[seed]) for line in sides)]
+        if there:
+            rows.append((place, *([on_line(line[seed], place) for seed in there] for line in sides)))
+    return rows
+
+
+def on_line(values: dict[float, float], place: float) -> float:
+    return float(np.interp(math.log(place), [math.log(known) for known in values], list(values.values())))
 
 
 def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
-    """Finds where the mean score of `second` falls below that of `first` for good, by interpolation on `axis`.
+    """Finds where the mean scores of two variants cross for the last time, on a line over the axis's logarithm.
 
-    A lower score is better, and seeds are compared that both have. `at` is None where it never does, where it does so
-    from the first score after the untrained network, and where at the end the two differ by less than the spread over
-    seeds, the larger of their two standard deviations; then none is better at the end. One seed has no spread.
+    Below it is from there on the one that is lower at the end. Seeds are compared that both have. `at` is None where
+    one is lower at all places past the untrained network, and where at the end the two differ by less than the spread
+    over seeds, the larger of their two standard deviations; then none is better at the end. One seed has no spread.
     """
-    pairs = [pair[1:] for pair in paired(runs, first, second) if None not in (pair[1][0][axis], pair[2][0][axis])]
-    place, end = None, {"difference": None, "spread": None, "n": 0}
-    if pairs:
-        columns = list(zip(*pairs, strict=True))
-        one, other = ([(scores[0][axis], statistics.mean(values_of(scores))) for scores in column]
-                      for column in columns)
-        low, high = max(one[0][0], other[0][0]), min(one[-1][0], other[-1][0])
-        grid = sorted({x for x, _ in (*one, *other) if low <= x <= high})
-        gaps = [(x, interpolate(one, x) - interpolate(other, x)) for x in grid]
-        for (x0, gap0), (x1, gap1) in zip(gaps, gaps[1:], strict=False):
-            if gap0 <= 0 < gap1:
-                place = x0 + (x1 - x0) * -gap0 / (gap1 - gap0)
-            elif gap1 <= 0 < gap0:
-                place = None
-        if gaps:
-            # The spread of the scores of both that lie nearest to where the shorter line ends.
-            near = (min(column, key=lambda scores: abs(scores[0][axis] - high)) for column in columns)
-            end = verdict(*map(values_of, near)) | {"difference": -gaps[-1][1]}
+    rows = [(place, verdict(*values)) for place, *values in compared(runs, first, second, axis)]
+    at, end = None, rows[-1][1] if rows else {"difference": None, "spread": None, "n": 0}
+    for (place, before), (next_place, after) in itertools.pairwise(rows):
+        gap, next_gap = before["difference"], after["difference"]
+        if (gap < 0) != (next_gap < 0):
+            at = place * (next_place / place) ** (gap / (gap - next_gap))
     better = None if end["difference"] is None else lower_of(first, second, end["difference"], end["spread"])
-    return {"between": [first, second], "axis": axis, "at": place if better == second else None,
+    return {"between": [first, second], "axis": axis, "at": at if better else None,
             "better_at_the_end": better, **end}
-
-
-def interpolate(points: list[tuple[float, float]], x: float) -> float:
-    for (x0, y0), (x1, y1) in zip(points, points[1:], strict=False):
-        if x0 <= x <= x1:
-            return y0 + (y1 - y0) * (x - x0) / (x1 - x0)
-    return min(points, key=lambda point: abs(point[0] - x))[1]
 
 
 # ---- what is told ---------------------------------------------------------------------------------------------------
@@ -620,6 +620,10 @@ def mean_of(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.3f} (n=1)"
     return f"{statistics.mean(values):.3f} ± {spread(values):.3f} (n={len(values)})" if values else ""
+
+
+def place_of(place: float, axis: str) -> str:
+    return f"{place:.3g}" if axis == "flops" else f"{place:,.0f}"
 
 
 def called(name: str | None, n: int) -> str:
@@ -643,14 +647,15 @@ def tables(result: dict) -> str:
                          f"{run['steps'] or '?'} steps.")
     lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Two variants are "
               "compared over the seeds that both have. A difference of their means smaller than the larger of their "
-              "two standard deviations is called none.",
+              "two standard deviations is called none. Between two scores of a run, a line over the logarithm of "
+              "images, seconds or FLOPs stands for it.",
               *scores_over_steps(result), *differences(result), *guided_scores(result)]
     lines += ["", "## Crossings", ""]
     for found in result["crossings"]:
         first, second = found["between"]
-        place = "none" if found["at"] is None else f"at {found['at']:,.4g} {AXES[found['axis']]}"
+        place = "no crossing" if found["at"] is None else f"last crossing at {place_of(found['at'], found['axis'])}"
         end = f"lower at the end: {called(found['better_at_the_end'], found['n'])} (n={found['n']})"
-        lines.append(f"* {second} falls below {first} over {AXES[found['axis']]}: {place}; "
+        lines.append(f"* {second} and {first} over {AXES[found['axis']]}: {place}; "
                      f"{end if found['n'] else 'nothing to compare yet'}.")
     if timing := result["timing"]:
         lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
@@ -684,17 +689,18 @@ def scores_over_steps(result: dict) -> list[str]:
 
 def differences(result: dict) -> list[str]:
     lines = []
-    for first, second in dict.fromkeys(tuple(found["between"]) for found in result["crossings"]):
+    for crossed in result["crossings"]:
+        (first, second), axis = crossed["between"], crossed["axis"]
         rows = []
-        for images, one, other in paired(result["runs"], first, second):
-            values = [values_of(one), values_of(other)]
+        for place, *values in compared(result["runs"], first, second, axis):
             found = verdict(*values)
             name = lower_of(first, second, found["difference"], found["spread"])
-            rows.append([f"{images:,}", *map(mean_of, values), f"{found['difference']:+.3f}",
-                         "" if found["spread"] is None else f"{found['spread']:.3f}", called(name, found["n"])])
+            rows.append([place_of(place, axis), *map(mean_of, values),
+                         f"{found['difference']:+.3f}", "" if found["spread"] is None else f"{found['spread']:.3f}",
+                         called(name, found["n"])])
         if rows:
-            lines += ["", f"## {second} against {first}, at equal images",
-                      *table(["images seen", first, second, "difference", "spread", "lower"], rows)]
+            lines += ["", f"## {second} against {first}, at equal {AXES[axis]}",
+                      *table([AXES[axis], first, second, "difference", "spread", "lower"], rows)]
     return lines
 
 
@@ -745,7 +751,8 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
                 low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
                 plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
         metric = next(score["metric"] for run in result["runs"] for score in run["scores"])
-        plot.set(xlabel=label, ylabel=metric, title=f"{result['name']}: mean over seeds ± standard deviation")
+        plot.set(xscale="log", xlabel=label, ylabel=metric,
+                 title=f"{result['name']}: mean over seeds ± standard deviation")
         plot.legend()
         figure.canvas.draw()
         picture = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())

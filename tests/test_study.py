@@ -195,13 +195,23 @@ def of(variant: str, seed: int, *scores: tuple[int, float]) -> dict:
 def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     runs = [of("a", 0, (0, 9), (10, 5), (20, 3)), of("b", 0, (0, 9), (10, 7), (20, 2))]
     found = study.crossing(runs, "a", "b", "images")
-    assert abs(found["at"] - (10 + 10 * 2 / 3)) < 1e-9 and found["better_at_the_end"] == "b"
-    assert study.crossing(runs, "b", "a", "images")["at"] is None
+    assert abs(found["at"] - 10 * 2 ** (2 / 3)) < 1e-9 and found["better_at_the_end"] == "b"
+    assert study.crossing(runs, "b", "a", "images")["at"] == found["at"]      # whoever is named first
     never = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 4))]
     assert study.crossing(never, "a", "b", "images") == {"between": ["a", "b"], "axis": "images", "at": None, "better_at_the_end": "a",
                                                          "difference": 1, "spread": None, "n": 1}
     assert study.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
     assert study.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
+
+
+def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
+    """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
+    runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
+    assert study.compared(runs, "a", "b", "images") == [(10, [7], [7]), (20, [6], [6]), (40, [5], [5])]
+    ahead = [of("a", 0, (10, 7), (40, 5)), of("b", 0, (5, 7), (20, 5), (30, 4))]      # of what both have reached: 10 to 30
+    assert [(place, one > other) for place, [one], [other] in study.compared(ahead, "a", "b", "images")] == [
+        (10, True), (20, True), (30, True)]
+    assert study.crossing(ahead, "a", "b", "images")["at"] is None      # lower from the first place on
 
 
 def test_the_mean_and_its_spread_are_over_seeds():

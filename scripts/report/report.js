@@ -592,8 +592,9 @@ function studyTab(panel) {
   }
   if (study.crossings.length) panel.append(element("h2", {}, "Crossings"), element("ul", {}, ...study.crossings.map(
     ({between: pair, axis: over, at, better_at_the_end: end}) => element("li", {},
-      `${(pair || ["?", "?"])[1]} falls below ${(pair || ["?", "?"])[0]} over ${axes[over] || over}: ` +
-      (at === null || at === undefined ? "none" : `at ${number(at)}`) + (end ? `; lower at the end: ${end}.` : ".")))));
+      `${(pair || ["?", "?"])[1]} and ${(pair || ["?", "?"])[0]} over ${axes[over] || over}: ` +
+      (at === null || at === undefined ? "no crossing" : `last crossing at ${number(at)}`) +
+      (end ? `; lower at the end: ${end}.` : ".")))));
   panel.append(downloads(`${study.name} all scores`, () => {
     const columns = [...new Set(study.scores.flatMap(Object.keys))];
     return {columns, rows: study.scores.map(row => columns.map(column => row[column] ?? null))};
