@@ -224,10 +224,10 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
 
     Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its
     kind, scale and classes, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
-    "moments" ([mean, logvar]), `scale` (default 0.18215) brings the autoencoder's own values to z * scale, and
-    labels lie below `num_classes` (default 1000). Their first opening indexes them and keeps the index beside
-    them, so let one rank open before the others. Raises ValueError, with the numbers and the remedy, for data
-    that is absent, unfinished, damaged, or not scaled for the network.
+    "moments" ([mean, logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which
+    TREAD stores scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first
+    opening indexes them and keeps the index beside them, so let one rank open before the others. Raises ValueError,
+    with the numbers and the remedy, for data that is absent, unfinished, damaged, or not scaled for the network.
     """
     assert kind in (None, *KINDS) and (scale is None or scale > 0)
     path = Path(path)
@@ -410,7 +410,6 @@ def _allow_open_files(num_files: int) -> None:
 
 
 def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
-    scale = SD_VAE_SCALE if scale is None else scale
     num_classes = 1000 if num_classes is None else num_classes
     index = tar_index(tars)
     dtype, stored_shape = np.dtype(str(index["dtype"])), tuple(index["shape"].tolist())
@@ -423,6 +422,8 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
     if kind == "moments" and channels % 2:
         raise ValueError(f"{path} holds latents of {channels} channels, but moments, [mean, logvar], have an even "
                          "number of them: set data.kind=sample.")
+    # TREAD trains on samples as they are, so they are scaled already; moments are an autoencoder's own.
+    scale = scale or (1.0 if kind == "sample" else SD_VAE_SCALE)
     _check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
     labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
     # The autoencoder is the one TREAD trains on; nothing in the tars says so or otherwise.

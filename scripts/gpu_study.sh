@@ -17,12 +17,12 @@
 #
 # A machine without network, with torch 2.11, accelerate, timm, safetensors, matplotlib and tqdm on Python 3.12 lacks
 # (MB) hydra-core 0.2, omegaconf 0.1, antlr4-python3-runtime 0.1, pydantic 0.5, pydantic-core 2.3, annotated-types and
-# typing-inspection 0.1: 3.2 in all; and for two parts of the benchmark diffusers 6.4 with importlib_metadata, and
-# torchao 3.4. Where there is network, this brings them into .whl:
+# typing-inspection 0.1, and bokeh 6.4 for the page: 9.6 in all; and for two parts of the benchmark diffusers 6.4 with
+# importlib_metadata, and torchao 3.4. Where there is network, this brings them into .whl:
 #   p="python3 -m pip"; $p wheel -w .whl --no-deps antlr4-python3-runtime==4.9.3; $p download -d .whl --no-deps
 #   --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64
 #   hydra-core==1.3.8 omegaconf==2.3.1 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0
-#   typing-inspection==0.4.5
+#   typing-inspection==0.4.5 bokeh==3.9.2
 # and there:
 #   python3 -m pip install -q --no-index --no-deps --target .site .whl/*.whl; export PYTHONPATH=$PWD/.site
 set -uo pipefail

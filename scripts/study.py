@@ -2,7 +2,7 @@
 
     python scripts/study.py study=cifar10                      # on a GPU: trains, scores, times and draws
     python scripts/study.py study=cifar10_cpu                  # on a CPU; goes on after any kill
-    python scripts/study.py study=cifar10_cpu part=2/6         # one of six processes, as of a job array
+    python scripts/study.py study=cifar10_cpu part=2/6 'tasks=[train,score]'   # one of six processes
     python scripts/study.py study=cifar10_cpu tasks=[report]   # table and figures of what is there so far
 
 Each run is `train.py` and each later score `fid.py`, with the settings that configs/study/<name>.yaml lists, so that
@@ -774,6 +774,9 @@ def report(cfg: StudySettings) -> None:
 
 @command("study", StudySettings)
 def main(cfg: StudySettings) -> None:
+    if cfg.part is not None and "time" in cfg.tasks:
+        raise ValueError(f"part={cfg.part} is one of several processes, and seconds are timed with nothing beside: set "
+                         f"tasks=[train,score], and tasks=[time,report] once all parts have ended.")
     runs, told = runs_of(cfg), told_before(cfg)
     own = share(runs, cfg.part)
     if "score" in cfg.tasks and runs[0] in own:      # one process of several

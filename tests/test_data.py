@@ -193,7 +193,7 @@ def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_
     if kind.startswith("tars"):
         logvar = [numbered(seed=1)] * kind.endswith("moments")
         write_tars(tmp_path, np.concatenate([numbered() / 0.18215, *logvar], axis=1), labels_of())
-        latents = open_latents(tmp_path, kind="moments" if logvar else "sample")
+        latents = open_latents(tmp_path, kind="moments" if logvar else "sample", scale=0.18215)
     else:
         write_folder(tmp_path, numbered(), labels_of(), -numbered() if "mirrored" in kind else None)
         latents = open_latents(write_masks(tmp_path, masks_of()) if "masks" in kind else tmp_path)
@@ -260,7 +260,7 @@ def test_webdataset_tars_read_back_as_the_folder_with_the_same_latents(tmp_path,
         stored = torch.cat([stored, torch.from_numpy(logvar).float().div(2).exp() * 0.18215], dim=1)
         raw = np.concatenate([raw, logvar], axis=1)
     folder = open_latents(write_folder(tmp_path / "set", stored.half().numpy(), labels_of(), kind=kind))
-    tars = open_latents(write_tars(tmp_path / "tars", raw, labels_of()), kind=kind)
+    tars = open_latents(write_tars(tmp_path / "tars", raw, labels_of()), kind=kind, scale=0.18215 if kind == "sample" else None)
     assert (tars.count, tars.shape, tars.kind) == (COUNT, (4, 4, 4), kind)
     assert (tars.num_classes, tars.convention) == (1000, Convention(0.18215))
     for (x, y), (x_tar, y_tar) in zip(take(folder, 15, 10, seed=4), take(tars, 15, 10, seed=4), strict=True):
@@ -271,7 +271,7 @@ def test_webdataset_tars_read_back_as_the_folder_with_the_same_latents(tmp_path,
 @pytest.mark.parametrize("pattern", ["", "*.tar", "shard-{000000..000002}.tar", "shard-00000[0-2].tar"])
 def test_tars_are_named_by_a_folder_a_glob_or_braces(tmp_path, pattern):
     write_tars(tmp_path, numbered(), labels_of())
-    latents = open_latents(f"{tmp_path}/{pattern}", kind="sample", scale=1)
+    latents = open_latents(f"{tmp_path}/{pattern}", kind="sample")      # which are the network's own as they are
     np.testing.assert_array_equal(latents.read(np.arange(COUNT))[0], numbered())
     np.testing.assert_array_equal(latents.read(np.arange(COUNT))[1], labels_of())
 
@@ -664,7 +664,7 @@ TAR = "shard-000001.tar"
 BAD_TARS = {
     "no kind": (None, {}, ["4 channels", "data.kind=moments", "data.kind=sample", "almost surely samples"]),
     "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
-    "scaled twice": (None, {"kind": "sample"}, ["scaled twice", "data.scale=1"]),
+    "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale=1"]),
     "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
     "truncated": (cut(TAR, 20000), SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "truncated in a header": (cut(TAR, 51300), SAMPLE, [TAR, "not a whole uncompressed tar"]),

@@ -50,6 +50,8 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
     for wrong in ("0/3", "4/3", "x", "2"):
         with pytest.raises(ValueError, match="write part=2/6"):
             study.share(runs, wrong)
+    with pytest.raises(ValueError, match=r"part=1/3 is one of several processes.*set tasks=\[train,score\]"):
+        study.main.__wrapped__(settings(tmp_path, part="1/3", tasks=["train", "score", "time", "report"]))
 
 
 @pytest.mark.parametrize(("changed", "says"), [
