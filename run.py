@@ -369,6 +369,7 @@ class Run:
     elapsed_before: float = 0.0             # seconds of training until this process went on
     started: float = 0.0
     run_id: str = ""
+    reported_loss: float = 0.0              # of the last report
     lowest_loss: float = math.inf           # of all reports
     lock: object = None                     # on the folder, until the process ends; on the main rank
     place: os.stat_result | None = None     # what the folder was at the start; on the main rank
@@ -391,7 +392,7 @@ class Run:
 
     def in_trouble(self, total: dict[str, float]) -> bool:
         """Tells from sums whether steps are being skipped, or the loss is ten times what it has been at its lowest."""
-        loss = total["loss"] / total["steps"] if total["steps"] else 0.0
+        loss = total["loss"] / total["steps"] if total["steps"] else self.reported_loss
         return total["skipped_in_row"] > 0 or not loss <= 10 * self.lowest_loss
 
 

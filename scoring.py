@@ -264,8 +264,8 @@ class Reference:
             return
         tally = measure(self.images, extractor, batch_size, keep, needs_pool, "reference")
         self.pool = tally.pool
-        if not self.statistics:
-            self.statistics = {name: moments.mean_and_covariance() for name, moments in tally.moments.items()}
+        measured = {name: moments.mean_and_covariance() for name, moments in tally.moments.items()}
+        self.statistics = measured | self.statistics      # what the npz holds goes first
 
 
 def open_reference(path: str | Path, extractor: Extractor) -> Reference:

@@ -186,8 +186,9 @@ def report(run: Run, num_steps: int, seconds: float) -> None:
         "img_per_sec": num_steps * cfg.batch_size / seconds, "sec_per_step": seconds / num_steps,
         "peak_memory_gib": peak_memory_gib(accelerator.device), "elapsed_s": run.elapsed,
     }
-    if row["loss"] is not None and not trouble:
-        run.lowest_loss = min(run.lowest_loss, row["loss"])
+    if row["loss"] is not None:
+        run.reported_loss = row["loss"]
+        run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
         checkpoints.append_row(run.folder / "metrics.jsonl", row)

@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What one GPU tells within eight minutes, the most important first: training at XL/2 and B/2 dense and routed,
 # sampling, data, and, if time is left, float8, tokens and CUDA graphs. Tables on the screen; JSON and plots in $OUT.
-# Needs no data and no download. LIMIT: seconds at most, all parts together.
+# A part whose JSON is there is not run again. Needs no data and no download. LIMIT: seconds at most, all parts together.
 #   OUT=bench LIMIT=465 bash scripts/benchmark_gpu.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -14,6 +14,7 @@ trap 'echo; echo "Stopped by Ctrl-C. Parts that were done are in $out."; exit 13
 # limit a part gets what Ctrl-C sends, so that it still removes its compiled code; tee writes to the end of either.
 part() {
     local name=$1 limit=$2 left=$((end - SECONDS)); shift 2
+    [ ! -e "$out/$name.json" ] || { echo "== $name: done before"; return; }
     echo; echo "== $name (at most $limit s)"
     if [ "$left" -lt 20 ]; then
         echo "no time is left for it"; failed+=("$name"); return
@@ -27,14 +28,19 @@ part() {
     esac
 }
 
+has() {
+    "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" ||
+        { echo; echo "== a part is left out, which needs $1"; return 1; }
+}
+
 # Compiling takes most of the time of the first two. XL/2 in four parts, since the activations of 256 images at once do
 # not fit beside both variants' optimizers. CUDA graphs are recorded in the second step, so rounds wait for a few.
 part train_xl2 230 mode=train backbone_type=DiT-XL/2 batch_size=256 grad_accum_steps=4 compile=true rounds=3 steps=2
 part train_b2  110 mode=train backbone_type=DiT-B/2 batch_size=256 compile=true rounds=3 steps=4
-part sample_xl2 45 mode=sample backbone_type=DiT-XL/2 batch_size=8 num_steps=40 guidance=cfg scale=1.5 \
+has diffusers && part sample_xl2 45 mode=sample backbone_type=DiT-XL/2 batch_size=8 num_steps=40 guidance=cfg scale=1.5 \
     'variants=[dit]' rounds=1
 part data       25 mode=data batch_size=256 rounds=3 steps=20
-part fp8_b2     60 mode=train backbone_type=DiT-B/2 batch_size=256 compile=true 'variants=[dit]' precision=fp8 \
+has torchao && part fp8_b2 60 mode=train backbone_type=DiT-B/2 batch_size=256 compile=true 'variants=[dit]' precision=fp8 \
     rounds=2 steps=4
 part tokens     40 mode=scaling backbone_type=DiT-B/2 batch_size=64 'token_counts=[64,1024,4096]' 'ranks=[]' \
     rounds=2 steps=2   # eager

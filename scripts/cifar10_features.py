@@ -7,6 +7,7 @@ section 4.2) with shortcuts that pad channels. A distance on these features rank
 """
 
 import argparse
+import io
 import pickle
 import sys
 from pathlib import Path
@@ -62,8 +63,10 @@ def main() -> None:
         state = torch.load(given.weights, map_location="cpu", weights_only=True)["state_dict"]
         network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state)).eval()
         network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
+        scripted = io.BytesIO()      # a file's name would be in it, and in its SHA-256
+        torch.jit.save(torch.jit.script(network), scripted)
         with beside(given.out) as partial:
-            torch.jit.script(network).save(partial)
+            partial.write_bytes(scripted.getvalue())
     except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         sys.exit(f"cifar10_features.py: {given.weights} cannot be turned into {given.out}: "
                  f"{str(error).strip().splitlines()[0]}. Give a .th file of that repository.")

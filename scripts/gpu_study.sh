@@ -1,19 +1,22 @@
 #!/usr/bin/env bash
 # All that is to be measured on one GPU, in calls of at most nine minutes, each of which goes on where the last stopped:
-#   benchmark  scripts/benchmark_gpu.sh, of which a machine without diffusers or torchao leaves out one part each
+#   benchmark  scripts/benchmark_gpu.sh, of which a machine without diffusers or torchao leaves out one part each; what
+#              one call has no time for is left to the next
 #   data       CIFAR-10 in pixels, the features, the reference
 #   official   the official training step beside ours, where OFFICIAL is a checkout of CompVis/tread at fccf77c
+#   timing     seconds of a step of dense and routed in turns, for the axis of the study's figures
 #   study      configs/study/cifar10.yaml, its runs in the order of their use; last, as it takes all the time
 #
 #   LIMIT=540 OUT=out TRAIN_ZIP=cifar10-train.zip WEIGHTS=resnet56.th bash scripts/gpu_study.sh [settings of study.py]
-#   STUDY=rehearsal PARTS="data study" LIMIT=120 bash scripts/gpu_study.sh          a rehearsal on a CPU
+#   STUDY=rehearsal PARTS="data study" LIMIT=180 bash scripts/gpu_study.sh          a rehearsal on a CPU
 #
 # What is done stays in STATE (runs/gpu_study, some GB); after each part all that is small goes into
 # $OUT/gpu_study.tar.gz. A machine that is bare takes that file as PREVIOUS: parts that are done and runs that came to
 # their end are then not made again, but a run that was broken off begins anew, as its weights do not travel. So let a
 # run fit into a call there: by FLOPs at 30 % of 800 TFLOP/s, which is a guess, 20,000 steps of S/2 at 256 tokens take
-# 13 minutes dense and 9 routed; "also=['steps=10000']" takes half. TEST_ZIP=cifar10-test.zip scores the floor as well.
-# TREAD_COMMIT names the commit where the machine has no repository.
+# 13 minutes dense and 9 routed; start, compiling and eleven scores of 5,000 images come on top. "also=['steps=8000']"
+# should fit. TEST_ZIP=cifar10-test.zip scores the floor as well. TREAD_COMMIT names the commit where the machine has no
+# repository.
 #
 # A machine without network, with torch 2.11, accelerate, timm, safetensors, matplotlib and tqdm on Python 3.12 lacks
 # (MB) hydra-core 0.2, omegaconf 0.1, antlr4-python3-runtime 0.1, pydantic 0.5, pydantic-core 2.3, annotated-types and
@@ -45,8 +48,12 @@ fi
 left() { echo $((end - SECONDS)); }
 
 pack() {
-    tar -czf "$out/.packing" -C "$results" --exclude=./study/runs --exclude=./study/timing --exclude=./unpacked . &&
+    tar -czf "$out/.packing" -C "$results" --exclude=./study/runs --exclude=./study/timing --exclude=./unpacked .
+    if [ $? -le 1 ]; then      # 1: a file grew meanwhile
         mv "$out/.packing" "$out/gpu_study.tar.gz"
+    else
+        echo "gpu_study.sh: $out/gpu_study.tar.gz could not be written; the results are in $results." >&2
+    fi
     cp "$results"/study/study.md "$out"/ 2>/dev/null
     return 0
 }
@@ -89,13 +96,13 @@ prepare() {
     fi
     [ -f data/cifar10-resnet56.npz ] || "$python" fid.py reference_from=data/cifar10 features=torchscript \
         features_weights=data/resnet56.pt batch_size=500 out=data/cifar10-resnet56.npz || return
-    [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" data/cifar10-test.zip
 }
 
 # Dense and routed in processes of their own: what is compiled for one would be in the other's way.
 beside() {
     local name
     for name in dit tread; do
+        [ ! -e "$results/official-$name.json" ] || continue
         "$python" scripts/benchmark_official.py path="$OFFICIAL" out="$results/official-$name" \
             "variants=[$name,$name-eager]" backbone_type=DiT-S/2 batch_size=256 precision=bf16 compile=true rounds=3 \
             steps=10 || return
@@ -104,26 +111,31 @@ beside() {
 
 # Functions run in the shell that timeout starts.
 export -f prepare beside
-export study python results TRAIN_ZIP=${TRAIN_ZIP:-} TEST_ZIP=${TEST_ZIP:-} WEIGHTS=${WEIGHTS:-} OFFICIAL=${OFFICIAL:-}
+export study python results TRAIN_ZIP=${TRAIN_ZIP:-} WEIGHTS=${WEIGHTS:-} OFFICIAL=${OFFICIAL:-}
 
-for name in ${PARTS:-benchmark data official study}; do
+for name in ${PARTS:-benchmark data official timing study}; do
     case $name in
         benchmark) OUT=$results/benchmark LIMIT=255 PYTHON=$python SIGNAL=INT part benchmark 270 \
             bash scripts/benchmark_gpu.sh ;;
         data) [ -f data/cifar10-resnet56.npz ] || rm -f "$results/done/data"      # another machine's data are not here
             part data 240 bash -c prepare ;;
-        official) [ -z "$OFFICIAL" ] || part official 150 bash -c beside ;;
+        official) [ -z "$OFFICIAL" ] || part official 240 bash -c beside ;;
+        timing)
+            part timing 300 "$python" scripts/study.py study="$study" out="$results/study" 'tasks=[time]' \
+                'timed=[dit,tread]' "$@" ;;
         study)
+            [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" data/cifar10-test.zip
             floor=(); [ "$study" != cifar10 ] || [ -f data/cifar10-test.zip ] || floor=("study.floor=[]")
             rm -f "$results/done/study"      # it knows by itself what is done
-            part study 99999 "$python" scripts/study.py study="$study" out="$results/study" \
+            # What is killed before it has started saves nothing, and what is killed at all ends late.
+            LEAST=${LEAST:-60} part study 99999 "$python" scripts/study.py study="$study" out="$results/study" \
                 'tasks=[train,score]' "${floor[@]}" "$@"
             left_of_call=$((limit_of_call - SECONDS - 3))
             timeout $((left_of_call > 1 ? left_of_call : 1)) "$python" scripts/study.py study="$study" \
                 out="$results/study" 'tasks=[report]' "${floor[@]}" "$@" > "$results/report.txt" 2>&1 ||
                 { tail -n 3 "$results/report.txt"; failed+=(report); }
             pack ;;
-        *) echo "gpu_study.sh: PARTS names $name; there are benchmark, data, official and study." >&2; exit 2 ;;
+        *) echo "gpu_study.sh: PARTS names $name; there are benchmark, data, official, timing and study." >&2; exit 2 ;;
     esac
 done
 

@@ -26,6 +26,7 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+import torch
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field
 
@@ -51,13 +52,16 @@ from settings import (  # noqa: E402
     read,
     read_record,
 )
-from trained import CheckpointRecord, GuidanceRoute, build_network  # noqa: E402
+from trained import CheckpointRecord, GuidanceRoute, RouteSettings, build_network  # noqa: E402
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Setting = Annotated[str, Field(pattern="="), Says("key=value")]
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
 NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
                   "samples", "log", "compile", "cpu")
+# Of a score likewise; the reference and the features' weights are in its row by their SHA-256.
+NOT_OF_THE_SCORE = ("batch_size", "keep_features", "reference", "features_weights")
+ROUTE_DEFAULTS = {name: field.default for name, field in RouteSettings.model_fields.items() if not field.is_required()}
 
 
 class Variant(Settings):
@@ -92,6 +96,7 @@ class StudySettings(Settings):
     tasks: list[one_of(["train", "score", "time", "report"])]
     rounds: Count
     steps_timed: Count
+    timed: list[Text] | None
     nice: Whole
     threads: Count | None
 
@@ -337,16 +342,24 @@ def score_floor(cfg: StudySettings) -> None:
 def score_once(
     cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
 ) -> None:
-    """Lets fid.py score, unless a row of `results` is of this point and step, and marks the new row with the point."""
+    """Lets fid.py score, unless a row of `results` is of this point and step, and marks the new row with the point.
+
+    Raises ValueError where that row was scored by other settings of the study.
+    """
     rows = checkpoints.read_rows(results)
-    if any(row.get("study") == point and row["source"].get("step") == step for row in rows):
-        return
+    scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
+    for row in rows:
+        if row.get("study") == point and row["source"].get("step") == step:
+            if row.get("scored_by", scored_by) != scored_by:
+                raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
+                                 f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
+            return
     before = len(rows)
     call(cfg, "fid.py", settings)
     rows = checkpoints.read_rows(results)
     if len(rows) != before + 1:
         raise ValueError(f"fid.py left {len(rows) - before} rows in {results}, not one.")
-    rows[-1]["study"] = point
+    rows[-1] |= {"study": point, "scored_by": scored_by}
     checkpoints.write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -354,10 +367,13 @@ def time_in_turns(cfg: StudySettings) -> dict:
     """Times the training step of each variant, one after the other, again and again, and says on what."""
     rounds, machine = defaultdict(list), {}
     firsts = {run.variant: run for run in reversed(runs_of(cfg))}
+    if unknown := set(cfg.timed or ()) - firsts.keys():
+        raise ValueError(f"timed names {', '.join(sorted(unknown))}; the study has {', '.join(sorted(firsts))}.")
     quiet = ["samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", f"log.every={cfg.steps_timed}",
              f"steps={2 * cfg.steps_timed}", "init_from=null"]
     for turn in range(cfg.rounds):
-        for name, run in sorted(firsts.items()):
+        for name in cfg.timed or sorted(firsts):
+            run = firsts[name]
             folder = Path(cfg.out).resolve() / "timing" / f"{name}-{turn}"
             checkpoints.remove(folder)
             call(cfg, "train.py", [*run.train, *quiet, f"run_dir={folder}"])
@@ -398,6 +414,8 @@ def leaf(tree: object, key: str) -> object:
     """Finds in a tree of settings what stands at a dotted key, of a group its name; None where nothing does."""
     value = OmegaConf.select(OmegaConf.create(tree), key, default=None)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
+    if key == "model.routes" and isinstance(value, list):      # a record spells out what a study need not
+        value = [ROUTE_DEFAULTS | route if isinstance(route, dict) else route for route in value]
     return value.get("name") if isinstance(value, dict) else value
 
 
@@ -416,7 +434,8 @@ def from_disk(run: Run) -> dict | None:
         return None
     meta = read_record(RunRecord, folder / "meta.json", f"{run.folder} is no run of this study; move it away.")
     refuse_foreign(run, run.folder, {key: leaf(meta.config.model_dump(), key) for key in settings_of(run.train)})
-    net = build_network(meta.network)
+    with torch.device("meta"):
+        net = build_network(meta.network)
     flops = 3 * 2 * sum(multiply_adds(net, net.routes))      # of an image: forward, and twice that backward
     results = run.folder / "results.jsonl"
     scores = [{
@@ -466,14 +485,15 @@ def furthest(candidates: list[dict | None]) -> dict | None:
     return max(found, key=lambda run: (run["step"], len(run["scores"])), default=None)
 
 
-def complete(cfg: StudySettings, run: Run, told: list[ToldStudy]) -> bool:
+def complete(run: Run, told: list[ToldStudy]) -> bool:
     """Tells whether a run was recorded to its end with all scores, so that it need not be trained where it is gone."""
     old = furthest([old.model_dump() for study in told for old in study.runs
                     if (old.variant, old.seed) == (run.variant, run.seed)])
     steps = old and (asked_steps(run) or old["steps"])
     last = [score for score in old["scores"] if score["step"] == old["step"]] if old else []
-    every = 1 if any(text.startswith("evaluate.every=") and text != "evaluate.every=0" for text in run.train) else 0
-    return bool(steps) and old["step"] >= steps and len(last) >= len(run.at_end) + every
+    every = ["evaluate.every=0", *(text for text in run.train if text.startswith("evaluate.every="))][-1]
+    evaluated = every != "evaluate.every=0"
+    return bool(steps) and old["step"] >= steps and len(last) >= len(run.at_end) + evaluated
 
 
 def collect(cfg: StudySettings) -> dict:
@@ -567,12 +587,14 @@ def curve(runs: list[dict], variant: str, axis: str) -> list[tuple[float, float,
     return points
 
 
-def compared(runs: list[dict], first: str, second: str, axis: str) -> list[tuple[float, list[float], list[float]]]:
-    """Lists wherever on `axis` one of two variants was scored and both had come that far: (place, values, values).
+def compared(
+    runs: list[dict], first: str, second: str, axis: str,
+) -> list[tuple[float, dict[int, tuple[float, float]]]]:
+    """Lists wherever on `axis` one of two variants was scored and both had come that far: (place, values by seed).
 
-    The values are of the seeds that both have, in one order. Between two scores of a seed a line over the axis's
-    logarithm stands for it: learning curves are nearly straight there, and a line over the axis itself would lie
-    above the curve and flatter the variant that was scored more densely. The untrained network is left out.
+    A seed's values are first's and second's, of the seeds that both have. Between two scores of a seed a line over the
+    axis's logarithm stands for it: learning curves are nearly straight there, and a line over the axis itself would
+    lie above the curve and flatter the variant that was scored more densely. The untrained network is left out.
     """
     sides = []
     for at in unguided(runs, first, second):
@@ -587,7 +609,7 @@ def compared(runs: list[dict], first: str, second: str, axis: str) -> list[tuple
     for place in sorted({place for line in sides for seed in seeds for place in line[seed]}):
         there = [seed for seed in seeds if all(min(line[seed]) <= place <= max(line[seed]) for line in sides)]
         if there:
-            rows.append((place, *([on_line(line[seed], place) for seed in there] for line in sides)))
+            rows.append((place, {seed: tuple(on_line(line[seed], place) for line in sides) for seed in there}))
     return rows
 
 
@@ -598,14 +620,17 @@ def on_line(values: dict[float, float], place: float) -> float:
 def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
     """Finds where the mean scores of two variants cross for the last time, on a line over the axis's logarithm.
 
-    Below it is from there on the one that is lower at the end. Seeds are compared that both have. `at` is None where
-    one is lower at all places past the untrained network, and where at the end the two differ by less than the spread
-    over seeds, the larger of their two standard deviations; then none is better at the end. One seed has no spread.
+    Below it is from there on the one that is lower at the end. Seeds are compared that both have at the end, as a seed
+    that ends early would move the means. `at` is None where one is lower at all places past the untrained network, and
+    where at the end the two differ by less than the spread over seeds, the larger of their two standard deviations;
+    then none is better at the end. One seed has no spread.
     """
-    rows = [(place, verdict(*values)) for place, *values in compared(runs, first, second, axis)]
-    at, end = None, rows[-1][1] if rows else {"difference": None, "spread": None, "n": 0}
-    for (place, before), (next_place, after) in itertools.pairwise(rows):
-        gap, next_gap = before["difference"], after["difference"]
+    rows = compared(runs, first, second, axis)
+    last = rows[-1][1] if rows else {}
+    at, end = None, verdict(*zip(*last.values(), strict=True)) if last else {"difference": None, "spread": None, "n": 0}
+    gaps = [(place, statistics.mean(values[seed][1] - values[seed][0] for seed in last))
+            for place, values in rows if last.keys() <= values.keys()]
+    for (place, gap), (next_place, next_gap) in itertools.pairwise(gaps):
         if (gap < 0) != (next_gap < 0):
             at = place * (next_place / place) ** (gap / (gap - next_gap))
     better = None if end["difference"] is None else lower_of(first, second, end["difference"], end["spread"])
@@ -692,7 +717,8 @@ def differences(result: dict) -> list[str]:
     for crossed in result["crossings"]:
         (first, second), axis = crossed["between"], crossed["axis"]
         rows = []
-        for place, *values in compared(result["runs"], first, second, axis):
+        for place, by_seed in compared(result["runs"], first, second, axis):
+            values = list(zip(*by_seed.values(), strict=True))
             found = verdict(*values)
             name = lower_of(first, second, found["difference"], found["spread"])
             rows.append([place_of(place, axis), *map(mean_of, values),
@@ -781,11 +807,11 @@ def main(cfg: StudySettings) -> None:
     own = share(runs, cfg.part)
     if "score" in cfg.tasks and runs[0] in own:      # one process of several
         score_floor(cfg)      # first, as it takes no training to find that its images are not there
-    recorded = {run.folder for run in runs if complete(cfg, run, told)}
+    recorded = {run.folder for run in runs if complete(run, told)}
     wanted = [run for run in runs if run.folder not in recorded]
     for run in own:
-        parent_of = [child for child in wanted if f"init_from={run.folder}" in child.train]
-        if run.folder in recorded and not parent_of:
+        children = [child for child in wanted if f"init_from={run.folder}" in child.train]
+        if run.folder in recorded and not children:
             print(f"{run.folder.name}: recorded to its end with all its scores.")
             continue
         if "train" in cfg.tasks and not finished(run):

@@ -223,6 +223,16 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     assert (found["precision"], found["recall"]) == metrics.precision_recall(nine, features["pool"])
 
 
+def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
+    adm, own = inception_like(), shapes(50, seed=9)
+    np.savez(tmp_path / "ref.npz", mu_s=np.zeros(24), sigma_s=np.eye(24), arr_0=own.numpy())      # no mu and sigma
+    reference = scoring.open_reference(tmp_path / "ref.npz", adm)
+    found = scoring.evaluate([(torch.arange(80), shapes(80, seed=3))], 80, reference, adm, metrics=["fid", "sfid"])
+    mu, sigma = statistics(adm.compute(own)["pool"])
+    assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(adm.compute(shapes(80, seed=3))["pool"]), mu, sigma), rel=1e-9)
+    torch.testing.assert_close(reference.statistics["spatial"][0], torch.zeros(24, dtype=torch.float64))
+
+
 def test_a_reference_without_images_gives_no_precision(tmp_path):
     adm = inception_like()
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))

@@ -150,6 +150,8 @@ if sys.argv[1].endswith("study.py"):
     out.mkdir(parents=True, exist_ok=True)
     if "report" in given["tasks"]:
         (out / "study.md").write_text("table")
+    elif "time" in given["tasks"]:
+        (out / "timing.json").write_text(given["timed"])
     else:
         (out / "runs").mkdir(exist_ok=True)
         (out / "runs/weights").write_text("heavy")
@@ -174,12 +176,12 @@ def test_calls_of_the_gpu_study_stop_in_time_go_on_and_bring_back_what_is_small(
         ended = subprocess.run(["bash", ROOT / "scripts/gpu_study.sh", "also=['steps=9']"], env=env, capture_output=True, text=True)
         return ended.returncode, ended.stdout + ended.stderr, time.monotonic() - began
 
-    code, said, took = call("one", PARTS="data official study")
+    code, said, took = call("one", PARTS="data official timing study")
     assert code == 1 and took < 20 and (tmp_path / "saved").read_text() == "1", said
     assert "Failed or not at their end: official study" in said
     with tarfile.open(tmp_path / "out/gpu_study.tar.gz") as packed:
         names = {name.removeprefix("./") for name in packed.getnames()}
-    assert {"study/study.md", "done/data", "study.txt"} <= names and "study/runs" not in names and "done/official" not in names
+    assert {"study/study.md", "study/timing.json", "done/data", "done/timing", "study.txt"} <= names and "study/runs" not in names and "done/official" not in names
     # A bare machine: the data are made anew, what is recorded is there.
     code, said, _ = call("two", PARTS="study", PREVIOUS=str(tmp_path / "out/gpu_study.tar.gz"))
     assert code == 1 and (tmp_path / "two/results/done/data").is_file(), said

@@ -24,6 +24,7 @@ from scripts import study
 from scripts.benchmark import write_latents
 from settings import read
 from train import step_seed, train_step
+from trained import RouteSettings
 
 TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "steps=4", "samples.every=0",
         "log.every=2", "checkpoint.every=2", "evaluate.every=2", "evaluate.num_samples=4", "evaluate.num_steps=2"]
@@ -36,7 +37,7 @@ TIMING = {"device": "one", "commit": "abc", "torch": "2.11.0", "rounds": {"dit":
 
 def settings(out, **changed) -> study.StudySettings:
     return read(study.StudySettings, {"study": MATRIX, "out": str(out), "rows": [], "also": [], "part": None, "tasks": ["train", "score", "report"], "rounds": 1,
-                                      "steps_timed": 1, "nice": 0, "threads": 1, **changed})
+                                      "steps_timed": 1, "timed": None, "nice": 0, "threads": 1, **changed})
 
 
 def test_every_run_is_in_exactly_one_part(tmp_path):
@@ -50,6 +51,8 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
     for wrong in ("0/3", "4/3", "x", "2"):
         with pytest.raises(ValueError, match="write part=2/6"):
             study.share(runs, wrong)
+    with pytest.raises(ValueError, match="timed names dot; the study has dit, tread, tuned"):
+        study.main.__wrapped__(settings(tmp_path, timed=["dot"], tasks=["time"]))
     with pytest.raises(ValueError, match=r"part=1/3 is one of several processes.*set tasks=\[train,score\]"):
         study.main.__wrapped__(settings(tmp_path, part="1/3", tasks=["train", "score", "time", "report"]))
 
@@ -95,6 +98,8 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
     assert "real images (shapes)" in page and "| dit | 4 | label, scale 2 |" in page and page.count("of one seed") >= 3
+    with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
+        study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
     study.main.__wrapped__(cfg)
     assert {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()} == before
@@ -209,11 +214,26 @@ def test_a_crossing_is_where_the_lines_between_the_scores_meet():
 def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
     """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
     runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
-    assert study.compared(runs, "a", "b", "images") == [(10, [7], [7]), (20, [6], [6]), (40, [5], [5])]
+    assert study.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
     ahead = [of("a", 0, (10, 7), (40, 5)), of("b", 0, (5, 7), (20, 5), (30, 4))]      # of what both have reached: 10 to 30
-    assert [(place, one > other) for place, [one], [other] in study.compared(ahead, "a", "b", "images")] == [
+    assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in study.compared(ahead, "a", "b", "images")] == [
         (10, True), (20, True), (30, True)]
     assert study.crossing(ahead, "a", "b", "images")["at"] is None      # lower from the first place on
+
+
+def test_a_seed_that_ends_early_makes_no_crossing():
+    """Of seed 0 a is lower throughout; of seed 1, which ended at 20, b is, by more."""
+    runs = [of("a", 0, (10, 7), (20, 6), (40, 5)), of("b", 0, (10, 8), (20, 7), (40, 6)),
+            of("a", 1, (10, 9), (20, 8)), of("b", 1, (10, 5), (20, 4))]
+    found = study.crossing(runs, "a", "b", "images")
+    assert (found["at"], found["better_at_the_end"], found["n"]) == (None, "a", 1)
+
+
+def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
+    asked = study.settings_of(["model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: 8}]"])["model.routes"]
+    route = RouteSettings(start_layer_idx=2, end_layer_idx=8, selection_ratio=0.25)
+    assert study.leaf({"model": {"routes": [route.model_dump()]}}, "model.routes") == asked
+    assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
 
 
 def test_the_mean_and_its_spread_are_over_seeds():

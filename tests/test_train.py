@@ -30,10 +30,10 @@ from dit import DiT
 from edm import EDM
 from rf import RF
 from routing_module import Route, Router
-from run import Sums, TrainSettings, fitted
+from run import Run, Sums, TrainSettings, fitted
 from scripts import prepare_latents
 from settings import read
-from train import learning_rate, step_seed, train_step, update_ema
+from train import learning_rate, report, step_seed, train_step, update_ema
 from train import main as train_main
 from trained import build_diffusion, build_network
 
@@ -263,6 +263,18 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
         train_step(accelerator, net, model, edm, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), lr=1e-3,
                    label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
+
+
+def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_path, fresh_accelerator):
+    """The sums begin again at a report, so what it said must outlive them until the save after it."""
+    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "ema", "diffusion"))
+    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, place=tmp_path.stat(),
+              optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
+    for loss, trouble in ((0.2, False), (0.3, False), (50.0, True), (0.2, False)):
+        run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False))
+        report(run, 1, 1.0)
+        assert run.in_trouble(run.sums.over_ranks(accelerator)) == trouble
+    assert run.lowest_loss == pytest.approx(0.2)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
