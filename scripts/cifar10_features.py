@@ -63,8 +63,9 @@ def main() -> None:
         state = torch.load(given.weights, map_location="cpu", weights_only=True)["state_dict"]
         network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state)).eval()
         network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
-        scripted = io.BytesIO()      # a file's name would be in it, and in its SHA-256
-        torch.jit.save(torch.jit.script(network), scripted)
+        # One file has one SHA-256: a file's name would be in it, and unfrozen code lists what it uses in any order.
+        scripted = io.BytesIO()
+        torch.jit.save(torch.jit.freeze(torch.jit.script(network), optimize_numerics=False), scripted)
         with beside(given.out) as partial:
             partial.write_bytes(scripted.getvalue())
     except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
