@@ -150,6 +150,9 @@ class Drawing:
 # ---- the record -----------------------------------------------------------------------------------------------------
 
 
+DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
+
+
 def versions(extractor: Extractor) -> dict[str, str]:
     names = ["numpy", "scipy", "accelerate", *([extractor.library] if extractor.library else [])]
     return {"python": platform.python_version(), "torch": torch.__version__,      # with its CUDA, +cu130
@@ -160,104 +163,10 @@ def describe_extractor(extractor: Extractor) -> dict:
     return {key: getattr(extractor, key) for key in ("name", "space", "input", "weights", "sha256")}
 
 
-def report(row: dict, path: Path) -> None:
-    """Appends a row to results.jsonl and shows it as a table."""
-    checkpoints.append_row(path, row)
-    images, reference, extractor = row["source"], row["reference"], row["extractor"]
-    origin = images.get("checkpoint") or images["path"]
-    step = f", step {images['step']} ({images['weights']})" if images.get("step") is not None else ""
-    lines = [f"{metric:<16}  {value:.6g}" for metric, value in row["metrics"].items()]
-    sha256 = f" ({extractor['sha256'][:12]})" if extractor["sha256"] else ""
-    lines += [f"{'images':<16}  {row['images']:,} from {origin}{step}",
-              f"{'reference':<16}  {reference['path']} ({reference.get('sha256', '')[:12]})",
-              f"{'features':<16}  {extractor['name']}{sha256}",
-              f"{'time':<16}  {row['seconds']:.1f} s", f"{'record':<16}  {path}"]
-    print("\n" + "\n".join(lines))
-
-
-H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
-
-
-def derived_hours(drawn: dict, count: int, precision: str) -> float:
-    """Derives the hours of one H100 that drawing `count` images takes, by the FLOPs of the network alone."""
-    return 2 * sum(drawn["multiply_adds"].values()) * count / H100[precision] / 3600
-
-
-def beside_published(row: dict, published: Published) -> str:
-    """Sets the scores of a row beside published ones, which are of 50,000 images."""
-    lines = [f"{published.where}:", f"{'':<16}  {'ours':>9} {'theirs':>9}"]
-    for name, theirs in published.scores.items():
-        ours, tolerance = row["metrics"].get(name), published.tolerance[name]
-        said = "not measured" if ours is None else f"{'within' if abs(ours - theirs) <= tolerance else 'OUTSIDE'}"
-        lines.append(f"{name:<16}  {'' if ours is None else f'{ours:.4f}':>9} {theirs:>9} ± {tolerance:<5} {said}")
-    if row["images"] != 50_000:
-        lines.append(f"Of {row['images']:,} images where theirs are of 50,000: these do not compare.")
-    return "\n".join(lines)
-
-
-DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
-
-
-# ---- entry ----------------------------------------------------------------------------------------------------------
-
-
-def check_settings(cfg: ScoringSettings) -> None:
-    """Raises ValueError, with the knob, for settings that do not go together."""
-    given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
-    if len(given) != 1:
-        raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
-    meant = {"out": ["reference_from"], "reference_images": ["reference_from"],
-             "resolution": ["images", "reference_from"]}
-    for key, users in meant.items():
-        if getattr(cfg, key) and given[0] not in users:
-            raise ValueError(f"{key}={getattr(cfg, key)} is for {' and '.join(users)}, not for {given[0]}: leave it "
-                             f"out.")
-    needed = "out" if given == ["reference_from"] else "reference"
-    if getattr(cfg, needed) is None:
-        raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs {needed}=<an npz>.")
-    if needed == "out" and Path(cfg.out).suffix != ".npz":
-        raise ValueError(f"out={cfg.out} must end in .npz.")
-
-
-def choose(images: Images, num_samples: int | None, source: str) -> np.ndarray:
-    """Picks the images to look at: all, or `num_samples` evenly spread; raises ValueError where there are fewer."""
-    if images.count < (num_samples or 2):
-        raise ValueError(f"{source} holds {images.count} images and {num_samples or 'at least two'} are needed: "
-                         f"set num_samples lower, or add images.")
-    return evenly(images.count, num_samples or images.count)
-
-
 def describe_autoencoder(name: str, decode_precision: str) -> dict:
     vae = Path(name) if Path(name).is_file() else Path(name) / "diffusion_pytorch_model.safetensors"
     return {"autoencoder": name, "autoencoder_sha256": checkpoints.sha256(vae) if vae.is_file() else None,
             "decode_precision": decode_precision}
-
-
-def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing, Path]:
-    """Loads a checkpoint to draw from; returns what draws, with its record, and the run's folder."""
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
-                           cfg.num_heads)
-    if trained.inferred:
-        state.print(trained.inferred)
-    classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
-    seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
-    guidance, guidance_record = build_guidance(cfg, trained, state.device)
-    decode = load_decoder(trained, cfg, state.device)
-    drawing = Drawing(
-        trained.net, trained.diffusion, decode, seeds, labels_of(seeds, classes), batch_size=cfg.batch_size,
-        num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
-        sampler=cfg.sampler.model_dump(),
-    )
-    given = Path(cfg.checkpoint)
-    drawing.record = {
-        "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
-        "weights_sha256": checkpoints.sha256(trained.file), "ema": trained.weights == "ema",
-        "classes": classes if cfg.classes is not None else "all",
-        **({"family": trained.family} if trained.family else {}),      # which says how bare weights were read
-        **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
-        "guidance": guidance_record,
-    }
-    return drawing, trained.folder.parent.parent if trained.folder else given.parent
 
 
 def result_row(
@@ -313,6 +222,97 @@ def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | 
     return None
 
 
+def report(row: dict, path: Path) -> None:
+    """Appends a row to results.jsonl and shows it as a table."""
+    checkpoints.append_row(path, row)
+    images, reference, extractor = row["source"], row["reference"], row["extractor"]
+    origin = images.get("checkpoint") or images["path"]
+    step = f", step {images['step']} ({images['weights']})" if images.get("step") is not None else ""
+    lines = [f"{metric:<16}  {value:.6g}" for metric, value in row["metrics"].items()]
+    sha256 = f" ({extractor['sha256'][:12]})" if extractor["sha256"] else ""
+    lines += [f"{'images':<16}  {row['images']:,} from {origin}{step}",
+              f"{'reference':<16}  {reference['path']} ({reference.get('sha256', '')[:12]})",
+              f"{'features':<16}  {extractor['name']}{sha256}",
+              f"{'time':<16}  {row['seconds']:.1f} s", f"{'record':<16}  {path}"]
+    print("\n" + "\n".join(lines))
+
+
+H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
+
+
+def derived_hours(drawn: dict, count: int, precision: str) -> float:
+    """Derives the hours of one H100 that drawing `count` images takes, by the FLOPs of the network alone."""
+    return 2 * sum(drawn["multiply_adds"].values()) * count / H100[precision] / 3600
+
+
+def beside_published(row: dict, published: Published) -> str:
+    """Sets the scores of a row beside published ones, which are of 50,000 images."""
+    lines = [f"{published.where}:", f"{'':<16}  {'ours':>9} {'theirs':>9}"]
+    for name, theirs in published.scores.items():
+        ours, tolerance = row["metrics"].get(name), published.tolerance[name]
+        said = "not measured" if ours is None else f"{'within' if abs(ours - theirs) <= tolerance else 'OUTSIDE'}"
+        lines.append(f"{name:<16}  {'' if ours is None else f'{ours:.4f}':>9} {theirs:>9} ± {tolerance:<5} {said}")
+    if row["images"] != 50_000:
+        lines.append(f"Of {row['images']:,} images where theirs are of 50,000: these do not compare.")
+    return "\n".join(lines)
+
+
+# ---- entry ----------------------------------------------------------------------------------------------------------
+
+
+def check_settings(cfg: ScoringSettings) -> None:
+    """Raises ValueError, with the knob, for settings that do not go together."""
+    given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
+    if len(given) != 1:
+        raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
+    meant = {"out": ["reference_from"], "reference_images": ["reference_from"],
+             "resolution": ["images", "reference_from"]}
+    for key, users in meant.items():
+        if getattr(cfg, key) and given[0] not in users:
+            raise ValueError(f"{key}={getattr(cfg, key)} is for {' and '.join(users)}, not for {given[0]}: leave it "
+                             f"out.")
+    needed = "out" if given == ["reference_from"] else "reference"
+    if getattr(cfg, needed) is None:
+        raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs {needed}=<an npz>.")
+    if needed == "out" and Path(cfg.out).suffix != ".npz":
+        raise ValueError(f"out={cfg.out} must end in .npz.")
+
+
+def choose(images: Images, num_samples: int | None, source: str) -> np.ndarray:
+    """Picks the images to look at: all, or `num_samples` evenly spread; raises ValueError where there are fewer."""
+    if images.count < (num_samples or 2):
+        raise ValueError(f"{source} holds {images.count} images and {num_samples or 'at least two'} are needed: "
+                         f"set num_samples lower, or add images.")
+    return evenly(images.count, num_samples or images.count)
+
+
+def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing, Path]:
+    """Loads a checkpoint to draw from; returns what draws, with its record, and the run's folder."""
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
+                           cfg.num_heads)
+    if trained.inferred:
+        state.print(trained.inferred)
+    classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
+    seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
+    guidance, guidance_record = build_guidance(cfg, trained, state.device)
+    decode = load_decoder(trained, cfg, state.device)
+    drawing = Drawing(
+        trained.net, trained.diffusion, decode, seeds, labels_of(seeds, classes), batch_size=cfg.batch_size,
+        num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
+        sampler=cfg.sampler.model_dump(),
+    )
+    given = Path(cfg.checkpoint)
+    drawing.record = {
+        "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
+        "weights_sha256": checkpoints.sha256(trained.file), "ema": trained.weights == "ema",
+        "classes": classes if cfg.classes is not None else "all",
+        **({"family": trained.family} if trained.family else {}),      # which says how bare weights were read
+        **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
+        "guidance": guidance_record,
+    }
+    return drawing, trained.folder.parent.parent if trained.folder else given.parent
+
+
 def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
     with state.local_main_process_first():      # which downloads weights, and records their hash, for the others
         return load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
@@ -364,7 +364,8 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
 
     # ---- the reference's own images, then the stream
     stored = reference.images.count if reference.images else 0
-    reference.complete(extractor, metrics, cfg.batch_size, kept({"images": reference.record}, stored))
+    keep = kept({"images": reference.record}, stored) if stored else None
+    reference.complete(extractor, metrics, cfg.batch_size, keep)
     keep = kept({"images": dict(source)}, count)
     todo = np.arange(count) if keep is None else keep.missing(count)
     if cfg.checkpoint is not None:

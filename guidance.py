@@ -15,15 +15,15 @@ from torch import Tensor, nn
 
 from routing_module import Route, resolve_routes
 
-Ratio = float | tuple[float, float]     # a selection ratio, or its first and last value, on a cosine over sampling
+Gamma = float | tuple[float, float]     # a selection ratio, or its first and last value, on a cosine over sampling
 
 
-def ends(ratio: Ratio) -> tuple[float, float]:
+def ends(ratio: Gamma) -> tuple[float, float]:
     """Returns a selection ratio's first and last value."""
     return ratio if isinstance(ratio, tuple) else (ratio, ratio)
 
 
-def ratio_at(ratio: Ratio, progress: float) -> float:
+def ratio_at(ratio: Gamma, progress: float) -> float:
     """Returns the selection ratio at a share `progress` in [0, 1] of the sampler's steps."""
     start, end = ends(ratio)
     return start + (end - start) * (1 - math.cos(math.pi * progress)) / 2
@@ -51,8 +51,8 @@ class Guidance:
     """
 
     scale: float
-    gamma1: Ratio = 0.0
-    gamma2: Ratio = 0.0
+    gamma1: Gamma = 0.0
+    gamma2: Gamma = 0.0
     drop_label: bool = True
     net2: nn.Module | None = None
     interval: tuple[float, float] | None = None
@@ -102,7 +102,7 @@ class Guidance:
                              f"classes are {shape_of(self.net2)} of the weak one and {shape_of(net)} of the strong "
                              f"one. Choose a checkpoint of the same data.")
 
-    def routes_at(self, net: nn.Module, gamma: Ratio, progress: float) -> tuple[Route, ...]:
+    def routes_at(self, net: nn.Module, gamma: Gamma, progress: float) -> tuple[Route, ...]:
         """Returns the routes of one pass; none at a ratio of 0, the dense network."""
         ratio = ratio_at(gamma, progress)
         if not ratio:

@@ -455,7 +455,7 @@ def code_sha256() -> str:
     return digest.hexdigest()
 
 
-def digest(record: dict) -> str:
+def record_sha256(record: dict) -> str:
     """Names a record by its content."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
 
@@ -469,7 +469,7 @@ class Kept:
 
     def __init__(self, root: Path, record: dict, sizes: dict[str, int], count: int):
         record = {**record, "code": code_sha256()}
-        self.folder, self.sizes, self.limit = root / digest(record), sizes, count
+        self.folder, self.sizes, self.limit = root / record_sha256(record), sizes, count
         state = PartialState()
         if state.is_main_process:
             self.folder.mkdir(parents=True, exist_ok=True)

@@ -230,7 +230,7 @@ def evaluate(run: Run) -> None:
                               num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": "all", "origin": scoring.digest(origin),
+                  "classes": "all", "origin": scoring.record_sha256(origin),
                   **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)

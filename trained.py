@@ -125,7 +125,7 @@ class ParentRecord(Record):
 
 
 class CheckpointRecord(Record):
-    """What meta.json must say for a checkpoint to be sampled; the last two tell of weights that it began with."""
+    """What meta.json must say for a checkpoint to be sampled."""
 
     network: dict
     diffusion: dict
@@ -327,8 +327,8 @@ class Trained:
     family: str | None       # whose weights those without a record were taken for, a name of FAMILIES
 
 
-# Under these keys a published .pt keeps its average, or else the trained weights.
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+# Under these keys a published .pt keeps its average, or else the trained weights.
 STATE_KEYS = {"ema": ("ema", "ema_state_dict"), "model": ("model", "model_state_dict", "state_dict")}
 
 

@@ -208,12 +208,9 @@ def read_meta(folder: Path, page: Page) -> dict:
     """Reads the record of the newest checkpoint that has one."""
     for saved in reversed(checkpoints.all_steps(folder)):
         try:
-            if isinstance(meta := checkpoints.read_meta(saved), dict):
-                return meta
-            why = "it is no record"
+            return checkpoints.read_meta(saved)
         except (OSError, ValueError, RecursionError) as error:
-            why = str(error)
-        page.leave_out(saved / "meta.json", f"it cannot be read ({why}).")
+            page.leave_out(saved / "meta.json", f"it cannot be read ({error}).")
     return {}
 
 
@@ -569,7 +566,6 @@ def build(cfg: ReportSettings, live: bool = False) -> list[str]:
         raise ValueError("Say what to show: python scripts/report.py runs/<name> …, or study=<its folder>.")
     runs = [run for folder in folders if (run := read_run(folder, page)) is not None]
     study = None if cfg.study_dir is None else read_study(Path(cfg.study_dir), page)
-    told = [f"left out: {where}: {why}" for where, why in page.left_out]
     if not runs and study is None:
         raise ValueError("There is nothing to show. " + " ".join(f"{where}: {why}" for where, why in page.left_out))
     tell_apart(runs)

@@ -3,7 +3,8 @@
 # queue: the same command resumes.
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=xl2_tread name=xl2
 #   sbatch --array=1-6 --gpus-per-node=1 scripts/slurm.sh scripts/study.py study=cifar10 'tasks=[train,score]'
-#                                                        a part of the study each; then tasks=[time,report], once
+#                                                        a part of the study each; then tasks=[time,report], once. The
+#                                                        same numbers 1-6 again for what was lost: parts are counted
 #   sbatch --gpus-per-node=1 scripts/slurm.sh fid.py checkpoint=runs/xl2 reference=ref.npz keep_features=true
 # One task is one process with one GPU. Folders (data, runs, the code) must be the same on all nodes. The options below
 # are defaults; what stands on sbatch's line, as --time, --partition or --account, goes before them.
