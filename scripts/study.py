@@ -52,7 +52,7 @@ from settings import (  # noqa: E402
     read,
     read_record,
 )
-from trained import CheckpointRecord, GuidanceRoute, RouteSettings, build_network  # noqa: E402
+from trained import CheckpointRecord, RouteSettings, build_network  # noqa: E402
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Setting = Annotated[str, Field(pattern="="), Says("key=value")]
@@ -143,7 +143,7 @@ class GuidanceRecord(Record):
     drop_label: bool
     weak: WeakRecord | None = None
     interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    routes: list[GuidanceRoute] | None = None
+    routes: list[RouteSettings] | None = None
     channels: Whole | None = None
 
 

@@ -31,7 +31,9 @@ TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.
 MATRIX = {"name": "tiny", "train": TINY, "score": ["num_steps=2", "features=pixels"], "seeds": [0, 1],
           "variants": {"dit": {"train": ["model=dit"], "at_end": ["cfg"]}, "tread": {"train": ["model=tread"], "seeds": [0]},
                        "tuned": {"train": ["model=dit", "init_from={runs}/tread-seed{seed}", "steps=1"], "seeds": [0]}},
-          "at_end": {"cfg": [["num_samples=4", "guidance=cfg", "scale=2"]]}, "compare": [["dit", "tread"]]}
+          "at_end": {"cfg": [["num_samples=4", "guidance=cfg_tread", "scale=2", "gamma1=0", "gamma2=0.5",
+                              "routes=[{start_layer_idx: 1, end_layer_idx: 3}]"]]}, "compare": [["dit", "tread"]]}
+GUIDED = "label, scale 2, gamma2 0.5, on 1→3"
 TIMING = {"device": "one", "commit": "abc", "torch": "2.11.0", "rounds": {"dit": [3.0, 1.0, 2.0]}}
 
 
@@ -92,12 +94,12 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
     for score in (*told["runs"][0]["scores"], *told["floor"]):
         assert (score["commit"], score["device"], score["torch"]) == (fid.commit(), "cpu", torch.__version__)
-    assert [score["guidance"] for score in told["runs"][0]["scores"]] == ["unguided"] * 3 + ["label, scale 2"]
+    assert [score["guidance"] for score in told["runs"][0]["scores"]] == ["unguided"] * 3 + [GUIDED]
     dense, routed = ({score["step"]: score["flops"] for score in run["scores"]} for run in told["runs"][:2])
     assert dense[4] == 2 * dense[2] > routed[4] > 0
     assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
-    assert "real images (shapes)" in page and "| dit | 4 | label, scale 2 |" in page and page.count("of one seed") >= 3
+    assert "real images (shapes)" in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of one seed") >= 3
     with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
         study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
