@@ -60,6 +60,14 @@ def require_ordinary(path: Path) -> None:
             raise OSError(errno.EEXIST, "it is a device, a pipe or a socket, not a file", str(path))
 
 
+def require_room(out: Path, needed: int, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, where the disk of `out` has less than `needed` bytes free."""
+    existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        raise ValueError(f"{out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free: {remedy}")
+
+
 def put(partial: Path, path: Path) -> None:
     """Renames `partial` to `path`. A folder that is there takes its place in the same step, so that one always is.
 

@@ -87,7 +87,7 @@ class Latents:
         self.count = len(labels)
         self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])
 
-        _allow_open_files(len(files))
+        allow_open_files(len(files))
         self._masks = masks
         self._maps = [np.asarray(np.memmap(file, np.uint8, "r")) for file in files]  # mirrored after plain shards
         self._starts = starts  # index of each shard's first image, and the count at the end
@@ -341,7 +341,7 @@ def _open_masks(
         raise ValueError(f"{folder} has {len(found)} files of masks for {len(latents)} of latents: {odd[0].name} is "
                          f"{'there without its latents' if odd[0] in found else 'missing'}. Give every "
                          f"latents-*.npy its masks-*.npy, or remove them all.")
-    _allow_open_files(3 * len(latents))      # latents, their mirrored copies and masks
+    allow_open_files(3 * len(latents))      # latents, their mirrored copies and masks
     masks = []
     for file, n in zip(wanted, counts, strict=True):
         shapes = [(n, *sides), (n, 1, *sides)]
@@ -391,7 +391,7 @@ def _check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remed
                          f"0..{num_classes - 1}: {remedy}.")
 
 
-def _allow_open_files(num_files: int) -> None:
+def allow_open_files(num_files: int) -> None:
     """Raises this process's limit on open files where the maps, which hold one descriptor each, would pass it."""
     import resource
 

@@ -13,6 +13,7 @@ configs/drawing.yaml; what the numbers mean and why they differ from somebody el
 import importlib.metadata
 import json
 import math
+import os
 import platform
 import time
 from collections.abc import Callable, Iterable
@@ -223,8 +224,7 @@ def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | 
 
 
 def report(row: dict, path: Path) -> None:
-    """Appends a row to results.jsonl and shows it as a table."""
-    checkpoints.append_row(path, row)
+    """Shows a row as a table and appends it to results.jsonl, in this order, as writing may fail."""
     images, reference, extractor = row["source"], row["reference"], row["extractor"]
     origin = images.get("checkpoint") or images["path"]
     step = f", step {images['step']} ({images['weights']})" if images.get("step") is not None else ""
@@ -235,6 +235,7 @@ def report(row: dict, path: Path) -> None:
               f"{'features':<16}  {extractor['name']}{sha256}",
               f"{'time':<16}  {row['seconds']:.1f} s", f"{'record':<16}  {path}"]
     print("\n" + "\n".join(lines))
+    checkpoints.append_row(path, row)
 
 
 H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
@@ -287,7 +288,7 @@ def choose(images: Images, num_samples: int | None, source: str) -> np.ndarray:
 
 
 def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing, Path]:
-    """Loads a checkpoint to draw from; returns what draws, with its record, and the run's folder."""
+    """Loads a checkpoint to draw from; returns what draws, with its record, and the folder of the results."""
     trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
                            cfg.num_heads)
     if trained.inferred:
@@ -310,7 +311,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing,
         **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
         "guidance": guidance_record,
     }
-    return drawing, trained.folder.parent.parent if trained.folder else given.parent
+    return drawing, trained.run_folder or (given if given.is_dir() else given.parent)
 
 
 def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
@@ -347,6 +348,8 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     results = Path(cfg.results or home / "results.jsonl")
     root = results.parent / "features" if cfg.keep_features else None
     results.parent.mkdir(parents=True, exist_ok=True)
+    if results.is_dir() or not os.access(results if results.exists() else results.parent, os.W_OK):
+        raise ValueError(f"{results} cannot be written: set results=<a file>.")
     place = results.parent.stat()
 
     def kept(record: dict, count: int) -> Kept | None:

@@ -346,6 +346,7 @@ class Evaluation:
     decode: Callable[[Tensor], Tensor]
     extractor: features.Extractor
     reference: scoring.Reference
+    metrics: list[str]
 
 
 @dataclass
@@ -495,7 +496,7 @@ def open_drawing(
         reference = scoring.open_reference(cfg.evaluate.reference, extractor)
         metrics = scoring.available_metrics(extractor, reference, cfg.evaluate.metrics)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
-        evaluation = Evaluation(decoder.decode, extractor, reference)
+        evaluation = Evaluation(decoder.decode, extractor, reference, metrics)
     return grid, evaluation
 
 
@@ -650,6 +651,10 @@ def tidy_folder(run: Run) -> None:
     forget_after(run.folder, run.step)
     # A kill may have come between the last save and its pruning.
     checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
+    if run.step < run.cfg.steps:
+        size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
+        needed = 4 * size      # the average, the weights, and the optimizer's two moments
+        checkpoints.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
     checkpoints.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
 
 

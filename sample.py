@@ -360,9 +360,8 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
 
 def default_grid(given: Path, trained: Trained) -> Path:
     """Places a grid in the run's samples, or, for a checkpoint or weights that lie alone, beside them."""
-    folder = trained.folder
-    if folder is not None and folder.parent.name == "checkpoints":
-        return folder.parent.parent / "samples" / f"{folder.name}-{trained.weights}.png"
+    if trained.run_folder is not None:
+        return trained.run_folder / "samples" / f"{trained.folder.name}-{trained.weights}.png"
     return given / f"{trained.weights}.png" if given.is_dir() else given.with_suffix(".png")
 
 

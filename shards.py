@@ -2,7 +2,6 @@
 
 import json
 import os
-import shutil
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
@@ -52,15 +51,6 @@ def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
                          f"or remove it.")
     return (out / "metadata.json").is_file()
-
-
-def require_room(out: Path, needed: int, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, where the disk of `out` has less than `needed` bytes free."""
-    existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
-    free = shutil.disk_usage(existing).free
-    if needed > free:
-        raise ValueError(f"out={out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free; "
-                         f"{remedy}")
 
 
 @contextmanager

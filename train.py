@@ -170,11 +170,12 @@ def shown_on(bar: tqdm, work: str) -> Iterator[None]:
 
 
 @full_disk_is_a_sentence()
-def report(run: Run, num_steps: int, seconds: float) -> None:
+def report(run: Run, num_steps: int, since: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
     cfg, accelerator = run.cfg, run.accelerator
-    seconds = max(seconds, 1e-6)      # a clock may stand, or be set back
     total = run.sums.over_ranks(accelerator)
+    # Not before: the sums wait for the steps that a GPU is still at. And a clock may stand, or be set back.
+    seconds = max(time.perf_counter() - since, 1e-6)
     trouble = run.in_trouble(total)
     run.sums.start_again()
     row = {
@@ -217,7 +218,7 @@ def evaluate(run: Run) -> None:
     """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
     cfg, accelerator, evaluation = run.cfg.evaluate, run.accelerator, run.evaluation
     extractor, reference, results = evaluation.extractor, evaluation.reference, run.folder / "results.jsonl"
-    metrics = scoring.available_metrics(extractor, reference, cfg.metrics)
+    metrics = evaluation.metrics
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, list(range(run.latents.num_classes)))
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
@@ -300,7 +301,7 @@ def main(cfg: TrainSettings) -> None:
     while True:
         moved, finished = run.step > first_step, run.step >= cfg.steps
         if moved and (due(run.step, cfg.log.every) or finished):
-            report(run, run.step - reported_step, time.perf_counter() - reported_at)
+            report(run, run.step - reported_step, reported_at)
             reported_step, reported_at = run.step, time.perf_counter()
         stopped_by = stop.agreed(run.step, world)
         last_step = finished or stopped_by

@@ -326,6 +326,12 @@ class Trained:
     inferred: str | None     # what was read off the weights for want of a record, as a sentence
     family: str | None       # whose weights those without a record were taken for, a name of FAMILIES
 
+    @property
+    def run_folder(self) -> Path | None:
+        """The run that the checkpoint is of; None for weights, or a folder, that lie alone."""
+        folder = self.folder
+        return folder.parent.parent if folder is not None and folder.parent.name == "checkpoints" else None
+
 
 WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 # Under these keys a published .pt keeps its average, or else the trained weights.

@@ -130,12 +130,6 @@ def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
 # ---- to=hub ---------------------------------------------------------------------------------------------------------
 
 
-def run_of(trained: Trained) -> Path | None:
-    """Finds the folder of the run that a checkpoint is of."""
-    folder = trained.folder
-    return folder.parent.parent if folder is not None and folder.parent.name == "checkpoints" else None
-
-
 class Scored(Record):
     """What a row of results.jsonl must say to stand in the card; the others are left out."""
 
@@ -154,7 +148,7 @@ def is_score(row: dict) -> bool:
 
 def scores_of(trained: Trained) -> list[dict]:
     """Reads the rows of a run's results.jsonl that are of these weights."""
-    run = run_of(trained)
+    run = trained.run_folder
     rows = checkpoints.read_rows(run / "results.jsonl") if run else []
     return [row for row in rows if is_score(row)
             and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)]
@@ -162,7 +156,7 @@ def scores_of(trained: Trained) -> list[dict]:
 
 def find_grid(trained: Trained) -> Path | None:
     """Finds the grid of these weights, that of sample.py or that of training."""
-    run, step = run_of(trained), trained.step or 0
+    run, step = trained.run_folder, trained.step or 0
     names = [f"step-{step:08d}-{trained.weights}.png", *([f"step-{step:08d}.png"] if trained.weights == "ema" else [])]
     return next((run / "samples" / name for name in names if run and (run / "samples" / name).is_file()), None)
 

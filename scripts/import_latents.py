@@ -31,11 +31,11 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import SD_VAE_SCALE, Convention  # noqa: E402
-from checkpoint import hold, require_same  # noqa: E402
-from data import KINDS, npy_header, read_ahead, tar_index  # noqa: E402
+from checkpoint import hold, require_room, require_same  # noqa: E402
+from data import KINDS, allow_open_files, npy_header, read_ahead, tar_index  # noqa: E402
 from images import MAX_CLASSES, find_tars, is_special, map_tar, tar_members  # noqa: E402
 from settings import Classes, Count, Location, Positive, Record, Settings, command, one_of  # noqa: E402
-from shards import check_out, finish, read_shard, require_room, sweep, write_json, write_shard  # noqa: E402
+from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
 
 CHUNK_BYTES = 2**20      # of latents that are converted at once: what a processor's cache holds
 NUM_PROBED = 256         # latents that are looked at before anything is written
@@ -590,6 +590,7 @@ def open_tars(source: str, kind: str | None) -> Stored:
         raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, but moments have an even number: set "
                          f"kind=sample.")
     num_bytes = math.prod(shape) * dtype.itemsize
+    allow_open_files(len(tars))
     files = [open(tar, "rb") for tar in tars]      # noqa: SIM115      (for as long as they are read)
 
     def read(start: int, end: int) -> np.ndarray:
@@ -838,7 +839,7 @@ def import_latents(
     whole = (is_mirrored, stored.shape, num_classes)
     todo = [shard for shard in range(num_shards) if read_shard(out, shard, *whole) is None]
     row_bytes = math.prod(stored.shape) * 2 * len(stored.sides) + 8
-    require_room(out, len(todo) * min(shard_size, count) * row_bytes, "name one on another disk.")
+    require_room(out, len(todo) * min(shard_size, count) * row_bytes, "name an out= on another disk.")
 
     chunk = max(1, CHUNK_BYTES // (math.prod(stored.shape) * 4))
     ranges = [(shard, start, min(start + chunk, (shard + 1) * shard_size, count)) for shard in todo

@@ -32,11 +32,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders  # noqa: E402
 import speed  # noqa: E402
-from checkpoint import hold, require_same  # noqa: E402
+from checkpoint import hold, require_room, require_same  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
 from settings import Count, Location, Record, Settings, Size, Whole, command, one_of, read_text  # noqa: E402
-from shards import check_out, finish, read_shard, require_room, sweep, write_json, write_shard  # noqa: E402
+from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
 
 # ---- settings and records -------------------------------------------------------------------------------------------
 

@@ -7,6 +7,7 @@ import json
 import shutil
 import subprocess
 import sys
+import time
 from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
@@ -265,16 +266,21 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
 
 
-def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_path, fresh_accelerator):
+def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_path, monkeypatch, fresh_accelerator):
     """The sums begin again at a report, so what it said must outlive them until the save after it."""
     accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "ema", "diffusion"))
     run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, place=tmp_path.stat(),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     for loss, trouble in ((0.2, False), (0.3, False), (50.0, True), (0.2, False)):
         run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False))
-        report(run, 1, 1.0)
+        report(run, 1, time.perf_counter())
         assert run.in_trouble(run.sums.over_ranks(accelerator)) == trouble
     assert run.lowest_loss == pytest.approx(0.2)
+
+    sums = run.sums.over_ranks      # which waits for the steps that a GPU is still at: they are training's, too
+    monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: time.sleep(0.1) or sums(accelerator))
+    report(run, 2, time.perf_counter())
+    assert 0.05 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

@@ -307,13 +307,14 @@ async function redrawAll() {
 
 function overview(panel) {
   const rows = runs.map(run => {
-    const best = run.scores.filter(score => score.step !== null && score.guidance === null
-      && (score.in_training || !run.scores.some(other => other.in_training))).at(-1);
+    const scores = run.scores.filter(score => score.step !== null && score.guidance === null
+      && (score.in_training || !run.scores.some(other => other.in_training)));
+    const last = scores.find(score => score.step === scores.at(-1).step && score.n === scores.at(-1).n);
     return {cells: [run.name,
       run.steps ? `${number(run.last.step ?? 0)} of ${number(run.steps)}` : number(run.last.step), run.last.images,
       run.last.elapsed_s === undefined || run.last.elapsed_s === null ? "–" : duration(run.last.elapsed_s),
       run.last.loss, run.last.img_per_sec,
-      best ? `${number(best.value)}, ${best.metric} of ${number(best.n)} images at step ${number(best.step)}`
+      last ? `${number(last.value)}, ${last.metric} of ${number(last.n)} images at step ${number(last.step)}`
         : "none"]};
   });
   if (runs.length) panel.append(element("h2", {}, "Runs"), table(["run", "steps", "images", "training time",
