@@ -2,6 +2,7 @@
 
 import json
 import os
+import shutil
 import signal
 import time
 import zipfile
@@ -412,6 +413,19 @@ def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, r
     row = command(tmp_path, **options, keep_features=True)
     assert 12 <= row["resumed_images"] < 96 and row["metrics"] == pytest.approx(whole["metrics"], rel=1e-6)
     assert command(tmp_path, **options, keep_features=True)["resumed_images"] == 96
+
+
+def test_scores_that_could_not_be_kept_are_refused_before_anything_is_drawn(tmp_path, run_folder, reference_npz, monkeypatch):
+    monkeypatch.setattr(fid.Drawing, "draw", lambda *_: pytest.fail("drawn"))
+    (tmp_path / "results.jsonl").mkdir()
+    with pytest.raises(SystemExit, match="results.jsonl cannot be written: set results=<a file>"):
+        command(tmp_path, checkpoint=run_folder, reference=reference_npz, num_samples=4)
+
+
+def test_scores_of_a_checkpoint_that_lies_alone_stay_in_its_folder(tmp_path, run_folder, reference_npz):
+    alone = shutil.copytree(checkpoints.latest(run_folder), tmp_path / "models/hub")
+    run_command(fid.main, "fid.py", checkpoint=alone, reference=reference_npz, features="pixels", num_samples=4, num_steps=1, cpu=True)
+    assert [path.parent for path in tmp_path.rglob("results.jsonl")] == [alone]
 
 
 def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folder, reference_npz, monkeypatch):

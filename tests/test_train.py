@@ -21,7 +21,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
-from training_runs import assert_same_end, refusal, rows
+from training_runs import assert_same_end, refusal, rows, train_here
 from training_runs import train_here as train
 
 import checkpoint as checkpoints
@@ -281,6 +281,12 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
     monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: time.sleep(0.1) or sums(accelerator))
     report(run, 2, time.perf_counter())
     assert 0.05 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
+
+
+def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
+    said = train_here(tmp_path / "run", shapes, "steps=4").stderr
+    assert "run needs 0.0 GB more and its disk has 0.0 GB free: a checkpoint: make room, or set run_dir=" in said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
