@@ -199,7 +199,7 @@ def test_a_run_that_is_further_than_asked_for_says_so(shapes, reference):
 def test_two_ranks_train_one_network_save_on_sigterm_and_one_rank_can_go_on(shapes, tmp_path):
     run = tmp_path / "run"
     far_reports = ("steps=100000", "log.every=100000", "checkpoint.every=20")
-    process = start(run, shapes, *far_reports, launcher=(*TWO_RANKS, "--master_port", "29541"))
+    process = start(run, shapes, *far_reports, launcher=TWO_RANKS)
     wait_until(lambda: len(checkpoints.all_steps(run)) > 0, process)
     os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
