@@ -184,13 +184,13 @@ def test_calls_of_the_gpu_study_stop_in_time_go_on_and_bring_back_what_is_small(
 
     def call(state, **more):
         env = os.environ | {"STUB": str(tmp_path), "PYTHON": str(tmp_path / "python"), "STATE": str(tmp_path / state), "OUT": str(tmp_path / "out"),
-                            "STUDY": "rehearsal", "LIMIT": "8", "RESERVE": "4", "LEAST": "1", "OFFICIAL": str(tmp_path), **more}
+                            "STUDY": "rehearsal", "LIMIT": "30", "RESERVE": "23", "LEAST": "1", "OFFICIAL": str(tmp_path), **more}
         began = time.monotonic()
         ended = subprocess.run(["bash", ROOT / "scripts/gpu_study.sh", "also=['steps=9']"], env=env, capture_output=True, text=True)
         return ended.returncode, ended.stdout + ended.stderr, time.monotonic() - began
 
     code, said, took = call("one", PARTS="data official timing study")
-    assert code == 1 and took < 20 and (tmp_path / "saved").read_text() == "1", said
+    assert code == 1 and took < 30 and (tmp_path / "saved").read_text() == "1", said
     assert "Failed or not at their end: official study" in said
     with tarfile.open(tmp_path / "out/gpu_study.tar.gz") as packed:
         names = {name.removeprefix("./") for name in packed.getnames()}
