@@ -16,6 +16,9 @@ from data import open_latents
 from trained import load_trained
 
 BEFORE = checkpoints.Path(__file__).parent / "before"
+SETTINGS = ["model=tread", "data=folder", f"data.path={BEFORE}/latents", "model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7",
+            "model.num_heads=2", "batch_size=6", "log.every=2", "checkpoint.every=2", "samples.every=0", "precision=fp32", "compile=false",
+            "cpu=true"]
 
 
 @pytest.fixture
@@ -62,13 +65,23 @@ def test_old_rows_are_found_by_what_they_measured():
 
 
 def test_training_goes_on_from_an_old_run(run, fresh_accelerator):
-    settings = ["model=tread", "data=folder", f"data.path={BEFORE}/latents", "model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7",
-                "model.num_heads=2", "batch_size=6", "steps=6", "log.every=2", "checkpoint.every=2", "checkpoint.keep_last=1", "samples.every=0",
-                "precision=fp32", "compile=false", f"run_dir={run}"]
     old = checkpoints.load(run / "checkpoints/step-00000004", "model")
-    run_command(train.main, "train.py", "cpu=true", *settings)
+    run_command(train.main, "train.py", *SETTINGS, "steps=6", "checkpoint.keep_last=1", f"run_dir={run}")
     assert [folder.name for folder in checkpoints.all_steps(run)] == ["step-00000006"]
     new = checkpoints.load(run / "checkpoints/step-00000006", "model")
     assert any(not torch.equal(old[key], value) for key, value in new.items())
     steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
     assert steps == [2, 4, 6], "the rows of before stay, and none comes twice"
+
+
+def test_a_run_from_scratch_is_the_run_that_it_was(tmp_path, fresh_accelerator):
+    """Initial weights, order of the images, noise, masks, dropped labels, AdamW and EMA: each change of one is seen."""
+    run_command(train.main, "train.py", *SETTINGS, "steps=4", f"run_dir={tmp_path}")
+    for name in ("model", "ema"):
+        old, new = (checkpoints.load(run / "checkpoints/step-00000004", name) for run in (BEFORE / "run", tmp_path))
+        assert old.keys() == new.keys()
+        for key, value in old.items():
+            torch.testing.assert_close(new[key], value, rtol=1e-4, atol=1e-6)
+    for old, new in zip(*(checkpoints.read_rows(run / "metrics.jsonl") for run in (BEFORE / "run", tmp_path)), strict=True):
+        assert [new[key] for key in ("step", "images", "lr", "skipped")] == [old[key] for key in ("step", "images", "lr", "skipped")]
+        assert (new["loss"], new["grad_norm"]) == pytest.approx((old["loss"], old["grad_norm"]), rel=1e-4)

@@ -15,8 +15,8 @@ def tensors(value: float = 1.0):
             "ema": {"a": torch.full((3, 2), -value)}}
 
 
-def save(run, step, value=1.0):
-    checkpoints.save(checkpoints.step_folder(run, step), tensors(value), {"step": step})
+def save(run, step, value=1.0, **meta):
+    checkpoints.save(checkpoints.step_folder(run, step), tensors(value), {"step": step, **meta})
     return checkpoints.step_folder(run, step)
 
 
@@ -114,6 +114,14 @@ def test_pruning_sweeps_what_killed_saves_left(tmp_path):
     (tmp_path / "checkpoints/.step-00000007.tmp").mkdir()
     checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_the_last_sound_checkpoint_is_older_than_the_trouble_and_whole(tmp_path):
+    one, two, *_ = [save(tmp_path, step, sound=step != 3) for step in (1, 2, 3, 4)]
+    assert checkpoints.last_sound(tmp_path, before=4) == two
+    (two / "model.safetensors").write_bytes(b"")
+    assert checkpoints.last_sound(tmp_path, before=4) == one
+    assert checkpoints.last_sound(tmp_path, before=1) is None
 
 
 def test_rows_do_not_follow_a_link_out_of_a_run(tmp_path):

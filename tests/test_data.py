@@ -173,6 +173,7 @@ def test_mirrored_copies_are_chosen_about_half_the_time_and_never_change_the_ord
     flips = np.concatenate(flips)
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / np.sqrt(len(flips))
     assert (flips[:1000] != flips[1000:]).any()  # a fresh coin each epoch
+    assert flips[:16].astype(int).tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1]  # which a resumed run draws again
 
 
 def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):

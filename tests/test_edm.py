@@ -75,6 +75,19 @@ def test_the_loss_is_a_function_of_its_arguments_and_draws_what_is_missing():
     assert not torch.equal(edm.loss(net, x, labels(8)), edm.loss(net, x, labels(8)))
 
 
+def test_noise_levels_of_training_are_log_normal():
+    seen = []
+
+    def net(x, t, y, routes=()):
+        seen.append(4 * t)      # ln(sigma)
+        return torch.zeros_like(x)
+
+    torch.manual_seed(0)
+    EDM(P_mean=-1.0, P_std=0.7).loss(net, torch.zeros(40_000, 1, 1, 1), labels(40_000))
+    q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+    assert torch.allclose(seen[0].quantile(q), torch.distributions.Normal(-1.0, 0.7).icdf(q), atol=0.03)
+
+
 @pytest.mark.parametrize("std", [0.1, 0.5, 1.0])
 def test_heun_carries_noise_to_the_data_and_converges_at_second_order(std):
     edm, noise = EDM(), torch.randn(2, 1, 2, 2)

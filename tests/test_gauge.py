@@ -108,10 +108,12 @@ def test_images_that_somebody_published_need_no_network(gauge, place, tmp_path, 
     assert "not measured" in capsys.readouterr().out
 
 
-def test_a_score_outside_its_tolerance_is_said():
+@pytest.mark.parametrize(("ours", "says"), [((2.38, 0.509), ["OUTSIDE", "within"]), ((2.18, 0.489), ["within", "OUTSIDE"]),
+                                            ((2.16, 0.511), ["OUTSIDE", "OUTSIDE"])])
+def test_a_score_above_or_below_its_tolerance_is_said(ours, says):
     published = fid.Published(where="X", scores={"fid": 2.27, "recall": 0.5}, tolerance={"fid": 0.1, "recall": 0.01})
-    said = fid.beside_published({"metrics": {"fid": 2.38, "recall": 0.509}, "images": 50_000}, published)
-    assert [line.split()[-1] for line in said.splitlines()[2:]] == ["OUTSIDE", "within"]
+    said = fid.beside_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "images": 50_000}, published)
+    assert [line.split()[-1] for line in said.splitlines()[2:]] == says
 
 
 def test_lightningdits_points_of_time_are_ours():

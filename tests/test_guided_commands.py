@@ -2,9 +2,8 @@
 
 import importlib.util
 import json
-import subprocess
-import sys
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -255,9 +254,8 @@ def test_a_sweeps_defaults_are_its_yamls_grid():
 
 
 def test_a_sweep_is_started_from_a_command_line(tmp_path):
-    command_line = [sys.executable, str(ROOT / "scripts/sweep_guidance.py"), "checkpoint=nowhere", "reference=none.npz", "features=pixels",
-                    "scale=2", "gamma1=0.9,0", "gamma2=0.5"]
-    result = subprocess.run(command_line, cwd=tmp_path, capture_output=True, text=True)
+    result = forked.run("scripts/sweep_guidance.py", "checkpoint=nowhere", "reference=none.npz", "features=pixels", "scale=2", "gamma1=0.9,0",
+                        "gamma2=0.5", f"results={tmp_path}/results.jsonl", f"picture={tmp_path}/landscape.png")
     assert "gamma1=0.9 gamma2=0.5: passed over" in result.stdout
     assert result.returncode == 1 and result.stderr.startswith("sweep_guidance.py: reference=none.npz is not a file")
     assert not list(tmp_path.iterdir())

@@ -11,9 +11,12 @@ import time
 
 import forked
 import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
 from training_runs import (
     TWO_RANKS,
     assert_same_end,
+    rows,
     start,
     train,
     train_here,
@@ -21,6 +24,7 @@ from training_runs import (
 )
 
 import checkpoint as checkpoints
+from dit import DiT
 from run import check_resumable, forget_after
 
 
@@ -166,6 +170,13 @@ def test_a_clock_that_is_set_back_or_stands_neither_ends_a_run_nor_keeps_it_from
     assert [row["step"] for row in written] == [3, 4, 6, 8] and all(row["elapsed_s"] >= 0 and row["sec_per_step"] > 0 for row in written)
 
 
+def test_a_run_that_goes_on_knows_how_low_its_loss_has_been(shapes, tmp_path):
+    for more in (["steps=3"], ["steps=6", "optimizer.lr=0.5"]):
+        assert train_here(tmp_path, shapes, "optimizer.warmup_steps=0", "checkpoint.every=3", *more).returncode == 0
+    assert rows(tmp_path)[-1]["loss"] > 1000 and rows(tmp_path)[-1]["skipped"] == 0
+    assert [checkpoints.is_sound(folder) for folder in checkpoints.all_steps(tmp_path)] == [True, False]
+
+
 def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
     results = [{"source": {"in_training": True, "step": step}, "metrics": {}} for step in (0, 10, 20)]
     text = "".join(json.dumps(row) + "\n" for row in results)
@@ -199,7 +210,7 @@ def test_a_run_that_is_further_than_asked_for_says_so(shapes, reference):
 def test_two_ranks_train_one_network_save_on_sigterm_and_one_rank_can_go_on(shapes, tmp_path):
     run = tmp_path / "run"
     far_reports = ("steps=100000", "log.every=100000", "checkpoint.every=20")
-    process = start(run, shapes, *far_reports, launcher=(*TWO_RANKS, "--master_port", "29541"))
+    process = start(run, shapes, *far_reports, launcher=TWO_RANKS)
     wait_until(lambda: len(checkpoints.all_steps(run)) > 0, process)
     os.killpg(process.pid, signal.SIGTERM)
     output = process.communicate(timeout=120)[0]
@@ -247,12 +258,15 @@ def test_a_change_of_selection_is_said_and_goes_on(tmp_path):
     assert check_resumable(was, was, tmp_path) == [] and check_resumable(was, now, tmp_path) == ["selection was random and is now l1"]
 
 
-def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path):
+def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path, monkeypatch):
+    counter = CompileCounterWithBackend("aot_eager")      # one graph, checked as inductor's is, without making kernels
+    monkeypatch.setattr(DiT, "compile", lambda net, **how: torch.nn.Module.compile(net, backend=counter, fullgraph=True, **how))
     options = ("compile=true", "model.depth=2", "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
                "checkpoint.every=2", "log.every=2")
-    result = train(tmp_path / "whole", shapes, "steps=4", *options)
-    assert result.returncode == 0, result.stderr
+    result = train_here(tmp_path / "whole", shapes, "steps=4", *options)
+    assert result.returncode == 0 and counter.frame_count == 1, result.stderr
+    assert not any("_orig_mod" in key for key in checkpoints.load(checkpoints.latest(tmp_path / "whole"), "model"))
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
     shutil.rmtree(tmp_path / "parts/checkpoints/step-00000004")      # as if killed after step 2
-    assert "resuming step-00000002" in train(tmp_path / "parts", shapes, "steps=4", *options).stdout
+    assert "resuming step-00000002" in train_here(tmp_path / "parts", shapes, "steps=4", *options).stdout
     assert_same_end(tmp_path / "parts", tmp_path / "whole")

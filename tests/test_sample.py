@@ -56,6 +56,12 @@ def test_an_image_does_not_depend_on_its_batch(run, options):
     assert (whole[0] - whole[3]).abs().max() > 0.1      # the same class, another seed
 
 
+def test_images_drawn_in_bf16_are_other_ones_and_not_by_much(run):
+    trained, seeds = load_trained(run), list(range(8))
+    fp32, bf16 = (draw(trained, seeds, labels_of(seeds, [0, 1]), 8, precision=precision) for precision in ("fp32", "bf16"))
+    assert 1e-4 < (fp32 - bf16).abs().mean() / fp32.std() < 0.02
+
+
 def test_sampling_leaves_the_random_state_alone(run):
     trained, before = load_trained(run), torch.get_rng_state()
     draw(trained, [1, 2], [0, 0], 2, S_churn=10)

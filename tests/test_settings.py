@@ -8,9 +8,11 @@ from typing import Annotated, Literal
 
 import pytest
 import torch
+from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import Field
+from test_tf32 import commands
 
 import ranks
 import settings
@@ -262,18 +264,10 @@ def test_help_and_the_shown_config_run_nothing(call):
 # ---- what is declared and what stands in configs/ -------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("module", "entry", "name"), [
-    ("train", "main", "config"), ("sample", "main", "sample"), ("sample", "compare_guided", "rf"), ("fid", "main", "fid"),
-    ("scripts.sweep_guidance", "main", "sweep_guidance"), ("scripts.prepare_latents", "main", "prepare_latents"),
-    ("scripts.import_latents", "main", "import_latents"), ("scripts.benchmark", "main", "benchmark"),
-    ("scripts.choose_routes", "main", "choose_routes"), ("scripts.merge_lora", "main", "merge_lora"),
-    ("scripts.export", "main", "export"), ("scripts.soak", "main", "soak"), ("scripts.fuzz", "main", "fuzz"),
-])  # fmt: skip
-def test_the_keys_declared_are_those_of_the_config(module, entry, name):
-    main = getattr(importlib.import_module(module), entry).__wrapped__
-    declared = main.__annotations__["cfg"]
-    if not issubclass(declared, Settings):
-        pytest.skip(f"{module} does not declare its settings yet")
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_the_keys_declared_are_those_of_the_config(name):
+    file, declared = commands()[name]
+    declared = getattr(importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)), declared)
     with initialize_config_dir(str(settings.CONFIGS), version_base="1.3"):
         plain = OmegaConf.to_container(compose(name))
     assert keys_of(declared) == keys_in(plain, declared)

@@ -21,6 +21,7 @@ import checkpoint as checkpoints
 import fid
 import sharding
 import train
+from data import batches, open_latents
 from scripts import forks, plan
 from trained import build_network, load_trained
 
@@ -120,6 +121,18 @@ def compile_quickly(rank: int) -> None:
     torch.compile = partial(torch.compile, backend="aot_eager", fullgraph=True)
 
 
+def tell_what_is_taken(home: Path, rank: int) -> None:
+    """Writes the seed and the labels of each step that a rank takes into `<home>/taken-<rank>.json`."""
+    step, taken = train.train_step, []
+
+    def tell(*arguments, **options):
+        taken.append((torch.initial_seed(), arguments[6].tolist()))
+        (home / f"taken-{rank}.json").write_text(json.dumps(taken))
+        return step(*arguments, **options)
+
+    train.train_step = tell
+
+
 # ---- the same run ---------------------------------------------------------------------------------------------------
 
 
@@ -166,6 +179,17 @@ def test_losses_and_norms_are_ddps_and_so_is_the_checkpoint(request, kind):
         if ".qkv.bias" in key and value.ndim:
             difference.chunk(3)[1].zero_()      # keys' biases have no gradient but rounding, which Adam makes as large as others'
         assert difference.max() <= 1e-6, key
+
+
+def test_ranks_share_out_each_batch_and_draw_from_seeds_of_their_own(shapes, tmp_path):
+    all_well(on_ranks(2, command(tmp_path / "run", shapes, *SMALL, "steps=4", "checkpoint.every=100")[1:],
+                      before=partial(tell_what_is_taken, tmp_path)))
+    first, second = (json.loads((tmp_path / f"taken-{rank}.json").read_text()) for rank in (0, 1))
+    assert len({seed for seed, _ in (*first, *second)}) == 2 * 4
+    of_one_process = batches(open_latents(shapes), 8, seed=0)
+    for (_, one), (_, two) in zip(first, second, strict=True):
+        assert one + two == next(of_one_process)[1].tolist()
+    of_one_process.close()
 
 
 def test_grids_and_scores_of_the_sharded_average_are_ddps(routed):

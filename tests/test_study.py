@@ -213,6 +213,18 @@ def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     assert study.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
 
 
+def test_of_several_crossings_the_last_one_counts():
+    runs = [of("a", 0, (5, 9), (10, 5), (20, 6), (40, 3)), of("b", 0, (5, 8), (10, 6), (20, 5), (40, 4))]
+    found = study.crossing(runs, "a", "b", "images")
+    assert found["at"] == pytest.approx(20 * 2**0.5) and found["better_at_the_end"] == "a"
+
+
+def test_only_scores_of_the_fewest_images_are_compared():
+    runs = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 2))]
+    runs[0]["scores"].append(runs[0]["scores"][1] | {"num_samples": 999, "value": 1.0})
+    assert study.curve(runs, "a", "images") == [(10, 5, None, 1), (20, 3, None, 1)]
+
+
 def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
     """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
     runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
@@ -251,6 +263,7 @@ def test_a_difference_smaller_than_the_spread_over_seeds_is_called_none(gain, be
     found = study.crossing(runs, "a", "b", "images")
     assert found["better_at_the_end"] == better and (found["at"] is None) == (better is None)
     assert (found["difference"], found["spread"], found["n"]) == (-gain, 2**0.5, 2)
+    assert study.crossing(runs, "b", "a", "images")["spread"] == 2**0.5      # the larger one, whoever is named first
     result = {"name": "x", "runs": [run | {"step": 2, "steps": 2} for run in runs], "crossings": [found], "floor": [], "timing": None}
     assert says in study.tables(result) and "(n=2)" in study.tables(result)
     alone = [run for run in runs if run["seed"] == 0]

@@ -1,6 +1,7 @@
 """How float32 is multiplied is set in the same way by every command and recorded with every result."""
 
 import ast
+import functools
 import importlib
 import json
 import re
@@ -26,6 +27,7 @@ COMPUTES = re.compile(r"join_ranks\(|make_accelerator\(|\bcuda\b|\.to\([^)]*devi
 WITHOUT = {"forks", "plan", "cifar10_features"}      # scripts with no settings of this kind; a GPU is not theirs
 
 
+@functools.cache
 def commands() -> dict[str, tuple[str, str]]:
     """Config and declared settings of every function that is a command, by config; with its file."""
     found = {}

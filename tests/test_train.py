@@ -12,6 +12,7 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -26,6 +27,7 @@ from training_runs import train_here as train
 
 import checkpoint as checkpoints
 import fid
+import sample
 import speed
 from dit import DiT
 from edm import EDM
@@ -101,31 +103,92 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     assert max(value.abs().max() for value in load_file(good / "model.safetensors").values()) < 1e6
 
 
-def test_accumulated_parts_add_up_to_the_whole_batch(shapes, tmp_path):
-    """With nothing random but the noise, which follows the parts, the losses agree as means over other noise do."""
-    for parts in (1, 4):
-        result = train(tmp_path / str(parts), shapes, f"grad_accum_steps={parts}", "batch_size=64", "steps=6", "log.every=6")
-        assert result.returncode == 0, result.stderr
-    one, four = (rows(tmp_path / str(parts))[0] for parts in (1, 4))
-    assert one["images"] == four["images"] == 384
-    assert abs(one["loss"] / four["loss"] - 1) < 0.1 and abs(one["grad_norm"] / four["grad_norm"] - 1) < 0.2
+class Plain(torch.nn.Linear):
+    """A network and a diffusion in one, without noise: its loss is a function of weights, images and labels alone."""
+
+    num_classes, routes, routed_loss = 4, (), "all"
+
+    def __init__(self):
+        super().__init__(12, 1)
+        self.seen = []
+
+    def loss(self, net, x, y, routes, weight, mask_noise):
+        self.seen.append(y)
+        return weight.flatten() * (net(x.flatten(1))[:, 0] - y).square()
 
 
-@pytest.mark.parametrize("options", [
-    ["precision=bf16"], ["optimizer.clip_norm=0.1", "optimizer.schedule=cosine"],
-    ["activation_checkpointing=true", "model=dit", "log.trackers=[tensorboard]"],
-])
-def test_options_of_the_loop_train(shapes, tmp_path, options):
-    run = tmp_path / "run"
-    result = train(run, shapes, "steps=60", "log.every=20", "optimizer.warmup_steps=0", *options)
+def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespace:
+    """Takes a step of gradient descent at a rate of 0.5, and tells what came of it and what should have."""
+    torch.manual_seed(0)
+    model, x, y, weight = Plain(), torch.randn(size, 3, 2, 2), torch.arange(size) % 4, torch.rand(size, 1, 1, 1)
+    accelerator = speed.make_accelerator("fp32", parts, tf32=False, cpu=True)
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0, fused=True))
+    before, whole = model.weight.detach().clone(), model.loss(model, x, y, (), weight, None).mean()
+    [gradient] = torch.autograd.grad(whole, [model.weight])
+    model.seen.clear()
+    loss, norm, _ = train_step(accelerator, model, model, model, optimizer, x, y, weight, lr=0.5, label_dropout=label_dropout,
+                               clip_norm=clip_norm, num_parts=parts)
+    return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y,
+                           seen=torch.cat(model.seen))
+
+
+@pytest.mark.parametrize("parts", [1, 4])
+def test_a_step_in_parts_is_the_step_of_the_whole_batch(fresh_accelerator, parts):
+    taken = step_of(parts)
+    torch.testing.assert_close(taken.moved, 0.5 * taken.gradient)
+    torch.testing.assert_close(taken.loss, taken.whole)
+
+
+def test_a_gradient_is_clipped_to_the_norm_and_its_own_norm_is_told(fresh_accelerator):
+    free, clipped = step_of(), step_of(clip_norm=0.1)
+    assert free.norm > 1 and torch.equal(clipped.norm, free.norm)
+    torch.testing.assert_close(clipped.moved, free.moved * 0.1 / free.norm, rtol=1e-4, atol=1e-6)
+
+
+@pytest.mark.parametrize("share", [0.0, 0.1, 1.0])
+def test_a_share_of_the_labels_is_dropped_each_by_itself(fresh_accelerator, share):
+    taken = step_of(size=10_000, label_dropout=share)
+    dropped = taken.seen == Plain.num_classes
+    assert torch.equal(taken.seen[~dropped], taken.y[~dropped])
+    assert abs(dropped.float().mean() - share) < 0.015      # five standard deviations
+
+
+def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
+    """Schedule, AdamW and EMA, from what the checkpoint of each step holds."""
+    lr, weight_decay, eps, b1, b2 = 0.01, 0.2, 1e-3, 0.5, 0.6
+    result = train(tmp_path, shapes, "steps=6", "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "ema.warmup=true", "ema.decay=0.3",
+                   f"optimizer.lr={lr}", "optimizer.warmup_steps=2", "optimizer.schedule=cosine", f"optimizer.weight_decay={weight_decay}",
+                   f"optimizer.eps={eps}", f"optimizer.betas=[{b1},{b2}]")
     assert result.returncode == 0, result.stderr
-    losses = [row["loss"] for row in rows(run)]
+    rates = [lr / 2, lr, *(lr * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))]
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx(rates)
+    saved = [{name: checkpoints.load(folder, name) for name in ("model", "ema", "training")} for folder in checkpoints.all_steps(tmp_path)]
+    name = "final_layer.linear.weight"      # which alone has a gradient in the first step
+    m, v = (saved[0]["training"][f"{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq"))
+    assert (v > 0).all()
+    torch.testing.assert_close((m / (1 - b1)) ** 2, v / (1 - b2))      # both of the first gradient
+    decays = [2 / 11, 3 / 12, 0.3, 0.3, 0.3]      # (1 + step) / (10 + step), at most 0.3
+    for k, (before, after, rate, decay) in enumerate(zip(saved, saved[1:], rates[1:], decays, strict=False), start=2):
+        m, v = after["training"][f"{name}.exp_avg"] / (1 - b1**k), after["training"][f"{name}.exp_avg_sq"] / (1 - b2**k)
+        moved = before["model"][name] * (1 - rate * weight_decay) - rate * m / (v.sqrt() + eps)
+        torch.testing.assert_close(after["model"][name], moved, rtol=1e-4, atol=1e-7)
+        average = decay * before["ema"][name] + (1 - decay) * after["model"][name]
+        torch.testing.assert_close(after["ema"][name], average, rtol=1e-4, atol=1e-7)
+
+
+def test_training_in_bf16_brings_the_loss_down(shapes, tmp_path):
+    result = train(tmp_path, shapes, "steps=60", "log.every=20", "optimizer.warmup_steps=0", "precision=bf16")
+    assert result.returncode == 0, result.stderr
+    losses = [row["loss"] for row in rows(tmp_path)]
     assert losses[-1] < losses[0]
 
 
 def test_activation_checkpointing_changes_no_bit(shapes, reference, tmp_path):
     assert train(tmp_path / "run", shapes, "activation_checkpointing=true").returncode == 0
     assert_same_end(tmp_path / "run", reference)
+    for dense in ("true", "false"):
+        assert train(tmp_path / dense, shapes, "model=dit", "steps=3", f"activation_checkpointing={dense}").returncode == 0
+    assert_same_end(tmp_path / "true", tmp_path / "false")
 
 
 def test_the_end_of_a_run_is_reported_between_reports_too(shapes, tmp_path):
@@ -158,6 +221,41 @@ def test_evaluations_are_recorded_from_the_untrained_network_on_and_do_not_chang
     assert train(run, shapes, *options).returncode == 0
     again = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
     assert [row["metrics"] for row in again] == [row["metrics"] for row in scored]
+
+
+@pytest.fixture(scope="module")
+def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
+    """A run of four large steps with a grid and scores at its end, and what its trackers were told, settings first."""
+    run, told = tmp_path_factory.mktemp("shown") / "run", []
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Accelerator, "init_trackers", lambda self, project, config, init_kwargs: told.append([*map(str, self.log_with), config]))
+        patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
+        result = train(run, shapes, "steps=4", "log.trackers=[tensorboard]", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
+                       "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2", "evaluate.every=4",
+                       f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
+                       "evaluate.guidance_scales=[null,1.5]")
+    assert result.returncode == 0, result.stderr
+    return run, told
+
+
+@pytest.mark.parametrize("weights", ["ema", "model"])
+def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator, weights):
+    run, _ = shown
+    run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels", num_samples=6, num_steps=2,
+                seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
+    scored, again = ([row["metrics"] for row in checkpoints.read_rows(folder / "results.jsonl")] for folder in (run, tmp_path))
+    assert (again[0] == pytest.approx(scored[2], rel=1e-6)) == (weights == "ema")
+    run_command(sample.main, "sample.py", checkpoint=run, weights=weights, seeds="0-5", num_steps=2, cpu=True, out=tmp_path / "grid.png")
+    grids = [np.asarray(Image.open(file)) for file in (run / "samples/step-00000004.png", tmp_path / "grid.png")]
+    assert np.array_equal(*grids) == (weights == "ema")
+
+
+def test_trackers_are_told_the_settings_the_rows_and_the_scores(shown):
+    run, ((tracker, settings), *told) = shown
+    assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
+    before, before_guided, after, after_guided = (row["metrics"] for row in checkpoints.read_rows(run / "results.jsonl"))
+    assert told == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *checkpoints.read_rows(run / "metrics.jsonl"),
+                    after, {f"{name}_guided_1.5": value for name, value in after_guided.items()}]
 
 
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
@@ -416,7 +514,7 @@ def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path):
     run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity", f"out={out}")
     small = ["train.py", "experiment=small", f"data.path={out}", f"run_dir={tmp_path / 'run'}", "model.hidden_size=32", "model.num_heads=2",
              "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32"]
-    first = subprocess.run([sys.executable, *small, "steps=2"], cwd=ROOT, capture_output=True, text=True)
+    first = forked.run(*small, "steps=2")
     assert first.returncode == 0 and "For 60 latents: batch_size=15 steps=2." in first.stdout, first.stderr
     assert checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))["batch_size"] == 15
     assert (tmp_path / "run/samples/step-00000002.png").is_file()

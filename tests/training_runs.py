@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import checkpoint as checkpoints
 from train import main
 
-TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--nproc_per_node", "2")
+TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
 
 
