@@ -756,13 +756,17 @@ def guided_scores(result: dict) -> list[str]:
 
 
 def draw_figures(result: dict, out: Path) -> list[Path]:
-    """Draws score against images, seconds and FLOPs, a line for each variant and a band of ± one deviation."""
+    """Draws score against images, seconds and FLOPs, a line for each variant and a band of ± one deviation.
+
+    Only variants that are compared, where any are: a fine-tune counts its own images, not those of what it began with.
+    """
     import matplotlib
     matplotlib.use("Agg")
     from matplotlib import pyplot
     from PIL import Image
 
-    drawn, variants = [], list(dict.fromkeys(run["variant"] for run in result["runs"]))
+    drawn, named = [], {variant for found in result["crossings"] for variant in found["between"]}
+    variants = dict.fromkeys(run["variant"] for run in result["runs"] if not named or run["variant"] in named)
     for axis, label in AXES.items():
         curves = {variant: [point for point in curve(result["runs"], variant, axis) if point[0] > 0]
                   for variant in variants}
