@@ -153,11 +153,21 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
-        """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a piece of the batch at a time."""
+        """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a piece of the batch at a time.
+
+        Raises ValueError where finite latents become pixels that are not, which would be black.
+        """
         pixels = latents.shape[2] * latents.shape[3] * self.downsample**2
         size = self.decode_batch_size or max(1, PIXELS_AT_ONCE // pixels)
         pieces = latents.to(self.device).float().split(size)
-        return torch.cat([self.convention.images(self._decode(self.convention.raw(piece))) for piece in pieces])
+        return torch.cat([self.convention.images(self._pixels(self.convention.raw(piece))) for piece in pieces])
+
+    def _pixels(self, z: torch.Tensor) -> torch.Tensor:
+        pixels = self._decode(z)
+        if not pixels.isfinite().all() and z.isfinite().all():
+            raise ValueError(f"autoencoder={self.name} decodes latents to pixels that are not finite: set "
+                             f"decode_precision=fp32 or bf16, as some autoencoders overflow in fp16.")
+        return pixels
 
     def _encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError

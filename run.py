@@ -64,6 +64,7 @@ from trained import (
     Trained,
     build_diffusion,
     build_network,
+    latest_checkpoint,
     load_base,
     load_parent,
 )
@@ -537,26 +538,14 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
 
 
 def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
-    """Finds the latest whole checkpoint on the main rank, for all; None where a run has none yet.
+    """Finds the latest whole checkpoint, the main rank's for all; None where a run has none yet.
 
     Raises ValueError where none that the run has is whole, or where another rank does not see it.
     """
-    NONE_YET, NONE_WHOLE = -1, -2
-    latest = checkpoints.latest(run_dir) if accelerator.is_main_process else None
-    if latest is not None:
-        found = checkpoints.step_of(latest)
-    else:
-        found = NONE_WHOLE if checkpoints.all_steps(run_dir) else NONE_YET
-    step = ranks.main_rank_says(accelerator, found)
-    if step == NONE_WHOLE:
+    folder = latest_checkpoint(run_dir)
+    if folder is None and ranks.main_rank_says(accelerator, len(checkpoints.all_steps(run_dir))):
         raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
                          f"one, or move the folder away to start from the beginning.")
-    if step == NONE_YET:
-        return None
-    folder = checkpoints.step_folder(run_dir, step)
-    if not folder.is_dir():
-        raise ValueError(f"Rank {accelerator.process_index} does not see {folder}, from which the main rank resumes: "
-                         f"{run_dir} must lie on a disk that all nodes share. Set run_dir.")
     return folder
 
 

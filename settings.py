@@ -9,6 +9,7 @@ import errno
 import functools
 import json
 import logging
+import math
 import os
 import re
 import stat
@@ -22,7 +23,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, NoReturn, TypeVar
 
 from omegaconf import OmegaConf
-from pydantic import BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 import ranks
@@ -55,10 +56,17 @@ class Says(str):
     """The words for a type whose declaration does not say them by itself."""
 
 
+def _square(tokens: int) -> int:
+    if math.isqrt(tokens) ** 2 != tokens:
+        raise ValueError(f"{tokens} tokens make no square: take 64, 256 or 1024, for instance.")
+    return tokens
+
+
 Whole = Annotated[int, Field(ge=0, le=2**62)]      # so that sums of two still fit into 64 bits
 Count = Annotated[int, Field(ge=1, le=2**62)]
 Size = Annotated[int, Field(ge=1, le=2**16)]      # of one side of an array: more is a slip, and fills the memory
 Depth = Annotated[int, Field(ge=1, le=1000)]      # blocks
+Tokens = Annotated[Size, AfterValidator(_square)]
 Classes = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]      # of a sampler
 Number = Annotated[float, Field(allow_inf_nan=False)]

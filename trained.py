@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
+from accelerate import PartialState
 from pydantic import Field
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -17,6 +18,7 @@ from torch import Tensor
 
 import adapter as adapters
 import checkpoint as checkpoints
+import ranks
 from autoencoder import Convention, require_unpacked
 from blocks import BLOCKS
 from dit import DiT, infer_architecture, timestep_frequencies
@@ -398,20 +400,46 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
 EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")      # of scripts/export.py
 
 
+def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
+    """Finds a run's latest whole checkpoint on the main rank, for all; None where it has none.
+
+    A run that still trains may save another meanwhile. Raises ValueError where a rank does not see the one found.
+    """
+    state = PartialState()
+    found = checkpoints.latest(run, names) if state.is_main_process else None
+    step = ranks.main_rank_says(state, -1 if found is None else checkpoints.step_of(found))
+    if step < 0:
+        return None
+    folder = checkpoints.step_folder(run, step)
+    if not folder.is_dir():
+        raise ValueError(f"Rank {state.process_index} does not see {folder}, which the main rank found: {run} must lie "
+                         f"on a disk that all nodes share. Set run_dir or checkpoint.")
+    return folder
+
+
+def settled(path: str, weights: str = "ema") -> str:
+    """Names the latest checkpoint of the run at `path`, so that all that follows reads the same; else returns `path`.
+
+    Raises ValueError where the run has none that is whole.
+    """
+    if (Path(path) / "meta.json").is_file() or not (Path(path) / "checkpoints").is_dir():
+        return path
+    folder = latest_checkpoint(Path(path), (weights,))
+    if folder is None:
+        raise ValueError(f"The run {path} holds no whole checkpoint yet; let it train until its first save.")
+    return str(folder)
+
+
 def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
     """Finds the weights file that `path` names, and its checkpoint folder or None; raises ValueError for none."""
+    path = Path(settled(str(path), weights))
     if path.is_file():
         return path, path.parent if (path.parent / "meta.json").is_file() else None
     if (path / "meta.json").is_file():
         exported = (path / name for name in EXPORTED)
         return next((file for file in exported if file.is_file()), path / f"{weights}.safetensors"), path
-    if not (path / "checkpoints").is_dir():
-        raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
-                         f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
-    folder = checkpoints.latest(path, (weights,))
-    if folder is None:
-        raise ValueError(f"The run {path} holds no whole checkpoint yet; let it train until its first save.")
-    return folder / f"{weights}.safetensors", folder
+    raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
+                     f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
 
 
 def load_trained(

@@ -33,7 +33,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from accelerate import Accelerator
-from pydantic import AfterValidator, Field
+from pydantic import Field
 from torch import Tensor
 from torch._dynamo.utils import counters
 
@@ -50,7 +50,7 @@ import train  # noqa: E402
 from data import Latents, batches, open_latents, to_latent  # noqa: E402
 from dit import DiT, multiply_adds  # noqa: E402
 from run import ModelSettings, Sums, check_batch_size, describe_network  # noqa: E402
-from settings import Classes, Count, Location, Size, Steps, Whole, command, commit, one_of  # noqa: E402
+from settings import Classes, Count, Location, Size, Steps, Tokens, Whole, command, commit, one_of  # noqa: E402
 from trained import GuidanceSettings, RouteSettings, build_diffusion, build_guidance, build_network  # noqa: E402
 
 VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
@@ -72,15 +72,6 @@ Batches = Iterator[tuple[Tensor, Tensor, Tensor]]
 
 
 # ---- settings -------------------------------------------------------------------------------------------------------
-
-
-def square(tokens: int) -> int:
-    if math.isqrt(tokens) ** 2 != tokens:
-        raise ValueError(f"{tokens} tokens make no square: take 64, 256 or 1024, for instance.")
-    return tokens
-
-
-Tokens = Annotated[Size, AfterValidator(square)]
 
 
 class BenchmarkSettings(GuidanceSettings, ModelSettings):

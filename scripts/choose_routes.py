@@ -21,14 +21,14 @@ from typing import Annotated
 import numpy as np
 import torch
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, Field
+from pydantic import Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dit import multiply_adds  # noqa: E402
 from routing_module import Route, resolve_routes  # noqa: E402
 from run import ModelSettings, describe_network  # noqa: E402
-from settings import CONFIGS, Count, Settings, Size, command, shown  # noqa: E402
+from settings import CONFIGS, Count, Settings, Tokens, command, shown  # noqa: E402
 from trained import build_network  # noqa: E402
 
 # FID of B/2 after 400K steps without guidance (arXiv 2501.04765): by selection ratio, on the route 2→8; by the block
@@ -52,17 +52,11 @@ This ranking is for B/2 at 400K steps. Of another size the paper tells one thing
 7.38 and one from about 4 to 18 has 18.81. For other data, sizes and lengths of training it is a guess."""
 
 
-def square(tokens: int) -> int:
-    if math.isqrt(tokens) ** 2 != tokens:
-        raise ValueError(f"{tokens} tokens make no square: take 64, 256 or 1024, for instance.")
-    return tokens
-
-
 class ChoiceSettings(Settings):
     """configs/choose_routes.yaml."""
 
     speedup: Annotated[float, Field(gt=1, le=1000)] | None
-    tokens: Annotated[list[Annotated[Size, AfterValidator(square)]], Field(min_length=1)]
+    tokens: Annotated[list[Tokens], Field(min_length=1)]
     count: Count
     measure: bool
     benchmark: dict

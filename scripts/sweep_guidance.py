@@ -26,7 +26,7 @@ import speed  # noqa: E402
 from guidance import ends  # noqa: E402
 from sample import save_image  # noqa: E402
 from settings import Location, Number, Settings, command  # noqa: E402
-from trained import Gamma  # noqa: E402
+from trained import Gamma, build_guidance, load_trained, settled  # noqa: E402
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
 
@@ -117,6 +117,12 @@ def main(cfg: SweepSettings) -> None:
             state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: passed over, as gamma1 is above gamma2.")
         else:
             points.append({"scale": scale, "gamma1": gamma1, "gamma2": gamma2})
+    # A run that still trains saves meanwhile: every point is of the same weights.
+    cfg = cfg.model_copy(update={"checkpoint": settled(cfg.checkpoint, cfg.weights or "ema"),
+                                 "weak": cfg.weak and settled(cfg.weak)})
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads)
+    for chosen in points:      # refuses now what drawing would refuse
+        build_guidance(cfg.model_copy(update=chosen), trained)
     plain = cfg.model_copy(update={"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None,
                                    "routes": None, "channels": None})
     unguided, results = fid.run(plain, reuse=True, must_have=cfg.metric)

@@ -363,6 +363,15 @@ def test_decoding_in_pieces_gives_the_same_images_and_never_more_at_once(tmp_pat
     assert autoencoders.load(name).encode(whole)[0].shape == latents.shape
 
 
+def test_pixels_that_are_not_finite_are_a_sentence_and_not_black_images_of_finite_latents(own):
+    (Path(own[0]).parent / "my_decoder.py").write_text("def decode(z):\n    return z[:, :3] * 1e38 * 1e38\n")
+    decoder = decoder_of("python:my_decoder.decode", asked=True)
+    with pytest.raises(ValueError, match="not finite: set decode_precision=fp32 or bf16"):
+        decoder.decode(torch.ones(2, 4, 4, 4))
+    diverged = torch.full((1, 4, 4, 4), float("nan"))      # whose pictures training draws, to be looked at
+    assert not decoder.decode(diverged).any()
+
+
 # ---- commands -------------------------------------------------------------------------------------------------------
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=3, learn_sigma=False,

@@ -2,6 +2,7 @@
 
 import importlib.util
 import json
+import shutil
 
 import forked
 import numpy as np
@@ -15,6 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 import checkpoint as checkpoints
 import fid
+import ranks
 import sample
 from dit import DiT_models, multiply_adds
 from edm import EDM
@@ -230,10 +232,35 @@ def test_a_sweep_takes_schedules_and_goes_on_beside_rows_that_others_wrote(sweep
     assert sweep.scored == 0
 
 
+def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, monkeypatch):
+    training = write_run(shutil.copytree(run, tmp_path / "training"), seed=1)
+    assert load_trained(training).step == 6
+    monkeypatch.setattr(ranks, "main_rank_says", lambda state, number: 5)
+    assert load_trained(training).step == 5
+    monkeypatch.setattr(ranks, "main_rank_says", lambda state, number: 7)
+    with pytest.raises(ValueError, match="Rank 0 does not see .*step-00000007, which the main rank found"):
+        load_trained(training)
+
+
+def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sweep, run, tmp_path, monkeypatch):
+    training, score = shutil.copytree(run, tmp_path / "training"), fid.evaluate
+
+    def scored_while_training(*args, **options):
+        write_run(training, seed=1)
+        return score(*args, **options)
+
+    monkeypatch.setattr(fid, "evaluate", scored_while_training)
+    sweep(f"checkpoint={training}", "scale=1.5,2", "gamma1=0", "gamma2=0.5")
+    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
+    assert [row["source"]["step"] for row in rows] == [5, 5, 5] and len(sweep.landscape) == 2
+    assert load_trained(training).step == 6
+
+
 @pytest.mark.parametrize(("wrong", "says"), [
     ("metric=fid", "metric=fid is not among"), ("checkpoint=null", "A sweep guides a checkpoint"), ("scale=null", r"grid.scale=\[null\] is not a list"),
     ("scale=", "grid.scale="), ("gamma2=1,2", "grid.gamma2="), ("scale=nan", "grid.scale="), ("scale=1,x", "grid.scale="),
     ("num_steps=2,3", "gives several values"), ("reference=none.npz", "none.npz is not a file"), ("checkpoint=nowhere", "nowhere"),
+    ("routes=[{start_layer_idx: 1, end_layer_idx: 9}]", "9"), ("weak=nowhere", "There is no run"),
 ])
 def test_a_mistake_in_a_sweep_is_a_sentence(sweep, tmp_path, wrong, says):
     with pytest.raises(SystemExit, match=f"^sweep_guidance.py: .*{says}"):
@@ -257,7 +284,7 @@ def test_a_sweep_is_started_from_a_command_line(tmp_path):
     result = forked.run("scripts/sweep_guidance.py", "checkpoint=nowhere", "reference=none.npz", "features=pixels", "scale=2", "gamma1=0.9,0",
                         "gamma2=0.5", f"results={tmp_path}/results.jsonl", f"picture={tmp_path}/landscape.png")
     assert "gamma1=0.9 gamma2=0.5: passed over" in result.stdout
-    assert result.returncode == 1 and result.stderr.startswith("sweep_guidance.py: reference=none.npz is not a file")
+    assert result.returncode == 1 and result.stderr.startswith("sweep_guidance.py: There is no run, checkpoint folder or weights file at nowhere")
     assert not list(tmp_path.iterdir())
 
 
