@@ -10,7 +10,6 @@ any of them can be repeated by hand. Writes <out>/study.json, study.md, score-ov
 at. Scores outlive checkpoints: what study.json holds of a run whose folder is gone stays there.
 """
 
-import itertools
 import json
 import math
 import os
@@ -21,11 +20,9 @@ import subprocess
 import sys
 import time
 from collections import defaultdict
-from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
-import numpy as np
 import torch
 from omegaconf import OmegaConf
 from pydantic import ConfigDict, Field
@@ -35,7 +32,7 @@ sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
 import fid  # noqa: E402
 from dit import multiply_adds  # noqa: E402
-from sample import save_image  # noqa: E402
+from scripts.comparison import AXES, crossing, draw_figures, tables  # noqa: E402
 from settings import (  # noqa: E402
     Count,
     Location,
@@ -54,7 +51,6 @@ from settings import (  # noqa: E402
 )
 from trained import CheckpointRecord, RouteSettings, build_network  # noqa: E402
 
-AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Setting = Annotated[str, Field(pattern="="), Says("key=value")]
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
 NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
@@ -529,267 +525,6 @@ def read_timing(cfg: StudySettings) -> ToldStudy | None:
         return None
     timing = read_record(Timing, path, "Remove it, and time again with tasks=[time].")
     return ToldStudy(name=cfg.study.name, runs=[], timing=timing)
-
-
-# ---- dense against routed, over seeds -------------------------------------------------------------------------------
-
-
-Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then by seed
-
-
-def unguided(runs: list[dict], *variants: str) -> list[Scores]:
-    """Finds the unguided scores of variants, in the order of training.
-
-    Only scores of the fewest images are compared: a distance depends on their number.
-    """
-    found = [(run, score) for run in runs if run["variant"] in variants for score in run["scores"]
-             if score["guidance"] == "unguided"]
-    few = min((score["num_samples"] for _, score in found), default=0)
-    at: dict[str, Scores] = {variant: defaultdict(dict) for variant in variants}
-    for run, score in found:
-        if score["num_samples"] == few:
-            at[run["variant"]][score["images"]][run["seed"]] = score
-    return [dict(sorted(at[variant].items())) for variant in variants]
-
-
-def values_of(scores: Iterable[dict]) -> list[float]:
-    return [score["value"] for score in scores]
-
-
-def spread(values: Iterable[float]) -> float | None:
-    """Returns the standard deviation over seeds (of n − 1), None where there is one seed."""
-    values = list(values)
-    return statistics.stdev(values) if len(values) > 1 else None
-
-
-def verdict(one: list[float], other: list[float]) -> dict:
-    """Compares two variants' scores, lower being better: the difference of the means, and the larger deviation."""
-    spreads = [spread(values) for values in (one, other)]
-    larger = None if None in spreads else max(spreads)
-    return {"difference": statistics.mean(other) - statistics.mean(one), "spread": larger,
-            "n": min(len(one), len(other))}
-
-
-def lower_of(first: str, second: str, difference: float, spread: float | None) -> str | None:
-    """Names the variant that scores lower; None where the difference is smaller than the spread over seeds, or 0."""
-    if difference == 0 or (spread is not None and abs(difference) < spread):
-        return None
-    return second if difference < 0 else first
-
-
-def curve(runs: list[dict], variant: str, axis: str) -> list[tuple[float, float, float | None, int]]:
-    """Returns a variant's unguided scores in the order of training: (axis, mean over seeds, deviation or None, n)."""
-    points = []
-    for by_seed in unguided(runs, variant)[0].values():
-        x, values = next(iter(by_seed.values()))[axis], values_of(by_seed.values())
-        if x is not None:
-            points.append((x, statistics.mean(values), spread(values), len(values)))
-    return points
-
-
-def compared(
-    runs: list[dict], first: str, second: str, axis: str,
-) -> list[tuple[float, dict[int, tuple[float, float]]]]:
-    """Lists wherever on `axis` one of two variants was scored and both had come that far: (place, values by seed).
-
-    A seed's values are first's and second's, of the seeds that both have. Between two scores of a seed a line over the
-    axis's logarithm stands for it: learning curves are nearly straight there, and a line over the axis itself would
-    lie above the curve and flatter the variant that was scored more densely. The untrained network is left out.
-    """
-    sides = []
-    for at in unguided(runs, first, second):
-        line = defaultdict(dict)      # by seed: places and values
-        for by_seed in at.values():
-            for seed, score in by_seed.items():
-                if score[axis]:
-                    line[seed][score[axis]] = score["value"]
-        sides.append(line)
-    seeds = sorted(sides[0].keys() & sides[1].keys())
-    rows = []
-    for place in sorted({place for line in sides for seed in seeds for place in line[seed]}):
-        there = [seed for seed in seeds if all(min(line[seed]) <= place <= max(line[seed]) for line in sides)]
-        if there:
-            rows.append((place, {seed: tuple(on_line(line[seed], place) for line in sides) for seed in there}))
-    return rows
-
-
-def on_line(values: dict[float, float], place: float) -> float:
-    return float(np.interp(math.log(place), [math.log(known) for known in values], list(values.values())))
-
-
-def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
-    """Finds where the mean scores of two variants cross for the last time, on a line over the axis's logarithm.
-
-    Below it is from there on the one that is lower at the end. Seeds are compared that both have at the end, as a seed
-    that ends early would move the means. `at` is None where one is lower at all places past the untrained network, and
-    where at the end the two differ by less than the spread over seeds, the larger of their two standard deviations;
-    then none is better at the end. One seed has no spread.
-    """
-    rows = compared(runs, first, second, axis)
-    last = rows[-1][1] if rows else {}
-    at, end = None, verdict(*zip(*last.values(), strict=True)) if last else {"difference": None, "spread": None, "n": 0}
-    gaps = [(place, statistics.mean(values[seed][1] - values[seed][0] for seed in last))
-            for place, values in rows if last.keys() <= values.keys()]
-    for (place, gap), (next_place, next_gap) in itertools.pairwise(gaps):
-        if (gap < 0) != (next_gap < 0):
-            at = place * (next_place / place) ** (gap / (gap - next_gap))
-    better = None if end["difference"] is None else lower_of(first, second, end["difference"], end["spread"])
-    return {"between": [first, second], "axis": axis, "at": at if better else None,
-            "better_at_the_end": better, **end}
-
-
-# ---- what is told ---------------------------------------------------------------------------------------------------
-
-
-def mean_of(values: list[float]) -> str:
-    if len(values) == 1:
-        return f"{values[0]:.3f} (n=1)"
-    return f"{statistics.mean(values):.3f} ± {spread(values):.3f} (n={len(values)})" if values else ""
-
-
-def place_of(place: float, axis: str) -> str:
-    return f"{place:.3g}" if axis == "flops" else f"{place:,.0f}"
-
-
-def called(name: str | None, n: int) -> str:
-    """Says which of two is lower, and where one seed or its spread forbids more."""
-    if n == 1:
-        return f"{name or 'none'}, of one seed: no spread is known"
-    return name or "none: less than the spread"
-
-
-def table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|",
-            *("| " + " | ".join(row) + " |" for row in rows), ""]
-
-
-def tables(result: dict) -> str:
-    """Writes the study as Markdown: scores over steps, differences, guided scores and their cost, crossings."""
-    lines = [f"# {result['name']}", ""]
-    for run in result["runs"]:
-        if run["steps"] is None or run["step"] < run["steps"]:
-            lines.append(f"* {run['variant']}, seed {run['seed']}: not finished, {run['step']} of "
-                         f"{run['steps'] or '?'} steps.")
-    lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Two variants are "
-              "compared over the seeds that both have. A difference of their means smaller than the larger of their "
-              "two standard deviations is called none. Between two scores of a run, a line over the logarithm of "
-              "images, seconds or FLOPs stands for it.",
-              *scores_over_steps(result), *differences(result), *guided_scores(result)]
-    lines += ["", "## Crossings", ""]
-    for found in result["crossings"]:
-        first, second = found["between"]
-        place = "no crossing" if found["at"] is None else f"last crossing at {place_of(found['at'], found['axis'])}"
-        end = f"lower at the end: {called(found['better_at_the_end'], found['n'])} (n={found['n']})"
-        lines.append(f"* {second} and {first} over {AXES[found['axis']]}: {place}; "
-                     f"{end if found['n'] else 'nothing to compare yet'}.")
-    if timing := result["timing"]:
-        lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
-                      f"{timing['torch']}, commit {timing['commit']}."]
-    return "\n".join(lines) + "\n"
-
-
-def measured_by(result: dict) -> dict[tuple[str, int], dict[str, dict[int, dict[str, dict[int, dict]]]]]:
-    """Orders all scores by metric and number of images, then by variant, step, guidance and seed."""
-    groups: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(dict))))
-    for run in result["runs"]:
-        for score in run["scores"]:
-            at = groups[score["metric"], score["num_samples"]][run["variant"]][score["step"]]
-            at[score["guidance"]][run["seed"]] = score
-    return dict(sorted(groups.items()))
-
-
-def scores_over_steps(result: dict) -> list[str]:
-    lines = []
-    for (metric, num_samples), by_variant in measured_by(result).items():
-        steps = sorted({step for by_step in by_variant.values() for step in by_step if by_step[step].get("unguided")})
-        rows = [[variant, *(mean_of(values_of(by_step.get(step, {}).get("unguided", {}).values())) for step in steps)]
-                for variant, by_step in by_variant.items()]
-        if steps:
-            lines += ["", f"## {metric} of {num_samples:,} images, unguided",
-                      *table(["variant", *(f"step {step:,}" for step in steps)], rows)]
-        lines += [f"Floor: {floor['value']:.3f} of {num_samples:,} real images ({floor['images']})."
-                  for floor in result["floor"] if (floor["metric"], floor["num_samples"]) == (metric, num_samples)]
-    return lines
-
-
-def differences(result: dict) -> list[str]:
-    lines = []
-    for crossed in result["crossings"]:
-        (first, second), axis = crossed["between"], crossed["axis"]
-        rows = []
-        for place, by_seed in compared(result["runs"], first, second, axis):
-            values = list(zip(*by_seed.values(), strict=True))
-            found = verdict(*values)
-            name = lower_of(first, second, found["difference"], found["spread"])
-            rows.append([place_of(place, axis), *map(mean_of, values),
-                         f"{found['difference']:+.3f}", "" if found["spread"] is None else f"{found['spread']:.3f}",
-                         called(name, found["n"])])
-        if rows:
-            lines += ["", f"## {second} against {first}, at equal {AXES[axis]}",
-                      *table([AXES[axis], first, second, "difference", "spread", "lower"], rows)]
-    return lines
-
-
-def guided_scores(result: dict) -> list[str]:
-    """Sets each guided score beside the unguided one of the same weights and number of images, with its cost."""
-    lines = []
-    for (metric, num_samples), by_variant in measured_by(result).items():
-        rows = []
-        for variant, by_step in by_variant.items():
-            for step, by_guidance in by_step.items():
-                plain = by_guidance.get("unguided", {})
-                for guidance, by_seed in by_guidance.items():
-                    if guidance == "unguided":
-                        continue
-                    seeds, change, cost = sorted(by_seed.keys() & plain.keys()), "", ""
-                    if seeds:
-                        found = verdict(*(values_of(side[seed] for seed in seeds) for side in (plain, by_seed)))
-                        name = lower_of("unguided", "guided", found["difference"], found["spread"])
-                        change = f"{found['difference']:+.3f}, lower: {called(name, found['n'])}"
-                        passes, own = (side[seeds[0]]["multiply_adds_an_image"] for side in (by_seed, plain))
-                        cost = f"{passes / own:.2f}" if passes and own else ""
-                    rows.append([variant, f"{step:,}", guidance, mean_of(values_of(by_seed.values())), change, cost])
-        if rows:
-            lines += ["", f"## {metric} of {num_samples:,} images, guided",
-                      *table(["variant", "step", "guidance", metric, "against unguided", "cost over unguided"], rows)]
-    return lines
-
-
-def draw_figures(result: dict, out: Path) -> list[Path]:
-    """Draws score against images, seconds and FLOPs, a line for each variant and a band of ± one deviation.
-
-    Only variants that are compared, where any are: a fine-tune counts its own images, not those of what it began with.
-    """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from PIL import Image
-
-    drawn, named = [], {variant for found in result["crossings"] for variant in found["between"]}
-    variants = dict.fromkeys(run["variant"] for run in result["runs"] if not named or run["variant"] in named)
-    for axis, label in AXES.items():
-        curves = {variant: [point for point in curve(result["runs"], variant, axis) if point[0] > 0]
-                  for variant in variants}
-        if not any(curves.values()):
-            continue
-        figure, plot = pyplot.subplots(figsize=(7, 4.5), layout="constrained", dpi=150)
-        for variant, points in curves.items():
-            if points:
-                x, mean, deviation, _ = (list(values) for values in zip(*points, strict=True))
-                deviation = [d or 0 for d in deviation]
-                [line] = plot.plot(x, mean, marker="o", label=variant)
-                low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
-                plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
-        metric = next(score["metric"] for run in result["runs"] for score in run["scores"])
-        plot.set(xscale="log", xlabel=label, ylabel=metric,
-                 title=f"{result['name']}: mean over seeds ± standard deviation")
-        plot.legend()
-        figure.canvas.draw()
-        picture = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
-        save_image(picture.convert("RGB"), out / f"score-over-{axis}.png")
-        pyplot.close(figure)
-        drawn.append(out / f"score-over-{axis}.png")
-    return drawn
 
 
 def report(cfg: StudySettings) -> None:

@@ -20,7 +20,7 @@ from dit import DiT
 from edm import EDM
 from rf import RF
 from routing_module import Route
-from scripts import study
+from scripts import comparison, study
 from scripts.benchmark import write_latents
 from settings import read
 from train import step_seed, train_step
@@ -134,7 +134,7 @@ def test_of_two_records_of_a_run_the_one_that_came_further_stays(tmp_path):
     result = study.collect(settings(tmp_path / "study", rows=[early, late]))
     assert [(run["variant"], run["seed"], run["step"], len(run["scores"])) for run in result["runs"]] == [
         ("dit", 0, 4, 2), ("tread", 0, 0, 0), ("dit", 1, 0, 0), ("tuned", 0, 0, 0), ("dit", 7, 4, 1)]      # of a seed that has left
-    assert "tread, seed 0: not finished, 0 of 4 steps" in study.tables(result)
+    assert "tread, seed 0: not finished, 0 of 4 steps" in comparison.tables(result)
 
 
 @pytest.mark.parametrize(("changed", "says"), [
@@ -163,7 +163,7 @@ def test_seconds_are_those_of_one_machine_and_say_which(tmp_path):
     (tmp_path / "study/timing.json").write_text(json.dumps(TIMING))
     result = study.collect(settings(tmp_path / "study", rows=rows))      # tread was not timed here, and has no seconds
     assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [2.0, None] and result["timing"]["device"] == "one"
-    assert "timed in turns on one machine, one, torch 2.11.0, commit abc" in study.tables(result)
+    assert "timed in turns on one machine, one, torch 2.11.0, commit abc" in comparison.tables(result)
     (tmp_path / "study/timing.json").write_text(json.dumps({"dit": {"rounds": [1.0], "median": 1.0}}))
     with pytest.raises(ValueError, match="device is missing.*time again with tasks=.time."):
         study.collect(settings(tmp_path / "study"))
@@ -203,43 +203,43 @@ def of(variant: str, seed: int, *scores: tuple[int, float]) -> dict:
 
 def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     runs = [of("a", 0, (0, 9), (10, 5), (20, 3)), of("b", 0, (0, 9), (10, 7), (20, 2))]
-    found = study.crossing(runs, "a", "b", "images")
+    found = comparison.crossing(runs, "a", "b", "images")
     assert abs(found["at"] - 10 * 2 ** (2 / 3)) < 1e-9 and found["better_at_the_end"] == "b"
-    assert study.crossing(runs, "b", "a", "images")["at"] == found["at"]      # whoever is named first
+    assert comparison.crossing(runs, "b", "a", "images")["at"] == found["at"]      # whoever is named first
     never = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 4))]
-    assert study.crossing(never, "a", "b", "images") == {"between": ["a", "b"], "axis": "images", "at": None, "better_at_the_end": "a",
+    assert comparison.crossing(never, "a", "b", "images") == {"between": ["a", "b"], "axis": "images", "at": None, "better_at_the_end": "a",
                                                          "difference": 1, "spread": None, "n": 1}
-    assert study.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
-    assert study.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
+    assert comparison.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
+    assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
 
 
 def test_of_several_crossings_the_last_one_counts():
     runs = [of("a", 0, (5, 9), (10, 5), (20, 6), (40, 3)), of("b", 0, (5, 8), (10, 6), (20, 5), (40, 4))]
-    found = study.crossing(runs, "a", "b", "images")
+    found = comparison.crossing(runs, "a", "b", "images")
     assert found["at"] == pytest.approx(20 * 2**0.5) and found["better_at_the_end"] == "a"
 
 
 def test_only_scores_of_the_fewest_images_are_compared():
     runs = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 2))]
     runs[0]["scores"].append(runs[0]["scores"][1] | {"num_samples": 999, "value": 1.0})
-    assert study.curve(runs, "a", "images") == [(10, 5, None, 1), (20, 3, None, 1)]
+    assert comparison.curve(runs, "a", "images") == [(10, 5, None, 1), (20, 3, None, 1)]
 
 
 def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
     """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
     runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
-    assert study.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
+    assert comparison.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
     ahead = [of("a", 0, (10, 7), (40, 5)), of("b", 0, (5, 7), (20, 5), (30, 4))]      # of what both have reached: 10 to 30
-    assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in study.compared(ahead, "a", "b", "images")] == [
+    assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in comparison.compared(ahead, "a", "b", "images")] == [
         (10, True), (20, True), (30, True)]
-    assert study.crossing(ahead, "a", "b", "images")["at"] is None      # lower from the first place on
+    assert comparison.crossing(ahead, "a", "b", "images")["at"] is None      # lower from the first place on
 
 
 def test_a_seed_that_ends_early_makes_no_crossing():
     """Of seed 0 a is lower throughout; of seed 1, which ended at 20, b is, by more."""
     runs = [of("a", 0, (10, 7), (20, 6), (40, 5)), of("b", 0, (10, 8), (20, 7), (40, 6)),
             of("a", 1, (10, 9), (20, 8)), of("b", 1, (10, 5), (20, 4))]
-    found = study.crossing(runs, "a", "b", "images")
+    found = comparison.crossing(runs, "a", "b", "images")
     assert (found["at"], found["better_at_the_end"], found["n"]) == (None, "a", 1)
 
 
@@ -252,7 +252,7 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
 
 def test_the_mean_and_its_spread_are_over_seeds():
     runs = [of("a", 0, (10, 4)), of("a", 1, (10, 6)), of("a", 2, (20, 1))]
-    assert study.curve(runs, "a", "images") == [(10, 5, 2**0.5, 2), (20, 1, None, 1)]
+    assert comparison.curve(runs, "a", "images") == [(10, 5, 2**0.5, 2), (20, 1, None, 1)]
 
 
 @pytest.mark.parametrize(("gain", "better", "says"), [(0.5, None, "none: less than the spread"), (3, "b", "| b |")])
@@ -260,16 +260,16 @@ def test_a_difference_smaller_than_the_spread_over_seeds_is_called_none(gain, be
     """a scores 5 and 3 at the end: a deviation of 1.414; b the same less `gain`, and less spread."""
     runs = [of("a", 0, (10, 7), (20, 5)), of("a", 1, (10, 7), (20, 3)), of("a", 2, (10, 99), (20, 99)),      # b has no seed 2
             of("b", 0, (10, 8), (20, 4.5 - gain)), of("b", 1, (10, 8), (20, 3.5 - gain))]
-    found = study.crossing(runs, "a", "b", "images")
+    found = comparison.crossing(runs, "a", "b", "images")
     assert found["better_at_the_end"] == better and (found["at"] is None) == (better is None)
     assert (found["difference"], found["spread"], found["n"]) == (-gain, 2**0.5, 2)
-    assert study.crossing(runs, "b", "a", "images")["spread"] == 2**0.5      # the larger one, whoever is named first
+    assert comparison.crossing(runs, "b", "a", "images")["spread"] == 2**0.5      # the larger one, whoever is named first
     result = {"name": "x", "runs": [run | {"step": 2, "steps": 2} for run in runs], "crossings": [found], "floor": [], "timing": None}
-    assert says in study.tables(result) and "(n=2)" in study.tables(result)
+    assert says in comparison.tables(result) and "(n=2)" in comparison.tables(result)
     alone = [run for run in runs if run["seed"] == 0]
-    assert study.crossing(alone, "a", "b", "images")["spread"] is None
-    result |= {"runs": [run | {"step": 2, "steps": 2} for run in alone], "crossings": [study.crossing(alone, "a", "b", "images")]}
-    assert "lower at the end: b, of one seed: no spread is known (n=1)" in study.tables(result)
+    assert comparison.crossing(alone, "a", "b", "images")["spread"] is None
+    result |= {"runs": [run | {"step": 2, "steps": 2} for run in alone], "crossings": [comparison.crossing(alone, "a", "b", "images")]}
+    assert "lower at the end: b, of one seed: no spread is known (n=1)" in comparison.tables(result)
 
 
 def test_no_two_ways_to_guide_have_the_same_name():
@@ -287,7 +287,7 @@ def test_a_guided_score_stands_beside_the_unguided_one_with_its_cost():
     [plain] = run["scores"]
     plain["multiply_adds_an_image"] = 100
     run["scores"].append(plain | {"guidance": "label, scale 2", "value": 3.5, "multiply_adds_an_image": 172})
-    [row] = [line for line in study.guided_scores({"runs": [run]}) if "scale 2" in line]
+    [row] = [line for line in comparison.guided_scores({"runs": [run]}) if "scale 2" in line]
     assert row == "| a | 2 | label, scale 2 | 3.500 (n=1) | -0.500, lower: guided, of one seed: no spread is known | 1.72 |"
 
 

@@ -22,7 +22,7 @@ from safetensors.torch import save
 import data
 import scoring
 from images import UnreadableImage, open_source
-from scripts import import_latents, prepare_latents
+from scripts import import_latents, latent_forms, prepare_latents
 from scripts.fuzz import Accepted, Reader
 from scripts.fuzz.damage import (
     OF_BYTES,
@@ -111,7 +111,7 @@ def listed(variant: str) -> Files:
 def pairs() -> Files:
     rows = normal(COUNT, 1, 4, SIDE, SIDE)
     return {f"{part}/{i}.npy": npy(array) for i in range(COUNT) for part, array in (
-        (import_latents.FEATURES, rows[i]), (import_latents.LABELS, LABELS[i : i + 1].astype("<i8")))}
+        (latent_forms.FEATURES, rows[i]), (latent_forms.LABELS, LABELS[i : i + 1].astype("<i8")))}
 
 
 @cache
