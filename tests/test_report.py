@@ -52,7 +52,7 @@ def write_rows(path, rows):
 
 
 def make_study(folder):
-    scores = {("dit", 0): (10.0, 6.0), ("dit", 1): (12.0, 8.0), ("tread", 0): (11.0, 5.0)}
+    scores = {("dit", 0): (10.0, 6.0), ("dit", 1): (12.0, 8.0), ("tread", 0): (11.0, 5.0), ("tuned", 0): (7.0, 4.0)}
     runs = [{"variant": variant, "seed": seed, "step": 4, "steps": 4, "new_key": {"of": "later"}, "scores": [
         {"step": step, "images": 6 * step, "seconds": None, "flops": 1e9 * step, "metric": "fd_pixels", "value": value, "num_samples": 4,
          "guidance": "unguided", "another_new_key": 1} for step, value in zip((2, 4), values, strict=True)]}
@@ -60,7 +60,7 @@ def make_study(folder):
     folder.mkdir(parents=True)
     (folder / "study.json").write_text(json.dumps({
         "name": "tiny", "commit": "abc", "runs": [*runs, {"variant": "late", "seed": 0, "step": 0, "steps": None, "scores": []}],
-        "crossings": [{"between": ["dit", "tread"], "axis": "images", "at": 15.0, "better_at_the_end": "tread"}]}))
+        "crossings": [{"between": ["dit", "tread"], "axis": "images", "at": 15.0, "better_at_the_end": "tread", "n": 1}]}))
     return folder
 
 
@@ -247,11 +247,11 @@ def test_a_study_is_its_curves_over_seeds_whatever_keys_are_new(tmp_path):
     report.build(cfg(tmp_path / "out", study=make_study(tmp_path / "study")))
     study = data_of(tmp_path / "out")["study"]
     [figure] = study["figures"]
-    dit, tread = figure["lines"]
+    dit, tread, _ = figure["lines"]
     assert dit["variant"] == "dit" and dit["mean"] == [11.0, 7.0] and dit["n"] == [2, 2]
     assert dit["deviation"] == pytest.approx([math.sqrt(2)] * 2) and tread["deviation"] == [None, None]
     assert dit["images"] == [12, 24] and dit["seconds"] == [None, None] and study["unfinished"] == ["late, seed 0: 0 of ? steps"]
-    assert len(study["scores"]) == 6 and study["scores"][0]["another_new_key"] == 1 and study["crossings"][0]["at"] == 15.0
+    assert len(study["scores"]) == 8 and study["scores"][0]["another_new_key"] == 1 and study["crossings"][0]["at"] == 15.0
 
 
 # ---- how it is written ----------------------------------------------------------------------------------------------
@@ -390,6 +390,16 @@ def test_every_tab_opens_by_mouse_and_by_keyboard_and_nothing_complains(browser,
     assert len(query(browser, ".plot")) == len(query(browser, ".plot[data-drawn=yes]")) == 8      # 6 of training, a score, the study
     drawn = browser.execute_script("return plots.map(({lines}) => lines.map(({source}) => [...source.data.x].length))")
     assert all(count > 1 for lines in drawn for count in lines) and not complaints(browser)
+
+
+def test_a_studys_curves_are_of_what_is_compared_and_its_tables_of_all(browser, page):
+    visit(browser, page)
+    browser.find_element("id", "tab-study").click()
+    [panel] = query(browser, "#panel-study")
+    [plot] = wait(lambda: query(browser, "#panel-study .plot[data-drawn=yes]"))
+    assert plot.get_attribute("aria-label") == "fd_pixels over steps: dit ends at 7, tread ends at 5"
+    assert {row.text.split(" ")[0] for row in query(browser, "#panel-study tbody tr")} == {"dit", "tread", "tuned"}
+    assert "tread and dit over images: last crossing at 15; lower at the end: tread, of one seed: no spread is known." in panel.text
 
 
 def test_what_was_left_out_and_what_came_from_files_is_text(browser, page):

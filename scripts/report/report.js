@@ -565,7 +565,11 @@ function studyTab(panel) {
   if (!study.figures.length) return void panel.append(element("p", {}, "No run of the study has a score yet."));
   const variants = [...new Set(study.scores.map(score => score.variant))];
   const grid = element("div", {className: "figures"});
-  const curves = study.figures.filter(figure => figure.lines.some(line => line.step.length > 1));
+  // Of variants that are compared: a fine-tune counts its own images, not those of what it began with.
+  const compared = study.crossings.flatMap(({between}) => between || []);
+  const curves = study.figures.map(figure => ({...figure, lines: figure.lines.filter(
+    ({variant}) => !compared.length || compared.includes(variant))})).filter(
+    ({lines}) => lines.some(line => line.step.length > 1));
   panel.append(element("div", {className: "controls"}, choice("study", "Over", offered, axis, value => {
     axis = value;
     remember({study: value});
@@ -592,10 +596,11 @@ function studyTab(panel) {
         })]})), {label: `${figure.metric}, ${figure.guided}`}));
   }
   if (study.crossings.length) panel.append(element("h2", {}, "Crossings"), element("ul", {}, ...study.crossings.map(
-    ({between: pair, axis: over, at, better_at_the_end: end}) => element("li", {},
+    ({between: pair, axis: over, at, better_at_the_end: end, n}) => element("li", {},
       `${(pair || ["?", "?"])[1]} and ${(pair || ["?", "?"])[0]} over ${axes[over] || over}: ` +
       (at === null || at === undefined ? "no crossing" : `last crossing at ${number(at)}`) +
-      (end ? `; lower at the end: ${end}.` : ".")))));
+      (n === 0 ? "; nothing to compare yet." : `; lower at the end: ${end || "none"}` +
+        (n === 1 ? ", of one seed: no spread is known." : end ? "." : ": less than the spread."))))));
   panel.append(downloads(`${study.name} all scores`, () => {
     const columns = [...new Set(study.scores.flatMap(Object.keys))];
     return {columns, rows: study.scores.map(row => columns.map(column => row[column] ?? null))};
