@@ -59,10 +59,15 @@ def lower_of(first: str, second: str, difference: float, spread: float | None) -
 
 
 def curve(runs: list[dict], variant: str, axis: str) -> list[tuple[float, float, float | None, int]]:
-    """Returns a variant's unguided scores in the order of training: (axis, mean over seeds, deviation or None, n)."""
-    points = []
-    for by_seed in unguided(runs, variant)[0].values():
-        x, values = next(iter(by_seed.values()))[axis], values_of(by_seed.values())
+    """Returns a variant's unguided scores in the order of training: (axis, mean over seeds, deviation or None, n).
+
+    They are of the seeds that have come furthest, as one that ended early would bend the line where it ends.
+    """
+    points, at = [], unguided(runs, variant)[0]
+    furthest = at[max(at)].keys() if at else ()
+    for by_seed in at.values():
+        there = [score for seed, score in by_seed.items() if seed in furthest]
+        x, values = there[0][axis] if there else None, values_of(there)
         if x is not None:
             points.append((x, statistics.mean(values), spread(values), len(values)))
     return points
@@ -165,8 +170,19 @@ def tables(result: dict) -> str:
                      f"{end if found['n'] else 'nothing to compare yet'}.")
     if timing := result["timing"]:
         lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
-                      f"{timing['torch']}, commit {timing['commit']}."]
+                      f"{timing['torch']}, commit {timing['commit']}.", *ratios(result)]
     return "\n".join(lines) + "\n"
+
+
+def ratios(result: dict) -> list[str]:
+    """Sets the seconds of two compared variants beside one another, turn by turn."""
+    lines, rounds = [], result["timing"]["rounds"]
+    for first, second in dict.fromkeys(tuple(found["between"]) for found in result["crossings"]):
+        if pairs := list(zip(rounds.get(first, ()), rounds.get(second, ()), strict=False)):
+            said = ", ".join(f"{one:.3g} / {other:.3g} = {one / other:.2f}" for one, other in pairs)
+            median = statistics.median(one / other for one, other in pairs)
+            lines.append(f"* {first} over {second}, turn by turn: {said}; median {median:.2f}.")
+    return ["", *lines] if lines else []
 
 
 def measured_by(result: dict) -> dict[tuple[str, int], dict[str, dict[int, dict[str, dict[int, dict]]]]]:

@@ -122,7 +122,7 @@ for name in ${PARTS:-benchmark data official timing study}; do
         official) [ -z "$OFFICIAL" ] || part official 240 bash -c beside ;;
         timing)
             part timing 300 "$python" scripts/study.py study="$study" out="$results/study" 'tasks=[time]' \
-                'timed=[dit,tread]' "$@" ;;
+                'timed=[dit,tread]' rounds=3 "$@" ;;
         study)
             [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" data/cifar10-test.zip
             floor=(); [ "$study" != cifar10 ] || [ -f data/cifar10-test.zip ] || floor=("study.floor=[]")

@@ -164,6 +164,8 @@ def test_seconds_are_those_of_one_machine_and_say_which(tmp_path):
     result = study.collect(settings(tmp_path / "study", rows=rows))      # tread was not timed here, and has no seconds
     assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [2.0, None] and result["timing"]["device"] == "one"
     assert "timed in turns on one machine, one, torch 2.11.0, commit abc" in comparison.tables(result)
+    result["timing"]["rounds"] = {"dit": [1.2, 3.0, 1.0], "tread": [0.6, 1.0]}
+    assert "dit over tread, turn by turn: 1.2 / 0.6 = 2.00, 3 / 1 = 3.00; median 2.50." in comparison.tables(result)
     (tmp_path / "study/timing.json").write_text(json.dumps({"dit": {"rounds": [1.0], "median": 1.0}}))
     with pytest.raises(ValueError, match="device is missing.*time again with tasks=.time."):
         study.collect(settings(tmp_path / "study"))
@@ -250,9 +252,11 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
 
 
-def test_the_mean_and_its_spread_are_over_seeds():
-    runs = [of("a", 0, (10, 4)), of("a", 1, (10, 6)), of("a", 2, (20, 1))]
-    assert comparison.curve(runs, "a", "images") == [(10, 5, 2**0.5, 2), (20, 1, None, 1)]
+def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
+    runs = [of("a", 0, (10, 4), (20, 1)), of("a", 1, (10, 6), (20, 3)), of("a", 2, (10, 99))]
+    assert comparison.curve(runs, "a", "images") == [(10, 5, 2**0.5, 2), (20, 2, 2**0.5, 2)]
+    assert comparison.curve(runs[:1], "a", "images") == [(10, 4, None, 1), (20, 1, None, 1)]
+    assert comparison.curve(runs, "b", "images") == []
 
 
 @pytest.mark.parametrize(("gain", "better", "says"), [(0.5, None, "none: less than the spread"), (3, "b", "| b |")])
