@@ -21,16 +21,26 @@ Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then 
 def unguided(runs: list[dict], *variants: str) -> list[Scores]:
     """Finds the unguided scores of variants, in the order of training.
 
-    Only scores of the fewest images are compared: a distance depends on their number.
+    Only those of one metric and number of images are compared, as a distance depends on both: of the fewest images.
     """
     found = [(run, score) for run in runs if run["variant"] in variants for score in run["scores"]
              if score["guidance"] == "unguided"]
-    few = min((score["num_samples"] for _, score in found), default=0)
+    fewest = min((measure_of(score) for _, score in found), default=None)
     at: dict[str, Scores] = {variant: defaultdict(dict) for variant in variants}
     for run, score in found:
-        if score["num_samples"] == few:
+        if measure_of(score) == fewest:
             at[run["variant"]][score["images"]][run["seed"]] = score
     return [dict(sorted(at[variant].items())) for variant in variants]
+
+
+def measure_of(score: dict) -> tuple[int, str]:
+    return score["num_samples"], score["metric"]
+
+
+def measure_in_words(*sides: Scores) -> str:
+    """Says what the scores of `unguided` are: metric and number of images; nothing where there are none."""
+    scores = (score for at in sides for by_seed in at.values() for score in by_seed.values())
+    return next((f"{score['metric']} of {score['num_samples']:,} images" for score in scores), "")
 
 
 def values_of(scores: Iterable[dict]) -> list[float]:
@@ -51,19 +61,19 @@ def verdict(one: list[float], other: list[float]) -> dict:
             "n": min(len(one), len(other))}
 
 
-def lower_of(first: str, second: str, difference: float, spread: float | None) -> str | None:
-    """Names the variant that scores lower; None where the difference is smaller than the spread over seeds, or 0."""
-    if difference == 0 or (spread is not None and abs(difference) < spread):
+def lower_of(first: str, second: str, difference: float, larger: float | None) -> str | None:
+    """Names the variant that scores lower; None where the difference is 0 or below the larger of the deviations."""
+    if difference == 0 or (larger is not None and abs(difference) < larger):
         return None
     return second if difference < 0 else first
 
 
-def curve(runs: list[dict], variant: str, axis: str) -> list[tuple[float, float, float | None, int]]:
-    """Returns a variant's unguided scores in the order of training: (axis, mean over seeds, deviation or None, n).
+def curve(at: Scores, axis: str) -> list[tuple[float, float, float | None, int]]:
+    """Returns a variant's scores in the order of training: (place on the axis, mean over seeds, deviation or None, n).
 
     They are of the seeds that have come furthest, as one that ended early would bend the line where it ends.
     """
-    points, at = [], unguided(runs, variant)[0]
+    points = []
     furthest = at[max(at)].keys() if at else ()
     for by_seed in at.values():
         there = [score for seed, score in by_seed.items() if seed in furthest]
@@ -116,6 +126,7 @@ def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
     at, end = None, verdict(*zip(*last.values(), strict=True)) if last else {"difference": None, "spread": None, "n": 0}
     gaps = [(place, statistics.mean(values[seed][1] - values[seed][0] for seed in last))
             for place, values in rows if last.keys() <= values.keys()]
+    gaps = [(place, gap) for place, gap in gaps if gap]      # lines that only touch do not cross
     for (place, gap), (next_place, next_gap) in itertools.pairwise(gaps):
         if (gap < 0) != (next_gap < 0):
             at = place * (next_place / place) ** (gap / (gap - next_gap))
@@ -137,11 +148,11 @@ def place_of(place: float, axis: str) -> str:
     return f"{place:.3g}" if axis == "flops" else f"{place:,.0f}"
 
 
-def called(name: str | None, n: int) -> str:
+def lower_in_words(name: str | None, n: int) -> str:
     """Says which of two is lower, and where one seed or its spread forbids more."""
     if n == 1:
         return f"{name or 'none'}, of one seed: no spread is known"
-    return name or "none: less than the spread"
+    return name or "none: within the spread"
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -165,9 +176,10 @@ def tables(result: dict) -> str:
     for found in result["crossings"]:
         first, second = found["between"]
         place = "no crossing" if found["at"] is None else f"last crossing at {place_of(found['at'], found['axis'])}"
-        end = f"lower at the end: {called(found['better_at_the_end'], found['n'])} (n={found['n']})"
-        lines.append(f"* {second} and {first} over {AXES[found['axis']]}: {place}; "
-                     f"{end if found['n'] else 'nothing to compare yet'}.")
+        end = f"lower at the end: {lower_in_words(found['better_at_the_end'], found['n'])} (n={found['n']})"
+        nothing = "nothing to compare" + (", or no step was timed" if found["axis"] == "seconds" else " yet")
+        lines.append(f"* {second} and {first} over {AXES[found['axis']]}: {place}; {end}." if found["n"] else
+                     f"* {second} and {first} over {AXES[found['axis']]}: {nothing}.")
     if timing := result["timing"]:
         lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
                       f"{timing['torch']}, commit {timing['commit']}.", *ratios(result)]
@@ -204,9 +216,10 @@ def scores_over_steps(result: dict) -> list[str]:
         if steps:
             lines += ["", f"## {metric} of {num_samples:,} images, unguided",
                       *table(["variant", *(f"step {step:,}" for step in steps)], rows)]
-        lines += [f"Floor: {floor['value']:.3f} of {num_samples:,} real images ({floor['images']})."
-                  for floor in result["floor"] if (floor["metric"], floor["num_samples"]) == (metric, num_samples)]
-    return lines
+    if result["floor"]:
+        lines += ["", "## Real images, the floor", ""]
+    return lines + [f"* {floor['metric']} of {floor['num_samples']:,} images: {floor['value']:.3f} ({floor['images']})."
+                    for floor in result["floor"]]
 
 
 def differences(result: dict) -> list[str]:
@@ -220,9 +233,10 @@ def differences(result: dict) -> list[str]:
             name = lower_of(first, second, found["difference"], found["spread"])
             rows.append([place_of(place, axis), *map(mean_of, values),
                          f"{found['difference']:+.3f}", "" if found["spread"] is None else f"{found['spread']:.3f}",
-                         called(name, found["n"])])
+                         lower_in_words(name, found["n"])])
         if rows:
-            lines += ["", f"## {second} against {first}, at equal {AXES[axis]}",
+            measure = measure_in_words(*unguided(result["runs"], first, second))
+            lines += ["", f"## {second} against {first}, at equal {AXES[axis]}: {measure}",
                       *table([AXES[axis], first, second, "difference", "spread", "lower"], rows)]
     return lines
 
@@ -242,7 +256,7 @@ def guided_scores(result: dict) -> list[str]:
                     if seeds:
                         found = verdict(*(values_of(side[seed] for seed in seeds) for side in (plain, by_seed)))
                         name = lower_of("unguided", "guided", found["difference"], found["spread"])
-                        change = f"{found['difference']:+.3f}, lower: {called(name, found['n'])}"
+                        change = f"{found['difference']:+.3f}, lower: {lower_in_words(name, found['n'])}"
                         passes, own = (side[seeds[0]]["multiply_adds_an_image"] for side in (by_seed, plain))
                         cost = f"{passes / own:.2f}" if passes and own else ""
                     rows.append([variant, f"{step:,}", guidance, mean_of(values_of(by_seed.values())), change, cost])
@@ -264,26 +278,28 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
 
     drawn, named = [], {variant for found in result["crossings"] for variant in found["between"]}
     variants = dict.fromkeys(run["variant"] for run in result["runs"] if not named or run["variant"] in named)
+    sides = unguided(result["runs"], *variants)
     for axis, label in AXES.items():
-        curves = {variant: [point for point in curve(result["runs"], variant, axis) if point[0] > 0]
-                  for variant in variants}
+        path = out / f"score-over-{axis}.png"
+        curves = {variant: [point for point in curve(at, axis) if point[0] > 0]
+                  for variant, at in zip(variants, sides, strict=True)}
         if not any(curves.values()):
+            path.unlink(missing_ok=True)      # of an earlier report
             continue
         figure, plot = pyplot.subplots(figsize=(7, 4.5), layout="constrained", dpi=150)
         for variant, points in curves.items():
             if points:
-                x, mean, deviation, _ = (list(values) for values in zip(*points, strict=True))
+                x, mean, deviation, seeds = (list(values) for values in zip(*points, strict=True))
                 deviation = [d or 0 for d in deviation]
-                [line] = plot.plot(x, mean, marker="o", label=variant)
+                [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]}")
                 low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
                 plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
-        metric = next(score["metric"] for run in result["runs"] for score in run["scores"])
-        plot.set(xscale="log", xlabel=label, ylabel=metric,
-                 title=f"{result['name']}: mean over seeds ± standard deviation")
+        plot.set(xscale="log", xlabel=label, ylabel=measure_in_words(*sides),
+                 title=f"{result['name']}: mean over n seeds ± standard deviation")
         plot.legend()
         figure.canvas.draw()
         picture = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
-        save_image(picture.convert("RGB"), out / f"score-over-{axis}.png")
+        save_image(picture.convert("RGB"), path)
         pyplot.close(figure)
-        drawn.append(out / f"score-over-{axis}.png")
+        drawn.append(path)
     return drawn

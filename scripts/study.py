@@ -210,6 +210,7 @@ class Timing(Record):
     device: str
     commit: str | None
     torch: str
+    steps: Count | None = None              # of a turn
     rounds: dict[str, list[Positive]]
 
     def seconds(self, variant: str) -> float | None:
@@ -303,13 +304,20 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
         sys.exit(128 + told[0][0] if told else code if code > 0 else 128 - code)
 
 
-def finished(run: Run) -> bool:
-    """Tells whether a run has taken the steps that its own record says it should."""
-    folder = checkpoints.latest(run.folder)
+def record_of(run: Run) -> RunRecord | None:
+    """Reads what a run's latest checkpoint says; None where there is none. Raises ValueError for another run's."""
+    folder = checkpoints.latest(run.folder) if run.folder.is_dir() else None
     if folder is None:
-        return False
+        return None
     meta = read_record(RunRecord, folder / "meta.json", f"{run.folder} is no run of this study; move it away.")
-    return meta.step >= (asked_steps(run) or meta.config.steps or math.inf)
+    refuse_foreign(run, run.folder, {key: leaf(meta.config.model_dump(), key) for key in settings_of(run.train)})
+    return meta
+
+
+def finished(run: Run) -> bool:
+    """Tells whether a run has taken the steps that the study, or else its own record, says it should."""
+    meta = record_of(run)
+    return meta is not None and meta.step >= (asked_steps(run) or meta.config.steps or math.inf)
 
 
 def asked_steps(run: Run) -> int | None:
@@ -359,24 +367,40 @@ def score_once(
     checkpoints.write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def time_in_turns(cfg: StudySettings) -> dict:
-    """Times the training step of each variant, one after the other, again and again, and says on what."""
-    rounds, machine = defaultdict(list), {}
-    firsts = {run.variant: run for run in reversed(runs_of(cfg))}
-    if unknown := set(cfg.timed or ()) - firsts.keys():
-        raise ValueError(f"timed names {', '.join(sorted(unknown))}; the study has {', '.join(sorted(firsts))}.")
+def timed_variants(cfg: StudySettings) -> list[str]:
+    """Lists the variants whose steps are timed; raises ValueError for one that the study has not."""
+    names = sorted({run.variant for run in runs_of(cfg)})
+    if unknown := set(cfg.timed or ()) - set(names):
+        raise ValueError(f"timed names {', '.join(sorted(unknown))}; the study has {', '.join(names)}.")
+    return cfg.timed or names
+
+
+def time_in_turns(cfg: StudySettings) -> None:
+    """Times the training step of each variant, one after the other, again and again, and writes timing.json.
+
+    Turns that are there already count, if machine, code and number of steps are the same.
+    """
+    path, firsts = Path(cfg.out) / "timing.json", {run.variant: run for run in reversed(runs_of(cfg))}
+    told = read_timing(cfg)
+    before = told.model_dump() if told and told.steps == cfg.steps_timed else {}
+    rounds = defaultdict(list, before.pop("rounds", {}))
     quiet = ["samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", f"log.every={cfg.steps_timed}",
              f"steps={2 * cfg.steps_timed}", "init_from=null"]
-    for turn in range(cfg.rounds):
-        for name in cfg.timed or sorted(firsts):
-            run = firsts[name]
-            folder = Path(cfg.out).resolve() / "timing" / f"{name}-{turn}"
-            checkpoints.remove(folder)
-            call(cfg, "train.py", [*run.train, *quiet, f"run_dir={folder}"])
-            rounds[name].append(checkpoints.read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"])
-            machine = checkpoints.read_meta(checkpoints.latest(folder))["history"][-1]
-            checkpoints.remove(folder)
-    return {**{key: machine[key] for key in ("device", "commit", "torch")}, "rounds": rounds}
+    while True:
+        name = min(timed_variants(cfg), key=lambda name: len(rounds[name]))      # of equals the first
+        if len(rounds[name]) >= cfg.rounds:
+            return
+        folder = Path(cfg.out).resolve() / "timing" / name
+        checkpoints.remove(folder)
+        call(cfg, "train.py", [*firsts[name].train, *quiet, f"run_dir={folder}"])
+        seconds = checkpoints.read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"]
+        machine = checkpoints.read_meta(checkpoints.latest(folder))["history"][-1]
+        checkpoints.remove(folder)
+        now = {key: machine[key] for key in ("device", "commit", "torch")} | {"steps": cfg.steps_timed}
+        if now != before:
+            rounds, before = defaultdict(list), now
+        rounds[name].append(seconds)
+        checkpoints.write_text(path, json.dumps({**now, "rounds": rounds}, indent=1) + "\n")
 
 
 # ---- what the runs have come to --------------------------------------------------------------------------------------
@@ -424,23 +448,26 @@ def refuse_foreign(run: Run, where: object, other: dict[str, object]) -> None:
 
 
 def from_disk(run: Run) -> dict | None:
-    """Gathers what a run's folder holds; None where there is no checkpoint. Raises ValueError for a foreign one."""
-    folder = checkpoints.latest(run.folder) if run.folder.is_dir() else None
-    if folder is None:
+    """Gathers what a run's folder holds; None where there is no checkpoint. Raises ValueError for a foreign one.
+
+    Scores that neither its training nor this study asked for, as those of a sweep, are not the study's.
+    """
+    meta = record_of(run)
+    if meta is None:
         return None
-    meta = read_record(RunRecord, folder / "meta.json", f"{run.folder} is no run of this study; move it away.")
-    refuse_foreign(run, run.folder, {key: leaf(meta.config.model_dump(), key) for key in settings_of(run.train)})
     with torch.device("meta"):
         net = build_network(meta.network)
     flops = 3 * 2 * sum(multiply_adds(net, net.routes))      # of an image: forward, and twice that backward
     results = run.folder / "results.jsonl"
     scores = [{
         "step": row["source"]["step"], "images": row["source"]["step"] * meta.batch_size,
-        "flops": row["source"]["step"] * meta.batch_size * flops, **told_of(row),
+        "flops": row["source"]["step"] * meta.batch_size * flops, **told_of(row, results),
         "seeds": row["source"]["seeds"], "guidance": guidance_name(row["source"]["guidance"]),
         "sampling_precision": row["source"]["precision"],
         "multiply_adds_an_image": sum(row["source"]["multiply_adds"].values()),
-    } for row in fid.read_results(results) if read(ScoredRow, row, f"{results}: ")]
+        "in_training": bool(row["source"].get("in_training")), "study": row.get("study"),
+    } for row in fid.read_results(results)
+        if (row["source"].get("in_training") or "study" in row) and read(ScoredRow, row, f"{results}: ")]
     return {"variant": run.variant, "seed": run.seed, "step": meta.step,
             "steps": asked_steps(run) or meta.config.steps, "routes": meta.network.get("routes", []),
             "diffusion": meta.diffusion, "precision": meta.config.precision, "history": meta.history,
@@ -448,10 +475,14 @@ def from_disk(run: Run) -> dict | None:
             "scores": scores}
 
 
-def told_of(row: dict) -> dict:
-    """Takes out of a row of results.jsonl its first number, and by what code, device and files it was measured."""
-    metric, value = next(iter(row["metrics"].items()))
-    return {"metric": metric, "value": value, "num_samples": row["images"], "device": row["device"],
+def told_of(row: dict, results: Path) -> dict:
+    """Takes out of a row of results.jsonl its distance, and by what code, device and files it was measured."""
+    distances = [name for name in row["metrics"] if name == "fid" or name.startswith("fd_")]
+    if not distances:
+        raise ValueError(f"{results} has a row with {', '.join(row['metrics'])}, and a study compares runs by their "
+                         f"Fréchet distance: let metrics and evaluate.metrics have it, or move the file away.")
+    metric = distances[0]
+    return {"metric": metric, "value": row["metrics"][metric], "num_samples": row["images"], "device": row["device"],
             "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"].get("torch"),
             "extractor": row["extractor"].get("name"), "extractor_sha256": row["extractor"].get("sha256"),
             "reference_sha256": row["reference"].get("sha256")}
@@ -482,25 +513,27 @@ def furthest(candidates: list[dict | None]) -> dict | None:
 
 
 def complete(run: Run, told: list[ToldStudy]) -> bool:
-    """Tells whether a run was recorded to its end with all scores, so that it need not be trained where it is gone."""
+    """Tells whether a run was recorded to its end with all its scores, so that nothing of it is made again."""
     old = furthest([old.model_dump() for study in told for old in study.runs
                     if (old.variant, old.seed) == (run.variant, run.seed)])
     steps = old and (asked_steps(run) or old["steps"])
     last = [score for score in old["scores"] if score["step"] == old["step"]] if old else []
     every = ["evaluate.every=0", *(text for text in run.train if text.startswith("evaluate.every="))][-1]
-    evaluated = every != "evaluate.every=0"
-    return bool(steps) and old["step"] >= steps and len(last) >= len(run.at_end) + evaluated
+    evaluated = every == "evaluate.every=0" or any(score.get("in_training") for score in last)
+    scored = all(point in [score.get("study") for score in last] for point in run.at_end)
+    return bool(steps) and old["step"] >= steps and scored and evaluated
 
 
 def collect(cfg: StudySettings) -> dict:
     """Gathers every score of every run, on disk or recorded before, with the images, FLOPs and seconds until then."""
     told, runs = told_before(cfg), []
-    timing = next((study.timing for study in [read_timing(cfg), *told] if study and study.timing), None)
+    timing = next((timing for timing in (read_timing(cfg), *(study.timing for study in told)) if timing), None)
     known = {(run.variant, run.seed): run for run in runs_of(cfg)}
     for key, run in known.items():
         recorded = [old.model_dump() for study in told for old in study.runs if (old.variant, old.seed) == key]
-        runs.append(furthest([from_disk(run), *recorded]) or {
-            "variant": run.variant, "seed": run.seed, "step": 0, "steps": asked_steps(run), "scores": []})
+        record = furthest([from_disk(run), *recorded]) or {
+            "variant": run.variant, "seed": run.seed, "step": 0, "steps": None, "scores": []}
+        runs.append(record | {"steps": asked_steps(run) or record["steps"]})
     # Of a variant or a seed that the study no longer lists: what was measured stays in the file.
     gone = {(old.variant, old.seed): old.model_dump() for study in reversed(told) for old in study.runs
             if (old.variant, old.seed) not in known and old.scores}
@@ -509,7 +542,7 @@ def collect(cfg: StudySettings) -> dict:
         for score in run["scores"]:
             score["seconds"] = None if second is None else score["step"] * second
     home = Path(cfg.out) / "floor" / "results.jsonl"
-    floor = [{"images": Path(str(row["source"].get("path"))).name, **told_of(row)}
+    floor = [{"images": Path(str(row["source"].get("path"))).name, **told_of(row, home)}
              for row in fid.read_results(home) if read(FloorRow, row, f"{home}: ")]
     floor = floor or next((study.model_dump()["floor"] for study in told if study.floor), [])
     return {"name": cfg.study.name, "commit": commit(), "runs": [*runs, *gone.values()], "floor": floor,
@@ -519,12 +552,9 @@ def collect(cfg: StudySettings) -> dict:
             "crossings": [crossing(runs, *pair, axis) for pair in cfg.study.compare for axis in AXES]}
 
 
-def read_timing(cfg: StudySettings) -> ToldStudy | None:
+def read_timing(cfg: StudySettings) -> Timing | None:
     path = Path(cfg.out) / "timing.json"
-    if not path.is_file():
-        return None
-    timing = read_record(Timing, path, "Remove it, and time again with tasks=[time].")
-    return ToldStudy(name=cfg.study.name, runs=[], timing=timing)
+    return read_record(Timing, path, "Remove it, and time again with tasks=[time].") if path.is_file() else None
 
 
 def report(cfg: StudySettings) -> None:
@@ -542,8 +572,11 @@ def main(cfg: StudySettings) -> None:
     if cfg.part is not None and "time" in cfg.tasks:
         raise ValueError(f"part={cfg.part} is one of several processes, and seconds are timed with nothing beside: set "
                          f"tasks=[train,score], and tasks=[time,report] once all parts have ended.")
+    timed_variants(cfg)
     runs, told = runs_of(cfg), told_before(cfg)
     own = share(runs, cfg.part)
+    for run in own:
+        record_of(run)      # refuses now, before anything slow, what is another run's
     if "score" in cfg.tasks and runs[0] in own:      # one process of several
         score_floor(cfg)      # first, as it takes no training to find that its images are not there
     recorded = {run.folder for run in runs if complete(run, told)}
@@ -562,7 +595,7 @@ def main(cfg: StudySettings) -> None:
         if "score" in cfg.tasks and finished(run):
             score_at_end(cfg, run)
     if "time" in cfg.tasks:
-        checkpoints.write_text(Path(cfg.out) / "timing.json", json.dumps(time_in_turns(cfg), indent=1) + "\n")
+        time_in_turns(cfg)
     if "report" in cfg.tasks:
         report(cfg)
 

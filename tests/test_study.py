@@ -7,6 +7,7 @@ import signal
 import sys
 import threading
 import time
+from pathlib import Path
 from types import SimpleNamespace
 
 import forked
@@ -22,7 +23,7 @@ from rf import RF
 from routing_module import Route
 from scripts import comparison, study
 from scripts.benchmark import write_latents
-from settings import read
+from settings import read, read_record
 from train import step_seed, train_step
 from trained import RouteSettings
 
@@ -99,7 +100,7 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert dense[4] == 2 * dense[2] > routed[4] > 0
     assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
-    assert "real images (shapes)" in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of one seed") >= 3
+    assert "## Real images, the floor\n\n* fd_pixels of 4 images: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of one seed") >= 3
     with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
         study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
@@ -108,10 +109,22 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
 
     # A run of other settings under a name of the study is not reported as the study's.
     foreign = settings(tmp_path / "study", study=matrix | {"train": [*matrix["train"], "optimizer.lr=1e-3"]}, tasks=["report"])
-    with pytest.raises(ValueError, match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 in"):
-        (tmp_path / "study/study.json").unlink()
-        study.main.__wrapped__(foreign)
+    (tmp_path / "study/study.json").unlink()
+    for tasks in (["report"], ["train"]):      # nor trained on
+        with pytest.raises(ValueError, match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 in"):
+            study.main.__wrapped__(foreign.model_copy(update={"tasks": tasks}))
+
+    # Nor is a score that somebody made of one of its runs.
+    results = tmp_path / "study/runs/dit-seed0/results.jsonl"
+    row = json.loads(results.read_text().splitlines()[0])
+    with results.open("a") as file:
+        file.write(json.dumps(row | {"images": 2, "source": row["source"] | {"in_training": False}}) + "\n")
     study.main.__wrapped__(settings(tmp_path / "study", study=matrix, tasks=["report"]))
+
+    # A point that the study asks for later is not taken for one that was scored.
+    told_study, [run, *_] = read_record(study.ToldStudy, tmp_path / "study/study.json", ""), study.runs_of(cfg)
+    assert study.complete(run, [told_study])
+    assert not study.complete(run.model_copy(update={"at_end": [["guidance=cfg", "scale=3"]]}), [told_study])
 
     # The weights go, the scores stay, and nothing is trained again; nor where another machine goes on from the scores.
     shutil.rmtree(tmp_path / "study/runs")
@@ -171,6 +184,35 @@ def test_seconds_are_those_of_one_machine_and_say_which(tmp_path):
         study.collect(settings(tmp_path / "study"))
 
 
+def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, monkeypatch):
+    called, machine = [], {"device": "one", "commit": "abc", "torch": "2"}
+
+    def timed(cfg, program, overrides):
+        folder = Path(next(text for text in reversed(overrides) if text.startswith("run_dir=")).removeprefix("run_dir="))
+        called.append(folder.name)
+        if len(called) == 4:
+            raise KeyboardInterrupt
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "sec_per_step": float(len(called))}) + "\n")
+
+    monkeypatch.setattr(study, "call", timed)
+    monkeypatch.setattr(study.checkpoints, "latest", lambda folder: folder)
+    monkeypatch.setattr(study.checkpoints, "read_meta", lambda folder: {"history": [{"step": 0, **machine}]})
+    cfg = settings(tmp_path, tasks=["time"], rounds=2, steps_timed=2, timed=["dit", "tread"])
+    with pytest.raises(KeyboardInterrupt):
+        study.time_in_turns(cfg)
+    study.time_in_turns(cfg)
+    study.time_in_turns(cfg)
+    assert called == ["dit", "tread", "dit", "tread", "tread"]
+    expected = {**machine, "steps": 2, "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
+    assert json.loads((tmp_path / "timing.json").read_text()) == expected
+    machine["device"] = "another"
+    study.time_in_turns(settings(tmp_path, tasks=["time"], rounds=3, steps_timed=2, timed=["dit", "tread"]))
+    assert len(called) == 11 and json.loads((tmp_path / "timing.json").read_text())["device"] == "another"
+    with pytest.raises(ValueError, match="timed names dot; the study has dit, tread, tuned"):
+        study.main.__wrapped__(settings(tmp_path, timed=["dot"]))
+
+
 def test_a_signal_reaches_what_the_study_runs_once_and_the_study_waits_for_it(tmp_path):
     (tmp_path / "stub.py").write_text("""if True:
         import pathlib, signal, sys, time
@@ -203,6 +245,10 @@ def of(variant: str, seed: int, *scores: tuple[int, float]) -> dict:
          "guidance": "unguided"} for images, value in scores]}
 
 
+def curve_of(runs, variant):
+    return comparison.curve(*comparison.unguided(runs, variant), "images")
+
+
 def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     runs = [of("a", 0, (0, 9), (10, 5), (20, 3)), of("b", 0, (0, 9), (10, 7), (20, 2))]
     found = comparison.crossing(runs, "a", "b", "images")
@@ -221,10 +267,18 @@ def test_of_several_crossings_the_last_one_counts():
     assert found["at"] == pytest.approx(20 * 2**0.5) and found["better_at_the_end"] == "a"
 
 
-def test_only_scores_of_the_fewest_images_are_compared():
+def test_only_scores_of_one_metric_and_the_fewest_images_are_compared():
     runs = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 2))]
-    runs[0]["scores"].append(runs[0]["scores"][1] | {"num_samples": 999, "value": 1.0})
-    assert comparison.curve(runs, "a", "images") == [(10, 5, None, 1), (20, 3, None, 1)]
+    runs[0]["scores"] += [runs[0]["scores"][1] | {"num_samples": 999, "value": 1.0}, runs[0]["scores"][1] | {"metric": "of others", "value": 0.5}]
+    assert curve_of(runs, "a") == [(10, 5, None, 1), (20, 3, None, 1)]
+    assert comparison.measure_in_words(*comparison.unguided(runs, "a", "b")) == "fd of 9 images"
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_lines_that_begin_at_one_point_or_only_touch_do_not_cross(names):
+    for b in ((10, 5), (20, 2)), ((10, 4), (20, 3), (40, 1)):
+        runs = [of("a", 0, (10, 5), (20, 3), (40, 2)), of("b", 0, *b)]
+        assert comparison.crossing(runs, *names, "images")["at"] is None
 
 
 def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
@@ -254,12 +308,12 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
 
 def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
     runs = [of("a", 0, (10, 4), (20, 1)), of("a", 1, (10, 6), (20, 3)), of("a", 2, (10, 99))]
-    assert comparison.curve(runs, "a", "images") == [(10, 5, 2**0.5, 2), (20, 2, 2**0.5, 2)]
-    assert comparison.curve(runs[:1], "a", "images") == [(10, 4, None, 1), (20, 1, None, 1)]
-    assert comparison.curve(runs, "b", "images") == []
+    assert curve_of(runs, "a") == [(10, 5, 2**0.5, 2), (20, 2, 2**0.5, 2)]
+    assert curve_of(runs[:1], "a") == [(10, 4, None, 1), (20, 1, None, 1)]
+    assert curve_of(runs, "b") == []
 
 
-@pytest.mark.parametrize(("gain", "better", "says"), [(0.5, None, "none: less than the spread"), (3, "b", "| b |")])
+@pytest.mark.parametrize(("gain", "better", "says"), [(0.5, None, "none: within the spread"), (3, "b", "| b |")])
 def test_a_difference_smaller_than_the_spread_over_seeds_is_called_none(gain, better, says):
     """a scores 5 and 3 at the end: a deviation of 1.414; b the same less `gain`, and less spread."""
     runs = [of("a", 0, (10, 7), (20, 5)), of("a", 1, (10, 7), (20, 3)), of("a", 2, (10, 99), (20, 99)),      # b has no seed 2

@@ -600,7 +600,7 @@ function studyTab(panel) {
       `${(pair || ["?", "?"])[1]} and ${(pair || ["?", "?"])[0]} over ${axes[over] || over}: ` +
       (at === null || at === undefined ? "no crossing" : `last crossing at ${number(at)}`) +
       (n === 0 ? "; nothing to compare yet." : `; lower at the end: ${end || "none"}` +
-        (n === 1 ? ", of one seed: no spread is known." : end ? "." : ": less than the spread."))))));
+        (n === 1 ? ", of one seed: no spread is known." : end ? "." : ": within the spread."))))));
   panel.append(downloads(`${study.name} all scores`, () => {
     const columns = [...new Set(study.scores.flatMap(Object.keys))];
     return {columns, rows: study.scores.map(row => columns.map(column => row[column] ?? null))};
