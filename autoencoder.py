@@ -155,19 +155,12 @@ class Autoencoder:
     def decode(self, latents: torch.Tensor) -> torch.Tensor:
         """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a piece of the batch at a time.
 
-        Raises ValueError where finite latents become pixels that are not, which would be black.
+        Raises ValueError where fp16 makes pixels of finite latents that are not, which would be black.
         """
         pixels = latents.shape[2] * latents.shape[3] * self.downsample**2
         size = self.decode_batch_size or max(1, PIXELS_AT_ONCE // pixels)
         pieces = latents.to(self.device).float().split(size)
-        return torch.cat([self.convention.images(self._pixels(self.convention.raw(piece))) for piece in pieces])
-
-    def _pixels(self, z: torch.Tensor) -> torch.Tensor:
-        pixels = self._decode(z)
-        if not pixels.isfinite().all() and z.isfinite().all():
-            raise ValueError(f"autoencoder={self.name} decodes latents to pixels that are not finite: set "
-                             f"decode_precision=fp32 or bf16, as some autoencoders overflow in fp16.")
-        return pixels
+        return torch.cat([self.convention.images(self._decode(self.convention.raw(piece))) for piece in pieces])
 
     def _encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
@@ -218,7 +211,11 @@ class DiffusersAutoencoder(Autoencoder):
         return mean, std
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.vae.decode(z.to(self.dtype)).sample
+        pixels = self.vae.decode(z.to(self.dtype)).sample
+        if self.dtype is torch.float16 and z.isfinite().all() and not pixels.isfinite().all():
+            raise ValueError(f"autoencoder={self.name} overflows in fp16, and its pixels are not finite: set "
+                             f"decode_precision=fp32 or bf16.")
+        return pixels
 
 
 class OwnDecoder(Autoencoder):

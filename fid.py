@@ -28,6 +28,7 @@ from pydantic import Field
 from torch import Tensor
 
 import checkpoint as checkpoints
+import ranks
 import speed
 from dit import DiT
 from edm import EDM
@@ -322,7 +323,8 @@ def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
 def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None) -> tuple[dict, Path]:
     """Scores what the settings name; returns the row and the file that it was appended to.
 
-    With `reuse`, a row that is there already is returned instead. Raises ValueError or OSError, with the knob, for
+    With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
+    its numbers. Raises ValueError or OSError, with the knob, for
     settings and files that cannot work, or where the metric `must_have` would not be among the numbers.
     """
     state, started = PartialState(), time.perf_counter()
@@ -348,8 +350,9 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     results = Path(cfg.results or home / "results.jsonl")
     root = results.parent / "features" if cfg.keep_features else None
     results.parent.mkdir(parents=True, exist_ok=True)
-    if results.is_dir() or not os.access(results if results.exists() else results.parent, os.W_OK):
-        raise ValueError(f"{results} cannot be written: set results=<a file>.")
+    writable = os.access(results if results.exists() else results.parent, os.W_OK)
+    if results.is_symlink() or not writable or (results.exists() and not results.is_file()):
+        raise ValueError(f"{results} cannot be written, or is no ordinary file: set results=<a file>.")
     place = results.parent.stat()
 
     def kept(record: dict, count: int) -> Kept | None:
@@ -362,8 +365,11 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
             scores, count, source, extractor, reference, seconds=time.perf_counter() - started,
             batch_size=cfg.batch_size, image_rule=rule, resolution=cfg.resolution, resumed_images=resumed_images)
 
-    if reuse and (old := scored_before(row(dict.fromkeys(metrics)), results)):
-        return old, results
+    if reuse:
+        wanted = row(dict.fromkeys(metrics))
+        old = scored_before(wanted, results)
+        if ranks.main_rank_says(state, old is not None):
+            return old or wanted, results
 
     # ---- the reference's own images, then the stream
     stored = reference.images.count if reference.images else 0

@@ -23,7 +23,7 @@ from typing import Any, NoReturn, TextIO
 
 import torch
 import torch.distributed as dist
-from accelerate import Accelerator
+from accelerate import Accelerator, PartialState
 from accelerate.utils import broadcast
 
 LOST = 75      # the exit code of ranks that end because another is gone or hangs: EX_TEMPFAIL of sysexits.h
@@ -48,9 +48,11 @@ LIMITS = Limits()
 # ---- what the main rank says, and a stop ----------------------------------------------------------------------------
 
 
-def main_rank_says(accelerator: Accelerator, number: int) -> int:
-    """Gives every rank the main one's number."""
-    return int(broadcast(torch.tensor(int(number), device=accelerator.device)))
+def main_rank_says(state: Accelerator | PartialState, number: int) -> int:
+    """Gives every rank the main one's number; one rank alone touches no device for it."""
+    if state.num_processes == 1:
+        return int(number)
+    return int(broadcast(torch.tensor(int(number), device=state.device)))
 
 
 class StopRequest:

@@ -309,7 +309,7 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
 
 
 class Sums:
-    """Sums since the last report, on the device: reading them is the only time that the loop waits for it."""
+    """Sums since the last report, on the device: which the loop waits for when it reads them."""
 
     NAMES = ("loss", "grad_norm", "steps", "skipped", "skipped_in_row")
 
@@ -369,6 +369,7 @@ class Run:
     step: int = 0
     images: int = 0
     elapsed_before: float = 0.0             # seconds of training until this process went on
+    paused: float = 0.0                     # seconds since the last report in which it saved, drew or scored
     started: float = 0.0
     run_id: str = ""
     reported_loss: float = 0.0              # of the last report

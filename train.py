@@ -161,12 +161,19 @@ def start_trackers(run: Run) -> None:
 
 
 @contextlib.contextmanager
-def shown_on(bar: tqdm, work: str) -> Iterator[None]:
-    """Says at the end of the progress bar, and to the other ranks, what the run is doing instead of stepping."""
+def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
+    """Says on the progress bar, and to the other ranks, what the run is doing instead of stepping.
+
+    Its seconds are no seconds of training; those for which a GPU is still at the steps before are.
+    """
+    if run.accelerator.device.type == "cuda":
+        torch.cuda.synchronize(run.accelerator.device)
+    began = time.perf_counter()
     bar.set_postfix_str(work)
     with ranks.working(work):
         yield
     bar.set_postfix_str("")
+    run.paused += time.perf_counter() - began
 
 
 @full_disk_is_a_sentence()
@@ -175,7 +182,8 @@ def report(run: Run, num_steps: int, since: float) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     total = run.sums.over_ranks(accelerator)
     # Not before: the sums wait for the steps that a GPU is still at. And a clock may stand, or be set back.
-    seconds = max(time.perf_counter() - since, 1e-6)
+    seconds = max(time.perf_counter() - since - run.paused, 1e-6)
+    run.paused = 0.0
     trouble = run.in_trouble(total)
     run.sums.start_again()
     row = {
@@ -305,20 +313,18 @@ def main(cfg: TrainSettings) -> None:
             reported_step, reported_at = run.step, time.perf_counter()
         stopped_by = stop.agreed(run.step, world)
         last_step = finished or stopped_by
-        paused_at = time.perf_counter()
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
-            with shown_on(bar, "saving"):
+            with paused(run, bar, "saving"):
                 save(run)
         # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
         due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and ranks.main_rank_says(accelerator, not run.grid_path.exists()):
-            with shown_on(bar, "drawing"):
+            with paused(run, bar, "drawing"):
                 draw(run)
         # The untrained network is evaluated too: it is what the numbers are to be compared with.
         if run.evaluation and (due(run.step, cfg.evaluate.every) or finished):
-            with shown_on(bar, "scoring"):
+            with paused(run, bar, "scoring"):
                 evaluate(run)
-        reported_at += time.perf_counter() - paused_at      # a report is about training, not about drawing and saving
         if last_step:
             break
 

@@ -30,13 +30,15 @@
 #   python3 -m pip install -q --no-index --no-deps --target .site .whl/*.whl; export PYTHONPATH=$PWD/.site
 set -uo pipefail
 began=$SECONDS
-for name in TRAIN_ZIP TEST_ZIP WEIGHTS OFFICIAL PREVIOUS OUT; do      # before the folder changes
+for name in TRAIN_ZIP TEST_ZIP WEIGHTS OFFICIAL PREVIOUS OUT STATE; do      # before the folder changes
     [ -z "${!name:-}" ] || printf -v "$name" '%s' "$(realpath -m "${!name}")"
 done
+case ${PYTHON:-} in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac      # a link into its environment stays one
 cd "$(dirname "$0")/.."
 state=${STATE:-runs/gpu_study} python=${PYTHON:-$(command -v python || command -v python3)} failed=()
 results=$state/results
-out=${OUT:-$state/out} study=${STUDY:-cifar10}
+out=${OUT:-$state/out} study=${STUDY:-cifar10} timed=dit,tread
+[ "$study" != cifar10_cpu ] || timed=edm-dit,edm-tread
 limit_of_call=$((began + ${LIMIT:-540}))
 end=$((limit_of_call - ${RESERVE:-45}))      # so much for the last save, the report and the packing
 export TQDM_DELAY=30
@@ -122,7 +124,7 @@ for name in ${PARTS:-benchmark data official timing study}; do
         official) [ -z "$OFFICIAL" ] || part official 240 bash -c beside ;;
         timing)
             part timing 300 "$python" scripts/study.py study="$study" out="$results/study" 'tasks=[time]' \
-                'timed=[dit,tread]' rounds=3 "$@" ;;
+                "timed=[$timed]" rounds=3 "$@" ;;
         study)
             [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" data/cifar10-test.zip
             floor=(); [ "$study" != cifar10 ] || [ -f data/cifar10-test.zip ] || floor=("study.floor=[]")

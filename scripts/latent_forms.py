@@ -39,7 +39,7 @@ class Form:
     """
 
     whose: str
-    kind: str                                   # one of KINDS, as it will be stored
+    kind: str                                   # one of data.KINDS, as it will be stored
     autoencoder: str                            # as autoencoder.py knows it; none: it knows none that decodes these
     decoder: str                                # what decodes them, for people
     downsample: int | None                      # pixels a latent's side; None: unknown

@@ -278,7 +278,11 @@ def guidance_label(guidance: object) -> str:
     scale = guidance.get("scale")
     words = [f"scale {scale:g}" if is_number(scale) else f"scale {scale}"]
     words += [f"{key} {shown(guidance[key])}" for key in ("gamma1", "gamma2") if guidance.get(key)]
+    routes = guidance["routes"] if isinstance(guidance.get("routes"), list) else []
+    words += [f"on {dig(route, 'start_layer_idx')}→{dig(route, 'end_layer_idx')}" for route in routes]
     words += ["label dropped"] if guidance.get("drop_label") else []
+    words += [f"weak of step {dig(guidance, 'weak', 'step')} ({str(dig(guidance, 'weak', 'weights_sha256'))[:8]})"
+              ] if guidance.get("weak") else []
     words += [f"interval {shown(guidance['interval'])}"] if guidance.get("interval") else []
     words += [f"first {shown(guidance['channels'])} channels"] if guidance.get("channels") else []
     return "guided, " + ", ".join(words)
@@ -499,8 +503,9 @@ def read_study(place: Path, page: Page) -> dict | None:
                 line["n"].append(len(values))
                 line["values"].append(values)
             lines.append({"variant": variant, **line})
-        figures.append({"metric": metric, "label": metric_label(metric, None), "guided": guided, "n": n,
-                        "lines": lines})
+        one = next(score for score in scores if str(score.get("metric")) == metric)
+        label = metric_label(metric, {"name": one["extractor"]} if one.get("extractor") else None)
+        figures.append({"metric": metric, "label": label, "guided": guided, "n": n, "lines": lines})
     crossings = [crossing for crossing in plain.get("crossings") or () if isinstance(crossing, dict)]
     return {"name": str(plain.get("name") or path.parent.name), "path": str(path), "figures": figures,
             "scores": scores, "unfinished": unfinished, "crossings": crossings,

@@ -10,6 +10,7 @@ each.
 
 import itertools
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
@@ -106,6 +107,14 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
     pyplot.close(figure)
 
 
+def check_points(cfg: SweepSettings, points: list[dict]) -> None:
+    """Raises ValueError, before anything slow, for a point by which the checkpoint cannot be guided."""
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads)
+    guidance, _ = build_guidance(cfg.model_copy(update=points[0]), trained)
+    for chosen in points:
+        replace(guidance, **chosen).check(trained.net)
+
+
 @command("sweep_guidance", SweepSettings)
 def main(cfg: SweepSettings) -> None:
     state = speed.join_ranks(cfg.cpu, cfg.tf32)
@@ -117,12 +126,12 @@ def main(cfg: SweepSettings) -> None:
             state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: passed over, as gamma1 is above gamma2.")
         else:
             points.append({"scale": scale, "gamma1": gamma1, "gamma2": gamma2})
+    if not points:
+        raise ValueError("No point of the grid is left: lower gamma1, or raise gamma2.")
     # A run that still trains saves meanwhile: every point is of the same weights.
     cfg = cfg.model_copy(update={"checkpoint": settled(cfg.checkpoint, cfg.weights or "ema"),
                                  "weak": cfg.weak and settled(cfg.weak)})
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads)
-    for chosen in points:      # refuses now what drawing would refuse
-        build_guidance(cfg.model_copy(update=chosen), trained)
+    check_points(cfg, points)
     plain = cfg.model_copy(update={"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None,
                                    "routes": None, "channels": None})
     unguided, results = fid.run(plain, reuse=True, must_have=cfg.metric)

@@ -363,13 +363,14 @@ def test_decoding_in_pieces_gives_the_same_images_and_never_more_at_once(tmp_pat
     assert autoencoders.load(name).encode(whole)[0].shape == latents.shape
 
 
-def test_pixels_that_are_not_finite_are_a_sentence_and_not_black_images_of_finite_latents(own):
-    (Path(own[0]).parent / "my_decoder.py").write_text("def decode(z):\n    return z[:, :3] * 1e38 * 1e38\n")
-    decoder = decoder_of("python:my_decoder.decode", asked=True)
-    with pytest.raises(ValueError, match="not finite: set decode_precision=fp32 or bf16"):
-        decoder.decode(torch.ones(2, 4, 4, 4))
-    diverged = torch.full((1, 4, 4, 4), float("nan"))      # whose pictures training draws, to be looked at
-    assert not decoder.decode(diverged).any()
+def test_an_autoencoder_that_overflows_in_fp16_is_a_sentence_and_not_black_images(tmp_path):
+    name = make_network("scale and shift", tmp_path)
+    decoder = autoencoders.load_decoder(name, (5, 4, 4), None, "cpu", torch.float16)
+    large = torch.full((2, 5, 4, 4), 6e4)      # scaled beyond what fp16 holds
+    assert decoder_of(name, (5, 4, 4)).decode(large).shape == (2, 16, 16, 3)
+    with pytest.raises(ValueError, match="overflows in fp16.*set decode_precision=fp32 or bf16"):
+        decoder.decode(large * 10)
+    assert decoder.decode(torch.full((1, 5, 4, 4), float("nan"))).shape == (1, 16, 16, 3)      # diverged: drawn, to be looked at
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------

@@ -570,18 +570,19 @@ function studyTab(panel) {
   const curves = study.figures.map(figure => ({...figure, lines: figure.lines.filter(
     ({variant}) => !compared.length || compared.includes(variant))})).filter(
     ({lines}) => lines.some(line => line.step.length > 1));
-  panel.append(element("div", {className: "controls"}, choice("study", "Over", offered, axis, value => {
+  const over = () => choice("study", "Over", offered, axis, value => {
     axis = value;
     remember({study: value});
     redraw();
-  })), grid);
+  });
+  if (curves.length) panel.append(element("div", {className: "controls"}, over()), grid);
   for (const figure of curves) grid.append(card(`${figure.metric} of ${number(figure.n)} images, ${figure.guided}`,
     `${figure.label}. Mean over seeds; the band is one standard deviation to either side, where there are two or more.`,
     element("div", {className: "plot"}), keyed(figure.lines.map(line => ({shade: variants.indexOf(line.variant),
       dash: Math.floor(variants.indexOf(line.variant) / COLORS.length), name: line.variant}))),
     downloads(`${study.name} ${figure.metric} ${figure.guided} ${figure.n}`, () => {
-      const rows = study.scores.filter(score => String(score.metric) === figure.metric
-        && String(score.guidance) === figure.guided && score.num_samples === figure.n);
+      const rows = study.scores.filter(score => String(score.metric) === figure.metric && score.num_samples === figure.n
+        && String(score.guidance) === figure.guided && figure.lines.some(line => line.variant === score.variant));
       const columns = [...new Set(rows.flatMap(Object.keys))];
       return {columns, rows: rows.map(row => columns.map(column => row[column] ?? null))};
     })));
