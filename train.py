@@ -166,14 +166,14 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
 
     Its seconds are no seconds of training; those for which a GPU is still at the steps before are.
     """
-    if run.accelerator.device.type == "cuda":
-        torch.cuda.synchronize(run.accelerator.device)
-    began = time.perf_counter()
     bar.set_postfix_str(work)
     with ranks.working(work):
+        if run.accelerator.device.type == "cuda":
+            torch.cuda.synchronize(run.accelerator.device)
+        began = time.perf_counter()
         yield
+        run.paused += time.perf_counter() - began
     bar.set_postfix_str("")
-    run.paused += time.perf_counter() - began
 
 
 @full_disk_is_a_sentence()

@@ -22,6 +22,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from PIL import Image
 from safetensors.torch import load_file
+from tqdm import tqdm
 from training_runs import assert_same_end, refusal, rows, train_here
 from training_runs import train_here as train
 
@@ -36,7 +37,7 @@ from routing_module import Route, Router
 from run import Run, Sums, TrainSettings, fitted
 from scripts import prepare_latents
 from settings import read
-from train import learning_rate, report, step_seed, train_step, update_ema
+from train import learning_rate, paused, report, step_seed, train_step, update_ema
 from train import main as train_main
 from trained import build_diffusion, build_network
 
@@ -379,6 +380,11 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
     monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: time.sleep(0.1) or sums(accelerator))
     report(run, 2, time.perf_counter())
     assert 0.05 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
+    since = time.perf_counter()
+    with paused(run, tqdm(disable=True), "saving"):      # which is not training's
+        time.sleep(1)
+    report(run, 1, since)
+    assert 0.1 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 1 and run.paused == 0
 
 
 def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
