@@ -152,15 +152,22 @@ class Autoencoder:
         return mean, torch.zeros_like(mean) if std is None else std
 
     @torch.no_grad()
-    def decode(self, latents: torch.Tensor) -> torch.Tensor:
+    def decode(self, latents: torch.Tensor, strict: bool = False) -> torch.Tensor:
         """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a piece of the batch at a time.
 
-        Raises ValueError where fp16 makes pixels of finite latents that are not, which would be black.
+        Pixels that are not finite are black; with `strict` they are a ValueError.
         """
         pixels = latents.shape[2] * latents.shape[3] * self.downsample**2
         size = self.decode_batch_size or max(1, PIXELS_AT_ONCE // pixels)
         pieces = latents.to(self.device).float().split(size)
-        return torch.cat([self.convention.images(self._decode(self.convention.raw(piece))) for piece in pieces])
+        return torch.cat([self.convention.images(self._pixels(piece, strict)) for piece in pieces])
+
+    def _pixels(self, latents: torch.Tensor, strict: bool) -> torch.Tensor:
+        pixels = self._decode(self.convention.raw(latents))
+        if strict and not pixels.isfinite().all():
+            raise ValueError(f"autoencoder={self.name} decodes these latents to pixels that are not finite: set "
+                             f"decode_precision=fp32 or bf16, or choose another checkpoint.")
+        return pixels
 
     def _encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
         raise NotImplementedError
@@ -211,11 +218,7 @@ class DiffusersAutoencoder(Autoencoder):
         return mean, std
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
-        pixels = self.vae.decode(z.to(self.dtype)).sample
-        if self.dtype is torch.float16 and z.isfinite().all() and not pixels.isfinite().all():
-            raise ValueError(f"autoencoder={self.name} overflows in fp16, and its pixels are not finite: set "
-                             f"decode_precision=fp32 or bf16.")
-        return pixels
+        return self.vae.decode(z.to(self.dtype)).sample
 
 
 class OwnDecoder(Autoencoder):

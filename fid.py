@@ -324,8 +324,8 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     """Scores what the settings name; returns the row and the file that it was appended to.
 
     With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
-    its numbers. Raises ValueError or OSError, with the knob, for
-    settings and files that cannot work, or where the metric `must_have` would not be among the numbers.
+    its numbers. Raises ValueError or OSError, with the knob, for settings and files that cannot work, or where the
+    metric `must_have` would not be among the numbers.
     """
     state, started = PartialState(), time.perf_counter()
 

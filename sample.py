@@ -396,7 +396,7 @@ def load_decoder(trained: Trained, cfg: DrawingSettings, device: torch.device) -
         trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, device,
         speed.DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, asked=cfg.autoencoder is not None,
     )
-    return lambda latents: decoder.decode(finite(latents))
+    return lambda latents: decoder.decode(finite(latents), strict=True)
 
 
 def open_sampling(

@@ -455,6 +455,7 @@ def load_trained(
     A weights file beside its meta.json is built as that says; an adapter (LoRA) is merged into its base. Without a
     meta.json the architecture is read off the shapes, and `diffusion` says whose the weights are where the file does
     not tell: they become those of an ordinary network of ours.
+    Where there are several ranks, all of them call it for a run, as its latest checkpoint is the main rank's.
     Raises ValueError where there is no such path, no whole checkpoint, weights that are not a DiT's, or of whom nobody
     says whose they are.
     """

@@ -126,9 +126,10 @@ def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
     at, end = None, verdict(*zip(*last.values(), strict=True)) if last else {"difference": None, "spread": None, "n": 0}
     gaps = [(place, statistics.mean(values[seed][1] - values[seed][0] for seed in last))
             for place, values in rows if last.keys() <= values.keys()]
-    gaps = [(place, gap) for place, gap in gaps if gap]      # lines that only touch do not cross
+    sign = 0      # of the last gap that was one: lines that only touch do not cross
     for (place, gap), (next_place, next_gap) in itertools.pairwise(gaps):
-        if (gap < 0) != (next_gap < 0):
+        sign = np.sign(gap) or sign
+        if sign * next_gap < 0:
             at = place * (next_place / place) ** (gap / (gap - next_gap))
     better = None if end["difference"] is None else lower_of(first, second, end["difference"], end["spread"])
     return {"between": [first, second], "axis": axis, "at": at if better else None,

@@ -10,16 +10,17 @@ any of them can be repeated by hand. Writes <out>/study.json, study.md, score-ov
 at. Scores outlive checkpoints: what study.json holds of a run whose folder is gone stays there.
 """
 
+import hashlib
 import json
 import math
 import os
+import platform
 import re
 import signal
 import statistics
 import subprocess
 import sys
 import time
-from collections import defaultdict
 from pathlib import Path
 from typing import Annotated
 
@@ -211,6 +212,7 @@ class Timing(Record):
     commit: str | None
     torch: str
     steps: Count | None = None              # of a turn
+    conditions: str | None = None           # a hash of machine, code and settings: turns of one are one timing
     rounds: dict[str, list[Positive]]
 
     def seconds(self, variant: str) -> float | None:
@@ -252,6 +254,11 @@ def runs_of(cfg: StudySettings) -> list[Run]:
         if parts := [text for text in settings if text.startswith("grad_accum_steps=") and not text.endswith("=1")]:
             raise ValueError(f"{parts[-1]}: in several parts a route's masks are drawn between the parts' noise, and "
                              f"dense and routed runs of a seed would see other noise. Set grad_accum_steps=1.")
+        for text in (*settings, *study.score, *(text for point in points for text in point)):
+            key, _, value = text.partition("=")
+            if key in ("metrics", "evaluate.metrics") and not any(map(is_distance, re.findall(r"\w+", value))):
+                raise ValueError(f"{text}: a study compares its runs by a Fréchet distance, fid or one whose name "
+                                 f"begins with fd_. Add it.")
         own = [f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"]
         runs.append(Run(variant=name, seed=seed, folder=run_dir, train=[*settings, *own], at_end=points))
     return runs
@@ -315,9 +322,21 @@ def record_of(run: Run) -> RunRecord | None:
 
 
 def finished(run: Run) -> bool:
-    """Tells whether a run has taken the steps that the study, or else its own record, says it should."""
+    """Tells whether a run has taken the steps that the study, or else its own record, says it should, and is scored.
+
+    A kill may have come between the last save and the score that belongs to it, which train.py then makes up for.
+    """
     meta = record_of(run)
-    return meta is not None and meta.step >= (asked_steps(run) or meta.config.steps or math.inf)
+    if meta is None or meta.step < (asked_steps(run) or meta.config.steps or math.inf):
+        return False
+    rows = fid.read_results(run.folder / "results.jsonl") if is_scored_in_training(run) else []
+    return not is_scored_in_training(run) or any(
+        row["source"].get("in_training") and row["source"].get("step") == meta.step for row in rows)
+
+
+def is_scored_in_training(run: Run) -> bool:
+    asked = [text for text in run.train if text.startswith("evaluate.every=")]
+    return bool(asked) and asked[-1] != "evaluate.every=0"
 
 
 def asked_steps(run: Run) -> int | None:
@@ -378,29 +397,32 @@ def timed_variants(cfg: StudySettings) -> list[str]:
 def time_in_turns(cfg: StudySettings) -> None:
     """Times the training step of each variant, one after the other, again and again, and writes timing.json.
 
-    Turns that are there already count, if machine, code and number of steps are the same.
+    Turns that are there already count, if machine, code and settings are the same.
     """
-    path, firsts = Path(cfg.out) / "timing.json", {run.variant: run for run in reversed(runs_of(cfg))}
-    told = read_timing(cfg)
-    before = told.model_dump() if told and told.steps == cfg.steps_timed else {}
-    rounds = defaultdict(list, before.pop("rounds", {}))
+    path, names = Path(cfg.out) / "timing.json", timed_variants(cfg)
+    firsts = {run.variant: run for run in reversed(runs_of(cfg))}
     quiet = ["samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", f"log.every={cfg.steps_timed}",
              f"steps={2 * cfg.steps_timed}", "init_from=null"]
-    while True:
-        name = min(timed_variants(cfg), key=lambda name: len(rounds[name]))      # of equals the first
-        if len(rounds[name]) >= cfg.rounds:
-            return
+    settings = {name: [text for text in firsts[name].train if not text.startswith("run_dir=")] for name in names}
+    said = json.dumps([platform.node(), torch.__version__, commit(), settings, quiet])
+    conditions, told = hashlib.sha256(said.encode()).hexdigest()[:16], read_timing(cfg)
+    rounds = {name: list(told.rounds.get(name, ())) if told else [] for name in names}
+    if all(len(turns) >= cfg.rounds for turns in rounds.values()):
+        print(f"{path} has {cfg.rounds} turns of each variant: remove it to time anew.")
+        return
+    if told is None or told.conditions != conditions:
+        rounds = {name: [] for name in names}
+    while (name := min(names, key=lambda name: len(rounds[name]))) and len(rounds[name]) < cfg.rounds:
         folder = Path(cfg.out).resolve() / "timing" / name
         checkpoints.remove(folder)
         call(cfg, "train.py", [*firsts[name].train, *quiet, f"run_dir={folder}"])
-        seconds = checkpoints.read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"]
+        rounds[name].append(checkpoints.read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"])
         machine = checkpoints.read_meta(checkpoints.latest(folder))["history"][-1]
         checkpoints.remove(folder)
-        now = {key: machine[key] for key in ("device", "commit", "torch")} | {"steps": cfg.steps_timed}
-        if now != before:
-            rounds, before = defaultdict(list), now
-        rounds[name].append(seconds)
-        checkpoints.write_text(path, json.dumps({**now, "rounds": rounds}, indent=1) + "\n")
+        if all(rounds.values()):      # what stood there before stays until each has a turn
+            facts = {key: machine[key] for key in ("device", "commit", "torch")}
+            facts |= {"steps": cfg.steps_timed, "conditions": conditions, "rounds": rounds}
+            checkpoints.write_text(path, json.dumps(facts, indent=1) + "\n")
 
 
 # ---- what the runs have come to --------------------------------------------------------------------------------------
@@ -477,15 +499,18 @@ def from_disk(run: Run) -> dict | None:
 
 def told_of(row: dict, results: Path) -> dict:
     """Takes out of a row of results.jsonl its distance, and by what code, device and files it was measured."""
-    distances = [name for name in row["metrics"] if name == "fid" or name.startswith("fd_")]
-    if not distances:
-        raise ValueError(f"{results} has a row with {', '.join(row['metrics'])}, and a study compares runs by their "
-                         f"Fréchet distance: let metrics and evaluate.metrics have it, or move the file away.")
-    metric = distances[0]
+    metric = next(filter(is_distance, row["metrics"]), None)
+    if metric is None:
+        raise ValueError(f"{results} has a row with {', '.join(row['metrics'])} and no Fréchet distance, by which a "
+                         f"study compares its runs: move the file away.")
     return {"metric": metric, "value": row["metrics"][metric], "num_samples": row["images"], "device": row["device"],
             "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"].get("torch"),
             "extractor": row["extractor"].get("name"), "extractor_sha256": row["extractor"].get("sha256"),
             "reference_sha256": row["reference"].get("sha256")}
+
+
+def is_distance(metric: str) -> bool:
+    return metric == "fid" or metric.startswith("fd_")
 
 
 def told_before(cfg: StudySettings) -> list[ToldStudy]:
@@ -518,8 +543,7 @@ def complete(run: Run, told: list[ToldStudy]) -> bool:
                     if (old.variant, old.seed) == (run.variant, run.seed)])
     steps = old and (asked_steps(run) or old["steps"])
     last = [score for score in old["scores"] if score["step"] == old["step"]] if old else []
-    every = ["evaluate.every=0", *(text for text in run.train if text.startswith("evaluate.every="))][-1]
-    evaluated = every == "evaluate.every=0" or any(score.get("in_training") for score in last)
+    evaluated = not is_scored_in_training(run) or any(score.get("in_training") for score in last)
     scored = all(point in [score.get("study") for score in last] for point in run.at_end)
     return bool(steps) and old["step"] >= steps and scored and evaluated
 

@@ -135,7 +135,7 @@ def main(cfg: SweepSettings) -> None:
     plain = cfg.model_copy(update={"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None,
                                    "routes": None, "channels": None})
     unguided, results = fid.run(plain, reuse=True, must_have=cfg.metric)
-    metric = cfg.metric or next(iter(unguided["metrics"]))
+    metric = cfg.metric or (cfg.metrics or [*unguided["metrics"]])[0]
     picture = Path(cfg.picture or results.parent / "samples" / f"guidance-{metric}.png")
 
     for chosen in points:

@@ -260,7 +260,7 @@ def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sw
     ("metric=fid", "metric=fid is not among"), ("checkpoint=null", "A sweep guides a checkpoint"), ("scale=null", r"grid.scale=\[null\] is not a list"),
     ("scale=", "grid.scale="), ("gamma2=1,2", "grid.gamma2="), ("scale=nan", "grid.scale="), ("scale=1,x", "grid.scale="),
     ("num_steps=2,3", "gives several values"), ("reference=none.npz", "none.npz is not a file"), ("checkpoint=nowhere", "nowhere"),
-    ("routes=[{start_layer_idx: 1, end_layer_idx: 9}]", "9"), ("weak=nowhere", "There is no run"),
+    ("routes=[{start_layer_idx: 1, end_layer_idx: 9}]", "leaves the network"), ("weak=nowhere", "There is no run"),
     ("gamma1=0.95", "No point of the grid is left: lower gamma1"),
 ])
 def test_a_mistake_in_a_sweep_is_a_sentence(sweep, tmp_path, wrong, says):

@@ -64,6 +64,7 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
     ({"compare": [["dit", "dot"]]}, "names dot, but the variants are dit, tread"),
     ({"variants": {"dit": {"train": [], "at_end": ["sg"]}}, "compare": []}, "names sg; study.at_end has cfg"),
     ({"train": ["grad_accum_steps=2"]}, "would see other noise. Set grad_accum_steps=1"),
+    ({"train": ["evaluate.metrics=[sfid,recall]"]}, "by a Fréchet distance, fid or one whose name begins with fd_"),
 ])
 def test_a_name_that_is_none_is_a_sentence(tmp_path, changed, says):
     with pytest.raises(ValueError, match=says):
@@ -120,6 +121,14 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     with results.open("a") as file:
         file.write(json.dumps(row | {"images": 2, "source": row["source"] | {"in_training": False}}) + "\n")
     study.main.__wrapped__(settings(tmp_path / "study", study=matrix, tasks=["report"]))
+
+    # A run that was killed between its last save and the score of it is not finished.
+    routed = next(run for run in study.runs_of(cfg) if run.variant == "tread")
+    whole = (routed.folder / "results.jsonl").read_text()
+    assert study.finished(routed)
+    (routed.folder / "results.jsonl").write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    assert not study.finished(routed)
+    (routed.folder / "results.jsonl").write_text(whole)
 
     # A point that the study asks for later is not taken for one that was scored.
     told_study, [run, *_] = read_record(study.ToldStudy, tmp_path / "study/study.json", ""), study.runs_of(cfg)
@@ -204,11 +213,12 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     study.time_in_turns(cfg)
     study.time_in_turns(cfg)
     assert called == ["dit", "tread", "dit", "tread", "tread"]
-    expected = {**machine, "steps": 2, "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
-    assert json.loads((tmp_path / "timing.json").read_text()) == expected
-    machine["device"] = "another"
-    study.time_in_turns(settings(tmp_path, tasks=["time"], rounds=3, steps_timed=2, timed=["dit", "tread"]))
-    assert len(called) == 11 and json.loads((tmp_path / "timing.json").read_text())["device"] == "another"
+    told = json.loads((tmp_path / "timing.json").read_text())
+    assert told == {**machine, "steps": 2, "conditions": told["conditions"], "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
+    monkeypatch.setattr(study.platform, "node", lambda: "another machine")
+    study.time_in_turns(cfg)      # whole, whoever made it
+    study.time_in_turns(cfg.model_copy(update={"rounds": 3}))
+    assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
     with pytest.raises(ValueError, match="timed names dot; the study has dit, tread, tuned"):
         study.main.__wrapped__(settings(tmp_path, timed=["dot"]))
 
@@ -276,9 +286,9 @@ def test_only_scores_of_one_metric_and_the_fewest_images_are_compared():
 
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
 def test_lines_that_begin_at_one_point_or_only_touch_do_not_cross(names):
-    for b in ((10, 5), (20, 2)), ((10, 4), (20, 3), (40, 1)):
+    for b, at in (((10, 5), (20, 2)), None), (((10, 4), (20, 3), (40, 1)), None), (((10, 4), (20, 3), (40, 4)), 20):
         runs = [of("a", 0, (10, 5), (20, 3), (40, 2)), of("b", 0, *b)]
-        assert comparison.crossing(runs, *names, "images")["at"] is None
+        assert comparison.crossing(runs, *names, "images")["at"] == at
 
 
 def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():

@@ -382,9 +382,9 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
     assert 0.05 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
     since = time.perf_counter()
     with paused(run, tqdm(disable=True), "saving"):      # which is not training's
-        time.sleep(1)
+        time.sleep(3)
     report(run, 1, since)
-    assert 0.1 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 1 and run.paused == 0
+    assert 0.1 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 3 and run.paused == 0
 
 
 def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):

@@ -577,7 +577,7 @@ function studyTab(panel) {
   });
   if (curves.length) panel.append(element("div", {className: "controls"}, over()), grid);
   for (const figure of curves) grid.append(card(`${figure.metric} of ${number(figure.n)} images, ${figure.guided}`,
-    `${figure.label}. Mean over seeds; the band is one standard deviation to either side, where there are two or more.`,
+    `${figure.label}. Mean over the seeds scored so far; the band is one standard deviation to either side, where there are two or more.`,
     element("div", {className: "plot"}), keyed(figure.lines.map(line => ({shade: variants.indexOf(line.variant),
       dash: Math.floor(variants.indexOf(line.variant) / COLORS.length), name: line.variant}))),
     downloads(`${study.name} ${figure.metric} ${figure.guided} ${figure.n}`, () => {
