@@ -417,9 +417,12 @@ def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, r
 
 def test_scores_that_could_not_be_kept_are_refused_before_anything_is_drawn(tmp_path, run_folder, reference_npz, monkeypatch):
     monkeypatch.setattr(fid.Drawing, "draw", lambda *_: pytest.fail("drawn"))
-    (tmp_path / "results.jsonl").mkdir()
-    with pytest.raises(SystemExit, match="results.jsonl cannot be written: set results=<a file>"):
-        command(tmp_path, checkpoint=run_folder, reference=reference_npz, num_samples=4)
+    results = tmp_path / "results.jsonl"
+    for spoil in (results.mkdir, lambda: results.symlink_to(tmp_path / "elsewhere")):
+        spoil()
+        with pytest.raises(SystemExit, match="results.jsonl cannot be written, or is no ordinary file: set results=<a file>"):
+            command(tmp_path, checkpoint=run_folder, reference=reference_npz, num_samples=4)
+        checkpoints.remove(results)
 
 
 def test_scores_of_a_checkpoint_that_lies_alone_stay_in_its_folder(tmp_path, run_folder, reference_npz):
