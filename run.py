@@ -309,7 +309,7 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
 
 
 class Sums:
-    """Sums since the last report, on the device: which the loop waits for when it reads them."""
+    """Sums since the last report, on the device; reading them waits for it."""
 
     NAMES = ("loss", "grad_norm", "steps", "skipped", "skipped_in_row")
 

@@ -329,9 +329,10 @@ def finished(run: Run) -> bool:
     meta = record_of(run)
     if meta is None or meta.step < (asked_steps(run) or meta.config.steps or math.inf):
         return False
-    rows = fid.read_results(run.folder / "results.jsonl") if is_scored_in_training(run) else []
-    return not is_scored_in_training(run) or any(
-        row["source"].get("in_training") and row["source"].get("step") == meta.step for row in rows)
+    if not is_scored_in_training(run):
+        return True
+    sources = [row["source"] for row in fid.read_results(run.folder / "results.jsonl")]
+    return any(source.get("in_training") and source.get("step") == meta.step for source in sources)
 
 
 def is_scored_in_training(run: Run) -> bool:
@@ -397,7 +398,8 @@ def timed_variants(cfg: StudySettings) -> list[str]:
 def time_in_turns(cfg: StudySettings) -> None:
     """Times the training step of each variant, one after the other, again and again, and writes timing.json.
 
-    Turns that are there already count, if machine, code and settings are the same.
+    Turns that are there already count, if machine, code, settings and variants are the same. A file with all turns
+    stays as it is, whoever made it.
     """
     path, names = Path(cfg.out) / "timing.json", timed_variants(cfg)
     firsts = {run.variant: run for run in reversed(runs_of(cfg))}
