@@ -414,7 +414,7 @@ def time_in_turns(cfg: StudySettings) -> None:
         return
     if told is None or told.conditions != conditions:
         rounds = {name: [] for name in names}
-    while (name := min(names, key=lambda name: len(rounds[name]))) and len(rounds[name]) < cfg.rounds:
+    while len(rounds[name := min(names, key=lambda each: len(rounds[each]))]) < cfg.rounds:
         folder = Path(cfg.out).resolve() / "timing" / name
         checkpoints.remove(folder)
         call(cfg, "train.py", [*firsts[name].train, *quiet, f"run_dir={folder}"])
