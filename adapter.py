@@ -61,9 +61,8 @@ def trained_names(net: nn.Module) -> dict[str, str]:
 
     Of a network that wears an adapter it holds the adapter alone, under PEFT's names for files.
     """
-    if all(p.requires_grad for p in net.parameters()):
-        return {name: name for name in net.state_dict()}
-    return {name.replace(".default.", "."): name for name, p in net.named_parameters() if p.requires_grad}
+    names = {name: name for name in net.state_dict()}
+    return {name.replace(".default.", "."): name for name in names if ".lora_" in name} or names
 
 
 def tensors(net: nn.Module) -> dict[str, Tensor]:

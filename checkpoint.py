@@ -21,9 +21,8 @@ import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
 from safetensors.torch import load_file
-from torch import Tensor, nn
+from torch import Tensor
 
-import sharding
 from settings import Record, Whole, read, read_json, shown
 
 # ---- files that a kill cannot halve ---------------------------------------------------------------------------------
@@ -373,26 +372,3 @@ def prune(run: Path, keep_last: int, keep_every: int) -> None:
             doomed = folder.with_name(f".{folder.name}.tmp")
             os.rename(folder, doomed)
             remove(doomed)
-
-
-def optimizer_tensors(model: nn.Module, optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
-    """Flattens an optimizer's state to `<parameter>.<state>` tensors."""
-    return {f"{name}.{key}": value for name, p in model.named_parameters() for key, value in optimizer.state[p].items()}
-
-
-def optimizer_outline(model: nn.Module) -> dict[str, Tensor]:
-    """Returns tensors without memory of the names and shapes that `optimizer_tensors` has after a step of AdamW."""
-    entries = {f"{name}.{entry}": p.shape if entry != "step" else () for name, p in model.named_parameters()
-               if p.requires_grad for entry in ("step", "exp_avg", "exp_avg_sq")}
-    return {key: torch.empty(shape, device="meta") for key, shape in entries.items()}
-
-
-def load_optimizer(model: nn.Module, optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor]) -> None:
-    """Restores what `optimizer_tensors` flattened; learning rate and the other settings stay as they are."""
-    state: dict[int, dict[str, Tensor]] = {}
-    index = {name: (i, p) for i, (name, p) in enumerate(model.named_parameters())}
-    for key, value in tensors.items():
-        name, _, entry = key.rpartition(".")
-        i, p = index[name]
-        state.setdefault(i, {})[entry] = sharding.part(value, like=p)
-    optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

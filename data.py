@@ -29,6 +29,7 @@ from tqdm import tqdm
 from autoencoder import SD_VAE_SCALE, Convention
 from checkpoint import beside, naming
 from images import MAX_CLASSES, find_tars, map_tar, tar_members
+from objectives.diffusion import kept_tokens
 from settings import Count, Number, Positive, Record, Says, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -644,11 +645,6 @@ def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
         return stored
     mean, std = stored.chunk(2, dim=1)
     return mean + std * torch.randn_like(mean)
-
-
-def kept_tokens(masks: torch.Tensor, patch_size: int) -> torch.Tensor:
-    """Tells from masks (B, 1, h, w) which tokens stay when masks keep them, those of mean above 0.5: (B, N) bool."""
-    return torch.nn.functional.avg_pool2d(masks, patch_size).flatten(1) > 0.5
 
 
 def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,

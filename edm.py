@@ -10,33 +10,23 @@ from itertools import accumulate, repeat
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import unfold
 
 from guidance import UNGUIDED, Guidance
-from routing_module import Route, Router
+from routing_module import Route
 
 
 class EDM:
-    """Noises a latent as x + sigma·eps with ln(sigma) ~ N(P_mean, P_std²), and learns D(x + sigma·eps; sigma) = x.
+    """Noises a latent as x + sigma·eps with ln(sigma) ~ N(P_mean, P_std²), and learns D(x + sigma·eps; sigma) = x."""
 
-    The loss of a routed call is over all patches, or with routed_loss "kept" over those whose tokens stayed, plus
-    mae_weight times an auxiliary term on those whose tokens left (the first version of arXiv 2501.04765).
-    """
-
-    def __init__(
-        self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5, routed_loss: str = "all",
-        mae_weight: float = 0.0,
-    ):
+    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5):
         if P_std < 0 or sigma_data <= 0:
             raise ValueError(f"EDM with P_std={P_std} and sigma_data={sigma_data}: the first may not be negative, and "
                              f"the second, the standard deviation of the latents, must be positive.")
-        if routed_loss not in ("all", "kept"):
-            raise ValueError(f"routed_loss={routed_loss} is neither all nor kept.")
-        if mae_weight < 0 or (mae_weight > 0 and routed_loss == "all"):
-            raise ValueError(f"mae_weight={mae_weight} with routed_loss={routed_loss}: it may not be negative, and it "
-                             f"weighs a term on the tokens that left, which routed_loss=kept alone has.")
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
-        self.routed_loss, self.mae_weight = routed_loss, mae_weight
+
+    def draw_sigma(self, count: int, device: torch.device) -> Tensor:
+        """Draws noise levels (count,) for training."""
+        return (self.P_mean + self.P_std * torch.randn(count, device=device)).exp()
 
     def preconditioning(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns c_skip, c_out, c_in and c_noise (Table 1) in the shape of sigma."""
@@ -68,55 +58,18 @@ class EDM:
         x is (B, C, h, w) float32 and y (B,); sigma (B,) and unit noise eps like x are drawn where they are not given.
         `weight` (B or 1, 1, h, w) multiplies the squared error. The mean is still over all pixels and not over the
         weights' sum, so that a pixel counts the same in every image and an image of zeros is no division by zero.
-        mask_noise (B, len(routes), N) decides the masks. Without it the network draws them, but for routed_loss
-        "kept", which must know them: it draws it for a plain network, as a wrapper such as DDP hides N.
+        mask_noise (B, len(routes), N) decides the masks; without it the network draws them.
         """
         if sigma is None:
-            sigma = (self.P_mean + self.P_std * torch.randn(x.shape[0], device=x.device)).exp()
+            sigma = self.draw_sigma(x.shape[0], x.device)
         if eps is None:
             eps = torch.randn_like(x)
-        kept_alone = self.routed_loss == "kept" and len(routes) > 0
-        if kept_alone and mask_noise is None:
-            mask_noise = torch.rand(x.shape[0], len(routes), net.pos_embed.shape[1], device=x.device)
         if mask_noise is not None:
             net = partial(net, mask_noise=mask_noise)
         sigma = sigma.view(-1, 1, 1, 1)
         c_out = self.preconditioning(sigma)[1]
-        x_noised = x + sigma * eps
-        D_x = self.denoise(net, x_noised, sigma, y, routes)
-        error = weight * ((D_x - x) / c_out).square()
-        if kept_alone:
-            return self.over_routes(error, x_noised, D_x, routes, weight, mask_noise)
-        return error.mean(dim=(1, 2, 3))
-
-    def over_routes(
-        self, error: Tensor, x_noised: Tensor, D_x: Tensor, routes: tuple[Route, ...], weight: Tensor | float,
-        mask_noise: Tensor,
-    ) -> Tensor:
-        """Returns the mean over routes (B,) of the mean error of a route's kept patches + mae_weight · the MAE term.
-
-        That term is the squared error of D_x against x_noised, which is normalised in each patch by its mean and
-        unbiased variance, over the patches that left (arXiv 2306.09305, as in the code of TREAD's first version).
-        """
-        patch_size = math.isqrt(error[0, 0].numel() // mask_noise.shape[2])
-
-        def patches(image: Tensor) -> Tensor:
-            return unfold(image, patch_size, stride=patch_size).transpose(1, 2)      # (B, N, C · p²), in raster order
-
-        per_patch, auxiliary, total = patches(error).mean(dim=2), 0.0, 0.0           # (B, N)
-        if self.mae_weight > 0:
-            target = patches(x_noised)
-            var, mean = torch.var_mean(target, dim=2, keepdim=True)
-            target = (target - mean) / (var + 1e-6).sqrt()
-            auxiliary = patches(weight * torch.ones_like(x_noised)) * (patches(D_x) - target).square()
-            auxiliary = self.mae_weight * auxiliary.mean(dim=2)                      # (B, N)
-        for r, route in enumerate(routes):
-            ids_keep = Router().get_mask(patches(x_noised), route.selection_ratio, mask_noise[:, r])      # (B, K)
-            stayed = torch.zeros_like(per_patch).scatter(1, ids_keep, 1.0)
-            num_left = max(1, stayed.shape[1] - ids_keep.shape[1])
-            total = total + (per_patch * stayed).sum(dim=1) / ids_keep.shape[1]
-            total = total + (auxiliary * (1 - stayed)).sum(dim=1) / num_left
-        return total / len(routes)
+        D_x = self.denoise(net, x + sigma * eps, sigma, y, routes)
+        return (weight * ((D_x - x) / c_out).square()).mean(dim=(1, 2, 3))
 
     @torch.no_grad()
     def sample(

@@ -28,14 +28,18 @@ class RF:
     are estimated and sought (LightningDiT, arXiv 2501.01423).
     """
 
-    routed_loss = "all"      # patches that a routed call's loss counts; EDM alone has another
-
     def __init__(self, timestep_sampling: str = "logit_normal", cosine_weight: float = 0.0):
         if timestep_sampling not in ("logit_normal", "uniform"):
             raise ValueError(f"timestep_sampling={timestep_sampling} is neither logit_normal nor uniform.")
         if cosine_weight < 0:
             raise ValueError(f"cosine_weight={cosine_weight} is negative: it would reward a velocity that points away.")
         self.timestep_sampling, self.cosine_weight = timestep_sampling, cosine_weight
+
+    def draw_t(self, count: int, device: torch.device) -> Tensor:
+        """Draws noise levels (count,) for training."""
+        if self.timestep_sampling == "logit_normal":
+            return torch.randn(count, device=device).sigmoid()
+        return torch.rand(count, device=device)
 
     def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
@@ -58,10 +62,7 @@ class RF:
         those of `EDM.loss`.
         """
         if t is None:
-            if self.timestep_sampling == "logit_normal":
-                t = torch.randn(x.shape[0], device=x.device).sigmoid()
-            else:
-                t = torch.rand(x.shape[0], device=x.device)
+            t = self.draw_t(x.shape[0], x.device)
         if eps is None:
             eps = torch.randn_like(x)
         t_line = t.view(-1, 1, 1, 1)

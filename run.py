@@ -34,6 +34,8 @@ import speed
 from data import KINDS, Latents, open_latents
 from dit import DiT, DiT_models
 from edm import EDM
+from objectives import DiffusionLoss, Objective, build_objective, own_state, trained_parameters
+from optimizers import OPTIMIZERS, build_optimizer, load_optimizer, optimizer_tensors
 from rf import RF
 from sample import grid_classes, labels_of, parse_range
 from settings import (
@@ -67,6 +69,7 @@ from trained import (
     latest_checkpoint,
     load_base,
     load_parent,
+    with_objective,
 )
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
@@ -109,6 +112,7 @@ class LoRASettings(Settings):
 
 
 class OptimizerSettings(Settings):
+    name: one_of(OPTIMIZERS)
     lr: NotNegative
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
     eps: Annotated[float, Field(ge=1e-20, le=1)]      # at 0 a gradient of 0 makes weights that are no numbers
@@ -180,6 +184,7 @@ class TrainSettings(Settings):
     model: ModelSettings
     data: DataSettings
     diffusion: dict
+    objective: dict[str, dict]
     optimizer: OptimizerSettings
     ema: EMASettings
     log: LogSettings
@@ -217,14 +222,6 @@ def check_settings(cfg: TrainSettings) -> None:
     if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it; a run wants one of its "
                          f"own, as runs/{cfg.name}.")
-    if cfg.diffusion.get("routed_loss") == "kept":
-        if not cfg.model.routes:
-            raise ValueError("diffusion.routed_loss=kept counts the patches whose tokens stay, but model.routes is "
-                             "empty, so all stay: give model=tread_v1, or diffusion=edm for a dense network.")
-        if cfg.model.selection != "random":
-            raise ValueError(f"diffusion.routed_loss=kept must know which tokens stay, but with "
-                             f"model.selection={cfg.model.selection} the network alone does: set "
-                             f"model.selection=random, or diffusion.routed_loss=all.")
     lora = cfg.lora
     if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
         raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} are an adapter's, and lora.rank=null "
@@ -290,7 +287,8 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     Raises ValueError for what cannot be continued: another network, another diffusion, another data set.
     """
     def facts(record: dict) -> dict:
-        return {"network": architecture(record["network"]), "diffusion": record["diffusion"],
+        diffusion, objective = with_objective(record["diffusion"], record.get("objective", {}))
+        return {"network": architecture(record["network"]), "diffusion": diffusion, "objective": objective,
                 "data set": record["data"]["fingerprint"], "init_from": record.get("init_from"),
                 "adapter": {**(record.get("lora") or {"rank": None}), "base": None}}
 
@@ -311,24 +309,23 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
 class Sums:
     """Sums since the last report, on the device; reading them waits for it."""
 
-    NAMES = ("loss", "grad_norm", "steps", "skipped", "skipped_in_row")
+    def __init__(self, device: torch.device, terms: tuple[str, ...] = ()):
+        self.names = ("loss", "grad_norm", "steps", *terms, "skipped", "skipped_in_row")
+        self.values = torch.zeros(len(self.names), dtype=torch.float64, device=device)
 
-    def __init__(self, device: torch.device):
-        self.values = torch.zeros(len(self.NAMES), dtype=torch.float64, device=device)
-
-    def add(self, loss: Tensor, grad_norm: Tensor, skipped: Tensor) -> None:
-        taken = torch.stack([loss, grad_norm, torch.ones_like(loss)])
-        self.values[:3] += torch.where(skipped, 0, taken)
-        self.values[3] += skipped
-        self.values[4].add_(1).mul_(skipped)
+    def add(self, loss: Tensor, grad_norm: Tensor, skipped: Tensor, terms: Tensor) -> None:
+        taken = torch.cat([torch.stack([loss, grad_norm, torch.ones_like(loss)]), terms])
+        self.values[:-2] += torch.where(skipped, 0, taken)
+        self.values[-2] += skipped
+        self.values[-1].add_(1).mul_(skipped)
 
     def over_ranks(self, accelerator: Accelerator) -> dict[str, float]:
         """Returns the sums, averaged over ranks, by name; waits for the device."""
-        return dict(zip(self.NAMES, accelerator.reduce(self.values.clone(), "mean").tolist(), strict=True))
+        return dict(zip(self.names, accelerator.reduce(self.values.clone(), "mean").tolist(), strict=True))
 
     def start_again(self) -> None:
         """Begins the next report's sums; the skipped steps are counted from the run's beginning."""
-        self.values[:3].zero_()
+        self.values[:-2].zero_()
 
 
 @dataclass
@@ -363,7 +360,7 @@ class Run:
     record: dict                            # what a checkpoint says of network, diffusion and data
     model: DiT                              # the plain network, which is saved
     ema: DiT
-    diffusion: EDM | RF
+    objective: Objective | DiffusionLoss    # what is minimised; it holds the network
     optimizer: torch.optim.Optimizer
     sums: Sums
     step: int = 0
@@ -380,6 +377,10 @@ class Run:
     @property
     def elapsed(self) -> float:
         return self.elapsed_before + max(0.0, time.perf_counter() - self.started)      # a clock may be set back
+
+    @property
+    def diffusion(self) -> EDM | RF:
+        return self.objective.diffusion
 
     @property
     def autoencoder(self) -> str:
@@ -444,9 +445,10 @@ def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_clas
 
 def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
     """Gathers what a checkpoint records of the run that it belongs to."""
+    diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
     return {
         "network": describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes),
-        "diffusion": dict(cfg.diffusion),
+        "diffusion": diffusion, **({"objective": objective} if objective else {}),
         "data": {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
                  "convention": latents.convention.record(),
                  "class_names": latents.class_names, "display_names": latents.display_names},
@@ -530,12 +532,14 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     ema = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
-    optimizer = torch.optim.AdamW(
-        model.parameters(), lr=cfg.optimizer.lr, betas=cfg.optimizer.betas, eps=cfg.optimizer.eps,
-        weight_decay=cfg.optimizer.weight_decay, fused=True,
-    )
-    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(),
-               build_diffusion(record["diffusion"]), optimizer, Sums(accelerator.device))
+    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked)
+    objective.to(accelerator.device)
+    if cfg.sharding == "fsdp":
+        sharding.shard_rest(objective, model, accelerator.device)
+    optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
+        exclude={"warmup_steps", "schedule", "clip_norm"}))
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(), objective,
+               optimizer, Sums(accelerator.device, objective.terms))
 
 
 def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
@@ -604,10 +608,16 @@ def resume(run: Run) -> Path | None:
             adapters.load_base(net, base)
     adapters.load(run.model, checkpoints.load(folder, "model", adapters.tensors(run.model)))
     adapters.load(run.ema, checkpoints.load(folder, "ema", adapters.tensors(run.ema)))
-    outline = checkpoints.optimizer_outline(run.model) | {"sums": run.sums.values}
-    training = checkpoints.load(folder, "training", outline)
-    run.sums.values.copy_(training.pop("sums"))
-    checkpoints.load_optimizer(run.model, run.optimizer, training)
+    training = checkpoints.load(folder, "training")
+    if (sums := training.pop("sums")).shape != run.sums.values.shape:
+        raise ValueError(f"{folder} has {len(sums)} sums of its loss's terms, and this run {len(run.sums.values)}: "
+                         f"give the objective that it began with.")
+    run.sums.values.copy_(sums)
+    own = own_state(run.objective)
+    if missing := own.keys() - training.keys():
+        raise ValueError(f"{folder} lacks {min(missing)}: give the objective that it began with.")
+    sharding.copy_into(own, {name: training.pop(name) for name in own})
+    load_optimizer(trained_parameters(run.objective), run.optimizer, training)
     if accelerator.scaler is not None and meta.scaler:
         accelerator.scaler.load_state_dict(meta.scaler)
     return folder
@@ -673,8 +683,9 @@ def forget_after(run_dir: Path, step: int) -> None:
 def save(run: Run) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     total = run.sums.over_ranks(accelerator)
-    sums = torch.tensor([total[name] for name in Sums.NAMES], dtype=torch.float64)
-    training = checkpoints.optimizer_tensors(run.model, run.optimizer.optimizer) | {"sums": sums}
+    sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
+    training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
+    training["sums"] = sums
     meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
             "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not run.in_trouble(total),
             "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,

@@ -37,6 +37,24 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
     return net
 
 
+def shard_rest(objective: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:
+    """Shares out what an objective trains beside its network, which is sharded already, as one more unit.
+
+    Without this its gradients would not be added up over ranks. What is frozen stays whole on each rank.
+    """
+    of_net = {*net.parameters()}
+    rest = [p for p in objective.parameters() if p not in of_net]
+    if any(p.requires_grad for p in rest):
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
+        frozen = {p for p in rest if not p.requires_grad}
+        fully_shard(objective, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+                    ignored_params=of_net | frozen)
+    return objective
+
+
 def size(module: nn.Module) -> int:
     return sum(p.numel() for p in module.parameters())
 
@@ -92,10 +110,14 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
                               run_check=False, shape=like.shape, stride=like.stride())
 
 
-@torch.no_grad()
 def load(net: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies whole tensors into those of a network that have their names; into a sharded one, each rank its part."""
-    own = net.state_dict()
+    """Copies whole tensors into those of a network that have their names."""
+    copy_into(net.state_dict(), state)
+
+
+@torch.no_grad()
+def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
+    """Copies whole tensors into those of the same names; into a sharded one, each rank its part."""
     for name, tensor in state.items():
         assert tensor.shape == own[name].shape, name
         own[name].copy_(part(tensor, own[name]))

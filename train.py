@@ -14,7 +14,7 @@ import resource
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -29,11 +29,10 @@ import ranks
 import scoring
 import sharding
 import speed
-from data import batches, kept_tokens, to_latent
-from dit import DiT
-from edm import EDM
+from data import batches, to_latent
 from guidance import Guidance
-from rf import RF
+from objectives import DiffusionLoss, Objective
+from optimizers import step_unless
 from run import (
     Run,
     TrainSettings,
@@ -69,54 +68,43 @@ def ema_decay(step: int, decay: float, warmup: bool) -> float:
     return min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
-def draw_mask_noise(model: DiT, weight: Tensor, keep_masked: bool) -> Tensor:
-    """Draws the noise (B, R, N) that decides the masks of all routes, for weights of the loss (B, 1, h or 1, w or 1).
-
-    With keep_masked, no route takes a token over whose patch the mean weight is above 0.5.
-    """
-    noise = torch.rand(len(weight), len(model.routes), model.pos_embed.shape[1], device=weight.device)
-    return model.router.keep(noise, kept_tokens(weight, model.patch_size)[:, None]) if keep_masked else noise
-
-
 def train_step(
-    accelerator: Accelerator, net: nn.Module, model: DiT, diffusion: EDM | RF, optimizer: torch.optim.Optimizer,
-    x: Tensor, y: Tensor, weight: Tensor | None = None, *, lr: float, label_dropout: float, clip_norm: float | None,
-    num_parts: int, keep_masked: bool = False, cuda_graphs: bool = False,
-) -> tuple[Tensor, Tensor, Tensor]:
+    accelerator: Accelerator, called: nn.Module, objective: Objective | DiffusionLoss, optimizer: torch.optim.Optimizer,
+    x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, lr: float, label_dropout: float, clip_norm: float | None,
+    num_parts: int, cuda_graphs: bool = False,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `net` is `model` as it is called: compiled, cast and replicated. `weight` (B, 1, h or 1, w or 1), of the squared
-    error, is 1 where it is not given. Returns the loss, the gradient's norm and whether the step was skipped because it
-    was not finite, as tensors on the device. None of them lies in a graph's memory.
+    `called` is `objective` as it is called: cast and replicated. `arrays` (B, …) lie beside the latents. Returns the
+    loss, the gradient's norm, whether the step was skipped because it was not finite, and the terms of the loss, as
+    tensors on the device. None of them lies in a graph's memory.
     """
-    weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight
-    masks_are_known = keep_masked or diffusion.routed_loss == "kept"      # else the network draws them for itself
     if cuda_graphs:      # which may now write over the last step's gradients, but over those of no part of this one
         torch.compiler.cudagraph_mark_step_begin()
-    y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, model.num_classes, y)
+    y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, objective.net.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
-    parts = zip(x.chunk(num_parts), y.chunk(num_parts), weight.chunk(num_parts), strict=True)
-    for part, (x_part, y_part, weight_part) in enumerate(parts):
-        with contextlib.nullcontext() if part == num_parts - 1 else accelerator.no_sync(net):
-            mask_noise = draw_mask_noise(model, weight_part, keep_masked) if masks_are_known else None
-            loss = diffusion.loss(net, x_part, y_part, model.routes, weight=weight_part, mask_noise=mask_noise).mean()
+    step_terms = torch.zeros(len(objective.terms), device=x.device)
+    parts = zip(*(whole.chunk(num_parts) for whole in (x, y, *arrays.values())), strict=True)
+    for part, (x_part, y_part, *others) in enumerate(parts):
+        with contextlib.nullcontext() if part == num_parts - 1 else accelerator.no_sync(called):
+            losses, terms = called(x_part, y_part, **dict(zip(arrays, others, strict=True)))
+            loss = losses.mean()
             accelerator.backward(loss)      # which divides by the number of parts
         step_loss += loss.detach() / num_parts
+        if terms:
+            step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
     accelerator.unscale_gradients(optimizer)
-    gradients = [p.grad for p in model.parameters() if p.grad is not None]
+    gradients = [p.grad for p in objective.parameters() if p.grad is not None]
     grad_norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
     if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(model.parameters(), clip_norm, grad_norm)
+        torch.nn.utils.clip_grads_with_norm_(objective.parameters(), clip_norm, grad_norm)
     # A loss that is not finite makes such gradients, and DDP spreads them to every rank, so all ranks skip together.
-    # The fused optimizer reads the flag on the device, as it does for a GradScaler, which in fp16 sets it by itself.
     skipped = ~grad_norm.isfinite()
-    if accelerator.scaler is None:
-        optimizer.optimizer.grad_scale, optimizer.optimizer.found_inf = None, skipped.float()
     for group in optimizer.param_groups:
         group["lr"] = lr
-    optimizer.step()
+    step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
     optimizer.zero_grad(set_to_none=True)
-    return step_loss, grad_norm, skipped
+    return step_loss, grad_norm, skipped, step_terms
 
 
 @torch.no_grad()
@@ -141,9 +129,12 @@ def peak_memory_gib(device: torch.device) -> float:
 def as_line(row: dict, steps: int) -> str:
     """Formats a row of metrics.jsonl for the screen."""
     loss, norm = (f"{row[name]:.4f}" if row[name] is not None else "not finite" for name in ("loss", "grad_norm"))
+    terms = "".join(f"  {name.removeprefix('loss_')} {value:.4f}" for name, value in row.items()
+                    if name.startswith("loss_") and value is not None)
     return (
-        f"step {row['step']}/{steps}  loss {loss}  lr {row['lr']:.2e}  grad {norm}  {row['img_per_sec']:,.0f} img/s  "
-        f"{row['sec_per_step']:.3f} s/step  {row['peak_memory_gib']:.2f} GiB  {row['images']:,} images  "
+        f"step {row['step']}/{steps}  loss {loss}{terms}  lr {row['lr']:.2e}  grad {norm}  "
+        f"{row['img_per_sec']:,.0f} img/s  {row['sec_per_step']:.3f} s/step  {row['peak_memory_gib']:.2f} GiB  "
+        f"{row['images']:,} images  "
         f"{row['elapsed_s']:,.0f} s" + (f"  {row['skipped']} steps skipped" if row["skipped"] else "")
     )
 
@@ -191,6 +182,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
         "loss": total["loss"] / total["steps"] if total["steps"] else None,
         "lr": run.optimizer.param_groups[0]["lr"],
         "grad_norm": total["grad_norm"] / total["steps"] if total["steps"] else None,
+        **{f"loss_{name}": total[name] / total["steps"] if total["steps"] else None for name in run.objective.terms},
         "skipped": int(total["skipped"]),
         "img_per_sec": num_steps * cfg.batch_size / seconds, "sec_per_step": seconds / num_steps,
         "peak_memory_gib": peak_memory_gib(accelerator.device), "elapsed_s": run.elapsed,
@@ -291,7 +283,7 @@ def main(cfg: TrainSettings) -> None:
         speed.recompute_activations(model)
     speed.compile_network(model, cfg.compile)
     # Which makes replicas, but not of what is shared out.
-    net = accelerator.prepare_model(model, evaluation_mode=cfg.sharding == "fsdp")
+    called = accelerator.prepare_model(run.objective, evaluation_mode=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
 
     latents = run.latents
@@ -331,14 +323,14 @@ def main(cfg: TrainSettings) -> None:
         ranks.at(run.step)
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         stored, y, weight = (part.to(device, non_blocking=True) for part in next(loader))
-        loss, grad_norm, skipped = train_step(
-            accelerator, net, model, run.diffusion, run.optimizer, to_latent(stored, latents.kind), y, weight.float(),
+        loss, grad_norm, skipped, terms = train_step(
+            accelerator, called, run.objective, run.optimizer, to_latent(stored, latents.kind), y,
+            {"weight": weight.float()}, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
             lr=learning_rate(run.step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
-            label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm, num_parts=cfg.grad_accum_steps,
-            keep_masked=cfg.keep_masked, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
+            num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
         update_ema(run.ema, model, ema_decay(run.step, cfg.ema.decay, cfg.ema.warmup))
-        run.sums.add(loss, grad_norm, skipped)
+        run.sums.add(loss, grad_norm, skipped, terms)
         run.step, run.images = run.step + 1, run.images + cfg.batch_size
         bar.update()
 

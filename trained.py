@@ -91,8 +91,6 @@ class EDMRecord(Settings):
     P_mean: Annotated[float, Field(ge=-20, le=20)] = -1.2
     P_std: Annotated[float, Field(ge=0, le=20)] = 1.2
     sigma_data: Level = 0.5
-    routed_loss: Literal["all", "kept"] = "all"
-    mae_weight: Annotated[float, Field(ge=0, le=100)] = 0.0
 
 
 class DDPMRecord(Settings):
@@ -145,8 +143,24 @@ def build_network(network: dict) -> DiT:
     return DiT(**{**keywords, "routes": [Route(**route) for route in keywords["routes"]]}, router=router)
 
 
+def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
+    """Separates what was minimised from a diffusion that names it, as version 1's loss once was a part of EDM.
+
+    Raises ValueError for a weight of a term that the loss does not have.
+    """
+    if diffusion.get("name") != "edm":
+        return diffusion, objective
+    kept, mae_weight = diffusion.get("routed_loss", "all"), diffusion.get("mae_weight", 0.0)
+    if kept not in ("all", "kept") or (kept == "all" and mae_weight):
+        raise ValueError(f"diffusion.routed_loss={kept} diffusion.mae_weight={mae_weight}: routed_loss is all or kept, "
+                         f"and kept alone has the term that mae_weight weighs. Set objective=version1.")
+    diffusion = {key: value for key, value in diffusion.items() if key not in ("routed_loss", "mae_weight")}
+    return diffusion, {"version1": {"mae_weight": mae_weight}, **objective} if kept == "kept" else objective
+
+
 def build_diffusion(diffusion: dict) -> EDM | RF:
     """Builds a diffusion from its name and keywords; raises ValueError for those that make none."""
+    diffusion, _ = with_objective(diffusion, {})      # of a record
     name = diffusion.get("name")
     if name not in [*DIFFUSIONS]:      # which may be a list, say
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")

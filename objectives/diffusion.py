@@ -1,0 +1,101 @@
+"""The plain objective: the diffusion's loss over all tokens. TREAD needs no other (arXiv 2501.04765)."""
+
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import avg_pool2d
+
+from dit import DiT
+from edm import EDM
+from rf import RF
+
+
+class DiffusionLoss(nn.Module):
+    """Minimises `diffusion.loss` of a network on its routes.
+
+    With keep_masked, no route takes a token over whose patch the mean of `weight` is above 0.5.
+    """
+
+    terms: tuple[str, ...] = ()
+
+    def __init__(self, net: DiT, diffusion: EDM | RF, keep_masked: bool = False):
+        super().__init__()
+        self.net, self.diffusion, self.keep_masked = net, diffusion, keep_masked
+
+    def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
+        """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; it is 1 where it is not given."""
+        weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight
+        mask_noise = draw_mask_noise(self.net, weight, True) if self.keep_masked else None
+        loss = self.diffusion.loss(self.net, x, y, self.net.routes, weight=weight, mask_noise=mask_noise)
+        return loss, {}
+
+
+class Objective(nn.Module):
+    """An objective around another one, to whose loss it adds a term or which it replaces.
+
+    Its call takes x (B, C, h, w), y (B,) and the arrays that lie beside the latents, by name; it returns the loss of
+    each sample (B,) and, by name, the terms (B,) that are logged beside it. `own_terms` names those that it adds.
+    """
+
+    own_terms: tuple[str, ...] = ()
+
+    def __init__(self, inner: "Objective | DiffusionLoss"):
+        super().__init__()
+        self.inner = inner
+
+    @property
+    def terms(self) -> tuple[str, ...]:
+        return self.inner.terms + self.own_terms
+
+    @property
+    def net(self) -> DiT:
+        return self.inner.net
+
+    @property
+    def diffusion(self) -> EDM | RF:
+        return self.inner.diffusion
+
+    @property
+    def keep_masked(self) -> bool:
+        return self.inner.keep_masked
+
+
+def kept_tokens(masks: Tensor, patch_size: int) -> Tensor:
+    """Tells from masks (B, 1, h, w) which tokens stay when masks keep them, those of mean above 0.5: (B, N) bool."""
+    return avg_pool2d(masks, patch_size).flatten(1) > 0.5
+
+
+def draw_mask_noise(net: DiT, weight: Tensor, keep_masked: bool) -> Tensor:
+    """Draws the noise (B, R, N) that decides the masks of all routes; with keep_masked, heavy tokens take none."""
+    noise = torch.rand(len(weight), len(net.routes), net.pos_embed.shape[1], device=weight.device)
+    return net.router.keep(noise, kept_tokens(weight, net.patch_size)[:, None]) if keep_masked else noise
+
+
+# ---- what an objective trains, saves and resumes --------------------------------------------------------------------
+
+
+def trained_parameters(objective: Objective | DiffusionLoss) -> dict[str, nn.Parameter]:
+    """Names what is trained: the network's parameters by their own names, others as `objective.<name>`."""
+    of_net = {p: name for name, p in objective.net.named_parameters()}
+    named = ((of_net.get(p, f"objective.{name}"), p) for name, p in objective.named_parameters())
+    return {name: p for name, p in named if p.requires_grad}
+
+
+def own_modules(objective: Objective | DiffusionLoss) -> Iterator[tuple[str, nn.Module]]:
+    """Goes through the modules beside the network, without those that are frozen, as a teacher is."""
+    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+        parameters = list(module.parameters())
+        if module is objective.net or (parameters and not any(p.requires_grad for p in parameters)):
+            return
+        yield name, module
+        for child_name, child in module.named_children():
+            yield from walk(f"{name}.{child_name}", child)
+
+    return walk("objective", objective)
+
+
+def own_state(objective: Objective | DiffusionLoss) -> dict[str, Tensor]:
+    """Names the parameters and buffers beside the network, `objective.<name>`, without those of frozen parts."""
+    return {f"{name}.{key}": value for name, module in own_modules(objective)
+            for key, value in module.state_dict().items() if "." not in key}

@@ -1,0 +1,24 @@
+"""Hidden states, taken from a network's blocks by hooks from outside, with the places of the tokens that stayed."""
+
+from collections.abc import Iterable
+
+from torch import Tensor, nn
+
+
+def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
+    """Makes each pass of a DiT leave what the given blocks return: tokens (B, K, D) and their positions (1 or B, K).
+
+    The returned dictionary is filled anew in each pass. Inside a route K counts the tokens that stayed, and positions
+    are their places in raster order. Call this before the network is compiled. Negative indices count from the last
+    block; raises ValueError for blocks that the network does not have.
+    """
+    taken: dict[int, tuple[Tensor, Tensor]] = {}
+    for i in blocks:
+        if not -len(net.blocks) <= i < len(net.blocks):
+            raise ValueError(f"Block {i} is not in this network, which has {len(net.blocks)} blocks.")
+
+        def take(block: nn.Module, arguments: tuple, output: Tensor, i: int = i) -> None:
+            taken[i] = output, arguments[2]
+
+        net.blocks[i].register_forward_hook(take)
+    return taken
