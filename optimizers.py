@@ -29,10 +29,11 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> dict[tuple, Tensor]:
 
 @torch.no_grad()
 def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool = False) -> None:
-    """Takes a step, or none where the tensor `skipped` is true; never waits for the device.
+    """Takes a step, or none where the tensor `skipped` is true, without waiting for the device.
 
     `scaled` says that a GradScaler looks after this by itself. A fused optimizer reads the flag on the device; any
-    other takes the step, and what it has changed is put back where the step is skipped.
+    other takes the step, and what it has changed is restored where the step is skipped. Its first step alone waits, as
+    its state begins there.
     """
     plain = getattr(optimizer, "optimizer", optimizer)      # inside accelerate's wrapper
     if scaled:
@@ -40,11 +41,11 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
     elif getattr(plain, "_step_supports_amp_scaling", False):
         plain.grad_scale, plain.found_inf = None, skipped.float()
         optimizer.step()
-    else:
+    elif plain.state or not skipped:
         before = {key: tensor.clone() for key, tensor in tensors_of(plain).items()}
         optimizer.step()
         for key, tensor in tensors_of(plain).items():
-            tensor.copy_(torch.where(skipped, before.get(key, torch.zeros_like(tensor)), tensor))
+            tensor.copy_(torch.where(skipped, before.get(key, tensor), tensor))
 
 
 # ---- state <-> named tensors ----------------------------------------------------------------------------------------

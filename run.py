@@ -198,7 +198,7 @@ class TrainedData(DataRecord):
 
 
 class Meta(CheckpointRecord):
-    """What meta.json must say for a run to go on; the last four have not always been there."""
+    """What meta.json must say for a run to go on; the last five have not always been there."""
 
     step: Whole
     images: Whole
@@ -212,6 +212,7 @@ class Meta(CheckpointRecord):
     init_from: str | None = None
     history: list[dict] = []
     lowest_loss: NotNegative | None = None
+    objective: dict[str, dict] = {}
 
 
 # ---- what a user may have got wrong ---------------------------------------------------------------------------------

@@ -49,6 +49,7 @@ import speed  # noqa: E402
 import train  # noqa: E402
 from data import Latents, batches, open_latents, to_latent  # noqa: E402
 from dit import DiT, multiply_adds  # noqa: E402
+from objectives import DiffusionLoss  # noqa: E402
 from run import ModelSettings, Sums, check_batch_size, describe_network  # noqa: E402
 from settings import Classes, Count, Location, Size, Steps, Tokens, Whole, command, commit, one_of  # noqa: E402
 from trained import GuidanceSettings, RouteSettings, build_diffusion, build_guidance, build_network  # noqa: E402
@@ -297,12 +298,12 @@ class Variant:
         self.ema = copy.deepcopy(self.model).eval()
         if cfg.precision == "fp8":
             speed.multiply_in_float8(self.model)
-        self.sums, self.diffusion = Sums(device), build_diffusion(cfg.diffusion)
+        self.sums, self.objective = Sums(device), DiffusionLoss(self.model, build_diffusion(cfg.diffusion))
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if cfg.activation_checkpointing:
             speed.recompute_activations(self.model)
         speed.compile_network(self.model, not name.endswith("-eager") and cfg.compile)
-        self.net, self.optimizer = accelerator.prepare(self.model, optimizer)
+        self.called, self.optimizer = accelerator.prepare(self.objective, optimizer)
 
         graphs, breaks = compiled()
         self.first_step = self.measure(1)
@@ -314,14 +315,15 @@ class Variant:
     def take_steps(self, count: int, watch: Stopwatch | None) -> None:
         """Takes steps as train.py's loop does; `watch` is told where each part ends."""
         mark = watch.mark if watch else lambda name: None
-        with marked(watch, self.diffusion, "loss", "forward"), marked(watch, self.accelerator, "backward", "backward"):
+        forward = marked(watch, self.objective.diffusion, "loss", "forward")
+        with forward, marked(watch, self.accelerator, "backward", "backward"):
             for _ in range(count):
                 torch.manual_seed(train.step_seed(0, self.step, self.accelerator.process_index))
                 stored, y, weight = (part.to(self.accelerator.device, non_blocking=True) for part in next(self.loader))
                 mark("data wait")
                 told = train.train_step(
-                    self.accelerator, self.net, self.model, self.diffusion, self.optimizer,
-                    to_latent(stored, self.kind), y, weight.float(), lr=1e-4, label_dropout=0.1, clip_norm=None,
+                    self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
+                    {"weight": weight.float()}, lr=1e-4, label_dropout=0.1, clip_norm=None,
                     num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
                 )
                 mark("optimizer")      # with the gradient's norm

@@ -17,6 +17,7 @@ from blocks import BLOCKS
 from dit import DiT, multiply_adds
 from edm import EDM
 from guidance import Guidance
+from objectives import DiffusionLoss
 from rf import RF
 from routing_module import Route, Router
 from trained import build_network, load_trained
@@ -170,11 +171,12 @@ def test_the_routed_network_is_one_graph_and_is_not_compiled_again(block, fresh_
 def test_the_loss_falls(block, fresh_accelerator):
     """One picture a class, with the draws of three steps in turn, so that thirty steps tell."""
     net, accelerator, losses = network(block, init="adaln_zero"), Accelerator(cpu=True), []
-    called, optimizer = accelerator.prepare(net, torch.optim.AdamW(net.parameters(), fused=True))
+    objective = DiffusionLoss(net, RF(cosine_weight=1))
+    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(net.parameters(), fused=True))
     y = torch.arange(8) % 4
     for step in range(30):
         torch.manual_seed(step % 3)
-        losses.append(train.train_step(accelerator, called, net, RF(cosine_weight=1), optimizer, 0.5 * batch()[0][y], y, lr=2e-3,
+        losses.append(train.train_step(accelerator, called, objective, optimizer, 0.5 * batch()[0][y], y, {}, lr=2e-3,
                                        label_dropout=0.1, clip_norm=None, num_parts=1)[0].item())
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3]) and all(map(math.isfinite, losses))
 

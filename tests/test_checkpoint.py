@@ -8,6 +8,7 @@ import torch
 from safetensors.torch import save_file
 
 import checkpoint as checkpoints
+from optimizers import load_optimizer, optimizer_tensors
 
 
 def tensors(value: float = 1.0):
@@ -158,11 +159,11 @@ def test_an_optimizer_goes_on_from_a_file_as_if_it_had_not_stopped(tmp_path):
         step(straight, optimizer, seed)
         if seed == 1:
             saved = {"model": {k: v.clone() for k, v in straight.state_dict().items()},
-                     "training": {k: v.clone() for k, v in checkpoints.optimizer_tensors(straight, optimizer).items()}}
+                     "training": {k: v.clone() for k, v in optimizer_tensors(dict(straight.named_parameters()), optimizer).items()}}
             checkpoints.save(tmp_path / "c", saved, {})
     again, optimizer = fresh()
     again.load_state_dict(checkpoints.load(tmp_path / "c", "model"))
-    checkpoints.load_optimizer(again, optimizer, checkpoints.load(tmp_path / "c", "training"))
+    load_optimizer(dict(again.named_parameters()), optimizer, checkpoints.load(tmp_path / "c", "training"))
     for seed in (2, 3):
         step(again, optimizer, seed)
     assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), again.parameters(), strict=True))

@@ -15,7 +15,7 @@ from dit import DiT_models
 from routing_module import Route
 from run import TrainSettings, architecture, describe_network
 from scripts.choose_routes import Costs
-from trained import build_diffusion, build_network
+from trained import build_diffusion, build_network, with_objective
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -62,10 +62,11 @@ def test_every_row_of_the_papers_table_has_its_experiment():
 def test_the_rows_of_the_papers_first_version_have_two_routes_and_their_loss():
     for size, wanted in {"s2": [(0, 4), (6, 9)], "b2": [(0, 4), (6, 9)], "xl2": [(0, 10), (13, 21)]}.items():
         cfg = load(f"experiment={size}_tread_v1")
-        routes, edm = network(cfg).routes, build_diffusion(dict(cfg.diffusion))
+        routes, (diffusion, objective) = network(cfg).routes, with_objective(dict(cfg.diffusion), {})
+        edm = build_diffusion(diffusion)
         assert [(r.start_layer_idx, r.end_layer_idx) for r in routes] == wanted
         assert all((r.selection_ratio, r.x_T, r.x_D_last) == (0.5, 1, 1) for r in routes)
-        assert (edm.routed_loss, edm.mae_weight, edm.P_mean, cfg.steps, cfg.batch_size) == ("kept", 0, -1.2, 400_000, 256)
+        assert (objective, edm.P_mean, cfg.steps, cfg.batch_size) == ({"version1": {"mae_weight": 0}}, -1.2, 400_000, 256)
         assert cfg.model.backbone_type == f"DiT-{size.upper()[:-1]}/2"
 
 

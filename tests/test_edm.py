@@ -6,11 +6,8 @@ import pytest
 import torch
 from torch import nn
 
-from dit import DiT
 from edm import DDPM, EDM
 from guidance import Guidance
-from rf import RF
-from routing_module import Route, Router
 
 
 class ExactDenoiser(nn.Module):
@@ -158,84 +155,3 @@ def test_classifier_free_guidance_pushes_away_from_the_null_label():
     strong, weak = edm.denoise(net, x, sigma, labels(4)), edm.denoise(net, x, sigma, labels(4) + 1)
     guided = Guidance(2.5).guide(edm.denoise, net, x, labels(4), num_steps=5)(x, 2.0, 0)
     assert torch.allclose(guided, weak + 2.5 * (strong - weak), atol=1e-5)
-
-
-# ---- the loss over kept patches, and masked losses
-
-
-def routed_net():
-    torch.manual_seed(2)
-    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5, init="xavier",
-               routes=[Route(0, 1, 0.5, x_T=1.0), Route(3, 4, 0.25, x_T=1.0)])
-
-
-def loss_and_output_gradient(diffusion, net, **how):
-    """Each sample's loss, and its gradient in the network's output."""
-    outputs = []
-    hook = net.register_forward_hook(lambda *args: outputs.append(args[2]))
-    torch.manual_seed(3)
-    loss = diffusion.loss(net, torch.randn(4, 3, 8, 8), torch.arange(4), net.routes, **how)
-    hook.remove()
-    return loss, torch.autograd.grad(loss.sum(), outputs[0])[0]
-
-
-def stays(noise, ratio):
-    """Which pixels belong to patches that stay: (B, 1, 8, 8) bool for patches of side 2."""
-    ids = Router().get_mask(torch.empty(4, 16, 1), ratio, noise)
-    return torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True).view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
-
-
-def test_the_loss_over_kept_patches_is_that_of_the_masks_that_the_network_sees():
-    net, told = routed_net(), []
-    net.register_forward_pre_hook(lambda _, args, kwargs: told.append(kwargs["mask_noise"]), with_kwargs=True)
-    _, gradient = loss_and_output_gradient(EDM(routed_loss="kept"), net)
-    [noise] = told
-    weight = sum(stays(noise[:, r], route.selection_ratio) / (2 * 16 * (1 - route.selection_ratio)) for r, route in enumerate(net.routes))
-    assert noise.shape == (4, 2, 16) and ((gradient != 0) == (weight > 0)).all(), "patches that left count, or kept ones do not"
-    _, everywhere = loss_and_output_gradient(EDM(), net, mask_noise=noise, sigma=torch.ones(4))
-    _, kept = loss_and_output_gradient(EDM(routed_loss="kept"), net, mask_noise=noise, sigma=torch.ones(4))
-    torch.testing.assert_close(kept, everywhere * 16 * weight)      # where all patches count, each has 1/16
-
-
-def test_over_a_route_that_nothing_takes_or_without_routes_it_is_the_ordinary_loss():
-    x, y, sigma, eps = torch.randn(4, 3, 8, 8), torch.arange(4), torch.ones(4), torch.randn(4, 3, 8, 8)
-    net, kept = routed_net(), EDM(routed_loss="kept", mae_weight=0.1)
-    assert torch.equal(kept.loss(net, x, y, sigma=sigma, eps=eps), EDM().loss(net, x, y, sigma=sigma, eps=eps))
-    torch.testing.assert_close(kept.loss(net, x, y, (Route(0, 4, 0.0),), sigma=sigma, eps=eps), EDM().loss(net, x, y, sigma=sigma, eps=eps))
-
-
-def test_the_auxiliary_term_teaches_the_patches_that_left_alone():
-    net, noise = routed_net(), torch.rand(4, 2, 16)
-    (_, plain), (_, with_term) = (loss_and_output_gradient(EDM(routed_loss="kept", mae_weight=w), net, mask_noise=noise) for w in (0.0, 0.5))
-    left_once = ~(stays(noise[:, 0], 0.5) & stays(noise[:, 1], 0.25))
-    assert ((with_term != plain) == left_once).all()
-
-
-@pytest.mark.parametrize(("settings", "says"), [
-    (dict(routed_loss="left"), "neither all nor kept"), (dict(mae_weight=0.1), "which routed_loss=kept alone has"),
-    (dict(routed_loss="kept", mae_weight=-1.0), "may not be negative"),
-])
-def test_settings_of_the_loss_that_cannot_be_are_refused(settings, says):
-    with pytest.raises(ValueError, match=says):
-        EDM(**settings)
-
-
-@pytest.mark.parametrize("diffusion", [EDM(), EDM(routed_loss="kept", mae_weight=0.1), RF()], ids=["all", "kept", "rf"])
-def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_where_it_is_one(diffusion):
-    net, noise, half = routed_net(), torch.rand(4, 2, 16), torch.ones(1, 1, 8, 8)
-    half[..., :4] = 0
-    loss, gradient = loss_and_output_gradient(diffusion, net, mask_noise=noise)
-    masked_loss, masked = loss_and_output_gradient(diffusion, net, mask_noise=noise, weight=half)
-    assert (masked[..., :4] == 0).all() and (masked[..., 4:] != 0).any()
-    torch.testing.assert_close(masked[..., 4:], gradient[..., 4:])
-    ones, _ = loss_and_output_gradient(diffusion, net, mask_noise=noise, weight=torch.ones(4, 1, 1, 1))
-    assert torch.equal(ones, loss) and (masked_loss < loss).all()
-
-
-@pytest.mark.parametrize("diffusion", [EDM(), RF()])
-def test_the_network_draws_its_masks_itself_where_nothing_else_must_know_them(diffusion):
-    net = routed_net()
-    drawn = loss_and_output_gradient(diffusion, net)[0]
-    net.register_forward_pre_hook(lambda _, args, kwargs: told.append(set(kwargs)), with_kwargs=True)
-    told = []
-    assert torch.equal(loss_and_output_gradient(diffusion, net)[0], drawn) and told == [{"routes"}]

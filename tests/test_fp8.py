@@ -10,6 +10,7 @@ from torch import nn
 import speed
 import train
 from edm import EDM
+from objectives import DiffusionLoss
 from trained import build_network
 
 pytest.importorskip("torchao")
@@ -29,13 +30,14 @@ def trained(precision, forget, steps=30):
         speed.multiply_in_float8(model, emulate=True)
     adamw, gradients = torch.optim.AdamW(model.parameters(), fused=True), {}
     adamw.register_step_pre_hook(lambda *_: gradients.update({} if gradients else {k: p.grad.clone() for k, p in model.named_parameters()}))
-    net, optimizer = accelerator.prepare(model, adamw)
+    objective = DiffusionLoss(model, EDM())
+    called, optimizer = accelerator.prepare(objective, adamw)
     y = torch.arange(16) % 4
     x = 0.5 * torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))[y]
     losses = []
     for step in range(steps):
         torch.manual_seed(step % 3)
-        losses.append(train.train_step(accelerator, net, model, EDM(), optimizer, x, y, lr=2e-3, label_dropout=0.1, clip_norm=None,
+        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, lr=2e-3, label_dropout=0.1, clip_norm=None,
                                        num_parts=1)[0].item())
     return losses, gradients, model
 

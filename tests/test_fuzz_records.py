@@ -103,14 +103,6 @@ def test_a_training_state_of_another_run_is_a_sentence(tensors, words, tmp_path)
     assert words in refusal(checkpoints.load, tmp_path, "x", {"a": torch.zeros(2), "b": torch.zeros(())})
 
 
-def test_the_outline_of_an_optimizer_is_what_a_step_makes_of_it():
-    net = torch.nn.Linear(3, 2)
-    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
-    net(torch.ones(1, 3)).sum().backward()
-    optimizer.step()
-    made, outline = checkpoints.optimizer_tensors(net, optimizer), checkpoints.optimizer_outline(net)
-    assert {key: value.shape for key, value in made.items()} == {key: value.shape for key, value in outline.items()}
-
 
 def test_a_link_in_a_checkpoints_place_is_passed_over_and_set_aside(tmp_path):
     checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(1)}}, {"step": 2})

@@ -19,6 +19,7 @@ import fid
 import sample
 import train
 from edm import EDM
+from objectives import DiffusionLoss, trained_parameters
 from scripts import benchmark, merge_lora
 from trained import build_network, load_trained
 
@@ -96,10 +97,11 @@ def test_steps_and_their_average_move_the_adapter_alone(fresh_accelerator):
     base, model = adapted()
     ema, begun = copy.deepcopy(model), copy.deepcopy(model.state_dict())
     accelerator = Accelerator(cpu=True)
-    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True, weight_decay=0.1))
+    objective = DiffusionLoss(model, EDM())
+    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(trained_parameters(objective).values(), fused=True, weight_decay=0.1))
     x, _, y = inputs(4)
     for _ in range(3):
-        train.train_step(accelerator, net, model, EDM(), optimizer, x, y, lr=1e-2, label_dropout=0.1, clip_norm=1.0, num_parts=2)
+        train.train_step(accelerator, called, objective, optimizer, x, y, {}, lr=1e-2, label_dropout=0.1, clip_norm=1.0, num_parts=2)
         train.update_ema(ema, model, 0.5)
     for name, value in model.state_dict().items():
         moves = ".lora_" in name

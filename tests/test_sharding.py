@@ -22,6 +22,8 @@ import fid
 import sharding
 import train
 from data import batches, open_latents
+from objectives import trained_parameters
+from optimizers import optimizer_tensors
 from scripts import forks, plan
 from trained import build_network, load_trained
 
@@ -85,7 +87,7 @@ def echo_what_is_loaded(rank: int) -> None:
             echo = run.folder / f"echo-{run.step}-{world}-{run.cfg.sharding}"
             state = {"sums": run.sums.values / world}      # of all ranks
             tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model),
-                       "training": checkpoints.optimizer_tensors(run.model, run.optimizer) | state}
+                       "training": optimizer_tensors(trained_parameters(run.objective), run.optimizer) | state}
             with sharding.gathering(checkpoints.stored(tensors)) as values:
                 if run.accelerator.is_main_process:
                     checkpoints.save(echo, tensors, {}, values)
@@ -126,7 +128,7 @@ def tell_what_is_taken(home: Path, rank: int) -> None:
     step, taken = train.train_step, []
 
     def tell(*arguments, **options):
-        taken.append((torch.initial_seed(), arguments[6].tolist()))
+        taken.append((torch.initial_seed(), arguments[5].tolist()))
         (home / f"taken-{rank}.json").write_text(json.dumps(taken))
         return step(*arguments, **options)
 

@@ -19,6 +19,7 @@ import fid
 from data import batches, open_latents, to_latent
 from dit import DiT
 from edm import EDM
+from objectives import DiffusionLoss
 from rf import RF
 from routing_module import Route
 from scripts import comparison, study
@@ -367,7 +368,8 @@ def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fr
         torch.manual_seed(0)
         model = DiT(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=4, routes=routes)
         accelerator = Accelerator(cpu=True)
-        net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+        objective = DiffusionLoss(model, diffusion)
+        called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
         seen[name] = [model.state_dict()["x_embedder.proj.weight"].clone()]
         model.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].extend(inputs))
         loader = batches(latents, 16, seed=7)
@@ -376,7 +378,7 @@ def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fr
             stored, y, _ = next(loader)
             x = to_latent(stored, latents.kind)      # moments: a draw, too
             seen[name] += [stored, x, y]
-            train_step(accelerator, net, model, diffusion, optimizer, x, y, lr=1e-3, label_dropout=0.5, clip_norm=None, num_parts=1)
+            train_step(accelerator, called, objective, optimizer, x, y, {}, lr=1e-3, label_dropout=0.5, clip_norm=None, num_parts=1)
         loader.close()
     assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()      # some labels are dropped
     assert all(torch.equal(one, other) for one, other in zip(seen["dit"], seen["tread"], strict=True))

@@ -32,6 +32,7 @@ import sample
 import speed
 from dit import DiT
 from edm import EDM
+from objectives import DiffusionLoss, build_objective
 from rf import RF
 from routing_module import Route, Router
 from run import Run, Sums, TrainSettings, fitted
@@ -105,17 +106,21 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
 
 
 class Plain(torch.nn.Linear):
-    """A network and a diffusion in one, without noise: its loss is a function of weights, images and labels alone."""
+    """A network, a diffusion and an objective in one, without noise: its loss depends on weights, images and labels."""
 
-    num_classes, routes, routed_loss = 4, (), "all"
+    num_classes, terms = 4, ()
 
     def __init__(self):
         super().__init__(12, 1)
         self.seen = []
 
-    def loss(self, net, x, y, routes, weight, mask_noise):
+    @property
+    def net(self):
+        return self
+
+    def forward(self, x, y, weight):
         self.seen.append(y)
-        return weight.flatten() * (net(x.flatten(1))[:, 0] - y).square()
+        return weight.flatten() * (super().forward(x.flatten(1))[:, 0] - y).square(), {}
 
 
 def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespace:
@@ -124,10 +129,10 @@ def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespa
     model, x, y, weight = Plain(), torch.randn(size, 3, 2, 2), torch.arange(size) % 4, torch.rand(size, 1, 1, 1)
     accelerator = speed.make_accelerator("fp32", parts, tf32=False, cpu=True)
     optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0, fused=True))
-    before, whole = model.weight.detach().clone(), model.loss(model, x, y, (), weight, None).mean()
+    before, whole = model.weight.detach().clone(), model(x, y, weight)[0].mean()
     [gradient] = torch.autograd.grad(whole, [model.weight])
     model.seen.clear()
-    loss, norm, _ = train_step(accelerator, model, model, model, optimizer, x, y, weight, lr=0.5, label_dropout=label_dropout,
+    loss, norm, *_ = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, lr=0.5, label_dropout=label_dropout,
                                clip_norm=clip_norm, num_parts=parts)
     return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y,
                            seen=torch.cat(model.seen))
@@ -354,24 +359,25 @@ def test_the_networks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
 @pytest.mark.parametrize("cuda_graphs", [False, True])
 def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_accelerator, cuda_graphs):
     """Else the second part would write over the first one's gradients."""
-    happened, model, edm = [], TINY(), EDM()
+    happened, model = [], TINY()
+    objective = DiffusionLoss(model, EDM())
     monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: happened.append("mark"))
     model.register_forward_pre_hook(lambda *_: happened.append("part"))
     accelerator = Accelerator(cpu=True)
-    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(2):
-        train_step(accelerator, net, model, edm, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), lr=1e-3,
+        train_step(accelerator, called, objective, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), {}, lr=1e-3,
                    label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
 
 
 def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_path, monkeypatch, fresh_accelerator):
     """The sums begin again at a report, so what it said must outlive them until the save after it."""
-    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "ema", "diffusion"))
-    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, place=tmp_path.stat(),
+    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "ema"))
+    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, place=tmp_path.stat(), objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     for loss, trouble in ((0.2, False), (0.3, False), (50.0, True), (0.2, False)):
-        run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False))
+        run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
         report(run, 1, time.perf_counter())
         assert run.in_trouble(run.sums.over_ranks(accelerator)) == trouble
     assert run.lowest_loss == pytest.approx(0.2)
@@ -395,14 +401,15 @@ def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, t
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
 def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
-    model, edm, accelerator = TINY().cuda(), EDM(), Accelerator()
+    model, accelerator = TINY().cuda(), Accelerator()
+    objective = DiffusionLoss(model, EDM())
     ema, sums = copy.deepcopy(model).requires_grad_(False), Sums(accelerator.device)
-    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
     x, y = torch.randn(4, 4, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
     try:
         for step in range(3):
             torch.cuda.set_sync_debug_mode("error" if step else "default")      # the first step sets things up
-            told = train_step(accelerator, net, model, edm, optimizer, x, y, lr=1e-3, label_dropout=0.1, clip_norm=1.0, num_parts=1)
+            told = train_step(accelerator, called, objective, optimizer, x, y, {}, lr=1e-3, label_dropout=0.1, clip_norm=1.0, num_parts=1)
             update_ema(ema, model, 0.999)
             sums.add(*told)
     finally:
@@ -420,19 +427,20 @@ HALF = torch.ones(4, 1, 8, 8)
 HALF[..., 4:] = 0
 
 
-@pytest.mark.parametrize("diffusion", [EDM(), EDM(routed_loss="kept", mae_weight=0.1), RF()], ids=["all", "kept", "rf"])
-def test_tokens_that_a_mask_keeps_take_no_route(fresh_accelerator, diffusion):
+@pytest.mark.parametrize(("diffusion", "parts"), [(EDM(), {}), (EDM(), {"version1": {"mae_weight": 0.1}}), (RF(), {})], ids=["edm", "version1", "rf"])
+def test_tokens_that_a_mask_keeps_take_no_route(fresh_accelerator, diffusion, parts):
     torch.manual_seed(0)
-    model = TINY(routes=[Route(0, 0, 0.5, x_T=1.0), Route(2, 2, 0.25, x_T=1.0)], router=Router("random" if diffusion.routed_loss == "kept" else "l1"))
+    model = TINY(routes=[Route(0, 0, 0.5, x_T=1.0), Route(2, 2, 0.25, x_T=1.0)], router=Router("random" if parts else "l1"))
     accelerator, masks, get_mask = Accelerator(cpu=True), [], model.router.get_mask
     model.router.get_mask = lambda *args: masks.append(get_mask(*args)) or masks[-1]
-    net, optimizer = accelerator.prepare(model, torch.optim.AdamW(model.parameters(), fused=True))
+    optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), fused=True))
     kept = [row * 4 + column for row in range(4) for column in range(2)]
     for keep_masked in (True, False):
         masks.clear()
+        objective = build_objective(model, diffusion, parts, keep_masked)
         for _ in range(3):
-            train_step(accelerator, net, model, diffusion, optimizer, torch.randn(4, 4, 8, 8), torch.arange(4), HALF, lr=1e-3,
-                       label_dropout=0.1, clip_norm=None, num_parts=2, keep_masked=keep_masked)
+            train_step(accelerator, objective, objective, optimizer, torch.randn(4, 4, 8, 8), torch.arange(4), {"weight": HALF}, lr=1e-3,
+                       label_dropout=0.1, clip_norm=None, num_parts=2)
         assert len(masks) == 3 * 2 * 2 and [ids.shape[1] for ids in masks[:2]] == [8, 12]
         assert all(set(kept) <= set(row) for ids in masks for row in ids.tolist()) == keep_masked
 
@@ -460,15 +468,15 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
     assert_same_end(tmp_path / "parts", tmp_path / "whole")
     meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "whole"))
     assert meta["network"]["routes"][1] == {"start_layer_idx": 6, "end_layer_idx": 9, "selection_ratio": 0.5, "x_T": 1.0}
-    assert meta["diffusion"]["routed_loss"] == "kept" and "selection" not in meta["network"]
+    assert meta["objective"] == {"version1": {"mae_weight": 0.0}} and "routed_loss" not in meta["diffusion"] and "selection" not in meta["network"]
     assert [row["loss"] for row in rows(tmp_path / "unmasked")] != [row["loss"] for row in rows(tmp_path / "whole")]
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["model=dit", "diffusion=edm_v1"], "diffusion.routed_loss=kept counts the patches whose tokens stay, but model.routes is empty"),
+    (["model=dit", "diffusion=edm_v1"], "objective=version1 counts the patches whose tokens stay, but model.routes is empty"),
     (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "with model.selection=l1 the network alone does"),
     (["diffusion=rf", "+diffusion.routed_loss=kept"], "diffusion=rf: There is no setting routed_loss"),
-    (["diffusion=edm", "+diffusion.mae_weight=0.1"], "mae_weight=0.1 with routed_loss=all"),
+    (["diffusion=edm", "+diffusion.mae_weight=0.1"], "kept alone has the term that mae_weight weighs"),
     (["model.selection=l2"], "model.selection=l2 is not one of random, l1"),
     (["model.l1_reg=1.5"], "model.l1_reg=1.5 is not a number in [0, 1]"),
     (["model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.5, x_T: much}]"], "x_T=much is not a finite number"),
