@@ -19,10 +19,13 @@ from training_runs import command, refusal, rows, train_here
 import adapter as adapters
 import checkpoint as checkpoints
 import fid
+import objectives
 import sharding
+import speed
 import train
 from data import batches, open_latents
-from objectives import trained_parameters
+from edm import EDM
+from objectives import DiffusionLoss, Objective, trained_parameters
 from optimizers import optimizer_tensors
 from scripts import forks, plan
 from trained import build_network, load_trained
@@ -291,6 +294,78 @@ def test_a_disk_that_is_full_ends_all_ranks_and_earlier_checkpoints_stay(spoiled
     assert other.code != 0 and not (main.out_of_time or other.out_of_time)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
     assert checkpoints.problem(run / "checkpoints/step-00000001") is None
+
+
+# ---- with weights beside the network's ------------------------------------------------------------------------------
+
+
+class Slope(Objective):
+    """A diffusion's loss without noise and a head whose gradient is known; its teacher is frozen."""
+
+    own_terms = ("slope",)
+
+    def __init__(self, inner, width: int = 3):
+        super().__init__(inner)
+        self.head = torch.nn.Linear(width, 1)
+        self.teacher = torch.nn.Linear(5, 5).requires_grad_(False)
+
+    def forward(self, x, y, **arrays):
+        out = self.net(x, x.new_ones(len(x)), y).square().mean(dim=(1, 2, 3))
+        slope = (self.head(x.mean(dim=(2, 3)))[:, 0] - y).square()
+        return out + slope, {"slope": slope}
+
+
+def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: int) -> None:
+    """Takes a step of gradient descent on this rank's half of a batch and writes what the weights are then."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = speed.make_accelerator("fp32", 1, tf32=False, cpu=True)
+    torch.manual_seed(0)
+    net = build_network(dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=4, init="xavier"))
+    x, y = torch.randn(8, 3, 4, 4), torch.arange(8) % 4
+    if sharded == "fsdp":
+        sharding.shard(net, accelerator.device, torch.float32)
+    objective = Slope(DiffusionLoss(net, EDM()))
+    if sharded == "fsdp":
+        sharding.shard_rest(objective, net, accelerator.device)
+    called = accelerator.prepare_model(objective, evaluation_mode=sharded == "fsdp")
+    optimizer = accelerator.prepare(torch.optim.SGD(trained_parameters(objective).values(), lr=1.0))
+    share = slice(rank * 8 // world, (rank + 1) * 8 // world)
+    _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {}, lr=0.1,
+                                               label_dropout=0.0, clip_norm=1.0, num_parts=1)
+    assert not skipped
+    tensors = {name: sharding.whole(p).detach().clone() for name, p in trained_parameters(objective).items()}
+    assert not any("teacher" in name for name in tensors) and not sharding.is_sharded(objective.teacher.weight)
+    torch.save(tensors | {"norm": norm}, folder / f"{sharded}-{world}-{rank}.pt")
+
+
+def test_a_heads_gradients_are_averaged_over_ranks_as_the_networks_are(tmp_path):
+    for sharded, world in (("none", 2), ("fsdp", 2)):
+        lives = [forks.Life(partial(step_of_two_ranks, tmp_path, sharded, port, world, rank)) for port in [free_port()] for rank in range(world)]
+        all_well([life.wait(LIMIT) for life in lives])
+    all_well([forks.Life(partial(step_of_two_ranks, tmp_path, "none", free_port(), 1, 0)).wait(LIMIT)])
+    whole = torch.load(tmp_path / "none-1-0.pt", weights_only=True)
+    for name in ("none-2-0", "none-2-1", "fsdp-2-0", "fsdp-2-1"):
+        part = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert part.keys() == whole.keys() >= {"objective.head.weight", "norm"}
+        for key, value in whole.items():
+            torch.testing.assert_close(part[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key, name=name: f"{name} {key}: {text}")
+
+
+def test_a_sharded_run_with_a_head_saves_and_resumes_ddps_checkpoint(shapes, tmp_path, monkeypatch):
+    (tmp_path / "objectives").mkdir()
+    (tmp_path / "objectives" / "slope.py").write_text("from test_sharding import Slope\n")
+    monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path / "objectives")])
+    for how in ("none", "fsdp"):
+        all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, f"sharding={how}", f"steps={steps}", "log.every=1", "label_dropout=0",
+                                       "checkpoint.every=100", "+objective.slope.width=3")[1:] for steps in (2, 4))))
+    assert_same_losses(tmp_path / "none", tmp_path / "fsdp", 4)
+    ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
+    assert ddp.keys() == fsdp.keys() >= {"training/objective.head.weight", "training/objective.head.weight.exp_avg"}
+    assert not any("teacher" in key for key in ddp)
+    for key in (key for key in ddp if "head" in key):
+        assert (ddp[key] - fsdp[key]).abs().max() <= 1e-6, key
 
 
 # ---- together with what makes it fast -------------------------------------------------------------------------------
