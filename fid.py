@@ -5,6 +5,7 @@
     python fid.py images=FOLDER|ZIP|NPZ reference=…                                    # what somebody else made
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
     python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # somebody's, as published
+    python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # ours, as theirs was drawn
 
 Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml and
 configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
@@ -19,7 +20,7 @@ import time
 from collections.abc import Callable, Iterable
 from functools import partial
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import numpy as np
 import torch
@@ -53,19 +54,37 @@ from scoring import (
     read_over_ranks,
     write_reference,
 )
-from settings import Location, Number, Settings, Size, Whole, command, commit, one_of
-from trained import build_guidance, load_trained, sampler_settings
+from settings import Location, Number, Settings, Size, Steps, Whole, command, commit, one_of, read, read_record
+from trained import (
+    DIFFUSIONS,
+    CheckpointRecord,
+    Pair,
+    SamplerSettings,
+    Trained,
+    build_guidance,
+    find_weights,
+    load_trained,
+    sampler_settings,
+)
 
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
 Metrics = Annotated[list[str], Field(min_length=1)]
 
 
 class Published(Settings):
-    """Scores that somebody has published, and how far from them ours may lie: configs/gauge."""
+    """Scores that somebody has published and how the images were drawn: of configs/gauge, or of an experiment."""
 
     where: str
     scores: dict[str, Number]
-    tolerance: dict[str, Number]
+    tolerance: dict[str, Number] = {}               # how far from them ours may lie, where anybody knows
+    diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
+    step: Whole | None = None                       # after which they were drawn; None: whatever ours says
+    num_samples: AtLeastTwo = 50_000
+    num_steps: Steps | None = None                  # None where the images themselves are published
+    sampler: SamplerSettings = SamplerSettings()
+    scale: Number | None = None
+    interval: Pair | None = None
+    channels: Size | None = None
 
 
 class ScoringSettings(DrawingSettings):
@@ -77,6 +96,8 @@ class ScoringSettings(DrawingSettings):
     out: Location | None
     reference_images: Whole
     num_samples: AtLeastTwo | None
+    num_steps: Steps | None
+    sampler: SamplerSettings | Literal["published"]
     metrics: Metrics | None
     resolution: Size | None
     features: one_of(EXTRACTORS)
@@ -120,6 +141,7 @@ class Drawing:
         outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
     ):
         self.seeds, self.labels = seeds, labels
+        self.published: Published | None = None     # scores of images that somebody has drawn just so
         sampler = sampler_settings(diffusion, sampler or {})
         self.generate = partial(generate, net, diffusion, decode, num_steps=num_steps, guidance=guidance,
                                 precision=precision, **sampler)
@@ -248,14 +270,18 @@ def derived_hours(drawn: dict, count: int, precision: str) -> float:
 
 
 def beside_published(row: dict, published: Published) -> str:
-    """Sets the scores of a row beside published ones, which are of 50,000 images."""
+    """Sets the scores of a row beside published ones; says why not where its images were drawn otherwise."""
+    if row["published"] is None:
+        how = published.model_dump(exclude={"where", "scores", "tolerance"}, exclude_none=True)
+        return f"{published.where}: not compared, as the images were drawn otherwise. Theirs: {json.dumps(how)}"
     lines = [f"{published.where}:", f"{'':<16}  {'ours':>9} {'theirs':>9}"]
     for name, theirs in published.scores.items():
-        ours, tolerance = row["metrics"].get(name), published.tolerance[name]
-        said = "not measured" if ours is None else f"{'within' if abs(ours - theirs) <= tolerance else 'OUTSIDE'}"
-        lines.append(f"{name:<16}  {'' if ours is None else f'{ours:.4f}':>9} {theirs:>9} ± {tolerance:<5} {said}")
-    if row["images"] != 50_000:
-        lines.append(f"Of {row['images']:,} images where theirs are of 50,000: these do not compare.")
+        ours, tolerance = row["metrics"].get(name), published.tolerance.get(name)
+        said = "not measured" if ours is None else ""
+        if tolerance is not None:
+            verdict = said or ("within" if abs(ours - theirs) <= tolerance else "OUTSIDE")
+            said = f"± {tolerance:<5} {verdict}"
+        lines.append(f"{name:<16}  {'' if ours is None else f'{ours:.4f}':>9} {theirs:>9} {said}".rstrip())
     return "\n".join(lines)
 
 
@@ -278,6 +304,48 @@ def check_settings(cfg: ScoringSettings) -> None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs {needed}=<an npz>.")
     if needed == "out" and Path(cfg.out).suffix != ".npz":
         raise ValueError(f"out={cfg.out} must end in .npz.")
+
+
+DRAWN = ("num_steps", "scale", "interval", "channels")     # what says, with the sampler, how images are drawn
+
+
+def as_published(cfg: ScoringSettings) -> ScoringSettings:
+    """Completes the settings by those of the gauge or, with sampler=published, by those that the run's record holds.
+
+    What is given goes first. The scores that the record holds come along in any case, to be set beside ours. Raises
+    ValueError where sampler=published finds none, or none that a network of this diffusion can be drawn as.
+    """
+    check_settings(cfg)
+    asked, published = cfg.published is not None or cfg.sampler == "published", cfg.published
+    why = "its record holds no published scores"
+    if published is None and cfg.checkpoint is not None:
+        folder = find_weights(Path(cfg.checkpoint), cfg.weights or "ema")[1]
+        if folder is not None:
+            record = read_record(CheckpointRecord, folder / "meta.json", "It describes no checkpoint of ours.")
+            published = record.published and read(Published, record.published, f"{folder / 'meta.json'}: published.")
+            trained_with = record.diffusion.get("name")
+            if published and published.diffusion not in (None, trained_with):
+                why = f"{published.where} is of {published.diffusion}, and this network of {trained_with}"
+                published = None
+    if asked and published is None:
+        raise ValueError(f"sampler=published cannot draw {cfg.checkpoint or cfg.images}: {why}. Leave it out, or give "
+                         f"num_steps=, sampler.solver= and the like.")
+    sampler = SamplerSettings() if cfg.sampler == "published" else cfg.sampler
+    settings = {"published": published, "num_steps": cfg.num_steps or 40, "sampler": sampler}
+    if asked:
+        given = {key: value for key, value in sampler if value is not None}
+        settings |= {key: getattr(published, key) for key in ("num_samples", *DRAWN) if getattr(cfg, key) is None}
+        settings["sampler"] = published.sampler.model_copy(update=given)
+    return cfg.model_copy(update=settings)
+
+
+def drawn_so(cfg: ScoringSettings, trained: Trained, published: Published) -> bool:
+    """Tells whether a checkpoint's images are drawn as those of the published scores were."""
+    ours, theirs = (sampler_settings(trained.diffusion, dict(one.sampler)) for one in (cfg, published))
+    return (ours == theirs and all(getattr(cfg, key) == getattr(published, key) for key in DRAWN)
+            and (cfg.gamma1, cfg.gamma2, cfg.drop_label, cfg.weak, cfg.routes) == (0, 0, True, None, None)
+            and (cfg.num_samples or 50_000) == published.num_samples and cfg.classes is None
+            and published.step in (None, trained.step) and trained.weights != "model")
 
 
 def choose(images: Images, num_samples: int | None, source: str) -> np.ndarray:
@@ -303,6 +371,8 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing,
         num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
         sampler=cfg.sampler.model_dump(),
     )
+    if cfg.published and drawn_so(cfg, trained, cfg.published):
+        drawing.published = cfg.published
     given = Path(cfg.checkpoint)
     drawing.record = {
         "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
@@ -321,7 +391,7 @@ def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
 
 
 def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None) -> tuple[dict, Path]:
-    """Scores what the settings name; returns the row and the file that it was appended to.
+    """Scores what the settings, completed by `as_published`, name; returns the row and the file it was appended to.
 
     With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
     its numbers. Raises ValueError or OSError, with the knob, for settings and files that cannot work, or where the
@@ -330,7 +400,6 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     state, started = PartialState(), time.perf_counter()
 
     # ---- everything that can be wrong, before anything slow
-    check_settings(cfg)
     extractor = open_extractor(cfg, state)
     reference = open_reference(cfg.reference, extractor)
     metrics = available_metrics(extractor, reference, cfg.metrics)
@@ -338,7 +407,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         raise ValueError(f"metric={must_have} is not among the metrics {', '.join(metrics)}.")
     if cfg.checkpoint is not None:
         drawing, home = open_checkpoint(cfg, state)
-        count, source, rule = len(drawing.seeds), drawing.record, DRAWN_RULE
+        count, source, rule, published = len(drawing.seeds), drawing.record, DRAWN_RULE, drawing.published
         if cfg.published:
             state.print(f"Drawing takes about {derived_hours(source, count, cfg.precision):.2g} hours of one H100 "
                         f"[derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
@@ -347,6 +416,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
                                    cfg.decode_batch_size), Path()
         chosen = choose(images, cfg.num_samples, f"images={cfg.images}")
         count, source, rule = len(chosen), {**images.record, "images": images.count}, "as stored"
+        published = cfg.published if cfg.published and cfg.published.num_samples == count else None
     results = Path(cfg.results or home / "results.jsonl")
     root = results.parent / "features" if cfg.keep_features else None
     results.parent.mkdir(parents=True, exist_ok=True)
@@ -383,6 +453,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         batches = read_over_ranks(images, chosen, todo, cfg.batch_size)
     scores = evaluate(batches, count, reference, extractor, metrics=metrics, keep=keep, progress="scoring")
     scored = row(scores, keep.count if keep else 0)
+    scored["published"] = published and published.model_dump(include={"where", "scores"})
     if state.is_main_process:
         size, reference_size = source.get("size"), reference.record.get("size")
         if size and reference_size and size != reference_size:
@@ -400,6 +471,7 @@ def main(cfg: ScoringSettings) -> None:
     if cfg.reference_from is not None:
         write_statistics(cfg, state)
         return
+    cfg = as_published(cfg)
     row, _ = run(cfg)
     if cfg.published:
         state.print(beside_published(row, cfg.published))

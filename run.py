@@ -191,6 +191,7 @@ class TrainSettings(Settings):
     checkpoint: CheckpointSettings
     samples: SamplesSettings
     evaluate: EvaluateSettings
+    published: fid.Published | None
 
 
 class TrainedData(DataRecord):
@@ -454,6 +455,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
                  "convention": latents.convention.record(),
                  "class_names": latents.class_names, "display_names": latents.display_names},
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
+        "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "parent": None, **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
         "history": [{"step": 0, "commit": commit(), "device": speed.device_name(device),

@@ -182,6 +182,8 @@ def sentence(declared: type[Settings], plain: Any, error: Any) -> str:
     """Turns the first of pydantic's complaints into a sentence about the setting that a user knows."""
     group, field, key = declared, None, []
     for part in error["loc"]:
+        if group is not None and part == group.__name__:      # pydantic's word for a choice of a union
+            continue
         if isinstance(part, int) and isinstance(plain, list) and group is not None and part < len(plain):
             plain, key = plain[part], [*key, str(part)]
             continue

@@ -134,6 +134,7 @@ class CheckpointRecord(Record):
     parent: ParentRecord | None = None
     lora: adapters.LoRARecord | None = None      # of a checkpoint that holds an adapter alone
     weights: str | None = None                   # of an export, which they are; a checkpoint's file has it as its name
+    published: dict | None = None                # fid.Published: the scores that the run's experiment is to reach
 
 
 def build_network(network: dict) -> DiT:
@@ -338,7 +339,7 @@ class Trained:
     weights: str             # ema | model: which weights these are; file: a state dict that does not say
     folder: Path | None      # the checkpoint folder, None for a bare weights file
     file: Path               # of the weights
-    recorded: dict           # `network` and `diffusion` as plain keywords
+    recorded: dict           # `network` and `diffusion` as plain keywords, and `published` where there is any
     inferred: str | None     # what was read off the weights for want of a record, as a sentence
     family: str | None       # whose weights those without a record were taken for, a name of FAMILIES
 
@@ -520,7 +521,9 @@ def load_trained(
         convention=data.convention and Convention.read(data.convention),
         class_names=data.class_names, display_names=data.display_names or data.class_names,
         step=step, weights=which, folder=folder, file=file,
-        recorded={"network": network, "diffusion": recorded}, inferred=inferred,
+        recorded={"network": network, "diffusion": recorded,
+                  **({"published": meta.published} if folder is not None and meta.published else {})},
+        inferred=inferred,
         family=None if folder is not None else family,
     )
 
@@ -564,15 +567,15 @@ def load_parent(path: Path, network: dict, diffusion: str | None) -> Trained:
 class SamplerSettings(Settings):
     """A diffusion's sampler; null: its own value. EDM's are those of arXiv 2206.00364, Algorithm 2."""
 
-    sigma_min: Level | None
-    sigma_max: Level | None
-    rho: Annotated[float, Field(ge=0.1, le=100)] | None
-    S_churn: NotNegative | None
-    S_min: NotNegative | None
-    S_max: Annotated[float, Field(ge=0)] | None      # infinity is its usual value
-    S_noise: NotNegative | None
-    solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None
-    shift: Annotated[float, Field(ge=0.01, le=100)] | None
+    sigma_min: Level | None = None
+    sigma_max: Level | None = None
+    rho: Annotated[float, Field(ge=0.1, le=100)] | None = None
+    S_churn: NotNegative | None = None
+    S_min: NotNegative | None = None
+    S_max: Annotated[float, Field(ge=0)] | None = None      # infinity is its usual value
+    S_noise: NotNegative | None = None
+    solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
+    shift: Annotated[float, Field(ge=0.01, le=100)] | None = None
 
 
 def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:

@@ -128,6 +128,7 @@ def main(cfg: SweepSettings) -> None:
             points.append({"scale": scale, "gamma1": gamma1, "gamma2": gamma2})
     if not points:
         raise ValueError("No point of the grid is left: lower gamma1, or raise gamma2.")
+    cfg = fid.as_published(cfg)
     # A run that still trains saves meanwhile: every point is of the same weights.
     cfg = cfg.model_copy(update={"checkpoint": settled(cfg.checkpoint, cfg.weights or "ema"),
                                  "weak": cfg.weak and settled(cfg.weak)})

@@ -55,6 +55,7 @@ def test_every_row_of_the_papers_table_has_its_experiment():
             assert len(model.blocks) == WIDTHS[size]["depth"] and model.pos_embed.shape[1] == 256
             assert (cfg.steps, cfg.batch_size, cfg.optimizer.lr, cfg.ema.decay) == (400_000, 256, 1e-4, 0.9999)
             assert (cfg.data.name, cfg.optimizer.weight_decay, cfg.label_dropout) == ("imagenet256", 0, 0.1)
+            assert cfg.diffusion.get("timestep_sampling") == ("uniform" if "sit" in name else None)
             routes = [(r.start_layer_idx, r.end_layer_idx, r.selection_ratio) for r in model.routes]
             assert routes == ([(start, end, 0.5)] if "tread" in name else [])
 
@@ -104,6 +105,40 @@ def test_a_dense_fine_tune_fits_the_run_it_starts_from(experiment):
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_any_experiment_trains_by_flow_matching_on_demand(experiment):
     assert build_diffusion(dict(load(f"experiment={experiment}", "diffusion=rf").diffusion)).timestep_sampling == "logit_normal"
+
+
+FID = dict(s2_dit=68.40, s2_tread=47.04, s2_sit=57.60, s2_sit_tread=38.08, b2_dit=43.47, b2_tread=21.34, b2_sit=33.00, b2_sit_tread=15.98,
+           l2_dit=23.33, l2_tread=9.10, l2_sit=18.80, l2_sit_tread=5.91, xl2_dit=19.47, xl2_tread=7.38, xl2_sit=17.20, xl2_sit_tread=4.89,
+           s2_tread_v1=54.79, b2_tread_v1=28.80, xl2_tread_v1=10.63, l2_rwkv=59.84, l2_rwkv_tread=53.79, b2_mamba=69.39, b2_mamba_tread=61.17,
+           xl1_lightning=5.14, xl1_lightning_tread=3.71)
+# The sampler of each published number: whose diffusion, after which step, steps, solver, shift in our time.
+HEUN, DDPM = ("edm", 400_000, 40, None, None), ("ddpm", 400_000, 250, "ancestral", None)
+SDE, EULER = ("rf", 400_000, 250, "euler_maruyama", None), ("rf", 400_000, 40, "euler", None)
+SHIFTED = ("rf", 80_000, 249, "euler", 1 / 0.3)
+PUBLISHED = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_tread": EULER, "mamba": HEUN, "mamba_tread": HEUN,
+             "rwkv": HEUN, "rwkv_tread": HEUN, "lightning": SHIFTED, "lightning_tread": SHIFTED}
+
+
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if re.match("[sbxl]+[12]_", name)])
+def test_an_experiment_carries_the_sampler_that_its_published_number_was_made_with(experiment):
+    published = settings.read(TrainSettings, OmegaConf.to_container(load(f"experiment={experiment}"), resolve=True)).published
+    if experiment.endswith("_finetune"):      # whose training nobody has published a score of
+        assert published is None
+        return
+    sampler = dict(published.sampler)
+    found = published.diffusion, published.step, published.num_steps, sampler.pop("solver"), sampler.pop("shift")
+    assert found == PUBLISHED[experiment.split("_", 1)[1]] and not any(sampler.values())
+    assert published.num_samples == 50_000 and (published.scale, published.interval, published.channels) == (None, None, None)
+    assert published.scores == {"fid": FID[experiment]}
+
+
+@pytest.mark.parametrize(("name", "quantile"), [("rf", lambda q: torch.special.ndtri(q).sigmoid()), ("rf_uniform", lambda q: q)])
+def test_a_config_for_either_way_to_draw_t(name, quantile):
+    torch.manual_seed(0)
+    drawn, q = [], torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+    diffusion = build_diffusion(dict(load(f"diffusion={name}").diffusion))
+    diffusion.loss(lambda z, t, y, routes: drawn.append(t) or torch.zeros_like(z), torch.zeros(40_000, 1, 1, 1), torch.zeros(40_000).long())
+    assert torch.allclose(drawn[0].quantile(q), quantile(q), atol=0.01)
 
 
 def test_every_way_to_guide_is_a_setting_of_one_value():

@@ -1,4 +1,4 @@
-"""A gauge draws as was published, and sets what comes out beside what was published."""
+"""Images are drawn as published ones, of a gauge or of a run's record, and only then are scores set beside theirs."""
 
 import json
 
@@ -9,13 +9,14 @@ from conftest import ROOT, run_command
 from diffusers import AutoencoderKL
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from training_runs import train_here
 
 import checkpoint as checkpoints
 import fid
 from dit import DiT_models
 from guidance import Guidance
 from settings import read
-from trained import build_diffusion, build_network, sampler_settings
+from trained import build_diffusion, build_network, load_trained, sampler_settings
 
 GAUGES = sorted(path.stem for path in (ROOT / "configs" / "gauge").glob("*.yaml") if path.stem != "none")
 # What the authors' own commands and code draw with: whose, solver, steps, scale, channels, interval (t, noise at 1).
@@ -31,8 +32,10 @@ DRAWN = [name for name in GAUGES if not name.startswith("adm")]
 
 
 def settings_of(gauge):
+    """The settings with which a gauge draws."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        return read(fid.ScoringSettings, OmegaConf.to_container(compose("fid", overrides=[f"gauge={gauge}"]), resolve=True))
+        cfg = compose("fid", overrides=[f"gauge={gauge}", "checkpoint=x", "reference=x"])
+    return fid.as_published(read(fid.ScoringSettings, OmegaConf.to_container(cfg, resolve=True)))
 
 
 @pytest.mark.parametrize("gauge", GAUGES)
@@ -41,7 +44,7 @@ def test_a_gauge_says_five_published_scores_with_their_tolerance(gauge):
     metrics = {"fid", "sfid", "inception_score", "precision", "recall"}
     assert {*published.scores} == {*published.tolerance} == metrics and published.where
     assert all(0 < published.tolerance[name] < 0.1 * published.scores[name] for name in metrics)
-    assert settings_of(gauge).num_samples == 50_000 and settings_of("none").published is None
+    assert settings_of(gauge).num_samples == 50_000
 
 
 @pytest.mark.parametrize("gauge", DRAWN)
@@ -88,14 +91,18 @@ def place(tmp_path_factory):
 
 @pytest.mark.parametrize("gauge", DRAWN)
 def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path, capsys):
-    weights = small_weights(gauge, tmp_path / "weights.pt")
-    run_command(fid.main, "fid.py", f"gauge={gauge}", f"checkpoint={weights}", f"reference={place}/images.npz", f"autoencoder={place}/vae",
-                "features=pixels", "num_samples=4", "num_steps=5", "num_heads=2", "cpu=true", f"results={tmp_path}/results.jsonl")
-    said, cfg = capsys.readouterr().out, settings_of(gauge)
-    assert "hours of one H100 [derived" in said and f"{cfg.published.scores['fid']} ± " in said
-    assert "Of 4 images where theirs are of 50,000: these do not compare." in said
-    [row] = checkpoints.read_rows(tmp_path / "results.jsonl")
+    weights, cfg = small_weights(gauge, tmp_path / "weights.pt"), settings_of(gauge)
+    given = [f"gauge={gauge}", f"checkpoint={weights}", f"reference={place}/images.npz", f"autoencoder={place}/vae", "features=pixels",
+             "num_heads=2", "cpu=true", f"results={tmp_path}/results.jsonl"]
+    run_command(fid.main, "fid.py", *given, "num_samples=4", "num_steps=5")
+    said = capsys.readouterr().out
+    assert "hours of one H100 [derived" in said and "not compared, as the images were drawn otherwise" in said
+    assert str(cfg.published.scores["fid"]) not in said
+    run_command(fid.main, "fid.py", *given, "+published.num_samples=4", "published.num_steps=5")      # as if theirs were so
+    assert f"{cfg.published.scores['fid']} ± " in capsys.readouterr().out
+    other, row = checkpoints.read_rows(tmp_path / "results.jsonl")
     source = row["source"]
+    assert other["published"] is None and other["source"] == source and row["published"]["scores"] == cfg.published.scores
     guidance = source["guidance"] or {}
     drawn = (source["family"], source["sampler"]["solver"], cfg.num_steps, *(guidance.get(key) for key in ("scale", "channels", "interval")))
     assert drawn == PUBLISHED_COMMANDS[gauge] and source["precision"] == source["decode_precision"] == "fp32"
@@ -104,7 +111,7 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
 @pytest.mark.parametrize("gauge", [name for name in GAUGES if name not in DRAWN])
 def test_images_that_somebody_published_need_no_network(gauge, place, tmp_path, capsys):
     run_command(fid.main, "fid.py", f"gauge={gauge}", f"images={place}/images.npz", f"reference={place}/images.npz", "features=pixels",
-                "num_samples=8", "cpu=true", f"results={tmp_path}/results.jsonl")
+                "+published.num_samples=8", "cpu=true", f"results={tmp_path}/results.jsonl")
     assert "not measured" in capsys.readouterr().out
 
 
@@ -112,7 +119,7 @@ def test_images_that_somebody_published_need_no_network(gauge, place, tmp_path, 
                                             ((2.16, 0.511), ["OUTSIDE", "OUTSIDE"])])
 def test_a_score_above_or_below_its_tolerance_is_said(ours, says):
     published = fid.Published(where="X", scores={"fid": 2.27, "recall": 0.5}, tolerance={"fid": 0.1, "recall": 0.01})
-    said = fid.beside_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "images": 50_000}, published)
+    said = fid.beside_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "published": {}}, published)
     assert [line.split()[-1] for line in said.splitlines()[2:]] == says
 
 
@@ -137,3 +144,66 @@ def test_lightningdits_points_of_time_are_ours():
     assert np.allclose([1 - time for time, _ in asked], theirs, atol=1e-6)
     assert [size for _, size in asked] == [2 if time >= 0.125 else 1 for time in theirs]
     json.dumps(sampler)
+
+
+# ---- a run of ours, as its experiment's published scores were drawn -------------------------------------------------
+
+THEIRS = ("published={where: Somebody, scores: {fd_pixels: 12.25}, diffusion: rf, step: 2, num_samples: 6, num_steps: 3, "
+          "sampler: {solver: euler_maruyama}}")
+
+
+@pytest.fixture(scope="module")
+def flow(shapes, tmp_path_factory):
+    """A run whose experiment names a published score."""
+    run = tmp_path_factory.mktemp("published") / "run"
+    assert train_here(run, shapes, "diffusion=rf", "steps=2", "samples.every=0", THEIRS).returncode == 0
+    return run
+
+
+def scored(run, place, out, *given):
+    run_command(fid.main, "fid.py", f"checkpoint={run}", f"reference={place}/images.npz", "features=pixels", "cpu=true", f"results={out}", *given)
+    return checkpoints.read_rows(out)[-1]
+
+
+def test_a_runs_record_says_how_its_published_score_was_drawn(flow):
+    record = checkpoints.read_meta(checkpoints.latest(flow))["published"]
+    assert record == {"where": "Somebody", "scores": {"fd_pixels": 12.25}, "tolerance": {}, "diffusion": "rf", "step": 2,
+                      "num_samples": 6, "num_steps": 3, "sampler": {"solver": "euler_maruyama"}}
+    assert load_trained(flow).recorded["published"] == record
+
+
+def test_a_run_is_drawn_as_published_on_demand_and_then_stands_beside_their_score(flow, place, tmp_path, capsys):
+    results = tmp_path / "results.jsonl"
+    row = scored(flow, place, results, "sampler=published")
+    assert (row["images"], row["source"]["num_steps"], row["source"]["evaluations"]) == (6, 3, 3)
+    assert row["source"]["sampler"] == {"solver": "euler_maruyama"} and row["source"]["guidance"] is None
+    assert row["published"] == {"where": "Somebody", "scores": {"fd_pixels": 12.25}}
+    assert f"{row['metrics']['fd_pixels']:.4f}     12.25\n" in capsys.readouterr().out
+    spelled = scored(flow, place, results, "num_samples=6", "num_steps=3", "sampler.solver=euler_maruyama")
+    assert spelled["source"] == row["source"] and spelled["published"] == row["published"] and "12.25" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("otherwise", [["num_steps=4"], ["sampler={solver: heun}"], ["scale=1.5"], ["num_samples=7"], ["weights=model"], ["classes=[0]"]])
+def test_a_row_that_was_drawn_otherwise_has_no_published_score_beside_it(flow, place, tmp_path, capsys, otherwise):
+    row = scored(flow, place, tmp_path / "results.jsonl", *([] if "sampler" in otherwise[0] else ["sampler=published"]),
+                 *(["num_samples=6", "num_steps=3"] if "sampler" in otherwise[0] else []), *otherwise)
+    said = capsys.readouterr().out
+    assert row["published"] is None and "12.25" not in said
+    assert 'Somebody: not compared, as the images were drawn otherwise. Theirs: {"diffusion": "rf", "step": 2' in said
+    if otherwise == ["num_steps=4"]:      # what is given goes first, and the rest is as published
+        assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama", 6)
+
+
+def test_another_step_is_not_the_published_one(flow, shapes, place, tmp_path):
+    run = tmp_path / "run"
+    assert train_here(run, shapes, "diffusion=rf", "steps=1", "samples.every=0", THEIRS).returncode == 0
+    assert scored(run, place, tmp_path / "results.jsonl", "sampler=published")["published"] is None
+
+
+def test_sampler_published_needs_a_record_that_can_be_drawn(shapes, place, tmp_path):
+    for given, says in (([], "its record holds no published scores"), ([THEIRS], "Somebody is of rf, and this network of edm")):
+        run = tmp_path / f"run{len(given)}"
+        assert train_here(run, shapes, "steps=1", "samples.every=0", *given).returncode == 0
+        with pytest.raises(SystemExit, match=says):
+            scored(run, place, tmp_path / "results.jsonl", "sampler=published")
+        assert scored(run, place, tmp_path / "results.jsonl", "num_samples=4", "num_steps=2")["published"] is None

@@ -116,7 +116,7 @@ def test_a_drawing_that_runs_out_of_memory_says_what_to_turn(monkeypatch, entry,
 
 
 def test_a_score_and_a_preparation_that_run_out_of_memory_say_what_to_turn(tmp_path, monkeypatch):
-    monkeypatch.setattr(fid, "run", full)
+    monkeypatch.setattr(fid, "as_published", full)
     assert in_order(said_by(fid.main, "fid.py", "checkpoint=x", "cpu=true"), ["fid.py: the GPU's memory is full", *PICTURES])
     monkeypatch.setattr(prepare_latents, "encode_rows", full)
     said = said_by(prepare_latents.main, "prepare_latents.py", "source=shapes", "shapes.count=8", f"out={tmp_path}/out")
