@@ -284,6 +284,7 @@ def draw_grid(
 
     def caption(label: int) -> str:
         name = display_names[label] if display_names and label < len(display_names) else ""
+        name = " ".join(name.split())      # the font writes one line
         return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
 
     texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]

@@ -18,6 +18,7 @@ from PIL import Image
 
 import autoencoder as autoencoders
 from checkpoint import hold
+from data import open_latents
 from images import draw_shape, open_source
 from scripts.prepare_latents import PrepareSettings, prepare
 from settings import read
@@ -183,6 +184,15 @@ def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys
         "cat/0.png: not an image of a known kind" in printed
         and "cat/notes.txt: does not look like an image" in printed
     )
+
+
+def test_names_that_are_no_text_are_written_so_that_training_reads_them(pets, tmp_path):
+    (pets / "cat").rename(os.fsdecode(os.fsencode(pets) + b"/caf\xe9"))
+    Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
+    (pets / "emu").rename(pets / "große\nKatze")
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
+    assert open_latents(tmp_path / "out").class_names == ["caf?", "dog", "große\nKatze"]
+    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/?.png"]
 
 
 def test_a_set_with_nothing_readable_is_refused(tmp_path):

@@ -394,6 +394,10 @@ def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
     assert not np.array_equal(caption(one, "x"), caption(other, "x"))
 
 
+def test_a_name_of_two_lines_is_written_on_one():
+    assert np.array_equal(caption("sea\nlion", "x"), caption("sea lion", "x"))
+
+
 def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():
     assert np.array_equal(caption("猫", "x"), caption("0", "x"))
 
