@@ -9,6 +9,7 @@ import time
 import zipfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -344,6 +345,16 @@ def test_a_disk_without_room_is_noticed_first(pets, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="needs 0.0 GB more and its disk has 0.0 GB free"):
         prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("settings", "remedy"), [
+    (dict(kind="sample"), "name another disk"), (dict(kind="moments"), "kind=sample would halve"), (dict(kind="sample", mirror=True), "mirror=false would"),
+    (dict(kind="moments", mirror=True), "kind=sample or mirror=false would halve it"),
+])
+def test_a_disk_without_room_is_met_with_what_is_not_set_already(pets, vae_folder, tmp_path, monkeypatch, settings, remedy):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=f"free: {remedy}"):
+        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder, **settings)
 
 
 def test_a_vae_that_overflows_float16_is_not_stored(pets, vae_folder, tmp_path, monkeypatch):
