@@ -567,6 +567,9 @@ def _check_values(latents: Latents) -> None:
     if not (0 <= masks.min() and masks.max() <= 1):      # nor NaN
         raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
                          f"they lie in 0..1: store mask / 255 as float16, or 0 and 1 as uint8.")
+    if masks.max() == 0:
+        raise ValueError(f"{where}: all masks are 0, so that nothing would be trained: store 1 where a pixel counts in "
+                         f"the loss, or remove masks-*.npy.")
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if std.min() < 0:
         raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard "

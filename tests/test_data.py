@@ -407,6 +407,7 @@ BAD_MASKS = {
     "0 to 255": (masks_and(array=np.full((40, 4, 4), 255, np.uint8)), ["masks run from 0 to 255", "0..1", "mask / 255"]),
     "negative": (masks_and(array=np.full((40, 4, 4), -1, np.float16)), ["masks run from -1"]),
     "not a number": (masks_and(array=np.full((40, 4, 4), np.nan, np.float16)), ["masks run from nan"]),
+    "all 0": (lambda folder: write_masks(folder, 0 * masks_of()), ["all masks are 0", "nothing would be trained"]),
     "one missing": (masks_and(), ["2 files of masks for 3 of latents: masks-00001.npy is missing"]),
     "one too many": (masks_and("masks-00009.npy", array=np.ones((40, 4, 4), np.uint8)), ["masks-00009.npy is there without its latents"]),
 }
