@@ -588,6 +588,14 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
     return settings
 
 
+def noise_levels(diffusion: EDM | RF, sampler: SamplerSettings | None) -> tuple[float, float]:
+    """Returns the lowest and the highest noise level of a diffusion's sampler."""
+    given = sampler_settings(diffusion, sampler.model_dump() if sampler else {})
+    if "sigma_max" in given:
+        return given["sigma_min"], given["sigma_max"]
+    return (0.0, 1.0) if isinstance(diffusion, RF) else (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item())
+
+
 Ratio = Annotated[float, Field(ge=0, lt=1)]
 Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
@@ -634,6 +642,11 @@ def build_guidance(
     if is_flow and settings.interval and 1 < settings.interval[1] < math.inf:
         raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
                          f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+    if settings.interval:
+        low, high = noise_levels(trained.diffusion, getattr(settings, "sampler", None))
+        if settings.interval[1] < low or settings.interval[0] > high:
+            raise ValueError(f"interval={list(settings.interval)} guides at no noise level: the sampler's run from "
+                             f"{high:g} to {low:g}. Choose some of these.")
     weak = None
     if settings.weak:      # one without a record is taken for what the strong one is
         has_record = find_weights(Path(settings.weak), "ema")[1] is not None

@@ -97,7 +97,7 @@ def test_rf_puts_both_grids_into_the_runs_samples(run):
 
 @pytest.mark.parametrize(("overrides", "says"), [
     (["guidance=none"], "nothing to compare"), (["out=x.npz"], "is no .png"), (["gamma1=0.95"], "may not be sparser"),
-    (["gamma2=1"], r"gamma2=1 is not a number in \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"),
+    (["gamma2=1"], r"gamma2=1 is not a number in \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"), (["interval=[2,inf]"], "guides at no noise level: the sampler's run from 1 to 0"),
     (["guidance=autoguidance"], "needs weak="), (["sampler.S_churn=1"], "has no such setting; it has solver"), (["sampler.solver=rk4"], "sampler.solver=rk4 is not one of euler, heun, euler_maruyama, ancestral or null"),
     (["guidance=autoguidance", "weak={smaller}"], "another thing than the strong one"), (["guidance=autoguidance", "weak={edm}"], "cannot be mixed"),
     (["checkpoint={dense}"], "gamma1=0.5 is asked of a network that has no route"), (["checkpoint={edm}"], "was trained with edm, not by flow matching"),

@@ -207,6 +207,7 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "sampler.rho=many is not a number in [0.1, 100]"),
     (["gamma2=0.5"], "guides nothing without a scale"), (["guidance=tread", "gamma1=1.5"], "gamma1=1.5 is not a number in [0, 1)"), (["guidance=tread", "gamma1=x"], "gamma1=x is not a number in [0, 1) or a list of 2"),
     (["guidance=tread", "gamma1=0.9", "gamma2=0.5"], "may not be sparser"), (["guidance=interval", "interval=[3,1]"], "is empty"),
+    (["scale=1.5", "interval=[1000,2000]"], "guides at no noise level: the sampler's run from 80 to 0.002"),
     (["routes=[{start_layer_idx: 0, end_layer_idx: 0}]"], "guides nothing without a scale"), (["scale=2", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]"], "leaves the network"),
     (["num_steps=1000000000"], "num_steps=1000000000 is too large: at most 10000"), (["seeds=0-99999999"], "more than 10,000,000 of them"),
     (["classes=0-99999999"], "more than 10,000,000 of them"), (["sampler.sigma_max=1e308"], "sampler.sigma_max=1e+308 is not a number in [1e-06, 1000000.0]"),
