@@ -445,8 +445,8 @@ def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
 def load_trained(
     path: str | Path,                       # a run, a checkpoint folder or a weights file
     weights: str | None = None,             # ema | model; None: the average, or what the file holds
-    diffusion: str | None = None,           # overrules what is recorded; of weights without a record, FAMILIES' name
-    autoencoder: str | None = None,         # likewise
+    diffusion: str | None = None,           # of weights without a record, FAMILIES' name
+    autoencoder: str | None = None,         # overrules what is recorded
     device: torch.device | str = "cpu",
     num_heads: int | None = None,           # of a bare weights file, which does not tell
 ) -> Trained:
@@ -468,14 +468,15 @@ def load_trained(
             raise ValueError(f"checkpoint={path} is the file of weights={file.stem}, not of weights={weights}.")
         if num_heads is not None:
             raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one.")
-        if diffusion not in (None, *DIFFUSIONS):
-            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} has one.")
     state, which, family = read_weights(file, weights)
     inferred = None
     if folder is not None:
         meta = read_record(CheckpointRecord, folder / "meta.json",
                            "It describes no checkpoint of ours; move the weights elsewhere.")
         network, recorded, data, step, which = meta.network, meta.diffusion, meta.data, meta.step, file.stem
+        if diffusion not in (None, recorded.get("name")):
+            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} records "
+                             f"{recorded.get('name')}: leave it out.")
         if meta.weights is not None:
             which = meta.weights
             if weights not in (None, which):
@@ -495,8 +496,6 @@ def load_trained(
         inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].says}), {network['num_heads']} "
                     f"heads, decoded by {autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, "
                     f"autoencoder=.")
-    if folder is not None and diffusion and diffusion != recorded.get("name"):
-        recorded = {"name": diffusion}
     with torch.device("meta"):
         net = build_network(network)
     net.load_state_dict(state, assign=True)

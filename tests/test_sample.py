@@ -20,6 +20,7 @@ import checkpoint as checkpoints
 from dit import DiT, DiT_models
 from edm import DDPM, EDM
 from sample import draw_grid, generate, labels_of, main, parse_classes, parse_range
+from scripts import export
 from trained import build_network, load_trained, read_weights
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4,
@@ -166,9 +167,12 @@ def test_files_of_the_old_format_load_and_truncated_ones_are_a_sentence(tmp_path
         load_trained(tmp_path / "half.safetensors")
 
 
-def test_the_recorded_diffusion_keeps_its_settings_when_named_again(run):
+def test_the_recorded_diffusion_keeps_its_settings_when_named_again_and_another_is_refused(run, tmp_path):
     assert load_trained(run, diffusion="edm").diffusion.sigma_data == 0.6
-    assert type(load_trained(run, diffusion="ddpm").diffusion) is DDPM
+    for entry, settings in ((main, ["seeds=0", "num_steps=1"]), (export.main, ["to=dit", f"out={tmp_path / 'x.pt'}"])):
+        with pytest.raises(SystemExit, match="diffusion_name=rf is for weights without a record; .* records edm"):
+            run_command(entry, "sample.py", f"checkpoint={run}", "diffusion_name=rf", *settings)
+    assert not list(tmp_path.iterdir()) and not (run / "samples").exists()
 
 
 def test_a_weights_file_of_another_network_is_a_sentence(tmp_path):
