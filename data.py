@@ -56,6 +56,7 @@ class Latents:
     `shape` is (C, h, w) of one latent; what is stored has 2C channels [mean, std] where `kind` is "moments".
     `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
     `display_names` are the classes' names for people, the class names where there are no others.
+    `classes` are the labels that images have, in order; of `num_classes` there may be fewer.
     """
 
     def __init__(
@@ -93,7 +94,7 @@ class Latents:
         self._starts = starts  # index of each shard's first image, and the count at the end
         self._first_byte = first_byte  # folders: where each file's rows begin
         self._offsets = offsets  # tars: where each image's values begin
-        self._labels = labels
+        self._labels, self.classes = labels, np.unique(labels).tolist()
         self._stored_shape, self._stored_dtype = stored_shape, stored_dtype
         self._row_bytes = math.prod(stored_shape) * stored_dtype.itemsize
         self.in_tars = offsets is not None  # values come as they are there: `applied` is due

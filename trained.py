@@ -116,6 +116,7 @@ class DataRecord(Record):
     class_names: list[str] | None
     display_names: list[str] | None = None
     convention: dict | None = None      # how its latents were made; of the first versions' runs as the autoencoder's
+    classes: Annotated[list[Whole], Field(min_length=1)] | None = None      # that have images; None: all
 
 
 class ParentRecord(Record):
@@ -320,6 +321,7 @@ class Trained:
     convention: Convention | None        # by which its latents were made; None: the autoencoder's own
     class_names: list[str] | None
     display_names: list[str] | None      # of the classes, for people
+    classes: list[int]                   # that it had images of
     step: int | None
     weights: str             # ema | model: which weights these are; file: a state dict that does not say
     folder: Path | None      # the checkpoint folder, None for a bare weights file
@@ -504,6 +506,7 @@ def load_trained(
         diffusion=build_diffusion(recorded), autoencoder=autoencoder or data.autoencoder,
         convention=data.convention and Convention.read(data.convention),
         class_names=data.class_names, display_names=data.display_names or data.class_names,
+        classes=data.classes or list(range(net.num_classes)),
         step=step, weights=which, folder=folder, file=file,
         recorded={"network": network, "diffusion": recorded}, inferred=inferred,
         family=None if folder is not None else family,

@@ -747,6 +747,16 @@ def test_moments_of_a_two_channel_autoencoder_are_read_with_a_warning(tmp_path):
         latents.require(shape=(4, 4, 4), num_classes=1000)
 
 
+@pytest.mark.parametrize("written", ["folder", "tars"])
+def test_a_data_set_knows_which_classes_have_images(tmp_path, written):
+    labels = np.array([4, 1, 1, 900, 4] * 20)
+    if written == "folder":
+        latents = open_latents(write_folder(tmp_path / "set", numbered(100), labels, num_classes=1000))
+    else:
+        latents = open_latents(write_tars(tmp_path / "set", numbered(100), labels), kind="sample")
+    assert (latents.num_classes, latents.classes) == (1000, [1, 4, 900])
+
+
 def test_classes_are_shown_by_their_display_names_or_their_own(tmp_path):
     names, shown = list("abcdefg"), list("ABCDEFG")
     without, own, both = (open_latents(write_folder(tmp_path / str(number), numbered(), labels_of(), **record))

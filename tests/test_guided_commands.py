@@ -30,13 +30,13 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
 
 
-def write_run(folder, seed=0, diffusion=None, **network):
+def write_run(folder, seed=0, diffusion=None, classes=None, **network):
     """Writes a run of one checkpoint with an untrained network."""
     torch.manual_seed(seed)
     network = NETWORK | network
     state = build_network(network).state_dict()
     meta = {"step": 5 + seed, "network": network, "diffusion": diffusion or {"name": "rf"},
-            "data": {"autoencoder": "identity", "class_names": ["ant", "bee", "cat"][: network["num_classes"]]}}
+            "data": {"autoencoder": "identity", "class_names": ["ant", "bee", "cat"][: network["num_classes"]], "classes": classes}}
     checkpoints.save(checkpoints.step_folder(folder, 5 + seed), {"ema": state, "model": state}, meta)
     return folder
 
@@ -88,6 +88,13 @@ def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run
         (), *((Route(1, 3, gamma),) for gamma in (0.3, 0.7))))
     for count in (2 * dense, 2 * (strong + weak)):
         assert f"[{count / 1e9:.4g}] GFLOP an evaluation" in said and f"[{4 * count / 1e9:.4g}] GFLOP an image of 4" in said
+
+
+def test_grids_have_no_row_for_a_class_that_had_no_images(tmp_path):
+    run = write_run(tmp_path / "run", classes=[0, 2])
+    for name, settings in (("rf", ["guidance=cfg", "num_steps=1"]), ("sample", ["seeds=0-7", "num_steps=1"])):
+        command(name, f"checkpoint={run}", f"out={tmp_path / name}.png", *settings)
+        assert Image.open(tmp_path / f"{name}.png").height == 2 * (8 * 8 + 2)
 
 
 def test_rf_puts_both_grids_into_the_runs_samples(run):

@@ -127,11 +127,11 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_range("seeds", "0-3,7") == parse_range("seeds", [0, "1-3", 7]) == [0, 1, 2, 3, 7]
     assert parse_range("seeds", 5) == [5]
     names = ["ant", "bee", "cat"]
-    assert parse_classes("classes", None, 3, names) == [0, 1, 2]
-    assert parse_classes("classes", "bee", 3, names) == parse_classes("classes", 1, 3, names) == [1]
-    assert parse_classes("classes", ["cat", 0], 3, names) == parse_classes("classes", "cat, 0", 3, names) == [2, 0]
-    assert parse_classes("classes", "0-2", 3, None) == [0, 1, 2]
-    assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"]) == [1]
+    assert parse_classes("classes", None, 3, names, [0, 2]) == [0, 2]
+    assert parse_classes("classes", "bee", 3, names, [0, 2]) == parse_classes("classes", 1, 3, names, [0, 2]) == [1]
+    assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names, [1]) == [2, 0]
+    assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
+    assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 
 
@@ -143,11 +143,11 @@ def test_a_range_that_makes_no_sense_is_a_sentence(given):
 
 def test_a_class_there_is_not_is_a_sentence():
     with pytest.raises(ValueError, match="class 4; there are 4"):
-        parse_classes("classes", "0-4", 4, None)
+        parse_classes("classes", "0-4", 4, None, [0])
     with pytest.raises(ValueError, match="samples.classes=fish asks for 'fish'.*the names are ant, bee"):
-        parse_classes("samples.classes", "fish", 2, ["ant", "bee"])
+        parse_classes("samples.classes", "fish", 2, ["ant", "bee"], [0])
     with pytest.raises(ValueError, match="asks for none"):
-        parse_classes("classes", [], 4, None)
+        parse_classes("classes", [], 4, None, [0])
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {"weight": 1.0}}])
