@@ -57,6 +57,7 @@ class Latents:
     `shape` is (C, h, w) of one latent; what is stored has 2C channels [mean, std] where `kind` is "moments".
     `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
     `display_names` are the classes' names for people, the class names where there are no others.
+    `classes` are the labels that images have, in order; of `num_classes` there may be fewer.
     """
 
     def __init__(
@@ -94,7 +95,7 @@ class Latents:
         self._starts = starts  # index of each shard's first image, and the count at the end
         self._first_byte = first_byte  # folders: where each file's rows begin
         self._offsets = offsets  # tars: where each image's values begin
-        self._labels = labels
+        self._labels, self.classes = labels, np.unique(labels).tolist()
         self._stored_shape, self._stored_dtype = stored_shape, stored_dtype
         self._row_bytes = math.prod(stored_shape) * stored_dtype.itemsize
         self.in_tars = offsets is not None  # values come as they are there: `applied` is due
@@ -568,6 +569,9 @@ def _check_values(latents: Latents) -> None:
     if not (0 <= masks.min() and masks.max() <= 1):      # nor NaN
         raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
                          f"they lie in 0..1: store mask / 255 as float16, or 0 and 1 as uint8.")
+    if masks.max() == 0:
+        raise ValueError(f"{where}: all masks are 0, so that nothing would be trained: store 1 where a pixel counts in "
+                         f"the loss, or remove masks-*.npy.")
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if std.min() < 0:
         raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard "

@@ -38,7 +38,15 @@ from features import load as load_extractor
 from guidance import Guidance
 from metrics import frechet_distance  # noqa: F401      (others call it fid.frechet_distance)
 from rf import RF
-from sample import Batch, DrawingSettings, generate, labels_of, load_decoder, parse_classes, sampling_cost
+from sample import (
+    Batch,
+    DrawingSettings,
+    generate,
+    labels_of,
+    load_decoder,
+    read_classes,
+    sampling_cost,
+)
 from scoring import (
     Images,
     Indexed,
@@ -52,6 +60,7 @@ from scoring import (
     open_images,
     open_reference,
     read_over_ranks,
+    record_sha256,
     write_reference,
 )
 from settings import Location, Number, Settings, Size, Steps, Whole, command, commit, one_of, read, read_record
@@ -191,6 +200,13 @@ def describe_autoencoder(name: str, decode_precision: str) -> dict:
     vae = Path(name) if Path(name).is_file() else Path(name) / "diffusion_pytorch_model.safetensors"
     return {"autoencoder": name, "autoencoder_sha256": checkpoints.sha256(vae) if vae.is_file() else None,
             "decode_precision": decode_precision}
+
+
+def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
+    """Records which classes are drawn: "all", a list, or in place of a long list its length and hash."""
+    if classes == list(range(num_classes)):
+        return "all"
+    return classes if len(classes) <= 100 else {"count": len(classes), "sha256": record_sha256({"classes": classes})}
 
 
 def result_row(
@@ -362,7 +378,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing,
                            cfg.num_heads)
     if trained.inferred:
         state.print(trained.inferred)
-    classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
+    classes = read_classes(cfg, trained, state)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
     guidance, guidance_record = build_guidance(cfg, trained, state.device)
     decode = load_decoder(trained, cfg, state.device)
@@ -377,7 +393,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing,
     drawing.record = {
         "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
         "weights_sha256": checkpoints.sha256(trained.file), "ema": trained.weights == "ema",
-        "classes": classes if cfg.classes is not None else "all",
+        "classes": describe_classes(classes, trained.net.num_classes),
         **({"family": trained.family} if trained.family else {}),      # which says how bare weights were read
         **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
         "guidance": guidance_record,

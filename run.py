@@ -37,7 +37,7 @@ from edm import EDM
 from objectives import DiffusionLoss, Objective, build_objective, own_state, trained_parameters
 from optimizers import OPTIMIZERS, build_optimizer, load_optimizer, optimizer_tensors
 from rf import RF
-from sample import grid_classes, labels_of, parse_range
+from sample import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
 from settings import (
     Classes,
     Count,
@@ -409,7 +409,10 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     with accelerator.local_main_process_first():      # which indexes tars for the others
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
-    latents.require(shape=latent_shape(cfg, latents), num_classes=cfg.data.num_classes or latents.num_classes)
+    num_classes = cfg.data.num_classes or latents.num_classes
+    latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
+    if empty := empty_classes(latents.classes, num_classes):
+        accelerator.print(empty)
     return latents
 
 
@@ -448,12 +451,14 @@ def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_clas
 def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
     """Gathers what a checkpoint records of the run that it belongs to."""
     diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
+    num_classes = cfg.data.num_classes or latents.num_classes
     return {
-        "network": describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes),
+        "network": describe_network(cfg.model, latent_shape(cfg, latents), num_classes),
         "diffusion": diffusion, **({"objective": objective} if objective else {}),
         "data": {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
                  "convention": latents.convention.record(),
-                 "class_names": latents.class_names, "display_names": latents.display_names},
+                 "class_names": latents.class_names, "display_names": latents.display_names,
+                 **({} if len(latents.classes) == num_classes else {"classes": latents.classes})},
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "parent": None, **({} if cfg.lora.rank is None else
@@ -491,7 +496,8 @@ def open_drawing(
     grid = evaluation = None
     if cfg.samples.every:
         seeds = parse_range("samples.seeds", cfg.samples.seeds)
-        classes = grid_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names)
+        classes = parse_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names,
+                                latents.classes[:GRID_CLASSES])
         grid = Grid(decoder.decode, seeds, labels_of(seeds, classes))
     if cfg.evaluate.every:
         if cfg.evaluate.reference is None:

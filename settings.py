@@ -351,9 +351,13 @@ def parse(parser: Any, argument: str) -> None:
 
     key, _, value = argument.partition("=")
     try:
-        if parser.parse_override(argument).is_sweep_override() and not {"-m", "--multirun"} & {*sys.argv}:
+        override = parser.parse_override(argument)
+        if override.is_sweep_override() and not {"-m", "--multirun"} & {*sys.argv}:
             raise ValueError(f"{argument} gives several values: write '{key}=[{value}]' for a list, or "
                              f"\"{key}='{value}'\" for one text.")
+        is_group = any((CONFIGS / place / override.key_or_group).is_dir() for place in ("", "presets"))
+        if is_group and value.startswith("[") and "{" not in value and len(names := override.value()) > 1:
+            raise ValueError(f"{argument} gives several names and only the last would count: write {key}={names[-1]}.")
     except HydraException:
         if "=" not in argument or not re.fullmatch(r"[\w.+~@/-]+", key, re.ASCII):
             raise ValueError(f"{argument} is no setting: write key=value, as in steps=100.") from None

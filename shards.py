@@ -22,7 +22,8 @@ class ShardRecord(Record):
 
 
 def write_json(path: Path, value: dict) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    """Writes a record in UTF-8, with a question mark for what is no letter in it, as a file's name may hold."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
 
 
 def sweep(out: Path, *patterns: str) -> None:

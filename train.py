@@ -220,7 +220,7 @@ def evaluate(run: Run) -> None:
     extractor, reference, results = evaluation.extractor, evaluation.reference, run.folder / "results.jsonl"
     metrics = evaluation.metrics
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
-    labels = labels_of(seeds, list(range(run.latents.num_classes)))
+    labels = labels_of(seeds, run.latents.classes)
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
     origin = {key: run.record[key] for key in ("network", "diffusion", "data", "seed", "init_from")}
     with torch.device("meta"):
@@ -231,7 +231,8 @@ def evaluate(run: Run) -> None:
                               num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": "all", "origin": scoring.record_sha256(origin),
+                  "classes": fid.describe_classes(run.latents.classes, run.model.num_classes),
+                  "origin": scoring.record_sha256(origin),
                   **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)

@@ -114,6 +114,7 @@ class DataRecord(Record):
     class_names: list[str] | None
     display_names: list[str] | None = None
     convention: dict | None = None      # how its latents were made; of the first versions' runs as the autoencoder's
+    classes: Annotated[list[Whole], Field(min_length=1)] | None = None      # that have images; None: all
 
 
 class ParentRecord(Record):
@@ -335,6 +336,7 @@ class Trained:
     convention: Convention | None        # by which its latents were made; None: the autoencoder's own
     class_names: list[str] | None
     display_names: list[str] | None      # of the classes, for people
+    classes: list[int]                   # that it had images of
     step: int | None
     weights: str             # ema | model: which weights these are; file: a state dict that does not say
     folder: Path | None      # the checkpoint folder, None for a bare weights file
@@ -460,8 +462,8 @@ def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
 def load_trained(
     path: str | Path,                       # a run, a checkpoint folder or a weights file
     weights: str | None = None,             # ema | model; None: the average, or what the file holds
-    diffusion: str | None = None,           # overrules what is recorded; of weights without a record, FAMILIES' name
-    autoencoder: str | None = None,         # likewise
+    diffusion: str | None = None,           # of weights without a record, FAMILIES' name
+    autoencoder: str | None = None,         # overrules what is recorded
     device: torch.device | str = "cpu",
     num_heads: int | None = None,           # of a bare weights file, which does not tell
 ) -> Trained:
@@ -483,14 +485,15 @@ def load_trained(
             raise ValueError(f"checkpoint={path} is the file of weights={file.stem}, not of weights={weights}.")
         if num_heads is not None:
             raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one.")
-        if diffusion not in (None, *DIFFUSIONS):
-            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} has one.")
     state, which, family = read_weights(file, weights)
     inferred = None
     if folder is not None:
         meta = read_record(CheckpointRecord, folder / "meta.json",
                            "It describes no checkpoint of ours; move the weights elsewhere.")
         network, recorded, data, step, which = meta.network, meta.diffusion, meta.data, meta.step, file.stem
+        if diffusion not in (None, recorded.get("name")):
+            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} records "
+                             f"{recorded.get('name')}: leave it out.")
         if meta.weights is not None:
             which = meta.weights
             if weights not in (None, which):
@@ -510,8 +513,6 @@ def load_trained(
         inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].says}), {network['num_heads']} "
                     f"heads, decoded by {autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, "
                     f"autoencoder=.")
-    if folder is not None and diffusion and diffusion != recorded.get("name"):
-        recorded = {"name": diffusion}
     with torch.device("meta"):
         net = build_network(network)
     net.load_state_dict(state, assign=True)
@@ -520,6 +521,7 @@ def load_trained(
         diffusion=build_diffusion(recorded), autoencoder=autoencoder or data.autoencoder,
         convention=data.convention and Convention.read(data.convention),
         class_names=data.class_names, display_names=data.display_names or data.class_names,
+        classes=data.classes or list(range(net.num_classes)),
         step=step, weights=which, folder=folder, file=file,
         recorded={"network": network, "diffusion": recorded,
                   **({"published": meta.published} if folder is not None and meta.published else {})},
@@ -605,6 +607,14 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
     return settings
 
 
+def noise_levels(diffusion: EDM | RF, sampler: SamplerSettings | None) -> tuple[float, float]:
+    """Returns the lowest and the highest noise level of a diffusion's sampler."""
+    given = sampler_settings(diffusion, sampler.model_dump() if sampler else {})
+    if "sigma_max" in given:
+        return given["sigma_min"], given["sigma_max"]
+    return (0.0, 1.0) if isinstance(diffusion, RF) else (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item())
+
+
 Ratio = Annotated[float, Field(ge=0, lt=1)]
 Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
@@ -651,6 +661,11 @@ def build_guidance(
     if is_flow and settings.interval and 1 < settings.interval[1] < math.inf:
         raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
                          f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+    if settings.interval:
+        low, high = noise_levels(trained.diffusion, getattr(settings, "sampler", None))
+        if settings.interval[1] < low or settings.interval[0] > high:
+            raise ValueError(f"interval={list(settings.interval)} guides at no noise level: the sampler's run from "
+                             f"{high:g} to {low:g}. Choose some of these.")
     weak = None
     if settings.weak:      # one without a record is taken for what the strong one is
         has_record = find_weights(Path(settings.weak), "ema")[1] is not None

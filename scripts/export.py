@@ -307,6 +307,7 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
             **trained.recorded, "step": trained.step, "weights": trained.weights, "exported": cfg.to, "files": files,
             "data": {"autoencoder": trained.autoencoder, "class_names": trained.class_names,
                      "display_names": trained.display_names,
+                     "classes": trained.classes if len(trained.classes) < trained.net.num_classes else None,
                      "convention": trained.convention and trained.convention.record()},
         })
 

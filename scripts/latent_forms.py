@@ -319,6 +319,9 @@ def open_pairs(source: Path) -> Stored:
         raise ValueError(f"source={source} has {len(names[FEATURES])} latents and {len(names[LABELS])} labels"
                          + (f"; {alone[0]} is in one of the two folders only." if alone else "."))
     order = sorted(names[FEATURES], key=lambda name: int(name[:-4]))
+    for one, other in itertools.pairwise(order):
+        if int(one[:-4]) == int(other[:-4]):
+            raise ValueError(f"{source / FEATURES} holds {one} and {other}, two latents of one number: remove one.")
     del names
     count = len(order)
 

@@ -267,7 +267,8 @@ def prepare(
     whole = (mirror, row_shape, num_classes)
     todo = [shard for shard in range(num_shards) if read_shard(out, shard, *whole) is None]
     needed = len(todo) * min(shard_size, len(images)) * (np.prod(row_shape) * 2 * (1 + mirror) + 8)
-    require_room(out, needed, "kind=sample or mirror=false each halve it.")
+    halves = ["kind=sample"] * (kind == "moments") + ["mirror=false"] * mirror
+    require_room(out, needed, f"{' or '.join(halves)} would halve it." if halves else "name another disk by out=.")
     state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
 
     def encode(batch: torch.Tensor, indices: list[int], mirror: bool) -> np.ndarray:

@@ -407,6 +407,7 @@ BAD_MASKS = {
     "0 to 255": (masks_and(array=np.full((40, 4, 4), 255, np.uint8)), ["masks run from 0 to 255", "0..1", "mask / 255"]),
     "negative": (masks_and(array=np.full((40, 4, 4), -1, np.float16)), ["masks run from -1"]),
     "not a number": (masks_and(array=np.full((40, 4, 4), np.nan, np.float16)), ["masks run from nan"]),
+    "all 0": (lambda folder: write_masks(folder, 0 * masks_of()), ["all masks are 0", "nothing would be trained"]),
     "one missing": (masks_and(), ["2 files of masks for 3 of latents: masks-00001.npy is missing"]),
     "one too many": (masks_and("masks-00009.npy", array=np.ones((40, 4, 4), np.uint8)), ["masks-00009.npy is there without its latents"]),
 }
@@ -744,6 +745,16 @@ def test_moments_of_a_two_channel_autoencoder_are_read_with_a_warning(tmp_path):
     assert latents.shape == (2, 4, 4)
     with pytest.raises(ValueError, match="data.kind=sample if the channels are not"):
         latents.require(shape=(4, 4, 4), num_classes=1000)
+
+
+@pytest.mark.parametrize("written", ["folder", "tars"])
+def test_a_data_set_knows_which_classes_have_images(tmp_path, written):
+    labels = np.array([4, 1, 1, 900, 4] * 20)
+    if written == "folder":
+        latents = open_latents(write_folder(tmp_path / "set", numbered(100), labels, num_classes=1000))
+    else:
+        latents = open_latents(write_tars(tmp_path / "set", numbered(100), labels), kind="sample")
+    assert (latents.num_classes, latents.classes) == (1000, [1, 4, 900])
 
 
 def test_classes_are_shown_by_their_display_names_or_their_own(tmp_path):

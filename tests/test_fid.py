@@ -346,6 +346,24 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance"] is None
 
 
+def test_classes_that_had_no_images_are_drawn_only_if_they_are_named(tmp_path, run_folder, reference_npz, capsys):
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    file = run / "checkpoints/step-00000007/meta.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps(meta | {"data": meta["data"] | {"classes": [0, 2]}}))
+    options = dict(reference=reference_npz, num_samples=6, num_steps=2)
+    default, named, absent, every, old = (command(tmp_path, checkpoint=folder, **options, **given) for folder, given in (
+        (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}), (run_folder, {})))
+    assert [row["source"]["classes"] for row in (default, named, absent, every, old)] == [[0, 2], [0, 2], [1], "all", "all"]
+    assert default["metrics"] == named["metrics"] != absent["metrics"] and every["metrics"] == old["metrics"] != default["metrics"]
+    assert capsys.readouterr().out.count("1 of 3 classes have no training images (1); they are drawn only if named.") == 4
+
+
+def test_a_long_list_of_classes_is_recorded_by_its_length_and_hash():
+    one, other = (fid.describe_classes(list(range(first, first + 500)), 1000) for first in (0, 1))
+    assert one["count"] == other["count"] == 500 and one["sha256"] != other["sha256"]
+
+
 @pytest.mark.parametrize(("options", "sentence"), [
     ({}, "Give one of checkpoint=, images= and reference_from=, not none"),
     ({"images": "a", "checkpoint": "b"}, "not checkpoint and images"),

@@ -422,6 +422,7 @@ def test_a_bad_zip_is_a_sentence_and_writes_nowhere(tmp_path, spoil, sentence):
 
 @pytest.mark.parametrize(("spoil", "sentence"), [
     (lambda s: (s / FEATURE / "3.npy").unlink(), "3.npy is in one of the two folders only"), (lambda s: change(s, f"{FEATURE}/x.npy", b""), "not named by a number"),
+    (lambda s: [change(s, f"{part}/03.npy", (s / part / "3.npy").read_bytes()) for part in (FEATURE, "imagenet256_labels")], "two latents of one number"),
     (lambda s: change(s, "imagenet256_labels/4.npy", npy(np.array([1_700_000_000]))), "label 1700000000 (row 4), outside 0..999999"),
     (lambda s: change(s, "imagenet256_labels/4.npy", npy(np.array([-3]))), "label -3 (row 4)"), (lambda s: change(s, "imagenet256_labels/4.npy", npy(np.array([0.5]))), "int64 is expected"),
     (lambda s: [change(s, f"{FEATURE}/{i}.npy", npy(normal(1, 3, 8, 8))) for i in range(COUNT)], "3 channels, but fast-DiT"),

@@ -9,6 +9,7 @@ import time
 import zipfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -18,6 +19,7 @@ from PIL import Image
 
 import autoencoder as autoencoders
 from checkpoint import hold
+from data import open_latents
 from images import draw_shape, open_source
 from scripts.prepare_latents import PrepareSettings, prepare
 from settings import read
@@ -185,6 +187,15 @@ def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys
     )
 
 
+def test_names_that_are_no_text_are_written_so_that_training_reads_them(pets, tmp_path):
+    (pets / "cat").rename(os.fsdecode(os.fsencode(pets) + b"/caf\xe9"))
+    Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
+    (pets / "emu").rename(pets / "große\nKatze")
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
+    assert open_latents(tmp_path / "out").class_names == ["caf?", "dog", "große\nKatze"]
+    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/?.png"]
+
+
 def test_a_set_with_nothing_readable_is_refused(tmp_path):
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "a.png").write_bytes(b"no image")
@@ -334,6 +345,16 @@ def test_a_disk_without_room_is_noticed_first(pets, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="needs 0.0 GB more and its disk has 0.0 GB free"):
         prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("settings", "remedy"), [
+    (dict(kind="sample"), "name another disk"), (dict(kind="moments"), "kind=sample would halve"), (dict(kind="sample", mirror=True), "mirror=false would"),
+    (dict(kind="moments", mirror=True), "kind=sample or mirror=false would halve it"),
+])
+def test_a_disk_without_room_is_met_with_what_is_not_set_already(pets, vae_folder, tmp_path, monkeypatch, settings, remedy):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=f"free: {remedy}"):
+        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder, **settings)
 
 
 def test_a_vae_that_overflows_float16_is_not_stored(pets, vae_folder, tmp_path, monkeypatch):

@@ -166,6 +166,7 @@ def call(tmp_path, monkeypatch, capsys):
     (tmp_path / "small.yaml").write_text(
         "steps: 5\nplace: null\ndefaults: [_self_, {override hydra/job_logging: disabled}, {override hydra/hydra_logging: disabled}]\n"
         "hydra: {run: {dir: .}, output_subdir: null}\n")
+    (tmp_path / "presets/group").mkdir(parents=True)
     monkeypatch.setattr(settings, "CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
@@ -204,6 +205,7 @@ def fail_by(error):
     (["place=größe"], """"place='größe'"."""), (["place=[ring,größe,sea lion]"], """"place=['ring','größe','sea lion']"."""),
     (["place=it's"], r""""place='it\'s'"."""), (["place=a (1)"], """"place='a (1)'"."""), (["place=[a"], """"place=['a']"."""),
     (["place=a,b"], """small.py: place=a,b gives several values: write 'place=[a,b]' for a list, or "place='a,b'" for one text."""),
+    (["group=[one,two]"], "group=[one,two] gives several names and only the last would count: write group=two."),
     (["place=${nothing}"], "small.py: Interpolation key 'nothing' not found: configs/small.yaml names all settings."),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_ends_in_a_sentence(call, arguments, sentence):

@@ -256,6 +256,26 @@ def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference,
     assert np.array_equal(*grids) == (weights == "ema")
 
 
+def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path, fresh_accelerator):
+    data, run = shutil.copytree(shapes, tmp_path / "data"), tmp_path / "run"
+    for file in data.glob("labels-*.npy"):
+        labels = np.load(file)
+        np.save(file, np.where(labels == 2, 3, labels))
+    result = train(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9", "samples.num_steps=2", "evaluate.every=2",
+                   f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2")
+    assert result.returncode == 0, result.stderr
+    assert "3 of 8 classes have no training images (2, 6, 7); they are drawn only if named." in result.stdout
+    here = [0, 1, 3, 4, 5]
+    assert checkpoints.read_meta(checkpoints.latest(run))["data"]["classes"] == here
+    assert "classes" not in checkpoints.read_meta(checkpoints.latest(reference))["data"]
+    assert Image.open(run / "samples/step-00000002.png").height == len(here) * (4 * 16 + 2)
+    run_command(fid.main, "fid.py", checkpoint=run, reference=pixel_reference, features="pixels", num_samples=6, num_steps=2, seed=100_000, cpu=True,
+                results=tmp_path / "results.jsonl")
+    ours, again = (checkpoints.read_rows(folder / "results.jsonl")[-1] for folder in (run, tmp_path))
+    assert ours["source"]["classes"] == again["source"]["classes"] == here
+    assert again["metrics"] == pytest.approx(ours["metrics"], rel=1e-6)
+
+
 def test_trackers_are_told_the_settings_the_rows_and_the_scores(shown):
     run, ((tracker, settings), *told) = shown
     assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
