@@ -28,6 +28,7 @@ from pydantic.fields import FieldInfo
 
 import ranks
 
+ADDING = ("objective",)      # groups of configs/ in which several names add up
 RERUN = "--experimental-rerun"      # Hydra's
 LONGEST_RECORD = 2**26      # bytes of a file that is read whole, as meta.json: more is none of ours
 CONFIGS = Path(__file__).resolve().parent / "configs"
@@ -356,6 +357,7 @@ def parse(parser: Any, argument: str) -> None:
             raise ValueError(f"{argument} gives several values: write '{key}=[{value}]' for a list, or "
                              f"\"{key}='{value}'\" for one text.")
         is_group = any((CONFIGS / place / override.key_or_group).is_dir() for place in ("", "presets"))
+        is_group = is_group and override.key_or_group not in ADDING
         if is_group and value.startswith("[") and "{" not in value and len(names := override.value()) > 1:
             raise ValueError(f"{argument} gives several names and only the last would count: write {key}={names[-1]}.")
     except HydraException:
