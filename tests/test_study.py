@@ -65,11 +65,14 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
     ({"compare": [["dit", "dot"]]}, "names dot, but the variants are dit, tread"),
     ({"variants": {"dit": {"train": [], "at_end": ["sg"]}}, "compare": []}, "names sg; study.at_end has cfg"),
     ({"train": ["grad_accum_steps=2"]}, "would see other noise. Set grad_accum_steps=1"),
+    ({"train": ["+seed=5"]}, "seed=5: a study sets seed, name, run_dir of each run itself. Set study.seeds"),
     ({"train": ["evaluate.metrics=[sfid,recall]"]}, "by a Fréchet distance, fid or one whose name begins with fd_"),
 ])
 def test_a_name_that_is_none_is_a_sentence(tmp_path, changed, says):
     with pytest.raises(ValueError, match=says):
         study.runs_of(settings(tmp_path, study=MATRIX | changed))
+    with pytest.raises(ValueError, match="seed=5: a study sets seed"):
+        study.runs_of(settings(tmp_path, also=["seed=5"]))
 
 
 def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Command:
@@ -135,6 +138,23 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     told_study, [run, *_] = read_record(study.ToldStudy, tmp_path / "study/study.json", ""), study.runs_of(cfg)
     assert study.complete(run, [told_study])
     assert not study.complete(run.model_copy(update={"at_end": [["guidance=cfg", "scale=3"]]}), [told_study])
+
+    # Scores of more steps are not those of fewer.
+    for home, rows in (("study", []), ("other", [str(tmp_path / "study/study.json")])):
+        with pytest.raises(ValueError, match="holds dit, seed 0, after 4 steps, and this study asks for steps=2"):
+            study.collect(settings(tmp_path / home, study=matrix, also=["steps=2"], rows=rows))
+
+    # Nor are scores of weights that have gone those of the weights that the run has now.
+    folder = study.checkpoints.latest(run.folder)
+    tensors, meta = {name: study.checkpoints.load(folder, name) for name in ("ema", "model")}, study.checkpoints.read_meta(folder)
+    shutil.rmtree(folder)
+    study.checkpoints.save(folder, {name: {key: value + 0.1 for key, value in each.items()} for name, each in tensors.items()}, meta)
+    assert not study.complete(run, [told_study])
+    assert [score["guidance"] for score in study.collect(cfg)["runs"][0]["scores"]] == ["unguided"] * 3
+    rows = [(results.read_text(), study.score_at_end(cfg, run))[0].count("\n") for _ in range(3)]
+    assert rows[1] == rows[2] == rows[0] + 1
+    again = study.collect(cfg)["runs"][0]["scores"]
+    assert [score["guidance"] for score in again] == ["unguided"] * 3 + [GUIDED] and again[-1]["value"] != told["runs"][0]["scores"][-1]["value"]
 
     # The weights go, the scores stay, and nothing is trained again; nor where another machine goes on from the scores.
     shutil.rmtree(tmp_path / "study/runs")
@@ -334,8 +354,8 @@ def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
 def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
     """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
     rng, trials, found = np.random.default_rng(seeds), 2000, []
-    common = rng.normal(0, 5, (trials, seeds)) * (np.arange(trials)[:, None] % 2)
-    for common, noise in zip(common, rng.normal(0, 1, (trials, 2, 3, seeds)), strict=True):
+    moved = rng.normal(0, 5, (trials, seeds)) * (np.arange(trials)[:, None] % 2)
+    for common, noise in zip(moved, rng.normal(0, 1, (trials, 2, 3, seeds)), strict=True):
         runs = [of(name, seed, *((10 * 2**i, common[seed] + noise[v, i, seed]) for i in range(3)))
                 for v, name in enumerate("ab") for seed in range(seeds)]
         found.append(comparison.crossing(runs, "a", "b", "images"))
