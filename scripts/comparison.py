@@ -147,7 +147,7 @@ def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
             if sign * next_gap < 0:
                 at = place * (next_place / place) ** (gap / (gap - next_gap))
     return {"between": [first, second], "axis": axis, "at": at, "better_at_the_end": better,
-            "verdict": in_words(first, second, end), **end}
+            "verdict": in_words(first, second, end) if end["n"] else None, **end}
 
 
 # ---- what is told ---------------------------------------------------------------------------------------------------
