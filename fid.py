@@ -39,6 +39,7 @@ from guidance import Guidance
 from metrics import frechet_distance  # noqa: F401      (others call it fid.frechet_distance)
 from rf import RF
 from sample import (
+    DRAWING_VERSION,
     Batch,
     DrawingSettings,
     generate,
@@ -48,12 +49,12 @@ from sample import (
     sampling_cost,
 )
 from scoring import (
+    SCORING_VERSION,
     Images,
     Indexed,
     Kept,
     Reference,
     available_metrics,
-    code_sha256,
     evaluate,
     evenly,
     measure,
@@ -162,7 +163,7 @@ class Drawing:
             "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
             "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": "class seed % number of classes",      # and of one image:
+            "labels": "class seed % number of classes", "drawing_version": DRAWING_VERSION,      # and of one image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
 
@@ -229,7 +230,7 @@ def result_row(
         "extractor": describe_extractor(extractor), "reference": reference.record, "image_rule": image_rule,
         "resolution": resolution, "batch_size": batch_size, "processes": state.num_processes,
         **speed.describe_device(state.device),
-        "versions": versions(extractor), "code_sha256": code_sha256(), "commit": commit(),
+        "versions": versions(extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
         "seconds": seconds, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -240,23 +241,25 @@ def read_results(path: Path) -> list[dict]:
             if isinstance(row.get("source"), dict) and isinstance(row.get("metrics"), dict)]
 
 
-BY_CODE = ("versions", "code_sha256")     # what a row of another version of the code differs in, too
+# What a row of another version of the code differs in, too; older rows lack the last two, and have a hash of all code.
+BY_CODE = ("versions", "source.drawing_version", "scoring_version")
 
 
 def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | None:
     """Finds in results.jsonl a row whose scores are those that `row`, still without any, is going to have.
 
-    With `whatever_code` it may be of another version. What an old row does not tell does not set it apart.
+    With `whatever_code` it may be of another version. What else an old row does not tell does not set it apart.
     """
     def facts(row: dict) -> dict:
-        compared = ("images", "extractor", "reference", "image_rule", "resolution", *(() if whatever_code else BY_CODE))
-        source = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
-        return source | {key: row[key] for key in compared if key in row}
+        found = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
+        compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
+        found |= {key: row[key] for key in compared if key in row}
+        return {key: value for key, value in found.items() if not (whatever_code and key in BY_CODE)}
 
     wanted = facts(json.loads(json.dumps(row)))
     for old in read_results(path):
         found = facts(old)
-        if (found and all(found.get(key, value) == value for key, value in wanted.items())
+        if (found and all(found.get(key, None if key in BY_CODE else value) == value for key, value in wanted.items())
                 and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys()):
             return old
     return None

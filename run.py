@@ -688,6 +688,15 @@ def forget_after(run_dir: Path, step: int) -> None:
                 checkpoints.write_text(path, text)
 
 
+def forget_other_starts(results: Path, step: int, origin: str) -> None:
+    """Drops training's scores at `step` of other networks, data or seeds, as of a run killed before its first save."""
+    rows = checkpoints.read_rows(results)
+    kept = [row for row in rows if not isinstance(source := row.get("source"), dict) or not source.get("in_training")
+            or source.get("step") != step or source.get("origin", origin) == origin]
+    if len(kept) < len(rows):
+        checkpoints.write_text(results, "".join(json.dumps(row) + "\n" for row in kept))
+
+
 @full_disk_is_a_sentence()
 def save(run: Run) -> None:
     cfg, accelerator = run.cfg, run.accelerator

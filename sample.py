@@ -47,6 +47,7 @@ from trained import (
     sampler_settings,
 )
 
+DRAWING_VERSION = 1     # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
 GRID_CLASSES = 10       # a grid shows so many classes, the first, where none are named
 MOST_SEEDS = 10**7      # a range of more is a slip of the finger
 

@@ -37,6 +37,7 @@ from run import (
     Run,
     TrainSettings,
     check_settings,
+    forget_other_starts,
     full_disk_is_a_sentence,
     hold_folder,
     make_run,
@@ -222,7 +223,11 @@ def evaluate(run: Run) -> None:
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
-    origin = {key: run.record[key] for key in ("network", "diffusion", "data", "seed", "init_from")}
+    of_weights = ("network", "diffusion", "objective", "data", "seed", "init_from")
+    origin = {key: run.record[key] for key in of_weights if key in run.record}
+    origin = scoring.record_sha256(origin)
+    if accelerator.is_main_process:
+        forget_other_starts(results, run.step, origin)
     with torch.device("meta"):
         outline = build_network(run.record["network"])
     for scale in cfg.guidance_scales:
@@ -231,8 +236,7 @@ def evaluate(run: Run) -> None:
                               num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": fid.describe_classes(run.latents.classes, run.model.num_classes),
-                  "origin": scoring.record_sha256(origin),
+                  "classes": fid.describe_classes(run.latents.classes, run.model.num_classes), "origin": origin,
                   **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)

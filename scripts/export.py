@@ -147,11 +147,15 @@ def is_score(row: dict) -> bool:
 
 
 def scores_of(trained: Trained) -> list[dict]:
-    """Reads the rows of a run's results.jsonl that are of these weights."""
+    """Reads the rows of a run's results.jsonl that are of these weights, not of others that had their step before.
+
+    Training names no hash, as it drops its own scores where it goes back.
+    """
     run = trained.run_folder
-    rows = checkpoints.read_rows(run / "results.jsonl") if run else []
+    rows, digest = (checkpoints.read_rows(run / "results.jsonl"), checkpoints.sha256(trained.file)) if run else ([], "")
     return [row for row in rows if is_score(row)
-            and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)]
+            and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)
+            and (row["source"].get("in_training") or row["source"].get("weights_sha256") == digest)]
 
 
 def find_grid(trained: Trained) -> Path | None:
@@ -273,6 +277,8 @@ def check_out(cfg: ExportSettings) -> Path:
         raise ValueError(f"repo={cfg.repo} is not of the form user/name.")
     if cfg.upload and not cfg.repo:
         raise ValueError("upload=true needs repo=user/name.")
+    if not re.fullmatch(r"[\w.-]+", cfg.license):
+        raise ValueError(f"license={cfg.license!r} is not a licence as huggingface.co abbreviates it: write mit, say.")
     if cfg.out is None and not cfg.repo:
         raise ValueError(f"to={cfg.to} needs out=<{'a file .pt' if cfg.to == 'dit' else 'a folder'}>.")
     out = Path(cfg.out or cfg.repo.split("/")[1])
@@ -320,6 +326,9 @@ def main(cfg: ExportSettings) -> None:
         print(trained.inferred)
     if trained.file.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"out={out} holds the weights that are to be exported: name another.")
+    named = cfg.autoencoder not in (None, autoencoders.NONE)
+    if named and (why := autoencoders.undecodable(cfg.autoencoder, trained.net.in_channels)):
+        raise ValueError(why)
     if cfg.to != "hub":
         check_plain(trained, cfg.to)
     if cfg.to == "dit":

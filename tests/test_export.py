@@ -210,10 +210,13 @@ def scored_run(tmp_path):
     run = save_run(tmp_path / "run", EDM, in_channels=3)
     (run / "samples").mkdir()
     shutil.copy(ROOT / "docs" / "quickstart_grid.png", run / "samples" / "step-00000007.png")
-    for step, fid in ((6, 9.0), (7, 4.25)):
+    digest = checkpoints.sha256(checkpoints.latest(run) / "ema.safetensors")
+    for step, fid, weights in ((6, 9.0, digest), (7, 8.0, "of before it was trained anew"), (7, 4.25, digest)):
         checkpoints.append_row(run / "results.jsonl", {
             "metrics": {"fid": fid}, "images": 50_000, "commit": "abc", "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"},
-            "source": {"step": step, "weights": "ema", "guidance": {"scale": 1.5}, "num_steps": 40}})
+            "source": {"step": step, "weights": "ema", "weights_sha256": weights, "guidance": {"scale": 1.5}, "num_steps": 40}})
+    checkpoints.append_row(run / "results.jsonl", {
+        "metrics": {"fid": 7.5}, "images": 1000, "source": {"step": 7, "weights": "ema", "in_training": True, "guidance": None, "num_steps": 18}})
     return run
 
 
@@ -223,8 +226,9 @@ def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n") and "![one row a class](grid.png)" in card and (folder / "grid.png").is_file()
     assert "| fid | 4.25 | 50,000 | scale 1.5 | 40 | adm | ref.npz |" in card and "| 9 |" not in card
+    assert "| fid | 7.5 | 1,000 |" in card and "| 8 |" not in card
     assert "blocks 1 to -1 without 50% of the tokens" in card and "hf download user/x --local-dir x" in card and "EDM, P_mean -1.0" in card
-    assert [row["commit"] for row in checkpoints.read_rows(folder / "scores.jsonl")] == ["abc"]
+    assert [row["commit"] for row in checkpoints.read_rows(folder / "scores.jsonl") if "commit" in row] == ["abc"]
     assert {file.name for file in folder.iterdir()} == {"README.md", "grid.png", "scores.jsonl", "weights.safetensors", "meta.json"}
     weights = shutil.copy(checkpoints.latest(tmp_path / "run") / "model.safetensors", tmp_path)
     bare = exported(weights, "hub", tmp_path / "bare", diffusion_name="rf", num_heads=2)
@@ -271,6 +275,8 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
     (dict(to="hub", out="there", overwrite=True), "is nothing that an export has made"),
     (dict(to="diffusers", out="x", autoencoder="python:mine.decode"), "is code of your own, which the folder cannot hold"),
     (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, and these have 3"),
+    (dict(to="hub", out="x", autoencoder="no_such_thing"), "autoencoder=no_such_thing is neither one of identity"),
+    (dict(to="hub", out="x", license='"mit\\ntags: [x]"'), "is not a licence as huggingface.co abbreviates it"),
 ])  # fmt: skip
 def test_a_mistake_is_a_sentence_and_writes_nothing(settings, says, vae, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

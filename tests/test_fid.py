@@ -454,8 +454,10 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
     command(tmp_path, **options)
     for other in ({"seed": 1}, {"num_steps": 3}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
-    monkeypatch.setattr(scoring, "code_sha256", lambda: "another version")
-    assert command(tmp_path, **options)["resumed_images"] == 0
+    assert command(tmp_path, **options)["resumed_images"] == 16
+    for where, version in ((scoring, "SCORING_VERSION"), (fid, "DRAWING_VERSION")):
+        monkeypatch.setattr(where, version, 0)
+        assert command(tmp_path, **options)["resumed_images"] == 0, version
 
 
 def test_a_damaged_file_of_features_is_measured_again(tmp_path, run_folder, reference_npz):

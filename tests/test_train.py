@@ -289,11 +289,14 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     options = ("steps=0", "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
                "evaluate.num_steps=2", "evaluate.batch_size=4")
     scored = []
-    for changed in ((), (), ("seed=1", "optimizer.lr=1"), ("seed=1",), ("seed=1", "evaluate.num_samples=4"), ()):
+    for changed in ((), (), ("seed=1", "optimizer.lr=1"), ("seed=1",), ("seed=1", "evaluate.num_samples=4"), ("model.depth=7",)):
         result = train(run, shapes, *options, *changed)
         assert result.returncode == 0, result.stderr
-        scored.append([json.loads(line)["images"] for line in (run / "results.jsonl").read_text().splitlines()])
-    assert scored == [[6], [6], [6, 6], [6, 6], [6, 6, 4], [6, 6, 4]]
+        told = checkpoints.read_rows(run / "results.jsonl")
+        scored.append(([row["images"] for row in told], {row["source"]["origin"] for row in told}))
+    # Of one start alone: what a run that was begun anew had scored before its first save is of another network.
+    assert [images for images, _ in scored] == [[6], [6], [6], [6], [6, 4], [6]]
+    assert all(len(origins) == 1 for _, origins in scored) and len(set().union(*(origins for _, origins in scored))) == 3
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
