@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -162,17 +161,20 @@ def start_trackers(run: Run) -> None:
 
 @contextlib.contextmanager
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
-    """Says on the progress bar, and to the other ranks, what the run is doing instead of stepping.
+    """Says on the progress bar, and in a note on what is raised, what the run is doing instead of stepping.
 
     Its seconds are no seconds of training; those for which a GPU is still at the steps before are.
     """
     bar.set_postfix_str(work)
-    with ranks.working(work):
+    try:
         if run.accelerator.device.type == "cuda":
             torch.cuda.synchronize(run.accelerator.device)
         began = time.perf_counter()
         yield
         run.paused += time.perf_counter() - began
+    except Exception as error:
+        error.add_note(work)
+        raise
     bar.set_postfix_str("")
 
 
@@ -270,7 +272,6 @@ def main(cfg: TrainSettings) -> None:
         log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    ranks.keep_log(Path(cfg.run_dir) / "logs", rank, world)
     if cfg.precision == "fp8":
         speed.check_float8(device)
     run = make_run(cfg, accelerator)
@@ -311,7 +312,7 @@ def main(cfg: TrainSettings) -> None:
         if moved and (due(run.step, cfg.log.every) or finished):
             report(run, run.step - reported_step, reported_at)
             reported_step, reported_at = run.step, time.perf_counter()
-        stopped_by = stop.agreed(run.step, world)
+        stopped_by = stop.agreed(run.step, accelerator)
         last_step = finished or stopped_by
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
             with paused(run, bar, "saving"):
@@ -328,7 +329,6 @@ def main(cfg: TrainSettings) -> None:
         if last_step:
             break
 
-        ranks.at(run.step)
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         stored, y, weight = (part.to(device, non_blocking=True) for part in next(loader))
         loss, grad_norm, skipped = train_step(
