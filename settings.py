@@ -366,7 +366,6 @@ def parse(parser: Any, argument: str) -> None:
 def end(sentence: str, error: BaseException) -> NoReturn:
     """Ends this process with a sentence; where every rank has the same one, the first rank prints it."""
     ranks.let_others_speak(error)
-    ranks.note_for_launcher(error)
     sys.exit(sentence)
 
 
