@@ -65,7 +65,8 @@ def require_room(out: Path, needed: int, remedy: str) -> None:
     existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ValueError(f"{out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free: {remedy}")
+        more, left = (f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB" for size in (needed, free))
+        raise ValueError(f"{out} needs {more} more and its disk has {left} free: {remedy}")
 
 
 def put(partial: Path, path: Path) -> None:

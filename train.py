@@ -202,16 +202,16 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
-        checkpoints.append_row(run.folder / "metrics.jsonl", row)
         checkpoints.require_same(run.folder, run.place)
+        checkpoints.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
-    if skipped_in_row >= cfg.max_skipped_in_row:
+    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):      # of a short run all
         last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
-        way_back = "move newer ones away to go on from it, and" if last_good else "start anew, and"
+        way_back = (f"Move checkpoints newer than {last_good} away to go on from it" if last_good else
+                    f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
         sys.exit(f"train.py: the last {skipped_in_row} steps had no finite gradient and were skipped: the run stops at "
-                 f"step {run.step}. The last good checkpoint is {last_good or 'none'}: {way_back} lower optimizer.lr, "
-                 f"set optimizer.clip_norm=1 or precision=fp32.")
+                 f"step {run.step}. {way_back}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32.")
 
 
 @full_disk_is_a_sentence()
