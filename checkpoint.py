@@ -313,11 +313,16 @@ def last_sound(run: Path, before: int) -> Path | None:
 
 def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
     """Finds the newest checkpoint of a run that is whole; each newer one that is not is named in a warning."""
-    for folder in reversed(all_steps(run)):
+    folders = all_steps(run)
+    while folders:
+        folder = folders.pop()
         why = problem(folder, names)
         if why is None:
             return folder
-        warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
+        if folder.is_dir():
+            warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
+        else:      # training has pruned it, and saved a newer one before that
+            folders = all_steps(run)
     return None
 
 

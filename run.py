@@ -603,7 +603,7 @@ def resume(run: Run) -> Path | None:
     if folder is None:
         if cfg.init_from is not None:
             parent = open_parent(cfg.init_from, run.record, cfg.diffusion_name)
-            run.record["parent"] = {"step": parent.step, "weights_sha256": checkpoints.sha256(parent.file),
+            run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
                                     **({"diffusion_name": parent.family} if parent.family else {})}
             if "lora" in run.record:
                 run.record["lora"]["base"] = str(parent.file)
