@@ -250,7 +250,7 @@ class OwnDecoder(Autoencoder):
                              f"of H and W that are whole multiples of {shape[1]} and {shape[2]}.")
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.function(z)
+        return self.function(z).to(z.device)      # which may compute elsewhere; ranks gather what is on their devices
 
 
 # ---- names -> autoencoders ------------------------------------------------------------------------------------------

@@ -64,7 +64,8 @@ def require_room(out: Path, needed: int, remedy: str) -> None:
     existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ValueError(f"{out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free: {remedy}")
+        more, left = (f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB" for size in (needed, free))
+        raise ValueError(f"{out} needs {more} more and its disk has {left} free: {remedy}")
 
 
 def put(partial: Path, path: Path) -> None:
@@ -311,11 +312,16 @@ def last_sound(run: Path, before: int) -> Path | None:
 
 def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
     """Finds the newest checkpoint of a run that is whole; each newer one that is not is named in a warning."""
-    for folder in reversed(all_steps(run)):
+    folders = all_steps(run)
+    while folders:
+        folder = folders.pop()
         why = problem(folder, names)
         if why is None:
             return folder
-        warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
+        if folder.is_dir():
+            warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
+        else:      # training has pruned it, and saved a newer one before that
+            folders = all_steps(run)
     return None
 
 

@@ -395,7 +395,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing,
     given = Path(cfg.checkpoint)
     drawing.record = {
         "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
-        "weights_sha256": checkpoints.sha256(trained.file), "ema": trained.weights == "ema",
+        "weights_sha256": trained.weights_sha256, "ema": trained.weights == "ema",
         "classes": describe_classes(classes, trained.net.num_classes),
         **({"family": trained.family} if trained.family else {}),      # which says how bare weights were read
         **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,

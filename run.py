@@ -554,13 +554,36 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
 def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
     """Finds the latest whole checkpoint, the main rank's for all; None where a run has none yet.
 
-    Raises ValueError where none that the run has is whole, or where another rank does not see it.
+    Raises ValueError where none that the run has is whole, where they have been deleted, or where another rank does
+    not see it.
     """
     folder = latest_checkpoint(run_dir)
     if folder is None and ranks.main_rank_says(accelerator, len(checkpoints.all_steps(run_dir))):
         raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
                          f"one, or move the folder away to start from the beginning.")
+    if folder is None and ranks.main_rank_says(accelerator, has_lost_checkpoints(run_dir)):
+        raise ValueError(f"{run_dir} has recorded {last_recorded(run_dir)} steps and has no checkpoint, so that "
+                         f"training would begin anew and replace the record. Restore its checkpoints, set "
+                         f"name=<another>, or move the folder away.")
     return folder
+
+
+def last_recorded(run_dir: Path) -> int:
+    """Returns the last step of which a run has a row of metrics, or 0."""
+    steps = [row.get("step") for row in checkpoints.read_rows(run_dir / "metrics.jsonl")]
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def has_lost_checkpoints(run_dir: Path) -> bool:
+    """Tells whether a run without checkpoints has had some: it has recorded steps past its first save, or its end.
+
+    What was killed before its first save has an empty folder for checkpoints, and begins anew.
+    """
+    step, config = last_recorded(run_dir), run_dir / "config.yaml"      # of its last start
+    if step == 0 or not ((run_dir / "checkpoints").is_dir() and config.is_file()):
+        return step > 0
+    began = OmegaConf.load(config)
+    return step >= min(began.checkpoint.every + 1, began.steps)
 
 
 def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
@@ -593,7 +616,7 @@ def resume(run: Run) -> Path | None:
     if folder is None:
         if cfg.init_from is not None:
             parent = open_parent(cfg.init_from, run.record, cfg.diffusion_name)
-            run.record["parent"] = {"step": parent.step, "weights_sha256": checkpoints.sha256(parent.file),
+            run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
                                     **({"diffusion_name": parent.family} if parent.family else {})}
             if "lora" in run.record:
                 run.record["lora"]["base"] = str(parent.file)
@@ -642,8 +665,8 @@ def full_disk_is_a_sentence() -> Iterator[None]:
         yield
     except OSError as error:
         full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} & {error.errno, getattr(error.__cause__, "errno", None)}
-        remedy = "Free some room and run the same command again." if full else "The same command resumes."
-        sys.exit(f"train.py: {error} {remedy}")
+        remedy = "Free some room" if full else "Mend that"
+        sys.exit(f"train.py: {error} {remedy} and run the same command again: it resumes.")
 
 
 def hold_folder(run: Run) -> None:
@@ -711,5 +734,6 @@ def save(run: Run) -> None:
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
+            checkpoints.require_same(run.folder, run.place)
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
             checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)

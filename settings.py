@@ -269,26 +269,25 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 sys.stdout.reconfigure(line_buffering=True)      # a line is in a redirected log when it is said
             program, wants_traceback = Path(sys.argv[0]).name, "HYDRA_FULL_ERROR" in os.environ
             plain: dict = {}
-            ranks.begin()
             try:
                 for plain in compose(config_name):
                     main(read(declared, plain))
+                ranks.leave()
             except KeyboardInterrupt:
                 print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
                 sys.exit(130)
             except SystemExit as stop:
                 if isinstance(stop.code, str):
-                    end(stop.code)
+                    end(stop.code, stop)
+                ranks.leave()
                 raise
             except Exception as error:
-                ranks.wait_for_cause(error)
                 said = mistake(error, config_name, plain)
                 if said is None or wants_traceback:
-                    ranks.is_first_to_say(f"{program}: {type(error).__name__}: {error}")
+                    ranks.let_others_speak(error)
+                    ranks.note_for_launcher(error)
                     raise
-                end(cut(f"{program}: {said}", 2000))      # a value in it may have any length
-            finally:
-                ranks.leave()
+                end(cut(f"{program}: {said}", 2000), error)      # a value in it may have any length
         return entry
     return decorate
 
@@ -338,7 +337,8 @@ def mistake(error: Exception, config_name: str, plain: dict) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException):
         return f"{first_line(error).rstrip('.')}: configs/{config_name}.yaml names all settings."
     if is_full_memory(error):
-        return full_memory(error, ranks.doing.work if config_name == "config" else config_name, plain)
+        noted = [note for note in getattr(error, "__notes__", ()) if note in KNOBS]      # by train.paused
+        return full_memory(error, *noted[-1:] or ["training" if config_name == "config" else config_name], plain)
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"reading or writing {str(error.filename)[:300]} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
@@ -371,13 +371,10 @@ def parse(parser: Any, argument: str) -> None:
                          f'"{key}={f"[{quoted}]" if is_list else quoted}".') from None
 
 
-def end(sentence: str) -> NoReturn:
-    """Ends this process with a sentence; it is said once where every rank has the same one."""
-    first = ranks.is_first_to_say(sentence)
-    if first and os.environ.get("WORLD_SIZE", "1") != "1":      # before the others' end makes the launcher end this one
-        print(sentence, file=sys.stderr, flush=True)
-        first = False
-    sys.exit(sentence if first else 1)
+def end(sentence: str, error: BaseException) -> NoReturn:
+    """Ends this process with a sentence; where every rank has the same one, the first rank prints it."""
+    ranks.let_others_speak(error)
+    sys.exit(sentence)
 
 
 # ---- full memory ----------------------------------------------------------------------------------------------------
@@ -387,7 +384,7 @@ PICTURES = (("batch_size", "a lower batch_size"), ("decode_batch_size", "decode_
 # The settings to turn, in order, and how: by what train.py is doing, and by the names of the other commands' configs.
 # One that a command does not have, or that stands so already, is left out.
 KNOBS = {
-    **dict.fromkeys(("starting", "training", "saving"), (
+    **dict.fromkeys(("training", "saving"), (
         ("data.on_device", "data.on_device=false"), ("grad_accum_steps", "a higher grad_accum_steps"),
         ("activation_checkpointing", "activation_checkpointing=true"), ("sharding", "sharding=fsdp"),
         ("batch_size", "a lower batch_size"), ("model.backbone_type", "a smaller model.backbone_type"))),
@@ -432,7 +429,7 @@ def full_memory(error: Exception, doing: str, plain: dict) -> str:
         numbers.append(f"{free} of {total} are free")
     turned = [f"{how} (now {shown(now)})" for key, how in KNOBS.get(doing, ())
               if (now := value_at(plain, key)) is not ... and how != f"{key}={shown(now)}"]
-    where = f"{'the GPU' if of_gpu else 'this machine'}'s memory is full" + (f" on {ranks.me()}" if ranks.me() else "")
+    where = f"{'the GPU' if of_gpu else 'this machine'}'s memory is full{ranks.on_which()}"
     remedy = ("Turn, in this order: " + "; ".join(turned) if turned else
               "Lower batch_size, the numbers of images, or the sizes of network and images")
     return f"{where} ({doing}{''.join(f'; {number}' for number in numbers)}). {remedy}."

@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -154,17 +153,20 @@ def start_trackers(run: Run) -> None:
 
 @contextlib.contextmanager
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
-    """Says on the progress bar, and to the other ranks, what the run is doing instead of stepping.
+    """Says on the progress bar, and in a note on what is raised, what the run is doing instead of stepping.
 
     Its seconds are no seconds of training; those for which a GPU is still at the steps before are.
     """
     bar.set_postfix_str(work)
-    with ranks.working(work):
+    try:
         if run.accelerator.device.type == "cuda":
             torch.cuda.synchronize(run.accelerator.device)
         began = time.perf_counter()
         yield
         run.paused += time.perf_counter() - began
+    except Exception as error:
+        error.add_note(work)
+        raise
     bar.set_postfix_str("")
 
 
@@ -193,16 +195,16 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
-        checkpoints.append_row(run.folder / "metrics.jsonl", row)
         checkpoints.require_same(run.folder, run.place)
+        checkpoints.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
-    if skipped_in_row >= cfg.max_skipped_in_row:
+    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):      # of a short run all
         last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
-        way_back = "move newer ones away to go on from it, and" if last_good else "start anew, and"
+        way_back = (f"Move checkpoints newer than {last_good} away to go on from it" if last_good else
+                    f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
         sys.exit(f"train.py: the last {skipped_in_row} steps had no finite gradient and were skipped: the run stops at "
-                 f"step {run.step}. The last good checkpoint is {last_good or 'none'}: {way_back} lower optimizer.lr, "
-                 f"set optimizer.clip_norm=1 or precision=fp32.")
+                 f"step {run.step}. {way_back}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32.")
 
 
 @full_disk_is_a_sentence()
@@ -267,7 +269,6 @@ def main(cfg: TrainSettings) -> None:
         log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    ranks.keep_log(Path(cfg.run_dir) / "logs", rank, world)
     if cfg.precision == "fp8":
         speed.check_float8(device)
     run = make_run(cfg, accelerator)
@@ -308,7 +309,7 @@ def main(cfg: TrainSettings) -> None:
         if moved and (due(run.step, cfg.log.every) or finished):
             report(run, run.step - reported_step, reported_at)
             reported_step, reported_at = run.step, time.perf_counter()
-        stopped_by = stop.agreed(run.step, world)
+        stopped_by = stop.agreed(run.step, accelerator)
         last_step = finished or stopped_by
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
             with paused(run, bar, "saving"):
@@ -325,7 +326,6 @@ def main(cfg: TrainSettings) -> None:
         if last_step:
             break
 
-        ranks.at(run.step)
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         stored, y, weight = (part.to(device, non_blocking=True) for part in next(loader))
         loss, grad_norm, skipped, terms = train_step(

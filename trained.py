@@ -344,6 +344,12 @@ class Trained:
     recorded: dict           # `network` and `diffusion` as plain keywords, and `published` where there is any
     inferred: str | None     # what was read off the weights for want of a record, as a sentence
     family: str | None       # whose weights those without a record were taken for, a name of FAMILIES
+    recorded_sha256: str | None      # of the file, by which it was checked; None where no record says it
+
+    @property
+    def weights_sha256(self) -> str:
+        """The file's hash, which is known though training may have pruned the file by now."""
+        return self.recorded_sha256 or checkpoints.sha256(self.file)
 
     @property
     def run_folder(self) -> Path | None:
@@ -434,12 +440,17 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path |
     return folder
 
 
+def is_run(path: Path) -> bool:
+    """Tells a run, of which the latest checkpoint is meant, from a checkpoint or weights that are named themselves."""
+    return (path / "checkpoints").is_dir() and not (path / "meta.json").is_file()
+
+
 def settled(path: str, weights: str = "ema") -> str:
     """Names the latest checkpoint of the run at `path`, so that all that follows reads the same; else returns `path`.
 
     Raises ValueError where the run has none that is whole.
     """
-    if (Path(path) / "meta.json").is_file() or not (Path(path) / "checkpoints").is_dir():
+    if not is_run(Path(path)):
         return path
     folder = latest_checkpoint(Path(path), (weights,))
     if folder is None:
@@ -455,6 +466,9 @@ def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
     if (path / "meta.json").is_file():
         exported = (path / name for name in EXPORTED)
         return next((file for file in exported if file.is_file()), path / f"{weights}.safetensors"), path
+    if path.parent.name == "checkpoints" and path.name.startswith("step-"):
+        raise ValueError(f"There is no checkpoint {path}. Training deletes all but the newest checkpoint.keep_last and "
+                         f"those of checkpoint.keep_every: name another one, or the run.")
     raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
                      f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
 
@@ -477,10 +491,28 @@ def load_trained(
     says whose they are.
     """
     path = Path(path)
-    file, folder = find_weights(path, weights or "ema")
+    while True:
+        file, folder = find_weights(path, weights or "ema")
+        trained = None
+        try:
+            trained = read_trained(path, file, folder, weights, diffusion, autoencoder, device, num_heads)
+        except (OSError, ValueError):
+            if not is_run(path) or folder.is_dir():
+                raise      # else training has pruned it meanwhile, and saved a newer one
+        if not is_run(path) or ranks.all_ranks_say(PartialState(), trained is not None):
+            return trained
+
+
+def read_trained(
+    path: Path, file: Path, folder: Path | None, weights: str | None, diffusion: str | None, autoencoder: str | None,
+    device: torch.device | str, num_heads: int | None,
+) -> Trained:
+    """Reads for `load_trained`, which says what may be wrong, the weights `file` of the checkpoint `folder`, if any."""
+    recorded_sha256 = None
     if folder is not None:
         if why := checkpoints.problem(folder, (file.stem,)):
             raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
+        recorded_sha256 = checkpoints.read_meta(folder)["files"].get(str(file.relative_to(folder)), {}).get("sha256")
         if path.is_file() and weights not in (None, file.stem):
             raise ValueError(f"checkpoint={path} is the file of weights={file.stem}, not of weights={weights}.")
         if num_heads is not None:
@@ -525,8 +557,7 @@ def load_trained(
         step=step, weights=which, folder=folder, file=file,
         recorded={"network": network, "diffusion": recorded,
                   **({"published": meta.published} if folder is not None and meta.published else {})},
-        inferred=inferred,
-        family=None if folder is not None else family,
+        inferred=inferred, family=None if folder is not None else family, recorded_sha256=recorded_sha256,
     )
 
 
@@ -683,5 +714,5 @@ def build_guidance(
                         settings.interval, routes, settings.channels)
     guidance.check(trained.net)
     source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
-                       "weights_sha256": checkpoints.sha256(weak.file)}
+                       "weights_sha256": weak.weights_sha256}
     return guidance, {**guidance.record(), "weak": source}

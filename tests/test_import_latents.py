@@ -3,6 +3,8 @@
 import io
 import json
 import os
+import subprocess
+import sys
 import tarfile
 import zipfile
 from functools import partial
@@ -610,3 +612,11 @@ def test_what_is_imported_trains(tmp_path, fresh_accelerator):
 def test_the_command_asks_for_what_it_lacks():
     with pytest.raises(SystemExit, match="import_latents.py: out must be given"):
         run_command(script.main, "import_latents.py", source="x")
+
+
+def test_an_installed_package_named_scripts_is_not_taken_for_ours(tmp_path):
+    (tmp_path / "scripts").mkdir()
+    (tmp_path / "scripts/__init__.py").write_text("")
+    ended = subprocess.run([sys.executable, ROOT / "scripts/import_latents.py", "--cfg=job"], env=os.environ | {"PYTHONPATH": str(tmp_path)},
+                           capture_output=True, text=True)
+    assert ended.returncode == 0 and "source: null" in ended.stdout, ended.stderr

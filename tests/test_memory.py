@@ -11,7 +11,6 @@ from training_runs import train_here
 
 import autoencoder as autoencoders
 import fid
-import ranks
 import sample
 import scoring
 import train
@@ -64,8 +63,9 @@ def test_a_sentence_has_the_numbers_and_leaves_out_what_is_turned_already():
 
 
 def test_the_rank_whose_memory_is_full_is_named(monkeypatch):
-    monkeypatch.setattr(ranks, "me", lambda: "Rank 3 of 8 (host far, process 7)")
-    assert full_memory(MemoryError(), "training", {}).startswith("this machine's memory is full on Rank 3 of 8 (host far, process 7) (training")
+    monkeypatch.setenv("RANK", "3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    assert full_memory(MemoryError(), "training", {}).startswith("this machine's memory is full on rank 3 of 8 (training")
 
 
 def test_every_setting_that_is_named_is_one_that_the_command_has():
@@ -84,7 +84,7 @@ def test_every_setting_that_is_named_is_one_that_the_command_has():
     ("train_step", [], ["(training; 2.50 GiB more were asked for; 1.25 GiB of 79.11 GiB are free)", *TRAINING]),
     ("update_ema", ["precision=fp32"], ["(training; 2.50 GiB more were asked for; 1.25 GiB of 79.11 GiB are free)", *TRAINING]),
     ("generate", ["samples.every=1"], ["(drawing;", *DRAWING]),
-    ("make_run", [], ["(starting;", *TRAINING]),
+    ("make_run", [], ["(training;", *TRAINING]),
 ])
 def test_a_training_that_runs_out_of_memory_says_what_to_turn(shapes, tmp_path, monkeypatch, where, settings, parts):
     monkeypatch.setattr(train, where, full)

@@ -317,6 +317,29 @@ def test_stray_names_among_checkpoints_are_let_be(run, tmp_path, stray):
     assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-00000002", stray}
 
 
+@pytest.mark.parametrize("reader", ["checkpoint.problem", "trained.read_weights"])
+def test_a_checkpoint_that_training_prunes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch, recwarn, reader):
+    module, name = reader.split(".")
+    copy, read, pruned = shutil.copytree(run, tmp_path / "copy"), getattr(sys.modules[module], name), []
+
+    def train_on(*args, **options):
+        if not pruned:
+            pruned.append(shutil.copytree(checkpoints.step_folder(copy, 2), checkpoints.step_folder(copy, 3)))
+            checkpoints.prune(copy, keep_last=1, keep_every=0)
+        return read(*args, **options)
+    monkeypatch.setattr(reader, train_on)
+    assert load_trained(copy).folder == checkpoints.step_folder(copy, 3) and not recwarn.list
+
+
+def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_path):
+    trained = load_trained(shutil.copytree(run, tmp_path / "copy"))
+    expected = checkpoints.sha256(trained.file)
+    shutil.rmtree(trained.folder)
+    assert trained.weights_sha256 == expected
+    with pytest.raises(ValueError, match="There is no checkpoint .*step-00000002. Training deletes all but the newest"):
+        load_trained(trained.folder)
+
+
 # ---- what is written
 
 

@@ -252,6 +252,7 @@ def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, erro
 def test_a_rank_but_the_first_waits_before_it_says_the_same(call, monkeypatch):
     waits = []
     monkeypatch.setattr(ranks.time, "sleep", waits.append)
+    monkeypatch.setattr(ranks.signal, "signal", lambda *_: None)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert call(fail_by(ValueError("Too many.")))[0] == 1

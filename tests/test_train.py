@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -98,11 +99,20 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     skipped = [row["skipped"] for row in rows(run)]
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
     good = checkpoints.step_folder(run, 6)      # the last one from before the learning rate that was too high
-    assert f"The last good checkpoint is {good}: move newer ones away" in result.stderr
+    assert f"Move checkpoints newer than {good} away to go on from it; and lower optimizer.lr" in result.stderr
     weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
     assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])      # skipped steps moved nothing
     assert max(value.abs().max() for value in weights[0].values()) > 1e6      # and the newer ones are of no use
     assert max(value.abs().max() for value in load_file(good / "model.safetensors").values()) < 1e6
+
+
+def test_a_run_of_which_every_step_is_skipped_does_not_finish_however_short_it_is(shapes, tmp_path, monkeypatch):
+    loss = EDM.loss
+    monkeypatch.setattr(EDM, "loss", lambda *args, **options: loss(*args, **options) * torch.nan)
+    result = train_here(tmp_path / "run", shapes, "steps=4", "model.depth=3", "model.routes=[]")
+    assert result.returncode == 1 and "Finished" not in result.stdout
+    assert "the last 4 steps had no finite gradient" in result.stderr
+    assert f"There is no good checkpoint: move {tmp_path}/run away, or set name=<another>; and lower optimizer.lr" in result.stderr
 
 
 class Plain(torch.nn.Linear):
@@ -419,7 +429,7 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
 def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = train_here(tmp_path / "run", shapes, "steps=4").stderr
-    assert "run needs 0.0 GB more and its disk has 0.0 GB free: a checkpoint: make room, or set run_dir=" in said
+    assert re.search(r"run needs [1-9][.\d]* MB more and its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
