@@ -30,7 +30,7 @@ from autoencoder import SD_VAE_SCALE, Convention
 from checkpoint import beside, naming
 from images import MAX_CLASSES, find_tars, map_tar, tar_members
 from objectives.diffusion import kept_tokens
-from settings import Count, Number, Positive, Record, Says, Whole, one_of, read_record
+from settings import Count, Number, Positive, Record, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
@@ -266,7 +266,7 @@ class Metadata(Record):
 
     format: one_of([1])
     count: Count
-    shape: Annotated[list[Count], Field(min_length=3, max_length=3), Says("[C, h, w]")]
+    shape: Annotated[list[Count], Field(min_length=3, max_length=3)]      # [C, h, w]
     dtype: one_of(["float16"])
     kind: one_of(KINDS)
     mirrored: bool

@@ -16,7 +16,7 @@ from torch.nn.functional import adaptive_avg_pool2d, interpolate
 import autoencoder as autoencoders
 import checkpoint as checkpoints
 from metrics import exact_float32
-from settings import first_line, read_text
+from settings import first_line
 
 EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -118,7 +118,7 @@ def verified(path: Path, sha256: str | None, published: bool = True) -> str:
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
     if published and os.path.lexists(record):
-        recorded = (read_text(record).split() or ["nothing"])[0]
+        recorded = (record.read_text(encoding="utf-8").split() or ["nothing"])[0]
         if recorded != found:
             raise ValueError(
                 f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded[:64]}, from its first use: "

@@ -153,20 +153,13 @@ def start_trackers(run: Run) -> None:
 
 @contextlib.contextmanager
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
-    """Says on the progress bar, and in a note on what is raised, what the run is doing instead of stepping.
-
-    Its seconds are no seconds of training; those for which a GPU is still at the steps before are.
-    """
+    """Shows on the progress bar what the run does instead of stepping; its seconds do not count as training's."""
     bar.set_postfix_str(work)
-    try:
-        if run.accelerator.device.type == "cuda":
-            torch.cuda.synchronize(run.accelerator.device)
-        began = time.perf_counter()
-        yield
-        run.paused += time.perf_counter() - began
-    except Exception as error:
-        error.add_note(work)
-        raise
+    if run.accelerator.device.type == "cuda":      # whose steps before do count
+        torch.cuda.synchronize(run.accelerator.device)
+    began = time.perf_counter()
+    yield
+    run.paused += time.perf_counter() - began
     bar.set_postfix_str("")
 
 

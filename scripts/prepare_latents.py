@@ -35,7 +35,7 @@ import speed  # noqa: E402
 from checkpoint import hold, require_room, require_same  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
-from settings import Count, Location, Record, Settings, Size, Whole, command, one_of, read_text  # noqa: E402
+from settings import Count, Location, Record, Settings, Size, Whole, command, one_of  # noqa: E402
 from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
 
 # ---- settings and records -------------------------------------------------------------------------------------------
@@ -153,7 +153,7 @@ def read_option(option: str, path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"{option}={path} {'is not a file' if path.exists() else 'does not exist'}.")
     try:
-        return read_text(path).removeprefix("\ufeff")      # as Windows begins its texts
+        return path.read_text(encoding="utf-8").removeprefix("\ufeff")      # as Windows begins its texts
     except (OSError, ValueError) as error:
         raise ValueError(f"{option}={path} cannot be read as text ({error}).") from error
 

@@ -33,7 +33,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Positive, Settings, command, commit, first_line, read_json, read_text, shown  # noqa: E402
+from settings import Location, Positive, Settings, command, commit, first_line, read_json, shown  # noqa: E402
 
 PARTS = Path(__file__).with_suffix("")      # template.html, report.css, report.js
 OURS = '<meta name="generator" content="tread report">'
@@ -192,7 +192,7 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
 def read_config(folder: Path, page: Page) -> dict:
     path = folder / "config.yaml"
     try:
-        text = read_text(path) if path.is_file() else ""
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         # train.py writes none, and nine lines of them may become a million values.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
             raise ValueError("it has aliases")

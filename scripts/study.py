@@ -40,7 +40,6 @@ from settings import (  # noqa: E402
     Number,
     Positive,
     Record,
-    Says,
     Settings,
     Text,
     Whole,
@@ -52,7 +51,7 @@ from settings import (  # noqa: E402
 )
 from trained import CheckpointRecord, RouteSettings, build_network  # noqa: E402
 
-Setting = Annotated[str, Field(pattern="="), Says("key=value")]
+Setting = Annotated[str, Field(pattern="=")]      # key=value
 SET_BY_STUDY = ("seed", "name", "run_dir")      # of each run
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
 NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
