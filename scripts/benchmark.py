@@ -632,7 +632,7 @@ def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     return {"mode": cfg.mode, "device": speed.device_name(accelerator.device),
             "tf32": speed.multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
             "threads": torch.get_num_threads(), "versions": fid.versions(SimpleNamespace(library="timm")),
-            "commit": commit(), "finished": None, "first step is warm": is_warm(cfg.compile_cache),
+            "commit": commit(), "finished": None,
             "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
             "settings": cfg.model_dump()}
 
@@ -644,7 +644,8 @@ def run(cfg: BenchmarkSettings) -> dict:
         torch.set_num_threads(cfg.threads)
     accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)      # refuses now what writing would refuse
-    record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
+    record = describe(cfg, accelerator) | {"first step is warm": is_warm(cfg.compile_cache)}
+    record |= MODES[cfg.mode](cfg, accelerator)
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if accelerator.is_main_process:
         out = Path(cfg.out)
