@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -291,6 +292,21 @@ def test_what_the_form_cannot_hold_is_refused(to, changes, tmp_path):
         exported(run, to, tmp_path / ("x.pt" if to == "dit" else "x"))
     key, value = next(iter(changes.items()))
     assert load_trained(exported(run, "hub", tmp_path / "hub")).recorded["network"][key] == value
+
+
+@pytest.mark.parametrize("theirs", ["weights", "a pickle", "no pickle"])
+def test_overwriting_replaces_a_pt_that_an_export_made_and_no_other(theirs, tmp_path):
+    run, out = save_run(tmp_path / "run", EDM, in_channels=3), tmp_path / "x.pt"
+    before = exported(run, "dit", out).stat().st_ino
+    assert exported(run, "dit", out, overwrite=True).stat().st_ino != before
+    if theirs == "no pickle":
+        out.write_bytes(b"precious")
+    else:
+        torch.save({"model": torch.ones(3)} if theirs == "weights" else {"model": Path("x")}, out)
+    precious = out.read_bytes()
+    with pytest.raises(SystemExit, match="is nothing that an export has made"):
+        exported(run, "dit", out, overwrite=True)
+    assert out.read_bytes() == precious
 
 
 def test_the_weights_themselves_are_never_replaced(tmp_path):
