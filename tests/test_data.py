@@ -1,6 +1,6 @@
 """What `data.py` promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
 
-import io
+import gzip
 import itertools
 import json
 import os
@@ -17,7 +17,6 @@ import torch
 import data
 from autoencoder import Convention
 from data import batches, open_latents, to_latent
-from images import tar_members
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
@@ -500,26 +499,18 @@ def record(**changes):
     return lambda folder: edit(folder, **changes)
 
 
-def shard(**names):
-    return lambda folder: edit(folder, shards=[{**json.loads((folder / "metadata.json").read_text())["shards"][0],
-                                                **names, "count": COUNT}])
-
-
 LATENTS, LABELS = "latents-00001.npy", "labels-00001.npy"  # of the second shard, 40 images
 BAD_FOLDERS = {
     "shard missing": (remove(LATENTS), {}, ["latents-00001.npy is missing"]),
     "labels missing": (remove(LABELS), {}, ["labels-00001.npy is missing"]),
-    "shard truncated": (cut(LATENTS, 3000), {}, ["3000 bytes", "5248", "cut short"]),
-    "shard longer": (cut(LATENTS, 6000), {}, ["6000 bytes", "5248"]),
-    "labels truncated": (cut(LABELS, 300), {}, ["300 bytes", "448", "cut short"]),
-    "header truncated": (cut(LATENTS, 50), {}, ["latents-00001.npy is not an npy file"]),
-    "not npy": (write(LATENTS, b"x" * 9999), {}, ["latents-00001.npy is not an npy file"]),
-    "pickled": (put(LABELS, np.array([{}] * 40)), {}, ["object"]),
+    "shard truncated": (cut(LATENTS, 3000), {}, ["latents-00001.npy is not a whole npy file", "copy the folder again"]),
+    "labels truncated": (cut(LABELS, 300), {}, ["labels-00001.npy is not a whole npy file"]),
+    "not npy": (write(LATENTS, b"x" * 9999), {}, ["latents-00001.npy is not a whole npy file", "magic"]),
+    "pickled": (put(LABELS, np.array([{}] * 40)), {}, ["not a whole npy file of numbers", "Python objects"]),
     "float32": (put(LATENTS, numbered(40).astype(np.float32)), {}, ["float32", "float16"]),
     "short labels": (put(LABELS, labels_of(39)), {}, ["(39,)", "(40,)"]),
     "int32 labels": (put(LABELS, labels_of(40).astype(np.int32)), {}, ["int32", "int64"]),
     "other shape": (put(LATENTS, numbered(40, size=8)), {}, ["(40, 4, 8, 8)", "(40, 4, 4, 4)"]),
-    "Fortran order": (put(LATENTS, np.asfortranarray(numbered(40))), {}, ["Fortran"]),
     "label too high": (put(LABELS, labels_of(40) + 1), {}, ["label 7 (row 4)", "0..6"]),
     "label negative": (put(LABELS, labels_of(40) - 1), {}, ["label -1 (row 0)", "0..6"]),
     "counts differ": (record(count=104), {}, ["104 images", "hold 103"]),
@@ -528,27 +519,16 @@ BAD_FOLDERS = {
     "no kind": (record(kind="gone"), {}, ["metadata.json", "kind"]),
     "other format": (record(format=2), {}, ["metadata.json: format=2 is not one of 1."]),
     "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
-    "class names no list": (record(class_names="abcdefg"), {}, ["class_names=abcdefg is not a list of texts or null"]),
     "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
-    "display names no names": (record(display_names=[1] * 7), {}, ["display_names=[1, 1, 1, 1, 1, 1, 1] is not a list of texts or null"]),
     "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),
-    "deep json": (write("metadata.json", b"[" * 100_000), {}, ["metadata.json is not"]),
-    "endless count": (write("metadata.json", b'{"format": 1, "count": 1e999}'), {}, ["metadata.json: count=Infinity is not a whole number"]),
-    "shard above": (shard(latents="../set/latents-00000.npy"), {}, ["../set/latents", "outside the folder"]),
-    "shard elsewhere": (shard(labels="/dev/zero"), {}, ["lists /dev/zero", "outside the folder"]),
     "unfinished": (remove("metadata.json"), {}, ["has not finished", "same command again"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
     "scale no number": (record(scale="big"), {}, ["metadata.json: scale=big is not a finite number above 0"]),
-    "scale zero": (record(scale=0), {}, ["scale=0 is not a finite number above 0"]),
-    "scale NaN": (record(scale=float("nan")), {}, ["scale=NaN is not a finite number"]),
     "shape of two": (record(shape=[4, 4]), {}, ["shape=[4, 4] is not [C, h, w]"]),
-    "shape of text": (record(shape=["a", 4, 4]), {}, ['shape=["a", 4, 4] is not [C, h, w]']),
     "null": (write("metadata.json", b"null"), {}, ["null is not a group of format, count", "docs/data.md"]),
     "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
-    "shard no group": (record(shards=[3]), {}, ["shards.0=3 is not a group of latents, labels"]),
     "no mirrored file": (record(mirrored=True), {}, ["not every shard names a file of mirrored latents"]),
-    "classes argument": (None, {"num_classes": 6}, ["data.num_classes is 6", "has 7"]),
 }
 
 
@@ -594,7 +574,7 @@ BAD_VALUES = {
     "infinity": (with_bad_row(np.inf), {}, ["1 hold NaN or infinity", "image 41 first"]),
     "logvar for std": (moments(numbered(), numbered() - 9), MOMENTS, ["never negative", "[mean, logvar]"]),
     "unscaled moments": (moments(numbered() * 4.7, abs(numbered()) * 0.01), MOMENTS, ["unscaled"]),
-    "bytes": (abs(numbered()) * 50, PIXELS, ["0..255", "image / 127.5 - 1"]),
+    "bytes": (abs(numbered()) * 50, PIXELS, ["pixels run from 0", "image / 127.5 - 1"]),
     "latents as pixels": (numbered(), PIXELS, ["pixels run from -3.", "-1..1"]),
 }
 
@@ -634,21 +614,7 @@ def rename_in_tar(old, new):
     return damage
 
 
-def put_in_tar(name, content):
-    def damage(folder):
-        with tarfile.open(folder / TAR, "r") as tar:
-            members = [(member, tar.extractfile(member).read()) for member in tar.getmembers()]
-        with tarfile.open(folder / TAR, "w") as tar:
-            for member, old in members:
-                member.size = len(content if member.name == name else old)
-                tar.addfile(member, io.BytesIO(content if member.name == name else old))
-
-    return damage
-
-
 def compress(folder):
-    import gzip
-
     file = folder / "shard-000000.tar"
     file.write_bytes(gzip.compress(file.read_bytes()))
 
@@ -663,9 +629,9 @@ def without_end_mark(folder):
 SAMPLE = {"kind": "sample", "scale": 1}
 TAR = "shard-000001.tar"
 BAD_TARS = {
-    "no kind": (None, {}, ["4 channels", "data.kind=moments", "data.kind=sample", "almost surely samples"]),
+    "no kind": (None, {}, ["4 channels", "data.kind=moments for [mean, logvar], as 8 almost surely are", "data.kind=sample"]),
     "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
-    "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale=1"]),
+    "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale is 0.18215: set data.scale=1."]),
     "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
     "truncated": (cut(TAR, 20000), SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "truncated in a header": (cut(TAR, 51300), SAMPLE, [TAR, "not a whole uncompressed tar"]),
@@ -673,10 +639,8 @@ BAD_TARS = {
     "empty": (cut(TAR, 0), SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "not a tar": (write(TAR, b"x" * 9999), SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "compressed": (compress, SAMPLE, ["shard-000000.tar is not a whole uncompressed tar", "decompress"]),
-    "images": (rename_in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", ".jpg", "prepare_latents"]),
+    "images": (rename_in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", "prepare_latents"]),
     "no label": (rename_in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
-    "key twice": (rename_in_tar("n00000050", "n00000051"), SAMPLE, ["n00000051.cls is there twice"]),
-    "label beyond a million": (put_in_tar("n00000050.cls", b"999999999"), SAMPLE, ["n00000050.cls", "999999999", "1,000,000 classes"]),
     "label no number": (rename_in_tar("50.json", "50b.cls"), SAMPLE, ["n00000050b.cls", "class number"]),
 }
 
@@ -692,26 +656,6 @@ def test_bad_tars_are_refused_in_a_sentence(tmp_path, case):
     assert all(word in str(error.value) for word in words), error.value
 
 
-@pytest.mark.parametrize("form", [tarfile.USTAR_FORMAT, tarfile.GNU_FORMAT, tarfile.PAX_FORMAT])
-def test_the_members_of_a_tar_are_those_that_tarfile_finds(tmp_path, form):
-    file = tmp_path / "any.tar"
-    with tarfile.open(file, "w", format=form) as tar:
-        for name, size in (("short.cls", 3), ("empty", 0), ("a" * 90 + "/" + "b" * 60, 513), ("größe.npy", 512), ("folder/" + "c" * 90, 1)):
-            info = tarfile.TarInfo(name)
-            info.size, info.mtime = size, 1.5      # a float gives each member a header of pax's
-            tar.addfile(info, io.BytesIO(b"x" * size))
-            folder = tarfile.TarInfo(f"{name[:9]}.d")
-            folder.type = tarfile.DIRTYPE
-            tar.addfile(folder)
-            link = tarfile.TarInfo(f"{name[:9]}.link")
-            link.type, link.linkname = tarfile.SYMTYPE, "d" * (150 if form != tarfile.USTAR_FORMAT else 50)
-            tar.addfile(link)
-    with tarfile.open(file) as tar:
-        known = [(member.name, member.offset_data, member.size) for member in tar if member.isfile()]
-    found = [member for member in tar_members(memoryview(file.read_bytes()), file) if member[1] is not None]
-    assert found == known and len(known) == 5
-
-
 @pytest.mark.parametrize("last, words", [
     (np.zeros((4, 8, 8), np.float16), ["(4, 8, 8)", "(4, 4, 4)"]),
     (np.zeros((4, 4, 4), np.float32), ["float32", "float16"]),
@@ -722,19 +666,6 @@ def test_tars_whose_latents_differ_are_refused(tmp_path, last, words):
     with pytest.raises(ValueError) as error:
         open_latents(write_tars(tmp_path, [*numbered(), last], labels_of(COUNT + 1)), kind="sample", scale=1)
     assert all(word in str(error.value) for word in words), error.value
-
-
-def test_eight_channels_are_named_as_probable_moments(tmp_path):
-    with pytest.raises(ValueError, match="8 are almost surely the moments of a 4-channel autoencoder"):
-        open_latents(write_tars(tmp_path, numbered(channels=8), labels_of()))
-
-
-@pytest.mark.parametrize("factor, scale", [(1, None), (1 / 0.18215, None), (9, 1), (1000, None)])
-def test_samples_of_four_channels_read_as_moments_are_told_so_and_not_to_scale(tmp_path, factor, scale):
-    write_tars(tmp_path, (numbered().astype(np.float32) * factor), labels_of())
-    with pytest.raises(ValueError, match="4 channels, which are almost surely samples: set data.kind=sample") as error:
-        open_latents(tmp_path, kind="moments", scale=scale)
-    assert "data.scale" not in str(error.value)
 
 
 def test_moments_of_a_two_channel_autoencoder_are_read_with_a_warning(tmp_path):
