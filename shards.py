@@ -10,9 +10,10 @@ from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+from filelock import FileLock
 from pydantic import Field
 
-from checkpoint import beside, remove, write_text
+from checkpoint import beside, hold, remove, write_text
 from images import check_labels
 from settings import Record, Whole, read_record
 
@@ -59,6 +60,16 @@ def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
                          f"or remove it.")
     return (out / "metadata.json").is_file()
+
+
+def begin(out: Path, settings: dict, num_whole: int, num_shards: int) -> FileLock:
+    """Keeps `out` to this process and writes preparing.json; raises ValueError where another process writes there."""
+    lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+    sweep(out)
+    write_json(out / "preparing.json", settings)
+    if num_whole:
+        print(f"going on: {num_whole} of {num_shards} shards are whole")
+    return lock
 
 
 @contextmanager

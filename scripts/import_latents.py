@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import Convention  # noqa: E402
-from checkpoint import hold, require_room  # noqa: E402
+from checkpoint import require_room  # noqa: E402
 from data import KINDS, read_ahead  # noqa: E402
 from images import MAX_CLASSES, check_labels  # noqa: E402
 from scripts.latent_forms import FORMS, Form, Stored, convert, open_stored, recognize  # noqa: E402
 from settings import Classes, Count, Location, Positive, Record, Settings, command, one_of  # noqa: E402
-from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
+from shards import begin, check_out, finish, read_shard, sweep, write_shard  # noqa: E402
 
 CHUNK_BYTES = 2**20      # of latents that are converted at once: what a processor's cache holds
 NUM_PROBED = 256         # latents that are looked at before anything is written
@@ -137,6 +137,7 @@ def import_latents(
     stored, form = open_stored(format, source, kind, scale, latent_norm, mirrored, autoencoder)
     remedy = "set num_classes above it, or correct the source"
     check_labels(stored.labels, num_classes or MAX_CLASSES, f"source={source}", remedy)
+    stored.labels = stored.labels.astype(np.int64)
     num_classes, count = num_classes or int(stored.labels.max()) + 1, len(stored.labels)
     fingerprint = probe(stored, form, source)
     copies = " and as many mirrored copies" if len(stored.sides) > 1 else ""
@@ -158,16 +159,12 @@ def import_latents(
     ranges = [(shard, start, min(start + chunk, (shard + 1) * shard_size, count)) for shard in todo
               for start in range(shard * shard_size, min((shard + 1) * shard_size, count), chunk)]
     existed = out.is_dir()
-    lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+    lock = begin(out, settings | {"fingerprint": fingerprint}, num_shards - len(todo), num_shards)
     with nothing_left(out, existed), closing(read_ahead(
         (shard, start, end, {part: read(start, end) for part, read in stored.sides.items()})
         for shard, start, end in ranges
     )) as chunks, tqdm(desc="latents", total=sum(end - start for _, start, end in ranges), unit=" latents",
                        smoothing=0.05, disable=None) as bar:
-        sweep(out)
-        write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
-        if len(todo) < num_shards:
-            print(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
         for shard, group in itertools.groupby(chunks, key=lambda item: item[0]):
             write_shard(out, shard, rows_of(group, stored, form, source, bar))
     lock.release()
@@ -193,7 +190,7 @@ def rows_of(
     for _, start, end, values in chunks:
         rows = {part: finite(convert(form, torch.as_tensor(read)), source, start).numpy()
                 for part, read in values.items()}
-        yield rows | {"labels": stored.labels[start:end].astype("<i8")}, []
+        yield rows | {"labels": stored.labels[start:end]}, []
         bar.update(end - start)
 
 

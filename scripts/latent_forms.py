@@ -10,6 +10,7 @@ import os
 import posixpath
 import re
 import zipfile
+import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from io import BytesIO
@@ -109,7 +110,7 @@ def array_reader(
     def load(name: str) -> np.ndarray:
         try:
             array = np.lib.format.read_array(BytesIO(content(name)), allow_pickle=False)
-        except (ValueError, zipfile.BadZipFile) as error:
+        except ValueError as error:
             raise ValueError(f"{where}/{name} is not a whole npy file of numbers ({error}): copy it again.") from error
         return array[0] if array.ndim == 4 and len(array) == 1 else array      # some writers leave the batch axis
 
@@ -152,7 +153,10 @@ def open_listed(source: Path, name: str) -> Stored:
                        if entry.startswith(inside) and entry.endswith(".npy"))
 
         def content(file: str) -> bytes:
-            return archive.read(inside + file)
+            try:
+                return archive.read(inside + file)
+            except (zipfile.BadZipFile, zlib.error, RuntimeError) as error:      # damaged, or encrypted
+                raise ValueError(f"{source}: {file} is damaged ({error}): copy the zip again.") from error
     try:
         text = content("dataset.json")
     except (FileNotFoundError, KeyError):

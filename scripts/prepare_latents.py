@@ -32,11 +32,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders  # noqa: E402
 import speed  # noqa: E402
-from checkpoint import hold, require_room  # noqa: E402
+from checkpoint import require_room  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
 from settings import Count, Location, Record, Settings, Size, Whole, command, one_of, read_text  # noqa: E402
-from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
+from shards import begin, check_out, finish, read_shard, sweep, write_shard  # noqa: E402
 
 # ---- settings and records -------------------------------------------------------------------------------------------
 
@@ -279,12 +279,8 @@ def prepare(
 
     with ExitStack() as stack:
         if state.is_main_process:
-            lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+            lock = begin(out, settings | {"fingerprint": fingerprint}, num_shards - len(todo), num_shards)
             stack.callback(lock.release)
-            sweep(out)
-            write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
-            if len(todo) < num_shards:
-                state.print(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
         state.wait_for_everyone()
 
         mine = [range(s * shard_size, min((s + 1) * shard_size, len(images)))
