@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -107,8 +108,14 @@ def write_json(path: Path, content: dict) -> None:
 # ---- to=dit ---------------------------------------------------------------------------------------------------------
 
 
+MARK = {"exported": "dit"}      # where torch keeps the versions of modules; nobody reads this one but us
+
+
 def write_dit(trained: Trained, path: Path) -> None:
-    state: dict[str, Tensor] = {name: value.clone() for name, value in trained.net.state_dict().items()}
+    state: OrderedDict[str, Tensor] = OrderedDict(
+        (name, value.clone()) for name, value in trained.net.state_dict().items()
+    )
+    state._metadata = MARK
     with checkpoints.beside(path) as partial:
         torch.save(state, partial)
 
@@ -286,17 +293,19 @@ def check_out(cfg: ExportSettings) -> Path:
         raise ValueError(f"out={out}: to=dit writes a file whose name ends in .pt, the other forms a folder.")
     if out.exists() and not cfg.overwrite:
         raise ValueError(f"out={out} is there already: name another, or set overwrite=true.")
-    if out.exists() and not (out.is_file() if cfg.to == "dit" else is_export(out)):
+    if out.exists() and not is_export(out):
         raise ValueError(f"out={out} is nothing that an export has made, so that overwrite=true leaves it alone: name "
                          f"another, or move it away.")
     return out
 
 
-def is_export(folder: Path) -> bool:
-    try:
-        return "exported" in checkpoints.read_meta(folder)
-    except (OSError, ValueError):
-        return False
+def is_export(out: Path) -> bool:
+    """Tells whether a folder or a .pt says of itself that an export has made it."""
+    if out.is_dir():
+        return (out / "meta.json").is_file() and "exported" in checkpoints.read_meta(out)
+    with contextlib.suppress(Exception):      # of torch's readers, for what is no state dict
+        return getattr(torch.load(out, map_location="meta", weights_only=True), "_metadata", None) == MARK
+    return False
 
 
 def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:

@@ -32,11 +32,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders  # noqa: E402
 import speed  # noqa: E402
-from checkpoint import hold, require_room, require_same  # noqa: E402
+from checkpoint import require_room  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
 from settings import Count, Location, Record, Settings, Size, Whole, command, one_of  # noqa: E402
-from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
+from shards import begin, check_out, finish, read_shard, sweep, write_shard  # noqa: E402
 
 # ---- settings and records -------------------------------------------------------------------------------------------
 
@@ -252,7 +252,7 @@ def prepare(
     state.print(f"{source}: {len(images):,} images in {num_classes} classes, {num_others} other files")
     if check_out(out, settings, fingerprint, Preparing):
         if state.is_main_process:
-            sweep(out, "record-*.json", ".*.tmp", "*.partial")  # of a run that was killed on its last lines
+            sweep(out, "record-*.json")  # of a run that was killed on its last lines
         state.print(f"{out} is already whole: nothing to do.")
         return
 
@@ -280,13 +280,8 @@ def prepare(
 
     with ExitStack() as stack:
         if state.is_main_process:
-            lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+            lock = begin(out, settings | {"fingerprint": fingerprint}, num_shards - len(todo), num_shards)
             stack.callback(lock.release)
-            place = out.stat()
-            sweep(out, ".*.tmp", "*.partial")      # of a killed run, and of one of the version before
-            write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
-            if len(todo) < num_shards:
-                state.print(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
         state.wait_for_everyone()
 
         mine = [range(s * shard_size, min((s + 1) * shard_size, len(images)))
@@ -308,7 +303,6 @@ def prepare(
         state.wait_for_everyone()
 
         if state.is_main_process:
-            require_same(out, place)
             records = [read_shard(out, shard, *whole) for shard in range(num_shards)]
             metadata = {
                 "format": 1, "count": 0, "shape": [vae.channels, side, side], "dtype": "float16",
@@ -318,7 +312,6 @@ def prepare(
                 "precision": precision, **speed.describe_device(state.device),
             } | ({} if shown is None else {"display_names": shown})
             finish(out, metadata, records)
-            require_same(out, place)
             seconds = time.monotonic() - started
             done = sum(records[shard].count for shard in todo)
             print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")

@@ -440,6 +440,25 @@ def test_a_folder_that_holds_only_hidden_files_or_leftovers_is_taken(pets, tmp_p
     assert not list((tmp_path / "out").glob("*.partial"))
 
 
+def test_files_of_others_stay_where_they_are(pets, tmp_path):
+    out = tmp_path / "out"
+    theirs = [".session.tmp", ".latents-draft.npy.tmp", ".mine.12.tmp", "movie.partial", "latents.partial"]
+    ours = [".latents-00001.npy.77.tmp", "labels-00000.npy.123.partial", ".metadata.json.77.tmp", ".record-00002.json.9.tmp"]
+    out.mkdir()
+    (out / "movie.partial").write_text("")
+    with pytest.raises(ValueError, match="holds files that this script did not write"):
+        prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+    (out / "movie.partial").unlink()
+    prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+    for is_whole in (True, False):      # the same command on a folder that is whole, and on one that is not
+        for name in (*theirs, *ours):
+            (out / name).write_text("half")
+        if not is_whole:
+            (out / "metadata.json").unlink()
+        prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+        assert set(theirs) <= set(os.listdir(out)) and not set(ours) & set(os.listdir(out))
+
+
 def old_preparing(out: Path) -> dict:
     """Makes of preparing.json what the version before wrote there, which said nothing of tf32."""
     plain = json.loads((out / "preparing.json").read_text())
