@@ -17,7 +17,8 @@ import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from routing_module import Route, routed
+from foreign.routed import routed
+from routing_module import Route
 
 ROUTE, BATCH, TEXT = Route(2, -4, 0.5), 2, 16
 

@@ -13,7 +13,9 @@ from timm.models.vision_transformer import VisionTransformer
 from torch import nn
 
 from dit import DiT
-from routing_module import FAMILIES, Route, Router, resolve_routes, routed
+from foreign.families import FAMILIES
+from foreign.routed import routed
+from routing_module import Route, Router, resolve_routes
 
 BATCH, SIDE, TEXT, DEPTH = 3, 4, 5, 4
 N, K = SIDE * SIDE, 4           # at selection ratio 0.75 the tokens that stay form a 2x2 grid, which a network can be fed
