@@ -32,9 +32,10 @@ from typing import Any
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # before torch: a process with threads cannot be forked
-from checkpoint import write_text  # noqa: E402
-from scripts import forks  # noqa: E402
-from settings import Count, Location, Positive, Settings, Whole, command, commit, is_full_memory, mistake  # noqa: E402
+from runtime.command import command, commit, is_full_memory, mistake
+from runtime.files import write_text
+from runtime.schema import Count, Location, Positive, Settings, Whole
+from scripts import forks
 
 __path__ = [str(ROOT / "scripts" / "fuzz")]      # scripts.fuzz.files and others lie there
 MODULES = ("files", "commands", "records")       # each has READERS, a list

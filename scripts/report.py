@@ -32,8 +32,10 @@ from PIL import Image
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Positive, Settings, command, commit, first_line, read_json, shown  # noqa: E402
+from runtime.command import command, commit
+from runtime.files import beside, remove, write_text
+from runtime.schema import Location, Positive, Settings, first_line, read_json, shown
+from weights import checkpoint as checkpoints
 
 PARTS = Path(__file__).with_suffix("")      # template.html, report.css, report.js
 OURS = '<meta name="generator" content="tread report">'
@@ -72,7 +74,7 @@ class Page:
         stem = re.sub(r"[^A-Za-z0-9_-]+", "-", stem)[:60]
         path = self.out / "files" / f"{stem}-{hashlib.sha256(content).hexdigest()[:12]}{dot}{ending}"
         if not path.is_file():
-            with checkpoints.beside(path) as partial:
+            with beside(path) as partial:
                 partial.write_bytes(content)
         self.files.add(path.name)
         return f"files/{path.name}"
@@ -600,11 +602,11 @@ def build(cfg: ReportSettings, live: bool = False) -> list[str]:
         data=json.dumps(finite(data), allow_nan=False, separators=(",", ":")).replace("<", "\\u003c"),
         script=(PARTS / "report.js").read_text(encoding="utf-8"),
     )
-    checkpoints.write_text(index, text)
-    checkpoints.write_text(page.out / "files" / "stamp.js", f"newest({json.dumps(data['stamp'])});\n")
+    write_text(index, text)
+    write_text(page.out / "files" / "stamp.js", f"newest({json.dumps(data['stamp'])});\n")
     for path in (page.out / "files").iterdir():
         if re.fullmatch(r".+-[0-9a-f]{12}\.[a-z0-9.]+", path.name) and path.name not in page.files:
-            checkpoints.remove(path)
+            remove(path)
     return [f"{index}: {counted(len(runs), 'run')}" + (f", the study {study['name']}" if study else ""), *told]
 
 

@@ -34,21 +34,26 @@ from typing import Annotated
 os.environ.setdefault("OMP_NUM_THREADS", "1")      # forked children must find no threads
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import numpy as np  # noqa: E402
-import torch  # noqa: E402
-from filelock import FileLock  # noqa: E402
-from pydantic import Field  # noqa: E402
+import numpy as np
+import torch
+from filelock import FileLock
+from pydantic import Field
 
-import checkpoint as checkpoints  # noqa: E402
-import edm  # noqa: E402
-import fid  # noqa: E402
-import settings  # noqa: E402
-import speed  # noqa: E402
-import train  # noqa: E402
-from dit import DiT  # noqa: E402
-from sample import sampling_cost  # noqa: E402
-from scripts import faults, forks  # noqa: E402
-from settings import Count, Location, Settings, Whole, command, commit, one_of  # noqa: E402
+import edm
+import fid
+import train
+from dit import DiT
+from runtime import (
+    command,
+    files,
+    schema,
+)
+from runtime.command import command, commit
+from runtime.device import describe_device, device_name
+from runtime.schema import Count, Location, Settings, Whole, one_of
+from sampling.generate import sampling_cost
+from scripts import faults, forks
+from weights import checkpoint as checkpoints
 
 PARTS = ("kills", "faults", "disk", "signals", "clock", "loss", "ranks")
 TASKS = ("train", "prepare", "import", "fid")
@@ -275,7 +280,7 @@ def content(task: Task) -> dict[str, str]:
             if file.suffix == ".json":
                 data = json.dumps(plain(json.loads(data))).encode()
             elif file.suffix == ".jsonl":
-                rows = map(json.loads, data.splitlines()) if task.is_exact else checkpoints.read_rows(file)
+                rows = map(json.loads, data.splitlines()) if task.is_exact else files.read_rows(file)
                 rows = [json.dumps(plain(row)) for row in rows]
                 data = "\n".join(rows if task.is_exact else dict.fromkeys(rows)).encode()
         found[str(file.relative_to(task.out))] = hashlib.sha256(data).hexdigest()
@@ -334,7 +339,7 @@ class Soak:
             first = self.wanted.setdefault(task.name, content(task))
             if (why := differing(task, first)) is not None:
                 raise ValueError(f"Two undisturbed runs of {task.name} differ: {why}.")
-            drawn = [row["source"] for row in checkpoints.read_rows(task.out / "results.jsonl")]
+            drawn = [row["source"] for row in files.read_rows(task.out / "results.jsonl")]
             if drawn and "multiply_adds" in drawn[0]:
                 task.cost = drawn[0]["evaluations"], *drawn[0]["multiply_adds"].values()
             self.seconds[task.name], self.changes[task.name] = ended.seconds, told.changes
@@ -551,7 +556,7 @@ def meet_nan(soak: Soak, task: Task, rng: random.Random) -> dict:
     counts = Counter()
     clear(task)
     ended, _ = live(task, spoil_losses)
-    rows = checkpoints.read_rows(task.out / "metrics.jsonl")
+    rows = files.read_rows(task.out / "metrics.jsonl")
     skipped = rows[-1]["skipped"] if rows else None
     whole = checkpoints.load(checkpoints.latest(task.out), "ema") if last_step(task.out) else {}
     finite = bool(whole) and all(bool(tensor.isfinite().all()) for tensor in whole.values())
@@ -619,14 +624,14 @@ def warm(tasks: dict[str, Task]) -> None:
         net = DiT(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=1, num_heads=2, num_classes=6)
     sampling_cost(net, edm.EDM(), 1)
     commit()
-    compose = settings.compose
+    compose = schema.compose
     composed, argv = {}, sys.argv
     for task in tasks.values():
         sys.argv = [task.program, *task.arguments]
         importlib.import_module(task.program)
         composed[task.config, task.arguments] = compose(task.config)
     sys.argv = argv
-    settings.compose = lambda config: composed.get((config, tuple(sys.argv[1:]))) or compose(config)
+    schema.compose = lambda config: composed.get((config, tuple(sys.argv[1:]))) or compose(config)
 
 
 def attempt(soak: Soak, task: Task, out: Path) -> None:
@@ -656,8 +661,8 @@ def attempt(soak: Soak, task: Task, out: Path) -> None:
     def note(found: dict) -> dict:
         found = {
             "lost": len(soak.lost) - lost, **found, "seconds": round(time.monotonic() - began), "seed": cfg.seed,
-            "steps": cfg.steps, "commit": commit(), **speed.describe_device(torch.device("cpu")),
-            "device_name": speed.device_name(torch.device("cpu")),
+            "steps": cfg.steps, "commit": commit(), **describe_device(torch.device("cpu")),
+            "device_name": device_name(torch.device("cpu")),
             "command": " ".join(["python scripts/soak.py", *sys.argv[1:]]),
             "versions": {"python": platform.python_version(), "torch": torch.__version__},
         }
@@ -665,7 +670,7 @@ def attempt(soak: Soak, task: Task, out: Path) -> None:
             record = json.loads(out.read_text()) if out.is_file() else {}
             record.setdefault(part, {}).setdefault(name, {})[what] = found | (
                 {"losses": soak.lost[lost:]} if soak.lost[lost:] else {})
-            checkpoints.write_text(out, json.dumps(record, indent=1) + "\n")
+            files.write_text(out, json.dumps(record, indent=1) + "\n")
         return found
 
     for what, work in tried.items():
@@ -681,7 +686,7 @@ def main(cfg: SoakSettings) -> None:
     place = out.with_suffix("")
     for left in place.glob("[0-9]*"):      # of soaks that were killed
         if not Path("/proc", left.name).exists() and not (left / "lost").exists():
-            checkpoints.remove(left)
+            files.remove(left)
     work = place / str(os.getpid())
     tasks = make_tasks(work, cfg.steps)
     chosen = {name: tasks[name] for name in TASKS if name in cfg.tasks}
@@ -699,7 +704,7 @@ def main(cfg: SoakSettings) -> None:
     print(f"lost: {len(soak.lost)}. {out}")
     if soak.lost:
         sys.exit(f"soak.py: {len(soak.lost)} losses; what is left of them is in {work}.")
-    checkpoints.remove(work)
+    files.remove(work)
 
 
 if __name__ == "__main__":

@@ -13,9 +13,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from torch import nn
 
-import settings
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
+from runtime import schema
 from scripts import benchmark
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8", "rounds=2", "steps=1",
@@ -29,7 +29,7 @@ PARTS = ["data wait", "forward", "backward", "optimizer", "EMA", "sums"]
 def load(*overrides):
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("benchmark", overrides=[*TINY, *overrides])
-    return settings.read(benchmark.BenchmarkSettings, OmegaConf.to_container(cfg, resolve=True))
+    return schema.read(benchmark.BenchmarkSettings, OmegaConf.to_container(cfg, resolve=True))
 
 
 @pytest.fixture(autouse=True)

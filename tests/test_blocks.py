@@ -10,8 +10,6 @@ from accelerate import Accelerator
 from conftest import run_command
 from torch import nn
 
-import checkpoint as checkpoints
-import speed
 import train
 from blocks import BLOCKS
 from dit import DiT, multiply_adds
@@ -20,7 +18,10 @@ from guidance import Guidance
 from objectives import DiffusionLoss
 from rf import RF
 from routing_module import Route, Router
-from trained import build_network, load_trained
+from training import speed
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.records import build_network
 
 every_block = pytest.mark.parametrize("block", BLOCKS)
 RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4, init="xavier",

@@ -6,8 +6,9 @@ import pytest
 import torch
 from safetensors import SafetensorError
 
-import checkpoint as checkpoints
-from optimizers import load_optimizer, optimizer_tensors
+from runtime import files
+from training.optimizers import load_optimizer, optimizer_tensors
+from weights import checkpoint as checkpoints
 
 
 def tensors(value: float = 1.0):
@@ -76,7 +77,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_whole_one_left_
 
 
 @pytest.mark.parametrize(("where", "error"), [
-    ("os.fsync", OSError(28, "No space left on device")), ("checkpoint.save_file", SafetensorError("I/O error: No space left on device (os error 28)"))])
+    ("os.fsync", OSError(28, "No space left on device")), ("weights.checkpoint.save_file", SafetensorError("I/O error: No space left on device (os error 28)"))])
 def test_a_save_that_fails_leaves_no_trace_and_says_what_it_needed(tmp_path, monkeypatch, where, error):
     good = save(tmp_path, 1)
 
@@ -121,7 +122,7 @@ def test_rows_do_not_follow_a_link_out_of_a_run(tmp_path):
     (tmp_path / "elsewhere").write_text("mine\n")
     (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere")
     with pytest.raises(OSError, match="it is a link"):
-        checkpoints.append_row(tmp_path / "results.jsonl", {"step": 1})
+        files.append_row(tmp_path / "results.jsonl", {"step": 1})
     assert (tmp_path / "elsewhere").read_text() == "mine\n"
 
 

@@ -9,18 +9,18 @@ from conftest import run_command
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-import settings
 from dit import DiT_models, multiply_adds
 from routing_module import Route, resolve_routes
+from runtime import schema
 from scripts import benchmark, choose_routes
-from trained import build_network
+from weights.records import build_network
 
 TINY = ["model.hidden_size=32", "model.depth=12", "model.num_heads=2", "tokens=[16]"]
 
 
 def load(*overrides):
-    with initialize_config_dir(str(settings.CONFIGS), version_base="1.3"):
-        return settings.read(choose_routes.ChoiceSettings, OmegaConf.to_container(compose("choose_routes", overrides=list(overrides)), resolve=True))
+    with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
+        return schema.read(choose_routes.ChoiceSettings, OmegaConf.to_container(compose("choose_routes", overrides=list(overrides)), resolve=True))
 
 
 def told(capsys, *overrides):
@@ -86,9 +86,9 @@ def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
 
     def run(call, **options):      # the command, without the seconds that a process takes to begin
         assert call[1].endswith("scripts/benchmark.py")
-        with initialize_config_dir(str(settings.CONFIGS), version_base="1.3"):
+        with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
             plain = OmegaConf.to_container(compose("benchmark", overrides=call[2:]), resolve=True)
-        asked.append(settings.read(benchmark.BenchmarkSettings, plain))
+        asked.append(schema.read(benchmark.BenchmarkSettings, plain))
         ratios.append(benchmark.run(asked[-1])["ratios"]["tread over dit"])
         return subprocess.CompletedProcess(call, 0)
 

@@ -9,13 +9,15 @@ from hydra import compose, initialize_config_dir
 from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-import settings
-from blocks import BLOCKS, WIDTHS, LightningBlock
+from blocks import BLOCKS, WIDTHS
+from blocks.transformer import LightningBlock
 from dit import DiT_models
 from routing_module import Route
-from run import TrainSettings, architecture, describe_network
+from runtime import schema
 from scripts.choose_routes import Costs
-from trained import build_diffusion, build_network, with_objective
+from training.run import architecture, describe_network
+from training.settings import TrainSettings
+from weights.records import build_diffusion, build_network, with_objective
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -28,7 +30,7 @@ def load(*overrides, name="config"):
 
 def described(cfg):
     """Checks a composed config as train.py does; returns its network's keywords."""
-    cfg = settings.read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
+    cfg = schema.read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
     shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
     return describe_network(cfg.model, shape, cfg.data.num_classes or 1000)
 
@@ -121,7 +123,7 @@ PUBLISHED = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_trea
 
 @pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if re.match("[sbxl]+[12]_", name)])
 def test_an_experiment_carries_the_sampler_that_its_published_number_was_made_with(experiment):
-    published = settings.read(TrainSettings, OmegaConf.to_container(load(f"experiment={experiment}"), resolve=True)).published
+    published = schema.read(TrainSettings, OmegaConf.to_container(load(f"experiment={experiment}"), resolve=True)).published
     if experiment.endswith("_finetune"):      # whose training nobody has published a score of
         assert published is None
         return

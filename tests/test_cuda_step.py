@@ -10,14 +10,14 @@ import pytest
 import torch
 from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
 
-import speed
 from dit import DiT
 from edm import EDM
 from objectives import build_objective
 from rf import RF
 from routing_module import Route, Router
-from run import Sums
 from train import train_step, update_ema
+from training import speed
+from training.run import Sums
 
 CUDA = torch.device("cuda")
 ROUTES = [Route(1, 1, 0.5)]

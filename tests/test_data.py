@@ -14,9 +14,11 @@ import numpy as np
 import pytest
 import torch
 
-import data
 from autoencoder import Convention
-from data import batches, open_latents, to_latent
+from latents import loader
+from latents.folder import Latents, kept_tokens, open_latents
+from latents.loader import batches, to_latent
+from latents.tars import TAR_INDEX
 
 ROOT = Path(__file__).resolve().parents[1]
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
@@ -185,7 +187,7 @@ def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "mirrored", "masks", "mirrored with masks", "tars of samples", "tars of moments"])
 def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(data, "CHUNK", 32)  # four copies, the last one short
+    monkeypatch.setattr(folder, "CHUNK", 32)  # four copies, the last one short
     if kind.startswith("tars"):
         logvar = [numbered(seed=1)] * kind.endswith("moments")
         write_tars(tmp_path, np.concatenate([numbered() / 0.18215, *logvar], axis=1), labels_of())
@@ -283,13 +285,13 @@ def test_the_tar_index_is_kept_and_made_again_when_the_tars_change(tmp_path, mon
     write_tars(tmp_path, numbered(), labels_of())
     first = open_latents(tmp_path, kind="sample", scale=1)
     with monkeypatch.context() as patch:
-        patch.setattr(data, "tar_members", None)  # a second indexing would fail
+        patch.setattr(folder, "tar_members", None)  # a second indexing would fail
         assert open_latents(tmp_path, kind="sample", scale=1).fingerprint == first.fingerprint
     write_tars(tmp_path, numbered(seed=8), labels_of()[::-1])  # files of the same names and sizes
     stored, labels = open_latents(tmp_path, kind="sample", scale=1).read(np.arange(COUNT))
     np.testing.assert_array_equal(stored, numbered(seed=8))
     np.testing.assert_array_equal(labels, labels_of()[::-1])
-    (tmp_path / data.TAR_INDEX).write_bytes(b"half an index")
+    (tmp_path / TAR_INDEX).write_bytes(b"half an index")
     assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
     assert sorted(file.suffix for file in tmp_path.iterdir()) == [".npz", ".tar", ".tar", ".tar"]
 
@@ -300,10 +302,10 @@ def test_tars_in_a_folder_that_cannot_be_written_are_read_all_the_same(tmp_path,
     def refuse(*_, **__):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(data.np, "savez", refuse)
+    monkeypatch.setattr(np, "savez", refuse)
     assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
     monkeypatch.undo()
-    monkeypatch.setattr("checkpoint.os.fsync", refuse)
+    monkeypatch.setattr("runtime.files.os.fsync", refuse)
     assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
     assert {file.suffix for file in tmp_path.iterdir()} == {".tar"}
 
@@ -371,11 +373,11 @@ def test_a_token_is_kept_where_more_than_half_of_its_patch_is():
     masks = torch.zeros(2, 1, 4, 4)
     masks[0, 0, :2, 2:] = 1                                  # the second patch of four
     masks[1, 0, 2:, 0], masks[1, 0, 2, 2], masks[1, 0, 3, 2:] = 1, 1, 0.6      # half of the third, more of the fourth
-    assert data.kept_tokens(masks, 2).tolist() == [[False, True, False, False], [False, False, False, True]]
+    assert kept_tokens(masks, 2).tolist() == [[False, True, False, False], [False, False, False, True]]
 
 
 def test_the_fullest_mask_is_found_in_all_of_the_data(folder, monkeypatch):
-    monkeypatch.setattr(data, "CHUNK", 32)
+    monkeypatch.setattr(folder, "CHUNK", 32)
     masks = np.zeros((COUNT, 4, 4), np.uint8)
     masks[7, :2], masks[71] = 1, np.tri(4)
     assert open_latents(write_masks(folder, masks)).most_kept(2) == (3, 71)
@@ -653,13 +655,13 @@ def test_the_reading_thread_runs_ahead_a_little_and_ends_with_the_iterator(folde
     next(stream)
     for _ in range(100):
         threading.Event().wait(0.005)
-    assert 1 < len(reads) <= data.NUM_AHEAD + 2 and len(readers()) == 1
+    assert 1 < len(reads) <= loader.NUM_AHEAD + 2 and len(readers()) == 1
     stream.close()
     assert not readers()
 
 
 def test_an_error_in_the_reading_thread_reaches_the_one_who_waits_for_the_batch(folder, monkeypatch):
-    latents, read, reads = open_latents(folder), data.Latents.read, []
+    latents, read, reads = open_latents(folder), Latents.read, []
 
     def fail_at_the_third(*args):
         reads.append(1)

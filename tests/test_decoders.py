@@ -16,16 +16,17 @@ from safetensors.torch import save_file
 from test_published_parity import amplitude_of, assert_equal, published, signature, wave
 
 import autoencoder as autoencoders
-import checkpoint as checkpoints
-import fid
 import sample
-import scoring
 import train
 from autoencoder import Convention
-from data import open_latents, to_latent
+from latents.folder import open_latents
+from latents.loader import to_latent
+from scoring import image_sets, results
 from scripts.import_latents import import_latents
 from scripts.prepare_latents import prepare
-from trained import build_network, load_trained
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.records import build_network
 
 VAVAE = published("vavae")
 COUNT, SIDE = 12, 16
@@ -140,7 +141,7 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
     else:
         name, downsample = make_network(form, tmp_path / "network"), NETWORKS[form][0]
     with pytest.MonkeyPatch.context() as patch:      # a random network's latents have any spread
-        patch.setattr("data._check_values", lambda latents: None)
+        patch.setattr("latents.folder._check_values", lambda latents: None)
         prepare("shapes", tmp_path / "out", SIDE, name, shapes_count=COUNT)
         latents = open_latents(tmp_path / "out")
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
@@ -441,5 +442,5 @@ def test_no_pictures_of_none_are_scored_in_training(folder, tmp_path, fresh_acce
     with pytest.raises(SystemExit, match="autoencoder=none: only their owner .* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: only their owner"):
-        scoring.open_images("images", str(folder))
-    assert fid.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]      # of a file: its own
+        image_sets.open_images("images", str(folder))
+    assert results.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]      # of a file: its own

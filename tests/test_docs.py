@@ -16,6 +16,7 @@ from omegaconf import OmegaConf
 import fid
 import sample
 import train
+from runtime.schema import read
 from scripts import (
     benchmark,
     benchmark_official,
@@ -30,7 +31,6 @@ from scripts import (
     study,
     sweep_guidance,
 )
-from settings import read
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = {

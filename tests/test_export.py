@@ -14,10 +14,13 @@ from conftest import ROOT, run_command
 from diffusers import AutoencoderKL, DiTTransformer2DModel
 from safetensors.torch import load_file
 
-import checkpoint as checkpoints
 import sample
+from runtime import files
 from scripts import export
-from trained import build_network, from_diffusers, load_trained, to_diffusers
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.others import from_diffusers, to_diffusers
+from weights.records import build_network
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=5, init="xavier",
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=-1)])
@@ -196,7 +199,7 @@ def test_an_adapter_is_exported_merged(tmp_path):
     torch.manual_seed(2)
     tensors = {f"blocks.1.attn.qkv.{part}": torch.randn(shape) for part, shape in shapes.items()}
     meta = checkpoints.read_meta(base.parent) | {"lora": {"rank": 2, "alpha": 2, "targets": ["attn.qkv"], "base": str(base)},
-                                                 "parent": {"weights_sha256": checkpoints.sha256(base)}}
+                                                 "parent": {"weights_sha256": files.sha256(base)}}
     checkpoints.save(checkpoints.step_folder(tmp_path / "lora", 7), {"ema": tensors, "model": tensors}, meta)
     state = torch.load(exported(tmp_path / "lora", "dit", tmp_path / "x.pt"), weights_only=True)
     key = "blocks.1.attn.qkv.weight"
@@ -211,12 +214,12 @@ def scored_run(tmp_path):
     run = save_run(tmp_path / "run", EDM, in_channels=3)
     (run / "samples").mkdir()
     shutil.copy(ROOT / "docs" / "quickstart_grid.png", run / "samples" / "step-00000007.png")
-    digest = checkpoints.sha256(checkpoints.latest(run) / "ema.safetensors")
+    digest = files.sha256(checkpoints.latest(run) / "ema.safetensors")
     for step, fid, weights in ((6, 9.0, digest), (7, 8.0, "of before it was trained anew"), (7, 4.25, digest)):
-        checkpoints.append_row(run / "results.jsonl", {
+        files.append_row(run / "results.jsonl", {
             "metrics": {"fid": fid}, "images": 50_000, "commit": "abc", "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"},
             "source": {"step": step, "weights": "ema", "weights_sha256": weights, "guidance": {"scale": 1.5}, "num_steps": 40}})
-    checkpoints.append_row(run / "results.jsonl", {
+    files.append_row(run / "results.jsonl", {
         "metrics": {"fid": 7.5}, "images": 1000, "source": {"step": 7, "weights": "ema", "in_training": True, "guidance": None, "num_steps": 18}})
     return run
 
@@ -229,7 +232,7 @@ def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
     assert "| fid | 4.25 | 50,000 | scale 1.5 | 40 | adm | ref.npz |" in card and "| 9 |" not in card
     assert "| fid | 7.5 | 1,000 |" in card and "| 8 |" not in card
     assert "blocks 1 to -1 without 50% of the tokens" in card and "hf download user/x --local-dir x" in card and "EDM, P_mean -1.0" in card
-    assert [row["commit"] for row in checkpoints.read_rows(folder / "scores.jsonl") if "commit" in row] == ["abc"]
+    assert [row["commit"] for row in files.read_rows(folder / "scores.jsonl") if "commit" in row] == ["abc"]
     assert {file.name for file in folder.iterdir()} == {"README.md", "grid.png", "scores.jsonl", "weights.safetensors", "meta.json"}
     weights = shutil.copy(checkpoints.latest(tmp_path / "run") / "model.safetensors", tmp_path)
     bare = exported(weights, "hub", tmp_path / "bare", diffusion_name="rf", num_heads=2)

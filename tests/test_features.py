@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 import torch
 
-import features
-from features import Extractor, extract, load
+from scoring import features
+from scoring.features import Extractor, extract, load
 
 
 def pictures(count, side=32, seed=0):

@@ -7,11 +7,11 @@ import torch
 from accelerate import Accelerator
 from torch import nn
 
-import speed
 import train
 from edm import EDM
 from objectives import DiffusionLoss
-from trained import build_network
+from training import speed
+from weights.records import build_network
 
 pytest.importorskip("torchao")
 

@@ -14,9 +14,9 @@ from conftest import ROOT
 from hypothesis import strategies as st
 from PIL import Image
 
-import data
-import images
-import scoring
+from latents import images, tars
+from latents.folder import open_latents
+from scoring import image_sets
 from scripts import fuzz
 from scripts.fuzz import files
 from scripts.fuzz.damage import TAR_VALUES, Holes, Link, lay, npy, resize, tarred, zipped
@@ -101,14 +101,14 @@ def test_a_zips_image_unpacks_to_what_is_promised_and_no_more(tmp_path):
 def test_an_npz_that_holds_other_than_it_says_is_a_sentence(tmp_path, content, words, method):
     (tmp_path / "x.npz").write_bytes(zipped({"arr_0.npy": content}, method, []))
     with pytest.raises(ValueError, match=f"is not a whole npz .*{words}"):
-        scoring.open_images("images", str(tmp_path / "x.npz"))
+        image_sets.open_images("images", str(tmp_path / "x.npz"))
 
 
 def test_an_npz_that_unpacks_to_gigabytes_is_a_sentence(tmp_path):
     head = npy(np.zeros((1, 1024, 1024, 3), np.uint8))[:128].replace(b"(1, 1024", b"(999, 1024").replace(b"  \n", b"\n")
     (tmp_path / "x.npz").write_bytes(zipped({"arr_0.npy": Holes(head, 128 + 999 * 3 * 2**20)}, 0, []))
     with pytest.raises(ValueError, match="unpacks .* to 3,142,582,272, as no images do"):
-        scoring.open_images("images", str(tmp_path / "x.npz"))
+        image_sets.open_images("images", str(tmp_path / "x.npz"))
 
 
 @pytest.mark.parametrize("change", [
@@ -146,20 +146,20 @@ def test_a_pipe_in_the_place_of_a_shard_or_its_record_is_told_and_stays(tmp_path
 
 def test_a_kept_index_of_tars_that_names_other_places_is_made_again(tmp_path):
     lay({"train.tar": tarred(files.tread("sample"), [], [])}, tmp_path)
-    first = data.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint
-    with np.load(tmp_path / data.TAR_INDEX) as kept:
+    first = open_latents(tmp_path, kind="sample", scale=1.0).fingerprint
+    with np.load(tmp_path / tars.TAR_INDEX) as kept:
         index = dict(kept)
     for key, value in (("offsets", index["offsets"] + 2**40), ("offsets", index["offsets"][:-1]), ("labels", index["labels"] - 1),
                        ("shape", np.array([4, 4, -4])), ("dtype", np.array("<f8")), ("starts", np.array([0, 99]))):
-        np.savez(tmp_path / data.TAR_INDEX, **index | {key: value})
-        assert data.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint == first
+        np.savez(tmp_path / tars.TAR_INDEX, **index | {key: value})
+        assert open_latents(tmp_path, kind="sample", scale=1.0).fingerprint == first
 
 
 def test_errors_of_a_disk_name_the_file(tmp_path):
     lay({name: Link("/proc/self/mem") if name == "labels-00001.npy" else content      # which ends in EIO
          for name, content in files.latent_folder("sample").items()}, tmp_path)
     with pytest.raises(OSError) as error:
-        data.open_latents(tmp_path)
+        open_latents(tmp_path)
     assert error.value.filename == str(tmp_path / "labels-00001.npy")
 
 

@@ -13,15 +13,15 @@ from hypothesis import given, seed, settings
 from hypothesis import strategies as st
 from safetensors.torch import save_file
 
-import adapter as adapters
-import checkpoint as checkpoints
-import features
-import scoring
 from dit import DiT
+from runtime import command, files
+from runtime.schema import Record, read_record, read_text
+from scoring import features, statistics
 from scripts import report
 from scripts.export import is_score
-from settings import Record, read_record, read_text
-from trained import read_weights
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
+from weights.loading import read_weights
 
 FEW = settings(max_examples=40, deadline=None, database=None, derandomize=True)
 
@@ -57,7 +57,7 @@ def test_a_record_is_a_group_of_whole_characters(content, words, tmp_path):
     assert words in refusal(read_record, Note, tmp_path / "x.json", "Make it anew.")
 
 
-@pytest.mark.parametrize("write", [lambda path: checkpoints.write_text(path, "x"), lambda path: checkpoints.append_row(path, {}),
+@pytest.mark.parametrize("write", [lambda path: files.write_text(path, "x"), lambda path: files.append_row(path, {}),
                                    lambda path: report.checkpoints.write_text(path.with_name("link"), "x")])
 def test_a_pipe_or_a_device_is_never_replaced_by_a_file(write, tmp_path):
     os.mkfifo(tmp_path / "pipe")
@@ -180,7 +180,7 @@ def reference() -> dict[str, np.ndarray]:
     (1e300 * np.eye(3), True), (np.diag([1e-300, 0, 0]), True),
 ])  # fmt: skip
 def test_a_covariance_is_symmetric_and_has_no_negative_eigenvalue(sigma, is_one):
-    assert scoring.is_covariance(sigma) is is_one
+    assert statistics.is_covariance(sigma) is is_one
 
 
 def test_wrong_references_are_sentences(fuzzed, tmp_path):
@@ -193,7 +193,7 @@ def test_wrong_references_are_sentences(fuzzed, tmp_path):
         content, why = fuzzed.damaged_npz(reference(), case, tmp_path / "executed")
         (tmp_path / "x.npz").write_bytes(content)
         try:
-            scoring.open_reference(tmp_path / "x.npz", pixels)
+            statistics.open_reference(tmp_path / "x.npz", pixels)
         except ValueError as error:
             assert str(error).startswith("reference=")
         else:
@@ -204,19 +204,19 @@ def test_wrong_references_are_sentences(fuzzed, tmp_path):
 
 
 def test_kept_features_that_are_damaged_are_passed_over(tmp_path, capsys, fresh_accelerator):
-    keep = scoring.Kept(tmp_path, {}, {"pool": 3}, 6)
+    keep = statistics.Kept(tmp_path, {}, {"pool": 3}, 6)
     for first in (0, 2, 4):
         keep.save(torch.arange(first, first + 2), {"pool": torch.ones(2, 3)})
     good = {"indices": torch.arange(4, 6), "pool": torch.ones(2, 3)}
     for wrong in (good | {"pool": torch.ones(2, 4)}, {"pool": torch.ones(2, 3)}, good | {"indices": torch.tensor([4, 9])}, good | {"odd": torch.ones(1)},
                   good | {"indices": torch.tensor([4.0, 5])}, good | {"pool": torch.full((2, 3), torch.nan)}, good | {"indices": torch.tensor([4, 4])}):
         save_file(wrong, keep.folder / "00000004.safetensors")
-        again = scoring.Kept(tmp_path, {}, {"pool": 3}, 6)
+        again = statistics.Kept(tmp_path, {}, {"pool": 3}, 6)
         assert again.missing(6).tolist() == [4, 5] and "00000004.safetensors is damaged" in capsys.readouterr().out
         assert [indices.tolist() for indices, _ in again.load()] == [[0, 1], [2, 3]]
     (keep.folder / "00000004.safetensors").unlink()
     os.mkfifo(keep.folder / "00000004.safetensors")
-    assert scoring.Kept(tmp_path, {}, {"pool": 3}, 6).count == 4
+    assert statistics.Kept(tmp_path, {}, {"pool": 3}, 6).count == 4
 
 
 # ---- rows and pages ---------------------------------------------------------------------------------------------------
@@ -255,10 +255,9 @@ def test_settings_of_another_kind_are_refused_in_a_sentence(fuzzed):
 
 @pytest.mark.parametrize("argument", ["--experimental-rerun=x.pkl", "--experimental-rerun", "--exp=x"])
 def test_a_pickle_of_a_run_is_not_run_again(argument, monkeypatch):
-    import settings as ours
 
     monkeypatch.setattr("sys.argv", ["train.py", argument])
-    assert "pickle" in refusal(ours.compose, "config")
+    assert "pickle" in refusal(command.compose, "config")
 
 
 def test_weights_that_claim_more_than_they_hold_are_a_sentence(tmp_path):
@@ -273,7 +272,7 @@ def test_weights_of_which_torch_says_nothing_are_a_sentence(content, tmp_path):
 
 
 def test_a_sentence_about_5000_letters_is_short_and_keeps_its_remedy(capsys, monkeypatch):
-    import settings as ours
+    from runtime import schema as ours
 
     monkeypatch.setattr("sys.argv", ["small.py"])
     monkeypatch.setattr(ours, "compose", lambda _: [{"text": "a" * 5000}])
@@ -282,13 +281,13 @@ def test_a_sentence_about_5000_letters_is_short_and_keeps_its_remedy(capsys, mon
         raise ValueError(f"text={cfg.text} is no such thing: name another.")
 
     with pytest.raises(SystemExit) as stop:
-        ours.command("small", Note)(main)()
+        command.command("small", Note)(main)()
     assert len(stop.value.code) <= 2000 and stop.value.code.endswith("name another.")
 
 
 def test_a_study_knows_its_runs_by_settings_and_whole_numbers():
+    from runtime.schema import read
     from scripts import study
-    from settings import read
 
     plain = {"train": ["steps"], "seeds": None, "at_end": []}
     assert "key=value" in refusal(read, study.Variant, plain)

@@ -11,12 +11,17 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from training_runs import train_here
 
-import checkpoint as checkpoints
 import fid
 from dit import DiT_models
 from guidance import Guidance
-from settings import read
-from trained import build_diffusion, build_network, load_trained, sampler_settings
+from runtime import files
+from runtime.schema import read
+from sampling.options import sampler_settings
+from scoring.drawing import Drawing
+from scoring.results import Published
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.records import build_diffusion, build_network
 
 GAUGES = sorted(path.stem for path in (ROOT / "configs" / "gauge").glob("*.yaml") if path.stem != "none")
 # What the authors' own commands and code draw with: whose, solver, steps, scale, channels, interval (t, noise at 1).
@@ -55,7 +60,7 @@ def test_the_hours_at_the_head_of_a_gauge_are_what_is_counted(gauge):
             learn_sigma=gauge.startswith("dit"), **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
     diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
     guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
-    drawing = fid.Drawing(net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps, guidance=guidance,
+    drawing = Drawing(net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps, guidance=guidance,
                           sampler=cfg.sampler.model_dump())
     hours = f"{fid.derived_hours(drawing.record, cfg.num_samples, cfg.precision):.2g}"
     text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()
@@ -100,7 +105,7 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
     assert str(cfg.published.scores["fid"]) not in said
     run_command(fid.main, "fid.py", *given, "+published.num_samples=4", "published.num_steps=5")      # as if theirs were so
     assert f"{cfg.published.scores['fid']} ± " in capsys.readouterr().out
-    other, row = checkpoints.read_rows(tmp_path / "results.jsonl")
+    other, row = files.read_rows(tmp_path / "results.jsonl")
     source = row["source"]
     assert other["published"] is None and other["source"] == source and row["published"]["scores"] == cfg.published.scores
     guidance = source["guidance"] or {}
@@ -118,7 +123,7 @@ def test_images_that_somebody_published_need_no_network(gauge, place, tmp_path, 
 @pytest.mark.parametrize(("ours", "says"), [((2.38, 0.509), ["OUTSIDE", "within"]), ((2.18, 0.489), ["within", "OUTSIDE"]),
                                             ((2.16, 0.511), ["OUTSIDE", "OUTSIDE"])])
 def test_a_score_above_or_below_its_tolerance_is_said(ours, says):
-    published = fid.Published(where="X", scores={"fid": 2.27, "recall": 0.5}, tolerance={"fid": 0.1, "recall": 0.01})
+    published = Published(where="X", scores={"fid": 2.27, "recall": 0.5}, tolerance={"fid": 0.1, "recall": 0.01})
     said = fid.beside_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "published": {}}, published)
     assert [line.split()[-1] for line in said.splitlines()[2:]] == says
 
@@ -162,7 +167,7 @@ def flow(shapes, tmp_path_factory):
 
 def scored(run, place, out, *given):
     run_command(fid.main, "fid.py", f"checkpoint={run}", f"reference={place}/images.npz", "features=pixels", "cpu=true", f"results={out}", *given)
-    return checkpoints.read_rows(out)[-1]
+    return files.read_rows(out)[-1]
 
 
 def test_a_runs_record_says_how_its_published_score_was_drawn(flow):

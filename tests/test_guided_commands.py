@@ -14,17 +14,18 @@ from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 
-import checkpoint as checkpoints
 import fid
-import ranks
 import sample
 from dit import DiT_models, multiply_adds
 from edm import EDM
 from guidance import Guidance
 from rf import RF, sample_tread
 from routing_module import Route
-from sample import SeededNoise, sampling_cost
-from trained import build_network, load_trained
+from runtime import files, ranks
+from sampling.generate import SeededNoise, sampling_cost
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.records import build_network
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
@@ -180,7 +181,7 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     assert tread["source"]["guidance"] == {"scale": 1.5, "gamma1": 0.5, "gamma2": [0.9, 0.5], "drop_label": False, "interval": None,
                                            "routes": None, "weak": None}
     assert auto["source"]["guidance"]["weak"] == {"checkpoint": str(weak / "checkpoints/step-00000006"), "step": 6,
-                                                  "weights_sha256": checkpoints.sha256(weak / "checkpoints/step-00000006/ema.safetensors")}
+                                                  "weights_sha256": files.sha256(weak / "checkpoints/step-00000006/ema.safetensors")}
     assert tread["source"]["evaluations"] == 3 and auto["source"]["evaluations"] == 4      # one pass where the ratios meet
     assert heun["source"]["evaluations"] == 3 and heun["source"]["sampler"] == {"solver": "heun"}
     assert len({row["metrics"]["fd_pixels"] for row in (plain, tread, auto, heun)}) == 4
@@ -210,7 +211,7 @@ def sweep(run, reference, tmp_path, monkeypatch):
         swept.landscape = dict(values)
         draw(values, *rest)
 
-    monkeypatch.setattr(fid, "evaluate", counted)
+    monkeypatch.setattr(fid, "score_images", counted)
     monkeypatch.setattr(module, "draw_landscape", drawn)
     monkeypatch.chdir(tmp_path)
     swept.module = module
@@ -241,7 +242,7 @@ def test_a_sweep_takes_schedules_and_goes_on_beside_rows_that_others_wrote(sweep
 
 def test_a_sweep_draws_as_published_with_scales_of_its_own_and_unguided_without(sweep, tmp_path):
     sweep("published={where: X, scores: {fd_pixels: 1.0}, num_steps: 9, sampler: {solver: heun}, scale: 1.8, channels: 2}", "scale=1.5", "gamma1=0", "gamma2=0")
-    unguided, guided = ([row["source"][key] for key in ("sampler", "num_steps", "guidance")] for row in checkpoints.read_rows(tmp_path / "results.jsonl"))
+    unguided, guided = ([row["source"][key] for key in ("sampler", "num_steps", "guidance")] for row in files.read_rows(tmp_path / "results.jsonl"))
     assert unguided == [{"solver": "heun"}, 2, None]
     assert guided[:2] == unguided[:2] and (guided[2]["scale"], guided[2]["channels"]) == (1.5, 2)
 
@@ -263,7 +264,7 @@ def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sw
         write_run(training, seed=1)
         return score(*args, **options)
 
-    monkeypatch.setattr(fid, "evaluate", scored_while_training)
+    monkeypatch.setattr(fid, "score_images", scored_while_training)
     sweep(f"checkpoint={training}", "scale=1.5,2", "gamma1=0", "gamma2=0.5")
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["source"]["step"] for row in rows] == [5, 5, 5] and len(sweep.landscape) == 2

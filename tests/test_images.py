@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from images import SHAPES, UnreadableImage, center_crop, decode_image, draw_shape, open_source, to_rgb
+from latents.images import SHAPES, UnreadableImage, center_crop, decode_image, draw_shape, open_source, to_rgb
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:

@@ -16,8 +16,8 @@ import torch
 from conftest import ROOT, run_command
 from safetensors.torch import save_file
 
-import data
 import scripts.import_latents as script
+from latents.folder import open_latents
 from scripts.import_latents import import_latents
 
 COUNT, SIDE, SCALE = 12, 8, np.float32(0.18215)
@@ -456,7 +456,7 @@ def test_a_run_killed_twice_equals_one_that_was_not(tmp_path, monkeypatch, capsy
         with pytest.raises(Kill):
             import_latents(str(source), tmp_path / "out", shard_size=2)
         with pytest.raises(ValueError, match="not finished"):
-            data.open_latents(tmp_path / "out")
+            open_latents(tmp_path / "out")
     (tmp_path / "out" / ".latents-00005.npy.1.tmp").write_bytes(b"half")      # as a kill leaves it
     monkeypatch.setattr(script, "convert", real)
     with pytest.raises(ValueError, match="begun with other settings: shard_size=2 then and 3 now"):
@@ -484,7 +484,7 @@ def test_what_is_imported_trains(tmp_path, fresh_accelerator):
 
     source, _ = write_repa(tmp_path)
     run_command(script.main, "import_latents.py", source=source, out=tmp_path / "out", num_classes=4)
-    latents = data.open_latents(tmp_path / "out")
+    latents = open_latents(tmp_path / "out")
     assert (latents.shape, latents.num_classes, latents.kind) == ((4, 8, 8), 4, "moments")
     run_command(train.main, "train.py", "experiment=small", "cpu=true", "data.path=" + str(tmp_path / "out"), "model.hidden_size=32", "model.num_heads=2",
                 "model.depth=6", "samples.every=0", "steps=2", "batch_size=4", run_dir=tmp_path / "run")

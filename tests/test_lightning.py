@@ -8,10 +8,10 @@ from safetensors.torch import save_file
 from test_published_parity import amplitude_of, assert_equal, fill, names, phase, published, signature, wave
 from torch import Tensor, nn
 
-from blocks import rotary_angles, rotate
+from blocks.transformer import rotary_angles, rotate
 from dit import DiT, DiT_models, infer_architecture
 from rf import RF
-from trained import load_trained
+from weights.loading import load_trained
 
 THEIRS = published("lightning")
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10, block="lightning")

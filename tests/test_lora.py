@@ -13,15 +13,17 @@ from accelerate import Accelerator
 from conftest import ROOT, run_command
 from safetensors.torch import load_file
 
-import adapter
-import checkpoint as checkpoints
 import fid
 import sample
 import train
 from edm import EDM
 from objectives import DiffusionLoss, trained_parameters
+from runtime import files
 from scripts import benchmark, merge_lora
-from trained import build_network, load_trained
+from weights import checkpoint as checkpoints
+from weights import lora
+from weights.loading import load_trained
+from weights.records import build_network
 
 pytest.importorskip("peft")
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4, init="xavier",
@@ -43,7 +45,7 @@ def adapted(rank=4, **options):
     """A network and a copy of it that wears an adapter."""
     base = network()
     net = copy.deepcopy(base)
-    adapter.attach(net, rank, **options)
+    lora.attach(net, rank, **options)
     return base, net
 
 
@@ -73,24 +75,24 @@ def test_targets_name_ends_of_layers():
 @pytest.mark.parametrize("alpha", [None, 12.0])
 def test_base_and_adapter_give_what_the_merged_weights_give(alpha):
     base, net = adapted(alpha=alpha)
-    saved = adapter.tensors(shaken(net))
+    saved = lora.tensors(shaken(net))
     merged = build_network(NETWORK)
-    merged.load_state_dict(adapter.merge(base.state_dict(), saved, (alpha or 4) / 4))
+    merged.load_state_dict(lora.merge(base.state_dict(), saved, (alpha or 4) / 4))
     given, expected = merged(*inputs()), net(*inputs())
     assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item()) and not torch.equal(given, base(*inputs()))
 
 
 def test_what_is_saved_is_the_adapter_and_loads_again():
     _, net = adapted()
-    saved = {name: value.clone() for name, value in adapter.tensors(shaken(net)).items()}
-    assert {name.rsplit(".lora_", 1)[0] for name in saved} == LAYERS and all(name.endswith((adapter.DOWN, adapter.UP)) for name in saved)
+    saved = {name: value.clone() for name, value in lora.tensors(shaken(net)).items()}
+    assert {name.rsplit(".lora_", 1)[0] for name in saved} == LAYERS and all(name.endswith((lora.DOWN, lora.UP)) for name in saved)
     _, other = adapted()
-    adapter.load(other, saved)
+    lora.load(other, saved)
     assert torch.equal(other(*inputs()), net(*inputs()))
     plain = network()
-    assert adapter.tensors(plain).keys() == plain.state_dict().keys()
+    assert lora.tensors(plain).keys() == plain.state_dict().keys()
     with pytest.raises(ValueError, match="The adapter has blocks.3.attn.qkv, and its base has no such layer"):
-        adapter.merge({k: v for k, v in plain.state_dict().items() if "blocks.3" not in k}, saved, 1.0)
+        lora.merge({k: v for k, v in plain.state_dict().items() if "blocks.3" not in k}, saved, 1.0)
 
 
 def test_steps_and_their_average_move_the_adapter_alone(fresh_accelerator):
@@ -169,7 +171,7 @@ def test_a_run_holds_the_adapter_alone_and_says_what_it_is_for(trained_run, pare
     folder, base = checkpoints.latest(trained_run), checkpoints.latest(parent) / "ema.safetensors"
     meta, saved = checkpoints.read_meta(folder), {name: load_file(folder / f"{name}.safetensors") for name in ("ema", "model", "training")}
     assert meta["lora"] == {"rank": 4, "alpha": 2.0, "targets": None, "base": str(base)}
-    assert meta["parent"] == {"step": 7, "weights_sha256": checkpoints.sha256(base)} and meta["step"] == 4
+    assert meta["parent"] == {"step": 7, "weights_sha256": files.sha256(base)} and meta["step"] == 4
     assert saved["ema"].keys() == saved["model"].keys() and all(".lora_" in key or key == "sums" for each in saved.values() for key in each)
     assert any(not torch.equal(saved["ema"][key], value) for key, value in saved["model"].items())
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < base.stat().st_size
@@ -177,7 +179,7 @@ def test_a_run_holds_the_adapter_alone_and_says_what_it_is_for(trained_run, pare
     for key, value in load_file(base).items():
         assert torch.equal(whole[key], value) != (key.removesuffix(".weight") in LAYERS), key
     _, net = adapted(alpha=2.0)
-    adapter.load(net, saved["model"])
+    lora.load(net, saved["model"])
     given, expected = load_trained(trained_run, "model").net(*inputs()), net(*inputs())
     assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item())
 
@@ -224,7 +226,7 @@ def test_what_base_and_adapter_draw_the_merged_folder_draws_without_a_base(train
     for reference in (1, 2):      # images of the merged weights, and of the base alone
         run_command(fid.main, "fid.py", "cpu=true", f"checkpoint={trained_run}", f"reference={tmp_path}/{reference}.npz", "features=pixels",
                     "metrics=[fd_pixels]", "num_samples=8", "num_steps=2", "seed=0", f"results={tmp_path}/results.jsonl")
-        scores.append(checkpoints.read_rows(tmp_path / "results.jsonl")[-1]["metrics"]["fd_pixels"])
+        scores.append(files.read_rows(tmp_path / "results.jsonl")[-1]["metrics"]["fd_pixels"])
     assert abs(scores[0]) < 1e-6 < scores[1]
     for weights in ("ema", "model"):
         one, other = (load_trained(each, weights).net.state_dict() for each in (trained_run, tmp_path / "merged"))
@@ -290,7 +292,7 @@ def test_without_peft_there_is_a_sentence_and_drawing_goes_on(trained_run, monke
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"lora.rank=4 needs PEFT, which is not installed: pip install peft=={adapter.PEFT}"):
-        adapter.attach(network(), 4)
+    with pytest.raises(ValueError, match=f"lora.rank=4 needs PEFT, which is not installed: pip install peft=={lora.PEFT}"):
+        lora.attach(network(), 4)
     assert load_trained(trained_run).net is not None
-    assert f"peft=={adapter.PEFT}\n" in (ROOT / "requirements-dev.txt").read_text()
+    assert f"peft=={lora.PEFT}\n" in (ROOT / "requirements-dev.txt").read_text()

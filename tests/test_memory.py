@@ -10,7 +10,7 @@ from training_runs import train_here
 import autoencoder as autoencoders
 import sample
 import train
-from settings import full_memory, is_full_memory
+from runtime.command import full_memory, is_full_memory
 
 GPU = ("CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free. Including non-PyTorch "
        "memory, this process has 77.85 GiB memory in use.")

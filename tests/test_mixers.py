@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from test_published_parity import assert_equal, published, wave
 
-import mixers
+from blocks import mamba, rwkv
 from dit import DiT, DiT_models, infer_architecture, multiply_adds
 from routing_module import Route, resolve_routes
 
@@ -135,14 +135,14 @@ def batch(size=2):
 
 
 def test_the_selective_scan_is_the_recurrence_forward_and_backward():
-    for found, expected in zip(gradients(mixers.selective_scan, *scan_inputs()), gradients(scan_loop, *scan_inputs()), strict=True):
+    for found, expected in zip(gradients(mamba.selective_scan, *scan_inputs()), gradients(scan_loop, *scan_inputs()), strict=True):
         assert close(found, expected)
 
 
 def test_wkv_is_the_average_that_it_says_forward_and_backward():
     torch.manual_seed(0)
     inputs = torch.randn(2, 11, 6), torch.randn(2, 11, 6), torch.linspace(-5, 5, 6), torch.randn(6)
-    for found, expected in zip(gradients(mixers.wkv, *inputs), gradients(wkv_loop, *inputs), strict=True):
+    for found, expected in zip(gradients(rwkv.wkv, *inputs), gradients(wkv_loop, *inputs), strict=True):
         assert close(found, expected)
 
 
@@ -151,17 +151,17 @@ def test_wkv_is_the_average_that_it_says_forward_and_backward():
 def test_wkv_is_exact_for_keys_and_decays_of_any_size(decay, size):
     torch.manual_seed(0)
     k, v = size * torch.randn(1, 64, 8), torch.randn(1, 64, 8)
-    found = gradients(mixers.wkv, k, v, torch.full((8,), decay), torch.zeros(8))
+    found = gradients(rwkv.wkv, k, v, torch.full((8,), decay), torch.zeros(8))
     exact = wkv_loop(k.double(), v.double(), torch.full((8,), decay).double(), torch.zeros(8).double())
     assert close(found[0], exact) and all(each.isfinite().all() for each in found)
-    assert torch.equal(mixers.wkv(k, v, torch.full((8,), 2 * decay), torch.zeros(8)), found[0])      # held at 40
+    assert torch.equal(rwkv.wkv(k, v, torch.full((8,), 2 * decay), torch.zeros(8)), found[0])      # held at 40
 
 
 def test_a_token_takes_a_quarter_of_its_channels_from_each_neighbour_that_is_there():
     torch.manual_seed(0)
     side, kept = 4, torch.tensor([[0, 1, 4, 7, 8, 11, 15], [1, 2, 3, 5, 6, 9, 10]])
     x = torch.randn(2, 7, 8)
-    shifted = mixers.shift_tokens(x, kept, side)
+    shifted = rwkv.shift_tokens(x, kept, side)
     assert torch.equal(shifted, torch.stack([shift_loop(x[b], kept[b], side) for b in range(2)]))
 
 
@@ -185,15 +185,15 @@ def kernel_by_loop(monkeypatch):
 
 
 def test_the_kernel_is_handed_what_it_expects(kernel_by_loop):
-    for found, expected in zip(gradients(mixers.scan_by_kernel, *scan_inputs()), gradients(scan_loop, *scan_inputs()), strict=True):
+    for found, expected in zip(gradients(mamba.scan_by_kernel, *scan_inputs()), gradients(scan_loop, *scan_inputs()), strict=True):
         assert close(found, expected)
 
 
-@pytest.mark.skipif(not (torch.cuda.is_available() and mixers.MAMBA_SSM), reason="mamba_ssm's kernel needs a GPU and mamba_ssm")
+@pytest.mark.skipif(not (torch.cuda.is_available() and mamba.MAMBA_SSM), reason="mamba_ssm's kernel needs a GPU and mamba_ssm")
 def test_mamba_ssms_kernel_is_the_plain_scan():
     inputs = [each.cuda() for each in scan_inputs(num_tokens=256)]
-    plain = gradients(mixers.selective_scan, *(each.cpu() for each in inputs))
-    for found, expected in zip(gradients(mixers.selective_scan, *inputs), plain, strict=True):
+    plain = gradients(mamba.selective_scan, *(each.cpu() for each in inputs))
+    for found, expected in zip(gradients(mamba.selective_scan, *inputs), plain, strict=True):
         assert close(found.cpu(), expected, 1e-4)
 
 
@@ -203,22 +203,22 @@ def test_the_scan_is_the_published_one():
     x, dt, A = wave((batch, G, H, P, K), 0), wave((batch, G, H, P, K), 1).exp()[:, :, :, 0], -wave((G, H, P, S), 2).exp()[:, :, 0, 0]
     B, C = (wave((batch, G, S, K), k) for k in (3, 4))
     inputs = x.permute(0, 4, 1, 2, 3), dt.permute(0, 3, 1, 2), A, B.permute(0, 3, 1, 2), C.permute(0, 3, 1, 2)
-    assert_equal(mixers.selective_scan(*inputs).permute(0, 2, 3, 4, 1), case["out"])
+    assert_equal(mamba.selective_scan(*inputs).permute(0, 2, 3, 4, 1), case["out"])
 
 
 def test_the_shift_on_a_whole_grid_is_the_published_one():
     case = PUBLISHED["shift"]
     x = wave(tuple(case["shape"]))
-    assert_equal(mixers.shift_tokens(x, torch.arange(x.shape[1])[None], case["grid_size"]), case["out"])
+    assert_equal(rwkv.shift_tokens(x, torch.arange(x.shape[1])[None], case["grid_size"]), case["out"])
 
 
 def test_step_sizes_and_decays_start_where_mamba_2s_do():
-    mixer = mixers.BidirectionalMamba(32, 16)
+    mixer = mamba.BidirectionalMamba(32, 16)
     dt, decay = F.softplus(mixer.dt_bias), mixer.A_log.exp()
     assert 1e-3 <= dt.min() < 1e-2 < dt.max() <= 0.1001 and 1 <= decay.min() < 8 < decay.max() <= 16
     with pytest.raises(ValueError, match="64 channels are not a multiple of num_heads 5"):
-        mixers.BidirectionalMamba(32, 5)
-    assert math.isclose(mixers.SpatialMix(8).decay[-1].item(), 3)
+        mamba.BidirectionalMamba(32, 5)
+    assert math.isclose(rwkv.SpatialMix(8).decay[-1].item(), 3)
 
 
 @pytest.mark.parametrize("ratio", [0.0, 0.6])
@@ -261,11 +261,11 @@ def test_both_directions_are_seen(block):
 
 
 def test_scans_are_float32_whatever_the_activations_are():
-    scanned = mixers.selective_scan(*scan_inputs())
+    scanned = mamba.selective_scan(*scan_inputs())
     with torch.autocast("cpu", torch.bfloat16):
-        assert torch.equal(mixers.selective_scan(*scan_inputs()), scanned)
+        assert torch.equal(mamba.selective_scan(*scan_inputs()), scanned)
     k, v = torch.randn(2, 16, 8).bfloat16(), torch.randn(2, 16, 8).bfloat16()
-    assert mixers.wkv(k, v, torch.ones(8), torch.zeros(8)).dtype == torch.float32
+    assert rwkv.wkv(k, v, torch.ones(8), torch.zeros(8)).dtype == torch.float32
 
 
 @pytest.mark.parametrize("block", BLOCKS)

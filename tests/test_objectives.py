@@ -8,17 +8,17 @@ import torch
 from conftest import ROOT
 from training_runs import assert_same_end, rows, train_here
 
-import adapter as adapters
-import checkpoint as checkpoints
 import objectives
 from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss, build_objective, trained_parameters
 from objectives.hidden import take_hidden
 from objectives.version1 import Version1
-from optimizers import load_optimizer, optimizer_tensors, step_unless
 from rf import RF
 from routing_module import Route, Router
+from training.optimizers import load_optimizer, optimizer_tensors, step_unless
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
 
 
 def routed_net():

@@ -10,8 +10,8 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import dit
+from runtime.schema import read
 from scripts import benchmark_official, plan
-from settings import read
 
 
 def printed(monkeypatch, capsys, *arguments):

@@ -18,11 +18,11 @@ import torch
 from PIL import Image
 
 import autoencoder as autoencoders
-from checkpoint import hold
-from data import open_latents
-from images import draw_shape, open_source
+from latents.folder import open_latents
+from latents.images import draw_shape, open_source
+from runtime.files import hold
+from runtime.schema import read
 from scripts.prepare_latents import PrepareSettings, prepare
-from settings import read
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -249,7 +249,6 @@ KAGGLE = "n01440764 tench, Tinca tinca\nn02012849 crane\n\nn03126707 \n"
     ("ids/words.txt", WORDNET), ("words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE), ("ids/LOC_synset_mapping.txt", KAGGLE),
 ])  # fmt: skip
 def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(pets, tmp_path, name, text):
-    import data
 
     pets.rename(tmp_path / "ids")
     for wordnet_id, pet in IDS.items():
@@ -262,7 +261,7 @@ def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(p
     assert metadata["class_names"] == list(IDS)
     assert metadata["display_names"] == ["tench", "crane", "n03126707"]  # the file lacks the last one
     assert "display_names" not in read_folder(tmp_path / "plain")[0]
-    plain, shown = (data.open_latents(tmp_path / folder) for folder in ("plain", "shown"))
+    plain, shown = (folder.open_latents(tmp_path / folder) for folder in ("plain", "shown"))
     assert plain.fingerprint == shown.fingerprint and plain.display_names == list(IDS)
     assert shown.display_names == metadata["display_names"] and shown.class_names == list(IDS)
 
@@ -599,20 +598,20 @@ def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
 
 
 def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
-    import data
+    from latents import folder
 
     text = (ROOT / "docs" / "data.md").read_text()
     examples = [part.split("```")[0] for part in text.split("```python\n")[1:] if "my-latents" in part.split("```")[0]]
     monkeypatch.chdir(tmp_path)
     for example in examples:
         exec(compile(example, "docs/data.md", "exec"), {})
-    latents = data.open_latents(tmp_path / "my-latents")
+    latents = folder.open_latents(tmp_path / "my-latents")
     assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
     assert len(examples) == 2 and latents.has_masks and latents.weights(np.arange(3)).shape == (3, 1, 32, 32)
 
 
 def test_training_reads_what_this_writes(pets, tmp_path):
-    import data
+    from latents import folder
 
     prepare(
         str(pets),
@@ -623,7 +622,7 @@ def test_training_reads_what_this_writes(pets, tmp_path):
         mirror=True,
         shard_size=4,
     )
-    latents = data.open_latents(tmp_path / "out")
+    latents = folder.open_latents(tmp_path / "out")
     metadata, arrays = read_folder(tmp_path / "out")
     stored, labels = latents.read(np.arange(10), np.arange(10) % 2 == 1)
     assert np.array_equal(stored[0::2], arrays["latents"][0::2]) and np.array_equal(

@@ -10,9 +10,10 @@ import forked
 import pytest
 from training_runs import TWO_RANKS, command, rows, start, wait_until
 
-import checkpoint as checkpoints
-import ranks
-import speed
+from runtime import ranks
+from runtime.device import join_ranks
+from training import speed
+from weights import checkpoint as checkpoints
 
 LONG = ("steps=100000", "log.every=1", "checkpoint.every=100000", "model.depth=3", "model.routes=[]", "compile=false", "cpu=true")
 
@@ -86,7 +87,7 @@ def test_usr1_is_a_request_to_stop_and_a_second_signal_does_not_look_like_a_save
     try:
         stop = ranks.StopRequest()
         os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.agreed(1, speed.join_ranks(True, True)) == signal.SIGUSR1
+        assert stop.agreed(1, join_ranks(True, True)) == signal.SIGUSR1
         assert {signal.getsignal(number) for number in handlers} == {ranks.leave_unsaved}
     finally:
         for number, handler in handlers.items():
@@ -100,6 +101,6 @@ def test_usr1_is_a_request_to_stop_and_a_second_signal_does_not_look_like_a_save
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
 def test_a_config_of_accelerate_that_wraps_the_network_itself_is_refused(monkeypatch, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
-    for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: speed.join_ranks(True, False)):
+    for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: join_ranks(True, False)):
         with pytest.raises(ValueError, match="accelerate's config turns .* torchrun, or turn it off by `accelerate config`"):
             make()

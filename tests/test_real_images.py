@@ -10,7 +10,7 @@ import torch
 from PIL import Image
 
 import autoencoder as autoencoders
-from images import open_source
+from latents.images import open_source
 from scripts.prepare_latents import prepare
 
 

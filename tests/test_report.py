@@ -15,8 +15,8 @@ from conftest import ROOT, run_command
 from omegaconf import OmegaConf
 from PIL import Image
 
+from runtime.schema import read
 from scripts import report
-from settings import read
 
 REAL = ROOT / "tests/before/run"      # what train.py and fid.py once left
 ROW = json.loads((REAL / "results.jsonl").read_text().splitlines()[0])

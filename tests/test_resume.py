@@ -23,9 +23,10 @@ from training_runs import (
     wait_until,
 )
 
-import checkpoint as checkpoints
 from dit import DiT
-from run import check_resumable, forget_after
+from runtime import files
+from training.run import check_resumable, forget_after
+from weights import checkpoint as checkpoints
 
 
 def newest(run) -> int:
@@ -201,17 +202,17 @@ def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
     (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])      # a half row, and a last one without its newline
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')
     forget_after(tmp_path, 20)
-    assert checkpoints.read_rows(tmp_path / "results.jsonl") == results
+    assert files.read_rows(tmp_path / "results.jsonl") == results
     forget_after(tmp_path, 10)
-    assert checkpoints.read_rows(tmp_path / "results.jsonl") == results[:2]
-    assert checkpoints.read_rows(tmp_path / "metrics.jsonl") == [{"step": 10}]
+    assert files.read_rows(tmp_path / "results.jsonl") == results[:2]
+    assert files.read_rows(tmp_path / "metrics.jsonl") == [{"step": 10}]
 
 
 @pytest.mark.parametrize("row", [{}, {"step": "20"}, {"source": 3}, {"source": {"in_training": True}}])
 def test_rows_of_anothers_making_are_let_be(tmp_path, row):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 20}\n')
     forget_after(tmp_path, 10)
-    assert checkpoints.read_rows(tmp_path / "metrics.jsonl") == [row]
+    assert files.read_rows(tmp_path / "metrics.jsonl") == [row]
 
 
 def test_a_file_where_the_run_will_write_a_folder_stops_it_before_the_first_step(shapes, tmp_path):

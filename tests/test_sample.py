@@ -16,12 +16,17 @@ from PIL import Image
 from safetensors.torch import save_file
 from torch import Tensor
 
-import checkpoint as checkpoints
 from dit import DiT, DiT_models
 from edm import DDPM, EDM
-from sample import draw_grid, generate, labels_of, main, parse_classes, parse_range
+from runtime import files
+from sample import main
+from sampling.generate import generate
+from sampling.options import labels_of, parse_classes, parse_range
+from sampling.pictures import draw_grid
 from scripts import export
-from trained import build_network, load_trained, read_weights
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained, read_weights
+from weights.records import build_network
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4,
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)], init="xavier")
@@ -333,7 +338,7 @@ def test_a_checkpoint_that_training_prunes_while_it_is_read_gives_way_to_the_nex
 
 def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_path):
     trained = load_trained(shutil.copytree(run, tmp_path / "copy"))
-    expected = checkpoints.sha256(trained.file)
+    expected = files.sha256(trained.file)
     shutil.rmtree(trained.folder)
     assert trained.weights_sha256 == expected
     with pytest.raises(ValueError, match="There is no checkpoint .*step-00000002. Training deletes all but the newest"):

@@ -14,9 +14,9 @@ from omegaconf import OmegaConf
 from pydantic import Field
 from test_tf32 import commands
 
-import ranks
-import settings
-from settings import (
+from runtime import ranks, schema
+from runtime.command import command
+from runtime.schema import (
     Count,
     Location,
     NotNegative,
@@ -29,7 +29,6 @@ from settings import (
     Size,
     Text,
     Whole,
-    command,
     one_of,
     read,
     read_record,
@@ -149,7 +148,7 @@ def call(tmp_path, monkeypatch, capsys):
         "steps: 5\nplace: null\ndefaults: [_self_, {override hydra/job_logging: disabled}, {override hydra/hydra_logging: disabled}]\n"
         "hydra: {run: {dir: .}, output_subdir: null}\n")
     (tmp_path / "presets/group").mkdir(parents=True)
-    monkeypatch.setattr(settings, "CONFIGS", tmp_path)
+    monkeypatch.setattr(schema, "CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -253,7 +252,7 @@ def test_help_and_the_shown_config_run_nothing(call):
 def test_the_keys_declared_are_those_of_the_config(name):
     file, declared = commands()[name]
     declared = getattr(importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)), declared)
-    with initialize_config_dir(str(settings.CONFIGS), version_base="1.3"):
+    with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
         plain = OmegaConf.to_container(compose(name))
     assert keys_of(declared) == keys_in(plain, declared)
     read(declared, OmegaConf.to_container(OmegaConf.create(plain), resolve=True))

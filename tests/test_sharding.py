@@ -16,19 +16,21 @@ from conftest import ROOT, run_command
 from PIL import Image
 from training_runs import command, refusal, rows, train_here
 
-import adapter as adapters
-import checkpoint as checkpoints
 import fid
 import objectives
-import sharding
-import speed
 import train
-from data import batches, open_latents
 from edm import EDM
+from latents.folder import open_latents
+from latents.loader import batches
 from objectives import DiffusionLoss, Objective, trained_parameters
-from optimizers import optimizer_tensors
+from runtime import sharding
 from scripts import forks, plan
-from trained import build_network, load_trained
+from training import speed
+from training.optimizers import optimizer_tensors
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
+from weights.loading import load_trained
+from weights.records import build_network
 
 STEPS = 50
 SMALL = ("model.depth=3", "model.routes=[{start_layer_idx:1,end_layer_idx:1,selection_ratio:0.5}]")

@@ -17,17 +17,18 @@ import torch
 from accelerate import Accelerator
 
 import fid
-from data import batches, open_latents, to_latent
 from dit import DiT
 from edm import EDM
+from latents.folder import open_latents
+from latents.loader import batches, to_latent
 from objectives import DiffusionLoss
 from rf import RF
 from routing_module import Route
+from runtime.schema import read, read_record
 from scripts import comparison, study
 from scripts.benchmark import write_latents
-from settings import read, read_record
 from train import step_seed, train_step
-from trained import RouteSettings
+from weights.records import RouteSettings
 
 TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "steps=4", "samples.every=0",
         "log.every=2", "checkpoint.every=2", "evaluate.every=2", "evaluate.num_samples=4", "evaluate.num_steps=2"]

@@ -17,8 +17,9 @@ from training_runs import train_here
 
 import fid
 import sample
-import speed
+from runtime.device import describe_device, set_float32
 from scripts import benchmark, prepare_latents
+from training import speed
 
 PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")])
 SETS = re.compile(r"\b(set_float32_matmul_precision|allow_tf32|fp32_precision)\b")
@@ -74,12 +75,12 @@ def test_one_file_sets_it_and_features_alone_set_it_aside():
 def test_the_setting_reaches_matrix_products_and_convolutions_and_the_record(tf32, monkeypatch):
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     try:
-        speed.set_float32(tf32)
+        set_float32(tf32)
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
         assert torch.backends.cudnn.allow_tf32 is tf32
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
-        assert speed.describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": tf32}
-        assert speed.describe_device(torch.device("cpu")) == {"device": "cpu", "tf32": False}
+        assert describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": tf32}
+        assert describe_device(torch.device("cpu")) == {"device": "cpu", "tf32": False}
     finally:
         torch.set_float32_matmul_precision(before[0])
         torch.backends.cudnn.allow_tf32 = before[1]

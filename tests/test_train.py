@@ -27,21 +27,23 @@ from tqdm import tqdm
 from training_runs import assert_same_end, refusal, rows, train_here
 from training_runs import train_here as train
 
-import checkpoint as checkpoints
 import fid
 import sample
-import speed
 from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss, build_objective
 from rf import RF
 from routing_module import Route, Router
-from run import Run, Sums, TrainSettings, fitted
+from runtime import files
+from runtime.schema import read
 from scripts import prepare_latents
-from settings import read
 from train import learning_rate, paused, report, step_seed, train_step, update_ema
 from train import main as train_main
-from trained import build_diffusion, build_network
+from training import speed
+from training.run import Run, Sums, fitted
+from training.settings import TrainSettings
+from weights import checkpoint as checkpoints
+from weights.records import build_diffusion, build_network
 
 TINY = partial(DiT, input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4)
 
@@ -74,7 +76,7 @@ def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resum
         assert all(torch.equal(weights[key], start[key]) for key in start), name
     meta = checkpoints.read_meta(checkpoints.latest(run))
     assert meta["step"] == 1 and meta["network"]["routes"] == [] and meta["init_from"] == str(parent)
-    assert meta["parent"] == {"step": 8, "weights_sha256": checkpoints.sha256(checkpoints.latest(parent) / "ema.safetensors")}
+    assert meta["parent"] == {"step": 8, "weights_sha256": files.sha256(checkpoints.latest(parent) / "ema.safetensors")}
     shutil.rmtree(parent)
     assert train(run, shapes, *options, "steps=2").returncode == 0
     assert checkpoints.read_meta(checkpoints.latest(run))["parent"] == meta["parent"]
@@ -259,7 +261,7 @@ def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference,
     run, _ = shown
     run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels", num_samples=6, num_steps=2,
                 seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
-    scored, again = ([row["metrics"] for row in checkpoints.read_rows(folder / "results.jsonl")] for folder in (run, tmp_path))
+    scored, again = ([row["metrics"] for row in files.read_rows(folder / "results.jsonl")] for folder in (run, tmp_path))
     assert (again[0] == pytest.approx(scored[2], rel=1e-6)) == (weights == "ema")
     run_command(sample.main, "sample.py", checkpoint=run, weights=weights, seeds="0-5", num_steps=2, cpu=True, out=tmp_path / "grid.png")
     grids = [np.asarray(Image.open(file)) for file in (run / "samples/step-00000004.png", tmp_path / "grid.png")]
@@ -281,7 +283,7 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     assert Image.open(run / "samples/step-00000002.png").height == len(here) * (4 * 16 + 2)
     run_command(fid.main, "fid.py", checkpoint=run, reference=pixel_reference, features="pixels", num_samples=6, num_steps=2, seed=100_000, cpu=True,
                 results=tmp_path / "results.jsonl")
-    ours, again = (checkpoints.read_rows(folder / "results.jsonl")[-1] for folder in (run, tmp_path))
+    ours, again = (files.read_rows(folder / "results.jsonl")[-1] for folder in (run, tmp_path))
     assert ours["source"]["classes"] == again["source"]["classes"] == here
     assert again["metrics"] == pytest.approx(ours["metrics"], rel=1e-6)
 
@@ -289,8 +291,8 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
 def test_trackers_are_told_the_settings_the_rows_and_the_scores(shown):
     run, ((tracker, settings), *told) = shown
     assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
-    before, before_guided, after, after_guided = (row["metrics"] for row in checkpoints.read_rows(run / "results.jsonl"))
-    assert told == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *checkpoints.read_rows(run / "metrics.jsonl"),
+    before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
+    assert told == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *files.read_rows(run / "metrics.jsonl"),
                     after, {f"{name}_guided_1.5": value for name, value in after_guided.items()}]
 
 
@@ -302,7 +304,7 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     for changed in ((), (), ("seed=1", "optimizer.lr=1"), ("seed=1",), ("seed=1", "evaluate.num_samples=4"), ("model.depth=7",)):
         result = train(run, shapes, *options, *changed)
         assert result.returncode == 0, result.stderr
-        told = checkpoints.read_rows(run / "results.jsonl")
+        told = files.read_rows(run / "results.jsonl")
         scored.append(([row["images"] for row in told], {row["source"]["origin"] for row in told}))
     # Of one start alone: what a run that was begun anew had scored before its first save is of another network.
     assert [images for images, _ in scored] == [[6], [6], [6], [6], [6, 4], [6]]
@@ -418,12 +420,12 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
     sums = run.sums.over_ranks      # which waits for the steps that a GPU is still at: they are training's, too
     monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: time.sleep(0.1) or sums(accelerator))
     report(run, 2, time.perf_counter())
-    assert 0.05 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
+    assert 0.05 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
     since = time.perf_counter()
     with paused(run, tqdm(disable=True), "saving"):      # which is not training's
         time.sleep(3)
     report(run, 1, since)
-    assert 0.1 <= checkpoints.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 3 and run.paused == 0
+    assert 0.1 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 3 and run.paused == 0
 
 
 def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):

@@ -14,15 +14,18 @@ from test_lightning import filled
 from test_published_parity import DDPM_, TINY, CountedNoise, amplitude_of, assert_equal, fill, names, published, wave
 from torch import nn
 
-import checkpoint as checkpoints
 import fid
 import sample
 from dit import DiT
 from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
-from run import open_parent
-from trained import build_network, load_trained, onto_our_time, sampler_settings
+from sampling.options import sampler_settings
+from training.run import open_parent
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.others import onto_our_time
+from weights.records import build_network
 
 SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
 ARGS = dict(results_dir="results", image_size=256, num_classes=1000)

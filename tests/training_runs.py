@@ -14,8 +14,8 @@ import torch
 from conftest import ROOT, run_command
 from safetensors.torch import load_file
 
-import checkpoint as checkpoints
 from train import main
+from weights import checkpoint as checkpoints
 
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")

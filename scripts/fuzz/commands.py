@@ -32,10 +32,10 @@ import torch
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
-import checkpoint as checkpoints
-import settings
+from runtime import schema
 from scripts import forks
 from scripts.fuzz import Accepted, Reader, snapshot
+from weights import checkpoint as checkpoints
 
 PROGRAMS = {      # each with its config
     "train": "config", "sample": "sample", "rf": "rf", "fid": "fid", "scripts.sweep_guidance": "sweep_guidance",
@@ -159,7 +159,7 @@ def composed(program: str, overrides: tuple[str, ...]) -> dict:
     """Composes a program's settings, as its command line does, once."""
     from hydra import compose, initialize_config_dir
 
-    with initialize_config_dir(str(settings.CONFIGS), version_base="1.3"):
+    with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
         return OmegaConf.to_container(compose(PROGRAMS[program], [*overrides]), resolve=True)
 
 
@@ -185,7 +185,7 @@ def child(program: str, folder: Path, arguments: list[str], plain: dict | None, 
         for module, name in () if through else WORK.get(program, ()):
             setattr(sys.modules[module], name, reached)
         if plain is not None:
-            settings.compose = lambda _: [copy.deepcopy(plain)]
+            schema.compose = lambda _: [copy.deepcopy(plain)]
         module = sys.modules["sample" if program == "rf" else program]
         if program == "scripts.report":
             sys.argv[1:] = module.as_settings(sys.argv[1:])
@@ -434,8 +434,8 @@ def read_changed(program: str, number: int, changes: list, folder: Path) -> tupl
     plain = at_home(plain, folder)
     entry = sys.modules["sample"].compare_guided if program == "rf" else sys.modules[program].main
     [declared] = [annotation for annotation in typing.get_type_hints(entry.__wrapped__).values()
-                  if isinstance(annotation, type) and issubclass(annotation, settings.Settings)]
-    settings.read(declared, plain)
+                  if isinstance(annotation, type) and issubclass(annotation, schema.Settings)]
+    schema.read(declared, plain)
     return plain, why
 
 

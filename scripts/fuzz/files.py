@@ -19,10 +19,11 @@ from hypothesis import strategies as st
 from PIL import Image
 from safetensors.torch import save
 
-import data
-import scoring
-from images import UnreadableImage, open_source
-from scripts import import_latents, latent_forms, prepare_latents
+from latents import loader, tars
+from latents.folder import NUM_PROBED, Latents, open_latents
+from latents.images import UnreadableImage, open_source
+from scoring import image_sets
+from scripts import import_latents, prepare_latents
 from scripts.fuzz import Accepted, Reader
 from scripts.fuzz.damage import (
     OF_BYTES,
@@ -111,7 +112,7 @@ def listed(variant: str) -> Files:
 def pairs() -> Files:
     rows = normal(COUNT, 1, 4, SIDE, SIDE)
     return {f"{part}/{i}.npy": npy(array) for i in range(COUNT) for part, array in (
-        (latent_forms.FEATURES, rows[i]), (latent_forms.LABELS, LABELS[i : i + 1].astype("<i8")))}
+        (forms.FEATURES, rows[i]), (forms.LABELS, LABELS[i : i + 1].astype("<i8")))}
 
 
 @cache
@@ -202,7 +203,7 @@ def in_archive(whole: Callable[..., Files], pack: Callable[..., bytes], name: st
     return build
 
 
-def all_of(latents: data.Latents) -> None:
+def all_of(latents: Latents) -> None:
     """Reads all of a data set; raises Accepted where it is not what its record says."""
     for start in range(0, latents.count, 256):
         indices = np.arange(start, min(start + 256, latents.count))
@@ -211,19 +212,19 @@ def all_of(latents: data.Latents) -> None:
             raise Accepted(f"labels from {labels.min()} to {labels.max()} of {latents.num_classes} classes")
         if rows.shape[2:] != latents.shape[1:] or weights.shape[0] != len(rows):
             raise Accepted(f"rows of {rows.shape} and weights of {weights.shape}")
-        if latents.count <= data.NUM_PROBED and not latents.mirrored and not np.isfinite(rows).all():
+        if latents.count <= NUM_PROBED and not latents.mirrored and not np.isfinite(rows).all():
             raise Accepted("latents that are not finite")
-    next(batches := data.batches(latents, 1, seed=0))
+    next(batches := loader.batches(latents, 1, seed=0))
     batches.close()
 
 
 def open_folder(case: dict, folder: Path) -> None:
-    all_of(data.open_latents(folder / "source"))
+    all_of(open_latents(folder / "source"))
 
 
 def open_tars(case: dict, folder: Path) -> None:
     named = folder / "source" / ("train.tar" if case["named"] else "")
-    all_of(data.open_latents(named, kind=case["variant"], scale=1.0, num_classes=case["num_classes"]))
+    all_of(open_latents(named, kind=case["variant"], scale=1.0, num_classes=case["num_classes"]))
 
 
 def importer(format: str | None, name: str = "", **how: Any) -> Callable[[Any, Path], None]:
@@ -245,7 +246,7 @@ def importer(format: str | None, name: str = "", **how: Any) -> Callable[[Any, P
 def opened(out: Path) -> None:
     """Opens a latent folder that we have written; raises Accepted where it is none."""
     try:
-        all_of(data.open_latents(out))
+        all_of(open_latents(out))
     except ValueError as error:
         raise Accepted(f"what was written does not open: {error}") from None
 
@@ -276,7 +277,7 @@ def read_pictures(case: dict, folder: Path) -> None:
 def score(name: str = "") -> Callable[[Any, Path], None]:
     """Reads images as fid.py images= does."""
     def run(case: dict, folder: Path) -> None:
-        images = scoring.open_images("images", f"{folder}/source/{name}".rstrip("/"), case.get("resolution"))
+        images = image_sets.open_images("images", f"{folder}/source/{name}".rstrip("/"), case.get("resolution"))
         for start in range(0, images.count, 4):
             pixels = images.read(np.arange(start, min(start + 4, images.count)))
             if pixels.dtype != torch.uint8 or list(pixels.shape[1:]) != [*images.record["size"], 3]:
@@ -338,12 +339,12 @@ def build_index(case: dict, folder: Path) -> None:
     """Lays whole tars and an index of them whose key is right and whose arrays are not."""
     source = folder / "source"
     lay(OUTSIDE | {"source/train.tar": tarred(tread("sample"), [], [])}, folder)
-    data.tar_index([source / "train.tar"])
-    with zipfile.ZipFile(source / data.TAR_INDEX) as archive:
+    tars.tar_index([source / "train.tar"])
+    with zipfile.ZipFile(source / tars.TAR_INDEX) as archive:
         members = {name: archive.read(name) for name in archive.namelist() if name != "key.npy"}
         key = {"key.npy": archive.read("key.npy")}
-    index = changed({data.TAR_INDEX: zipped(changed(members, case["changes"]) | key, **case["pack"])}, case["after"])
-    (source / data.TAR_INDEX).unlink()
+    index = changed({tars.TAR_INDEX: zipped(changed(members, case["changes"]) | key, **case["pack"])}, case["after"])
+    (source / tars.TAR_INDEX).unlink()
     lay({f"source/{name}": content for name, content in index.items()}, folder)
 
 
@@ -364,7 +365,7 @@ def archives(pack: st.SearchStrategy, *kinds: list, **parts: st.SearchStrategy) 
 AUTO = st.sampled_from([False, False, True])
 # Stored but for a few cases: most would else be refused for their compression alone.
 STORED = ZIPS.map(lambda pack: pack | {"method": pack["method"] * (len(pack["fields"]) > 1)})
-INDEX = ("out", data.TAR_INDEX, f".{data.TAR_INDEX}.lock")
+INDEX = ("out", tars.TAR_INDEX, f".{tars.TAR_INDEX}.lock")
 LISTED = st.sampled_from(["repa", "edm2", "srdit"])
 KINDS = st.sampled_from(["sample", "moments"])
 

@@ -23,7 +23,7 @@ import torch
 from hypothesis import strategies as st
 from safetensors.torch import load_file, save, save_file
 
-import checkpoint as checkpoints
+from runtime import files
 from scripts.fuzz import Reader
 from scripts.fuzz.commands import (
     CANARY,
@@ -94,7 +94,7 @@ def rehash(saved: Path) -> None:
     """Makes meta.json say of the files beside it what they are, as whoever means harm would."""
     file = saved / "meta.json"
     meta = json.loads(file.read_text())
-    meta["files"] = {path.name: {"bytes": path.stat().st_size, "sha256": checkpoints.sha256(path)}
+    meta["files"] = {path.name: {"bytes": path.stat().st_size, "sha256": files.sha256(path)}
                      for path in sorted(saved.glob("*.safetensors"))}
     file.write_text(json.dumps(meta))
 
@@ -816,7 +816,7 @@ def run_sidecar(case: dict, folder: Path) -> None:
     wanted = (f"images={GIVEN}/images.npz", f"reference={GIVEN}/reference.npz", f"features={case['features']}",
               "features_weights='{case}/x.pth'", "results='{case}/out/results.jsonl'")
     if case["features"] == "adm":      # TensorFlow is not started in a child
-        import features
+        from scoring import features
 
         run_command("fid", folder, [], at_home(composed("fid", wanted), folder), through=True,
                     must_refuse="these are no weights of ADM's", prepare=lambda: setattr(features, "adm",
@@ -827,7 +827,7 @@ def run_sidecar(case: dict, folder: Path) -> None:
 
 
 def adm_hash_alone(weights: Path, sha256: str | None, device: object) -> None:
-    import features
+    from scoring import features
 
     features.verified(weights, sha256)
     raise ValueError("TensorFlow is left out.")

@@ -13,9 +13,9 @@ import numpy as np
 from filelock import FileLock
 from pydantic import Field
 
-from checkpoint import beside, hold, remove, write_text
-from images import check_labels
-from settings import Record, Whole, read_record
+from latents.images import check_labels
+from runtime.files import beside, hold, remove, write_text
+from runtime.schema import Record, Whole, read_record
 
 # What killed writes leave of our files; the version before named it .partial.
 LEFTOVER = re.compile(r"\.?(latents|labels|mirrored|record|metadata|preparing)(-\d+)?\.(npy|json)\.\d+\.(tmp|partial)")

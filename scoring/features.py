@@ -14,9 +14,9 @@ from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 import autoencoder as autoencoders
-import checkpoint as checkpoints
-from metrics import exact_float32
-from settings import first_line
+from runtime import files
+from runtime.schema import first_line
+from scoring.metrics import exact_float32
 
 EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -113,7 +113,7 @@ def verified(path: Path, sha256: str | None, published: bool = True) -> str:
 
     The expected one is `sha256` and, for a `published` file that never changes, what `record_hash` wrote beside it.
     """
-    found, record = checkpoints.sha256(path), path.with_name(f"{path.name}.sha256")
+    found, record = files.sha256(path), path.with_name(f"{path.name}.sha256")
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
     if published and record.exists():
@@ -131,7 +131,7 @@ def record_hash(path: Path, found: str) -> None:
     record = path.with_name(f"{path.name}.sha256")
     if not record.exists():
         try:
-            checkpoints.write_text(record, f"{found}  {path.name}\n")      # what `sha256sum -c` reads
+            files.write_text(record, f"{found}  {path.name}\n")      # what `sha256sum -c` reads
         except OSError as error:
             print(f"The SHA-256 of {path} could not be recorded beside it ({error}): give sha256={found} to check it.")
 

@@ -5,7 +5,7 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-import sharding
+from runtime import sharding
 
 
 def adamw(trained: Mapping[str, nn.Parameter], **settings: object) -> torch.optim.Optimizer:

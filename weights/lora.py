@@ -10,8 +10,8 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor, nn
 
-import sharding
-from settings import Count, Location, Positive, Settings
+from runtime import sharding
+from runtime.schema import Count, Location, Positive, Settings
 
 PEFT = "0.21.2"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"      # of a saved adapter, after the layer's name: A (r, in), B (out, r)

@@ -6,38 +6,27 @@ copies, 1 or 2 for the label and, in tars, 8 for the offset.
 """
 
 import hashlib
-import itertools
 import json
 import math
-import queue
-import sys
-import tarfile
-import threading
 import warnings
-import zipfile
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import closing, suppress
-from functools import partial
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Any, BinaryIO
+from typing import Annotated, Any
 
 import numpy as np
 import torch
 from pydantic import Field
-from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, Convention
-from checkpoint import beside
-from images import MAX_CLASSES, check_labels, find_tars, tar_members
+from latents.images import check_labels, find_tars
+from latents.tars import allow_open_files, open_rows, tar_index
+from latents.writer import map_npy
 from objectives.diffusion import kept_tokens
-from settings import Count, Number, Positive, Record, Whole, one_of, read_record
-from shards import map_npy
+from runtime.schema import Count, Number, Positive, Record, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
-NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
 CHUNK = 4096  # latents that are copied to a device at once
-TAR_INDEX = "latent-index.npz"
 
 HOW_TO_PREPARE = """Prepare it with
   accelerate launch scripts/prepare_latents.py source=<images> out={path} resolution=256 autoencoder=sd_vae_ema mirror=true
@@ -336,39 +325,6 @@ def _open_masks(
             for file, n in zip(wanted, counts, strict=True)]
 
 
-def allow_open_files(num_files: int) -> None:
-    """Raises this process's limit on open files where maps, which hold one each, would pass it."""
-    import resource
-
-    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    wanted = num_files + 512  # and what Python, torch and the trackers hold open
-    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
-    if resource.RLIM_INFINITY != soft < wanted:
-        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Tars
-
-
-class TarRows:
-    """The latents of a tar by row, mapped: `offsets` are where their values begin."""
-
-    def __init__(self, tar: Path, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype):
-        self.mapped, self.offsets, self.shape, self.dtype = np.memmap(tar, np.uint8, "r"), offsets, shape, dtype
-
-    def __getitem__(self, row: int) -> np.ndarray:
-        return np.ndarray(self.shape, self.dtype, self.mapped, self.offsets[row])
-
-
-def open_rows(tars: list[Path], index: dict[str, np.ndarray]) -> list[TarRows]:
-    """Maps the latents of tars by what `tar_index` says of them."""
-    allow_open_files(len(tars))
-    shape, dtype = tuple(index["shape"].tolist()), np.dtype(str(index["dtype"]))
-    return [TarRows(tar, offsets, shape, dtype)
-            for tar, offsets in zip(tars, np.split(index["offsets"], index["starts"][1:-1]), strict=True)]
-
-
 def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
     num_classes = 1000 if num_classes is None else num_classes
     index = tar_index(tars)
@@ -393,81 +349,6 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
         warnings.warn(f"{path} holds latents of 4 channels, which are almost surely samples: set data.kind=sample, "
                       "unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
     return latents
-
-
-def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
-    """Returns starts, offsets, labels, shape, dtype, kept in an npz beside the tars while they do not change."""
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in tars]
-    key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
-    cache = tars[0].parent / TAR_INDEX
-    try:
-        with np.load(cache, allow_pickle=False) as kept:
-            if str(kept["key"]) == key:
-                return {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # absent or damaged: the tars are the truth
-        pass
-
-    starts, offsets, labels, form = [0], [], [], None
-    total = sum(size for _, size, _ in stats)
-    with tqdm(desc="indexing tars", total=total, unit="B", unit_scale=True, delay=2, disable=None) as progress:
-        for file in tars:
-            rows, form = _index_one_tar(file, form, progress)
-            offsets += [offset for offset, _ in rows]
-            labels += [label for _, label in rows]
-            starts.append(len(offsets))
-    check_labels(np.array(labels), MAX_CLASSES, tars[0].parent, "correct the tars")
-    index = {"starts": np.array(starts), "offsets": np.array(offsets, np.int64),
-             "labels": np.array(labels, np.int32), "shape": np.array(form[0]), "dtype": np.array(form[1].str)}
-
-    with suppress(OSError), beside(cache) as partial, open(partial, "wb") as stream:      # else indexed next time
-        np.savez(stream, key=np.array(key), **index)
-    return index
-
-
-NpyForm = tuple[tuple[int, ...], np.dtype]      # shape and type
-
-
-def _index_one_tar(file: Path, form: NpyForm | None, progress: tqdm) -> tuple[list[tuple[int, int]], NpyForm]:
-    """Returns [(first byte of the values, label)] of a tar's samples and the form of all, that of the tars before."""
-    firsts, labels = {}, {}
-    with open(file, "rb") as content:
-        for member in filter(tarfile.TarInfo.isfile, tar_members(file)):
-            progress.update(member.size)
-            content.seek(member.offset_data)
-            name, where = member.name, f"{file}: {member.name}"
-            if name.endswith(".latent.npy"):
-                found = _read_form(content, member.size, where)
-                if found != (form := form or found):
-                    raise ValueError(f"{where} holds {found[1]} {found[0]}, but the latents before it {form[1]} "
-                                     f"{form[0]}; one data set has one shape.")
-                firsts[name.removesuffix(".latent.npy")] = content.tell()
-            elif name.endswith(".cls"):
-                try:
-                    labels[name.removesuffix(".cls")] = int(content.read(member.size))
-                except ValueError as error:
-                    raise ValueError(f"{where} holds no class number ({error}).") from None
-    if not firsts:
-        raise ValueError(f"{file} holds no '<key>.latent.npy': tars of images go through scripts/prepare_latents.py "
-                         "first.")
-    if alone := sorted(firsts.keys() ^ labels.keys()):
-        raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")
-    return [(first, labels[sample]) for sample, first in firsts.items()], form
-
-
-def _read_form(content: BinaryIO, size: int, where: str) -> NpyForm:
-    """Reads the header of a latent's npy, of `size` bytes, and leaves `content` at the first value."""
-    end = content.tell() + size
-    try:
-        np.lib.format.read_magic(content)
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(content)  # numpy's for every plain array
-    except ValueError as error:
-        raise ValueError(f"{where} is not an npy file ({error}).") from error
-    if len(shape) != 3 or fortran or dtype not in ("float16", "float32"):
-        raise ValueError(f"{where} holds {dtype} {shape}{' in Fortran order' if fortran else ''}; a latent is a "
-                         "C-ordered float16 or float32 array of (channels, height, width).")
-    if content.tell() + math.prod(shape) * dtype.itemsize != end:
-        raise ValueError(f"{where} has {size} bytes, which is not what its header promises.")
-    return shape, dtype
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -521,118 +402,3 @@ def _check_scale(spread: float, latents: Latents, where: str) -> None:
         if latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
             raise ValueError(message)
         warnings.warn(message, stacklevel=4)  # somebody's own autoencoder may be so
-
-
-# ------------------------------------------------------------------------------------------------------------
-# Batches
-
-
-def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,
-            pin: bool = False, device: torch.device | str | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields this rank's share of each global batch, without end: stored (batch_size / world, …) float16, y int64 and
-    weights float16, the masks (…, 1, h, w), or ones (…, 1, 1, 1) where there are none.
-
-    Epoch e is a permutation of all images by (seed, e), cut into floor(count / batch_size) global batches; rank r
-    takes the r-th part of each, so what a global batch holds does not depend on `world`. `start` global batches
-    are skipped at no cost: a run that resumes sees what it would have seen. One thread reads ahead; closing the
-    iterator ends it. `pin` page-locks the batches for copies to the current GPU. With a `device` all latents are
-    copied there once, and the same batches are made there. Raises ValueError for a batch size that the images or the
-    ranks do not fit, and for latents that do not fit on the device.
-    """
-    if not 0 < batch_size <= latents.count:
-        raise ValueError(f"The batch size is {batch_size}, but {latents.where} holds {latents.count} images: "
-                         "set batch_size between 1 and that.")
-    if batch_size % world:
-        raise ValueError(f"The batch size {batch_size} does not divide by {world} ranks: "
-                         f"set batch_size to a multiple of {world}.")
-    assert 0 <= rank < world and start >= 0
-    plan = _plan(latents, batch_size, seed, rank, world, start)
-    gpu = torch.cuda.current_device() if pin else None
-    if device is None:
-        return read_ahead(_load(latents.read_weighted, plan, gpu))
-    return _select(*latents.to_device(device), read_ahead(_load(partial(_rows, latents.count), plan, gpu)))
-
-
-def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns x (B, C, h, w) float32 on the device of `stored`; moments are drawn from, x = mean + std * eps.
-
-    eps comes from the device's default generator.
-    """
-    stored = stored.float()
-    if kind == "sample":
-        return stored
-    mean, std = stored.chunk(2, dim=1)
-    return mean + std * torch.randn_like(mean)
-
-
-def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
-          start: int) -> Iterator[tuple[np.ndarray, np.ndarray | None]]:
-    """Yields (indices, mirror or None) of one rank's batches, epoch after epoch."""
-    share, per_epoch = batch_size // world, latents.count // batch_size
-    first_epoch, first_batch = divmod(start, per_epoch)
-    for epoch in itertools.count(first_epoch):
-        rng = np.random.default_rng((seed, epoch))
-        order = np.arange(latents.count, dtype=np.uint32 if latents.count <= 2**32 else np.int64)
-        rng.shuffle(order)
-        # Drawn after the order, which is therefore the same with and without mirrored copies.
-        mirror = rng.integers(0, 2, latents.count, dtype=np.bool_) if latents.mirrored else None
-        for batch in range(first_batch if epoch == first_epoch else 0, per_epoch):
-            begin = batch * batch_size + rank * share
-            rows = slice(begin, begin + share)
-            yield order[rows].astype(np.int64), None if mirror is None else mirror[rows]
-        del order, mirror  # before the next epoch's are made
-
-
-def _load(read: Callable[..., tuple[np.ndarray, ...]], plan: Iterator, gpu: int | None) -> Iterator[tuple]:
-    if gpu is not None:
-        torch.cuda.set_device(gpu)  # a new thread starts on GPU 0, and pinning would open a context there
-    for indices, mirror in plan:
-        parts = map(torch.from_numpy, read(indices, mirror))
-        yield tuple(parts if gpu is None else (part.pin_memory() for part in parts))
-
-
-def _rows(count: int, indices: np.ndarray, mirror: np.ndarray | None) -> tuple[np.ndarray]:
-    """Returns where `Latents.to_device` has put the latents of a batch."""
-    return (indices if mirror is None else indices + count * mirror,)
-
-
-def _select(
-    stored: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, batches_of_rows: Iterator,
-) -> Iterator[tuple]:
-    with closing(batches_of_rows):
-        for (rows,) in batches_of_rows:
-            rows = rows.to(stored.device, non_blocking=True)
-            yield tuple(part.index_select(0, rows % len(part)) for part in (stored, labels, weights))
-
-
-def read_ahead(items: Iterator) -> Iterator:
-    """Yields `items`, made by one thread that is at most NUM_AHEAD of them ahead and ends with this generator."""
-    ready, free, stop = queue.SimpleQueue(), threading.Semaphore(NUM_AHEAD), threading.Event()
-
-    def produce():
-        try:
-            for item in items:
-                free.acquire()
-                if stop.is_set():
-                    return
-                ready.put((item, None))
-            ready.put(None)
-        except BaseException as error:  # raised where the batch is asked for
-            ready.put((None, error))
-
-    thread = threading.Thread(target=produce, name="read-ahead", daemon=True)
-    thread.start()
-    try:
-        while True:
-            if (got := ready.get()) is None:
-                return
-            item, error = got
-            if error is not None:
-                raise error
-            free.release()
-            yield item
-    finally:
-        stop.set()
-        free.release()
-        if not sys.is_finalizing():  # a daemon thread cannot be joined once the interpreter is going down
-            thread.join()

@@ -20,8 +20,8 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention, read_statistics
-from data import open_rows, tar_index
-from images import find_tars, open_zip, tar_members
+from latents.images import find_tars, open_zip, tar_members
+from latents.tars import open_rows, tar_index
 
 FEATURES, LABELS = "imagenet256_features", "imagenet256_labels"      # fast-DiT's names, at any resolution
 

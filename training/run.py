@@ -14,184 +14,43 @@ import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Annotated
 
 import torch
 from accelerate import Accelerator
 from omegaconf import OmegaConf
-from pydantic import Field
 from torch import Tensor
 
-import adapter as adapters
 import autoencoder as autoencoders
-import checkpoint as checkpoints
-import features
-import fid
-import ranks
-import scoring
-import sharding
-import speed
-from data import KINDS, Latents, open_latents
 from dit import DiT, DiT_models
 from edm import EDM
+from latents.folder import Latents, open_latents
 from objectives import DiffusionLoss, Objective, build_objective, own_state, trained_parameters
-from optimizers import OPTIMIZERS, build_optimizer, load_optimizer, optimizer_tensors
 from rf import RF
-from sample import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
-from settings import (
-    Classes,
+from runtime import files, ranks, sharding
+from runtime.command import commit
+from runtime.device import DTYPES, device_name, multiplies_in_tf32
+from runtime.schema import (
     Count,
-    Depth,
-    Location,
     NotNegative,
-    Number,
-    Positive,
-    Selection,
-    Settings,
-    Share,
-    Size,
-    Steps,
-    Text,
     Whole,
-    commit,
-    one_of,
     read_record,
 )
-from trained import (
-    FAMILIES,
+from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
+from scoring import features, statistics
+from training import speed
+from training.optimizers import build_optimizer, load_optimizer, optimizer_tensors
+from training.settings import ModelSettings, TrainSettings
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
+from weights.loading import Trained, latest_checkpoint, load_base, load_parent
+from weights.records import (
     ROUTER_DEFAULTS,
     CheckpointRecord,
     DataRecord,
-    RouteSettings,
-    Trained,
     build_diffusion,
     build_network,
-    latest_checkpoint,
-    load_base,
-    load_parent,
     with_objective,
 )
-
-Decay = Annotated[float, Field(ge=0, lt=1)]
-
-# ---- settings: what configs/config.yaml and its groups may say ------------------------------------------------------
-
-
-class ModelSettings(Settings):
-    name: Text
-    backbone_type: one_of(DiT_models)
-    init: one_of(["adaln_zero", "xavier"])
-    qk_norm: bool
-    routes: list[RouteSettings]
-    selection: one_of(["random", "l1"])
-    l1_reg: Share
-    inverse: bool
-    hidden_size: Size | None
-    depth: Depth | None
-    num_heads: Size | None
-    patch_size: Size | None
-
-
-class DataSettings(Settings):
-    name: Text
-    path: Location | None
-    channels: Size | None
-    input_size: Size | None
-    num_classes: Classes | None
-    kind: one_of(KINDS) | None
-    scale: Positive | None
-    on_device: bool
-    autoencoder: Location | None
-    grid_classes: Selection | None
-
-
-class LoRASettings(Settings):
-    rank: Count | None
-    alpha: Positive | None
-    targets: Annotated[list[Text], Field(min_length=1)] | None
-
-
-class OptimizerSettings(Settings):
-    name: one_of(OPTIMIZERS)
-    lr: NotNegative
-    betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
-    eps: Annotated[float, Field(ge=1e-20, le=1)]      # at 0 a gradient of 0 makes weights that are no numbers
-    weight_decay: NotNegative
-    warmup_steps: Whole
-    schedule: one_of(["constant", "cosine"])
-    clip_norm: Positive | None
-
-
-class EMASettings(Settings):
-    decay: Share
-    warmup: bool
-
-
-class LogSettings(Settings):
-    every: Count
-    trackers: list[one_of(["tensorboard", "wandb"])]
-
-
-class CheckpointSettings(Settings):
-    every: Count
-    keep_last: Count
-    keep_every: Whole
-
-
-class SamplesSettings(Settings):
-    every: Whole
-    seeds: Selection
-    classes: Selection | None
-    num_steps: Steps
-    batch_size: Count
-
-
-class EvaluateSettings(Settings):
-    every: Whole
-    reference: Location | None
-    features: one_of(features.EXTRACTORS)
-    features_weights: Location | None
-    sha256: str | None
-    metrics: fid.Metrics | None
-    num_samples: fid.AtLeastTwo
-    seed: Whole
-    guidance_scales: Annotated[list[Number | None], Field(min_length=1)]
-    num_steps: Steps
-    batch_size: Count
-
-
-class TrainSettings(Settings):
-    name: Text
-    run_dir: Location
-    init_from: Location | None
-    diffusion_name: one_of(FAMILIES) | None
-    lora: LoRASettings
-    seed: Whole
-    steps: Whole | None
-    batch_size: Count | None
-    grad_accum_steps: Count
-    label_dropout: Share
-    keep_masked: bool
-    max_skipped_in_row: Count
-    precision: one_of(speed.PRECISIONS)
-    decode_precision: one_of(speed.DTYPES)
-    decode_batch_size: Count | None
-    tf32: bool
-    sharding: one_of(["none", "fsdp"])
-    compile: bool | one_of(speed.COMPILE_MODES)
-    activation_checkpointing: bool
-    cpu: bool
-    model: ModelSettings
-    data: DataSettings
-    diffusion: dict
-    objective: dict[str, dict]
-    optimizer: OptimizerSettings
-    ema: EMASettings
-    log: LogSettings
-    checkpoint: CheckpointSettings
-    samples: SamplesSettings
-    evaluate: EvaluateSettings
-    published: fid.Published | None
 
 
 class TrainedData(DataRecord):
@@ -214,36 +73,6 @@ class Meta(CheckpointRecord):
     history: list[dict] = []
     lowest_loss: NotNegative | None = None
     objective: dict[str, dict] = {}
-
-
-# ---- what a user may have got wrong ---------------------------------------------------------------------------------
-
-
-def check_settings(cfg: TrainSettings) -> None:
-    """Raises ValueError for settings that are right by themselves and wrong together."""
-    if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it; a run wants one of its "
-                         f"own, as runs/{cfg.name}.")
-    lora = cfg.lora
-    if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
-        raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} are an adapter's, and lora.rank=null "
-                         f"asks for none: give lora.rank=16, say.")
-    if lora.rank is not None and cfg.init_from is None:
-        raise ValueError(f"lora.rank={lora.rank} adapts weights that are trained already: give init_from=<a run, a "
-                         f"checkpoint or a weights file>.")
-    if lora.rank is not None and cfg.precision == "fp8":
-        raise ValueError(f"precision=fp8 multiplies whole weights and lora.rank={lora.rank} trains an adapter beside "
-                         f"them; together they are not supported: set precision=bf16.")
-    if cfg.sharding == "fsdp":
-        if lora.rank is not None:
-            raise ValueError(f"sharding=fsdp shares out what is trained, and of lora.rank={lora.rank} that is next to "
-                             f"nothing: set sharding=none.")
-        if cfg.precision not in ("fp32", "bf16"):
-            raise ValueError(f"sharding=fsdp trains in bf16 or fp32, not in precision={cfg.precision}: set "
-                             f"precision=bf16, or sharding=none.")
-        if cfg.compile in speed.CUDA_GRAPHS:
-            raise ValueError(f"compile={cfg.compile} records CUDA graphs, which want weights that stay in one place, "
-                             f"and sharding=fsdp gathers them anew in each pass: set compile=true.")
 
 
 def check_kept(latents: Latents, model: DiT) -> None:
@@ -345,7 +174,7 @@ class Evaluation:
 
     decode: Callable[[Tensor], Tensor]
     extractor: features.Extractor
-    reference: scoring.Reference
+    reference: statistics.Reference
     metrics: list[str]
 
 
@@ -463,8 +292,8 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "parent": None, **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
-        "history": [{"step": 0, "commit": commit(), "device": speed.device_name(device),
-                     "torch": torch.__version__, "tf32": speed.multiplies_in_tf32(device)}],
+        "history": [{"step": 0, "commit": commit(), "device": device_name(device),
+                     "torch": torch.__version__, "tf32": multiplies_in_tf32(device)}],
     }
 
 
@@ -488,7 +317,7 @@ def open_drawing(
         return None, None
     try:
         decoder = autoencoders.load_decoder(
-            autoencoder, latents.shape, latents.convention, accelerator.device, speed.DTYPES[cfg.decode_precision],
+            autoencoder, latents.shape, latents.convention, accelerator.device, DTYPES[cfg.decode_precision],
             batch_size=cfg.decode_batch_size, asked=cfg.data.autoencoder is not None,
         )
     except ValueError as error:
@@ -506,8 +335,8 @@ def open_drawing(
         with accelerator.local_main_process_first():      # which downloads weights for the others
             extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
                                       accelerator.device)
-        reference = scoring.open_reference(cfg.evaluate.reference, extractor)
-        metrics = scoring.available_metrics(extractor, reference, cfg.evaluate.metrics)
+        reference = statistics.open_reference(cfg.evaluate.reference, extractor)
+        metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
         evaluation = Evaluation(decoder.decode, extractor, reference, metrics)
     return grid, evaluation
@@ -517,7 +346,7 @@ def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> D
     """Builds the network that the seed says, and brings it, or this rank's part of it, to the device."""
     torch.manual_seed(cfg.seed)
     net = build_network(record["network"])
-    return sharding.shard(net, device, speed.DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
+    return sharding.shard(net, device, DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
 
 
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
@@ -570,7 +399,7 @@ def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
 
 def last_recorded(run_dir: Path) -> int:
     """Returns the last step of which a run has a row of metrics, or 0."""
-    steps = [row.get("step") for row in checkpoints.read_rows(run_dir / "metrics.jsonl")]
+    steps = [row.get("step") for row in files.read_rows(run_dir / "metrics.jsonl")]
     return max((step for step in steps if isinstance(step, int)), default=0)
 
 
@@ -671,7 +500,7 @@ def full_disk_is_a_sentence() -> Iterator[None]:
 
 def hold_folder(run: Run) -> None:
     """Keeps a run's folder to this process; raises ValueError where another one trains in it."""
-    run.lock = checkpoints.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
+    run.lock = files.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
                                             f"name=<another> for a second run.")
     run.place = run.folder.stat()
 
@@ -686,15 +515,15 @@ def tidy_folder(run: Run) -> None:
     if run.step < run.cfg.steps:
         size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
         needed = 4 * size      # the average, the weights, and the optimizer's two moments
-        checkpoints.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
-    checkpoints.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
+        files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
+    files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
 
 
 def forget_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
     for left in (*run_dir.glob(".*.tmp"), *(run_dir / "samples").glob(".step-*.tmp")):      # of killed writes
-        checkpoints.remove(left)
+        files.remove(left)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
@@ -705,19 +534,19 @@ def forget_after(run_dir: Path, step: int) -> None:
 
     for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
         if path.is_file():
-            kept = [row for row in checkpoints.read_rows(path) if written_at(row) <= step]
+            kept = [row for row in files.read_rows(path) if written_at(row) <= step]
             text = "".join(json.dumps(row) + "\n" for row in kept)
             if text.encode() != path.read_bytes():
-                checkpoints.write_text(path, text)
+                files.write_text(path, text)
 
 
 def forget_other_starts(results: Path, step: int, origin: str) -> None:
     """Drops training's scores at `step` of other networks, data or seeds, as of a run killed before its first save."""
-    rows = checkpoints.read_rows(results)
+    rows = files.read_rows(results)
     kept = [row for row in rows if not isinstance(source := row.get("source"), dict) or not source.get("in_training")
             or source.get("step") != step or source.get("origin", origin) == origin]
     if len(kept) < len(rows):
-        checkpoints.write_text(results, "".join(json.dumps(row) + "\n" for row in kept))
+        files.write_text(results, "".join(json.dumps(row) + "\n" for row in kept))
 
 
 @full_disk_is_a_sentence()
@@ -734,6 +563,6 @@ def save(run: Run) -> None:
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
-            checkpoints.require_same(run.folder, run.place)
+            files.require_same(run.folder, run.place)
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
             checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)

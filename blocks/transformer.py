@@ -1,21 +1,13 @@
-"""What the frame of dit.py is filled with: the block of DiT (arXiv 2212.09748) and that of LightningDiT (2501.01423).
-
-A block is `Block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm)`, and its forward maps tokens x (B, K, D), the
-condition c (B, D) and the tokens' places in raster order, positions (1 or B, K) int64, to tokens (B, K, D). On a route
-K is smaller than grid_size², and the positions are those of the tokens that stay.
-"""
+"""The block of DiT (arXiv 2212.09748) and that of LightningDiT (2501.01423)."""
 
 import math
-from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from collections.abc import Mapping
 from functools import partial
 
 import torch
 import torch.nn.functional as F
 from timm.layers import Attention, Mlp
 from torch import Tensor, nn
-
-from mixers import BidirectionalMamba, ChannelMix, SpatialMix, shift_tokens
 
 LAYER_NORM = partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6)
 RMS_NORM = partial(nn.RMSNorm, eps=1e-6)
@@ -131,97 +123,7 @@ class LightningBlock(nn.Module):
         return next((r for r in ratios if cls.hidden_features(hidden_size, r) == features), near / hidden_size)
 
 
-class MambaBlock(nn.Module):
-    """Mamba's mixer as the one residual branch, shifted, scaled and gated by the condition, as in ZigMa (2403.13802).
-
-    num_heads are the heads of the scan. A block has no MLP, so that mlp_ratio says nothing, and takes the tokens in the
-    order that they come in. Raises ValueError for qk_norm, as it has neither queries nor keys.
-    """
-
-    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
-        super().__init__()
-        refuse_qk_norm("mamba", qk_norm)
-        self.norm = LAYER_NORM(hidden_size)
-        self.mixer = BidirectionalMamba(hidden_size, num_heads)
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 3 * hidden_size))
-
-    def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
-        shift, scale, gate = self.adaLN_modulation(c).chunk(3, dim=1)
-        return x + gate.unsqueeze(1) * self.mixer(modulate(self.norm(x), shift, scale))
-
-    @staticmethod
-    def read_mlp_ratio(weights: Mapping[str, Tensor], hidden_size: int) -> float:
-        return 4.0
-
-
-class RWKVBlock(nn.Module):
-    """RWKV's mixers over tokens and channels in two adaLN-Zero branches, as in Diffusion-RWKV (arXiv 2404.04478).
-
-    Each channel averages over tokens with weights of its own, so that num_heads says nothing. Raises ValueError for
-    qk_norm, as it has no queries.
-    """
-
-    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
-        super().__init__()
-        refuse_qk_norm("rwkv", qk_norm)
-        self.grid_size = grid_size
-        self.norm1 = LAYER_NORM(hidden_size)
-        self.spatial_mix = SpatialMix(hidden_size)
-        self.norm2 = LAYER_NORM(hidden_size)
-        self.channel_mix = ChannelMix(hidden_size, int(hidden_size * mlp_ratio))
-        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
-
-    def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
-        shift_s, scale_s, gate_s, shift_c, scale_c, gate_c = self.adaLN_modulation(c).chunk(6, dim=1)
-        h = modulate(self.norm1(x), shift_s, scale_s)
-        x = x + gate_s.unsqueeze(1) * self.spatial_mix(h, shift_tokens(h, positions, self.grid_size))
-        h = modulate(self.norm2(x), shift_c, scale_c)
-        x = x + gate_c.unsqueeze(1) * self.channel_mix(h, shift_tokens(h, positions, self.grid_size))
-        return x
-
-    @staticmethod
-    def read_mlp_ratio(weights: Mapping[str, Tensor], hidden_size: int) -> float:
-        return weights["channel_mix.key.weight"].shape[0] / hidden_size
-
-
 def refuse_qk_norm(block: str, qk_norm: bool) -> None:
     if qk_norm:
         raise ValueError(f"qk_norm=true normalises the queries and keys of attention, and block {block} has none: set "
                          f"qk_norm=false.")
-
-
-@dataclass(frozen=True)
-class BlockKind:
-    """What a name of a block stands for."""
-
-    block: type[nn.Module]
-    norm: Callable[[int], nn.Module]      # of the final layer
-    mark: str                             # a weight that no other kind's block has: it tells a file without a record
-    models: dict[str, dict]               # the published sizes, by name
-
-
-WIDTHS = {
-    "S": dict(depth=12, hidden_size=384, num_heads=6),
-    "B": dict(depth=12, hidden_size=768, num_heads=12),
-    "L": dict(depth=24, hidden_size=1024, num_heads=16),
-    "XL": dict(depth=28, hidden_size=1152, num_heads=16),
-}
-
-
-def sizes(family: str, *names: str) -> dict[str, dict]:
-    """Spells out "B/2", width and patch size, as the keywords of a network, by its whole name."""
-    pairs = {name: name.split("/") for name in names}
-    return {f"{family}-{name}": {**WIDTHS[width], "patch_size": int(patch)} for name, (width, patch) in pairs.items()}
-
-
-BLOCKS = {
-    "dit": BlockKind(DiTBlock, LAYER_NORM, "mlp.fc1.weight",
-                     sizes("DiT", *(f"{width}/{patch}" for width in WIDTHS for patch in (2, 4, 8)))),
-    "lightning": BlockKind(LightningBlock, RMS_NORM, "mlp.w12.weight",
-                           sizes("LightningDiT", "B/1", "B/2", "L/2", "XL/1", "XL/2")),
-    # Of the paper's two counts of parameters; which width and depth stand behind them it does not say.
-    "mamba": BlockKind(MambaBlock, LAYER_NORM, "mixer.A_log",
-                       {"Mamba-B/2": dict(depth=20, hidden_size=768, num_heads=24, patch_size=2)}),      # 111M
-    "rwkv": BlockKind(RWKVBlock, LAYER_NORM, "spatial_mix.decay",
-                      {"RWKV-L/2": dict(depth=18, hidden_size=768, num_heads=12, patch_size=2)}),        # 210M
-}
