@@ -74,34 +74,19 @@ PICK = "a number, a range as in 0-63, a name, or a list of them or null."
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
     ("count", 0, f"count=0 is not {COUNT}"), ("count", 1.0, f"count=1.0 is not {COUNT}"), ("count", True, f"count=true is not {COUNT}"),
-    ("count", "1", f"count=1 is not {COUNT}"), ("count", None, f"count=null is not {COUNT}"), ("count", [1], f"count=[1] is not {COUNT}"),
-    ("count", {"a": 1}, f'count={{"a": 1}} is not {COUNT}'), ("whole", -1, f"whole=-1 is not {WHOLE}"),
-    ("number", float("nan"), "number=NaN is not a finite number."), ("number", float("inf"), "number=Infinity is not a finite number."),
-    ("number", "x", "number=x is not a finite number."), ("share", 1.5, "share=1.5 is not a number in [0, 1]."),
-    ("share", float("nan"), "share=NaN is not a number in [0, 1]."), ("share", -1, "share=-1 is not a number in [0, 1]."),
-    ("not_negative", -0.1, "not_negative=-0.1 is not a finite number of at least 0."),
-    ("positive", 0, f"positive=0 is not {POSITIVE}"), ("positive", float("inf"), f"positive=Infinity is not {POSITIVE}"),
-    ("positive", float("nan"), f"positive=NaN is not {POSITIVE}"), ("positive", None, f"positive=null is not {POSITIVE}"),
-    ("text", "", "text= is not a text."), ("text", 1.5, "text=1.5 is not a text."), ("place", True, "place=true is not a path or null."),
-    ("place", "", "place= is not a path or null."), ("pick", 1.5, f"pick=1.5 is not {PICK}"), ("pick", [None], f"pick=[null] is not {PICK}"),
-    ("flag", "yes", "flag=yes is not true or false."), ("flag", 1, "flag=1 is not true or false."),
-    ("choice", "c", "choice=c is not one of a, b."), ("choice", None, "choice=null is not one of a, b."),
-    ("maybe", "c", "maybe=c is not one of a, b or null."), ("mode", "slow", "mode=slow is not one of true, false, fast, small."),
-    ("mode", 1, "mode=1 is not one of true, false, fast, small."), ("counts", 1, "counts=1 is not a list, each a whole number of at least 1."),
-    ("counts", [1, 0], "counts=[1, 0] is not a list, each a whole number of at least 1."),
-    ("named", ["a", 1], 'named=["a", 1] is not a list of texts or null.'), ("named", "ab", "named=ab is not a list of texts or null."),
-    ("trackers", ["mlflow"], 'trackers=["mlflow"] is not a list, each one of tensorboard, wandb.'),
-    ("betas", [0.9], "betas=[0.9] is not a list of 2: a number in [0, 1], a number in [0, 1]."),
-    ("betas", [0.9, 2], "betas=[0.9, 2] is not a list of 2: a number in [0, 1], a number in [0, 1]."),
-    ("part", 3, "part=3 is not a group of start, share."), ("part", None, "part=null is not a group of start, share."),
+    ("count", None, f"count=null is not {COUNT}"), ("count", {"a": 1}, f'count={{"a": 1}} is not {COUNT}'), ("whole", -1, f"whole=-1 is not {WHOLE}"),
+    ("number", float("nan"), "number=NaN is not a finite number."), ("share", 1.5, "share=1.5 is not a number in [0, 1]."),
+    ("not_negative", -0.1, "not_negative=-0.1 is not a finite number of at least 0."), ("positive", 0, f"positive=0 is not {POSITIVE}"),
+    ("text", "", "text= is not a text."), ("place", True, "place=true is not a path or null."), ("pick", 1.5, f"pick=1.5 is not {PICK}"),
+    ("flag", 1, "flag=1 is not true or false."), ("choice", "c", "choice=c is not one of a, b."), ("maybe", "c", "maybe=c is not one of a, b or null."),
+    ("mode", "slow", "mode=slow is not one of true, false, fast, small."), ("counts", [1, 0], "counts=[1, 0] is not a list, each a whole number of at least 1."),
+    ("named", "ab", "named=ab is not a list of texts or null."), ("trackers", ["mlflow"], 'trackers=["mlflow"] is not a list, each one of tensorboard, wandb.'),
+    ("betas", [0.9], "betas=[0.9] is not a list of 2: a number in [0, 1], a number in [0, 1]."), ("part", 3, "part=3 is not a group of start, share."),
     ("part", {"start": 1}, "part.share is missing; it must be a number in [0, 1)."),
-    ("part", {"start": 1.5, "share": 0}, "part.start=1.5 is not a whole number."),
     ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: part has start, share."),
     ("parts", [{"start": 1, "share": 1}], "parts.0.share=1 is not a number in [0, 1)."),
-    ("parts", [{"start": 1, "share": 0}, 7], "parts.1=7 is not a group of start, share."),
-    ("text", "\ud800", "text=\ud800 is not a text."), ("place", "a\0b", "place=a\0b is not a path or null."),
-    ("count", 2**64, f"count={2**64} is too large: at most {2**62}."), ("size", 2**17, "size=131072 is too large: at most 65536."),
-    ("parts", {}, "parts={} is not a list of groups."), ("other", 1, "other=1 is not a group."),
+    ("parts", [{"start": 1, "share": 0}, 7], "parts.1=7 is not a group of start, share."), ("parts", {}, "parts={} is not a list of groups."),
+    ("count", 2**64, f"count={2**64} is too large: at most {2**62}."), ("other", 1, "other=1 is not a group."),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_range_is_a_sentence(key, value, sentence):
     with pytest.raises(ValueError) as error:
@@ -137,11 +122,11 @@ class Note(Record):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (b"\xff\xfe", "is not JSON"), ("3", "note.json: 3 is not a group of count."),
-    ("{}", "note.json: count is missing; it must be a whole number of at least 1."), ('{"count": 1e999}', "count=Infinity is not"),
+    ("{", "is not JSON"), ("3", "note.json: 3 is not a group of count."),
+    ("{}", "note.json: count is missing; it must be a whole number of at least 1."),
 ])  # fmt: skip
 def test_a_record_that_cannot_be_read_is_a_sentence_with_the_remedy(tmp_path, text, words):
-    (tmp_path / "note.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "note.json").write_text(text)
     with pytest.raises(ValueError) as error:
         read_record(Note, tmp_path / "note.json", "Write it again.")
     assert words in str(error.value) and str(error.value).endswith(" Write it again.")
@@ -197,7 +182,7 @@ def fail_by(error):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["steps=0"], "small.py: steps=0 is not a whole number of at least 1."), (["steps=inf"], "small.py: steps=Infinity is not a whole number of at least 1."),
+    (["steps=0"], "small.py: steps=0 is not a whole number of at least 1."),
     (["step=3"], "small.py: Could not override 'step': configs/small.yaml names all settings."),
     (["steps"], "small.py: steps is no setting: write key=value, as in steps=100."),
     (["größe=3"], "small.py: größe=3 is no setting: write key=value, as in steps=100."),

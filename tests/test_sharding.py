@@ -14,7 +14,7 @@ import torch.distributed.tensor
 from accelerate.state import AcceleratorState
 from conftest import ROOT, run_command
 from PIL import Image
-from training_runs import command, refusal, rows, train_here
+from training_runs import command, rows, train_here
 
 import adapter as adapters
 import checkpoint as checkpoints
@@ -302,17 +302,6 @@ def test_bf16_parts_clipping_recomputation_and_compiled_blocks_are_the_same_run(
     all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
                       before=compile_quickly))
     assert_same_losses(tmp_path / "plain", tmp_path / "fast", 3)
-
-
-@pytest.mark.parametrize(("overrides", "says"), [
-    ([], "sharding=fsdp shares a network out over ranks, and this is a single process"),
-    (["precision=fp16"], "trains in bf16 or fp32, not in precision=fp16: set precision=bf16, or sharding=none"),
-    (["precision=fp8"], "not in precision=fp8"),
-    (["compile=reduce-overhead"], "compile=reduce-overhead records CUDA graphs"),
-    (["lora.rank=2", "init_from=x"], "of lora.rank=2 that is next to nothing: set sharding=none"),
-])
-def test_what_cannot_be_sharded_is_refused_in_a_sentence(shapes, tmp_path, overrides, says):
-    assert says in refusal(tmp_path / "run", shapes, "sharding=fsdp", *overrides)
 
 
 def test_on_meta_memory_is_counted_without_any():
