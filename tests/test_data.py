@@ -401,8 +401,10 @@ def masks_and(name="masks-00001.npy", array=None):
 
 
 BAD_MASKS = {
+    "another side": (masks_and(array=np.ones((40, 8, 8), np.uint8)), ["masks-00001.npy holds uint8 (40, 8, 8)", "(40, 4, 4) or (40, 1, 4, 4)"]),
     "too few": (masks_and(array=np.ones((39, 4, 4), np.uint8)), ["(39, 4, 4)", "(40, 4, 4)"]),
     "float32": (masks_and(array=np.ones((40, 4, 4), np.float32)), ["float32", "uint8 or float16"]),
+    "0 to 255": (masks_and(array=np.full((40, 4, 4), 255, np.uint8)), ["masks run from 0 to 255", "0..1", "mask / 255"]),
     "negative": (masks_and(array=np.full((40, 4, 4), -1, np.float16)), ["masks run from -1"]),
     "not a number": (masks_and(array=np.full((40, 4, 4), np.nan, np.float16)), ["masks run from nan"]),
     "one missing": (masks_and(), ["2 files of masks for 3 of latents: masks-00001.npy is missing"]),
@@ -505,29 +507,47 @@ def shard(**names):
 
 LATENTS, LABELS = "latents-00001.npy", "labels-00001.npy"  # of the second shard, 40 images
 BAD_FOLDERS = {
+    "shard missing": (remove(LATENTS), {}, ["latents-00001.npy is missing"]),
     "labels missing": (remove(LABELS), {}, ["labels-00001.npy is missing"]),
+    "shard truncated": (cut(LATENTS, 3000), {}, ["3000 bytes", "5248", "cut short"]),
+    "shard longer": (cut(LATENTS, 6000), {}, ["6000 bytes", "5248"]),
+    "labels truncated": (cut(LABELS, 300), {}, ["300 bytes", "448", "cut short"]),
     "header truncated": (cut(LATENTS, 50), {}, ["latents-00001.npy is not an npy file"]),
+    "not npy": (write(LATENTS, b"x" * 9999), {}, ["latents-00001.npy is not an npy file"]),
     "pickled": (put(LABELS, np.array([{}] * 40)), {}, ["object"]),
+    "float32": (put(LATENTS, numbered(40).astype(np.float32)), {}, ["float32", "float16"]),
+    "short labels": (put(LABELS, labels_of(39)), {}, ["(39,)", "(40,)"]),
+    "int32 labels": (put(LABELS, labels_of(40).astype(np.int32)), {}, ["int32", "int64"]),
     "other shape": (put(LATENTS, numbered(40, size=8)), {}, ["(40, 4, 8, 8)", "(40, 4, 4, 4)"]),
     "Fortran order": (put(LATENTS, np.asfortranarray(numbered(40))), {}, ["Fortran"]),
+    "label too high": (put(LABELS, labels_of(40) + 1), {}, ["label 7 (row 4)", "0..6"]),
     "label negative": (put(LABELS, labels_of(40) - 1), {}, ["label -1 (row 0)", "0..6"]),
+    "counts differ": (record(count=104), {}, ["104 images", "hold 103"]),
+    "moments shape": (record(kind="moments"), {}, ["(40, 4, 4, 4)", "(40, 8, 4, 4)"]),
     "kind unknown": (record(kind="mean"), {}, ["metadata.json: kind=mean is not one of sample, moments"]),
     "no kind": (record(kind="gone"), {}, ["metadata.json", "kind"]),
     "other format": (record(format=2), {}, ["metadata.json: format=2 is not one of 1."]),
+    "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
     "class names no list": (record(class_names="abcdefg"), {}, ["class_names=abcdefg is not a list of texts or null"]),
     "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
     "display names no names": (record(display_names=[1] * 7), {}, ["display_names=[1, 1, 1, 1, 1, 1, 1] is not a list of texts or null"]),
+    "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),
+    "deep json": (write("metadata.json", b"[" * 100_000), {}, ["metadata.json is not"]),
+    "endless count": (write("metadata.json", b'{"format": 1, "count": 1e999}'), {}, ["metadata.json: count=Infinity is not a whole number"]),
     "shard above": (shard(latents="../set/latents-00000.npy"), {}, ["../set/latents", "outside the folder"]),
     "shard elsewhere": (shard(labels="/dev/zero"), {}, ["lists /dev/zero", "outside the folder"]),
+    "unfinished": (remove("metadata.json"), {}, ["has not finished", "same command again"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
     "scale no number": (record(scale="big"), {}, ["metadata.json: scale=big is not a finite number above 0"]),
+    "scale zero": (record(scale=0), {}, ["scale=0 is not a finite number above 0"]),
     "scale NaN": (record(scale=float("nan")), {}, ["scale=NaN is not a finite number"]),
     "shape of two": (record(shape=[4, 4]), {}, ["shape=[4, 4] is not [C, h, w]"]),
     "shape of text": (record(shape=["a", 4, 4]), {}, ['shape=["a", 4, 4] is not [C, h, w]']),
     "null": (write("metadata.json", b"null"), {}, ["null is not a group of format, count", "docs/data.md"]),
     "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
     "shard no group": (record(shards=[3]), {}, ["shards.0=3 is not a group of latents, labels"]),
+    "no mirrored file": (record(mirrored=True), {}, ["not every shard names a file of mirrored latents"]),
     "classes argument": (None, {"num_classes": 6}, ["data.num_classes is 6", "has 7"]),
 }
 
@@ -568,9 +588,13 @@ def moments(mean, std):
 
 PIXELS, MOMENTS = {"autoencoder": "identity", "scale": 1.0}, {"kind": "moments"}
 BAD_VALUES = {
+    "unscaled": (numbered() * 4.7, {}, ["standard deviation 4.68", "unscaled", "0.18215 times that is 0.8"]),
+    "scaled twice": (numbered() * 0.18215, {}, ["standard deviation 0.18", "scaled twice", "it is 1"]),
+    "NaN": (with_bad_row(np.nan), {}, ["1 hold NaN", "image 41 first"]),
     "infinity": (with_bad_row(np.inf), {}, ["1 hold NaN or infinity", "image 41 first"]),
     "logvar for std": (moments(numbered(), numbered() - 9), MOMENTS, ["never negative", "[mean, logvar]"]),
     "unscaled moments": (moments(numbered() * 4.7, abs(numbered()) * 0.01), MOMENTS, ["unscaled"]),
+    "bytes": (abs(numbered()) * 50, PIXELS, ["0..255", "image / 127.5 - 1"]),
     "latents as pixels": (numbered(), PIXELS, ["pixels run from -3.", "-1..1"]),
 }
 
@@ -639,12 +663,16 @@ def without_end_mark(folder):
 SAMPLE = {"kind": "sample", "scale": 1}
 TAR = "shard-000001.tar"
 BAD_TARS = {
+    "no kind": (None, {}, ["4 channels", "data.kind=moments", "data.kind=sample", "almost surely samples"]),
     "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
     "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale=1"]),
     "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
+    "truncated": (cut(TAR, 20000), SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "truncated in a header": (cut(TAR, 51300), SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "truncated between members": (without_end_mark, SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "empty": (cut(TAR, 0), SAMPLE, [TAR, "not a whole uncompressed tar"]),
+    "not a tar": (write(TAR, b"x" * 9999), SAMPLE, [TAR, "not a whole uncompressed tar"]),
+    "compressed": (compress, SAMPLE, ["shard-000000.tar is not a whole uncompressed tar", "decompress"]),
     "images": (rename_in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", ".jpg", "prepare_latents"]),
     "no label": (rename_in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
     "key twice": (rename_in_tar("n00000050", "n00000051"), SAMPLE, ["n00000051.cls is there twice"]),

@@ -2,6 +2,8 @@
 
 import io
 import json
+import os
+import socket
 import struct
 import tarfile
 import warnings
@@ -167,6 +169,27 @@ def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
         assert open_source(tmp_path / folder).fingerprint() == open_source(tmp_path / "elsewhere").fingerprint()
 
 
+def test_fifos_sockets_and_devices_are_named_and_not_waited_for(tmp_path, monkeypatch):
+    write_files(tmp_path, PETS)
+    os.mkfifo(tmp_path / "cat" / "fifo.png")
+    os.mkfifo(tmp_path / "fifo.tar")
+    (tmp_path / "cat" / "fifo-link.png").symlink_to("fifo.png")
+    (tmp_path / "cat" / "device.png").symlink_to("/dev/zero")
+    (tmp_path / "cat" / "link.png").symlink_to("1.png")
+    (tmp_path / "cat" / "dead.png").symlink_to("nowhere.png")
+    (tmp_path / "cat" / "self.png").symlink_to("self.png")
+    monkeypatch.chdir(tmp_path)  # a socket's path may be no longer than 107 bytes
+    with socket.socket(socket.AF_UNIX) as end:
+        end.bind("cat/socket.png")
+        source = open_source(tmp_path)
+    assert source.not_images == [f"cat/{name}.png" for name in ("device", "fifo-link", "fifo", "socket")] + ["fifo.tar"]
+    assert [name for name in source.names if "cat" in name] == [f"cat/{name}.png" for name in ("1", "dead", "link", "self")]
+    assert np.array_equal(source.pixels(2), source.pixels(0))
+    for dead in (1, 3):
+        with pytest.raises(UnreadableImage, match="a link to nothing"):
+            source.pixels(dead)
+
+
 @pytest.mark.parametrize("folders", [("train", "val"), ("Test", "Train", "extra"), ("a/b/train", "a/b/validation")])
 def test_the_splits_of_a_data_set_are_warned_of(tmp_path, folders):
     files = {f"{folder}/{name}": data for folder in folders for name, data in PETS.items()}
@@ -274,7 +297,7 @@ def test_labels_with_names_are_numbered_by_name_and_other_members_are_named(tmp_
     assert source.not_images == ["x.tar/a.bin", "x.tar/b.bin", "x.tar/c.bin"]
 
 
-@pytest.mark.parametrize("number", ["1700000000", "1000000"])
+@pytest.mark.parametrize("number", ["1700000000", "1000000", "9" * 5000])
 def test_a_class_number_beyond_a_million_is_refused_before_a_name_is_made_for_each(tmp_path, number):
     write_webdataset(tmp_path / "x.tar", [{"__key__": key, "png": noise(8, 8), "cls": cls}
                                           for key, cls in (("a", "0"), ("b", "0999999"))])

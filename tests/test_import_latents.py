@@ -300,13 +300,25 @@ def relabel(source, label, name="00000/img-mean-std-00000003.npy"):
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), [
-    (lambda s: change(s, LAST, npy(moments()[0, :4])), "one data set has one shape"),
-    (lambda s: change(s, FIRST, npy(np.array([Loud()], object))), "pickled and never loaded"),
+    (lambda s: cut(s / LAST), "has 2,175 bytes, but its header promises 2,176"), (lambda s: change(s, FIRST, b""), "not an npy file"),
+    (lambda s: change(s, LAST, b"\x93NUMPY"), "not an npy file"), (lambda s: change(s, LAST, npy(moments()[0, :4])), "one data set has one shape"),
+    (lambda s: change(s, FIRST, npy(np.array([Loud()], object))), "pickled and never loaded"), (lambda s: change(s, LAST, npy(np.array([Loud()], object))), "never loaded"),
+    (lambda s: change(s, FIRST, header((8, 10**6, 10**6))), "its header promises 32,000,000,000,128"),
+    (lambda s: change(s, LAST, header((8, 10**6, 10**6))), "its header promises 32,000,000,000,128"),
+    (lambda s: change(s, FIRST, header((-8, -8, 8)) + bytes(2048)), "where an array of float32"),
+    (lambda s: os.truncate(s / LAST, 2**42), "more than 67,108,864"), (lambda s: os.truncate(s / JSON, 2**42), "more than 1,073,741,824"),
+    (lambda s: change(s, LAST, npy(np.full((8, 8, 8), np.nan, np.float32))), "latent 11 is not finite"),
     (lambda s: change(s, "vae-sd/00000/img-mean-std-00000005.npy", npy(np.full((8, 8, 8), 1e6, np.float32))), "latent 5 is not finite, or beyond float16"),
-    (lambda s: change(s, JSON, b'{"labels": null}'), "the latents have no labels"), (lambda s: relabel(s, 1_700_000_000), "has label 1700000000, outside 0..999999"),
-    (lambda s: relabel(s, 1.5), "no class number"), (lambda s: (s / FIRST).unlink(), "labelled but not there"),
+    (lambda s: (s / JSON).unlink(), "no dataset.json"), (lambda s: change(s, JSON, b"{"), "is not JSON"), (lambda s: change(s, JSON, b"\xff"), "is not JSON"),
+    (lambda s: change(s, JSON, b"[" * 100_000), "is not JSON"), (lambda s: change(s, JSON, b'{"labels": null}'), "the latents have no labels"),
+    (lambda s: change(s, JSON, b"[]"), "the latents have no labels"), (lambda s: relabel(s, 1_700_000_000), "has label 1700000000, outside 0..999999"),
+    (lambda s: relabel(s, -1), "has label -1, outside"), (lambda s: relabel(s, 1.5), "no class number"), (lambda s: relabel(s, True), "no class number"),
+    (lambda s: relabel(s, [0, 1]), "no class number"), (lambda s: (s / FIRST).unlink(), "labelled but not there"),
     (lambda s: change(s, "vae-sd/00000/more.npy", npy(moments()[0])), "there but not labelled"),
+    (lambda s: change(s, JSON, json.dumps({"labels": [["/etc/passwd", 0]]}).encode()), "'/etc/passwd' is labelled but not there"),
     (lambda s: change(s, JSON, json.dumps({"labels": [["../../../etc/passwd", 0]]}).encode()), "passwd' is labelled but not there"),
+    (lambda s: [file.unlink() for file in (s / "vae-sd/00000").iterdir()], "holds no .npy file"),
+    (lambda s: os.mkfifo(s / "vae-sd/00000/pipe.npy"), "no plain file"),
     (lambda s: [change(s, f"vae-sd/00000/{name.name}", npy(np.load(name) * -1)) for name in sorted((s / "vae-sd/00000").iterdir())], "a standard deviation is never negative"),
     (lambda s: [change(s, f"vae-sd/00000/{name.name}", npy(np.load(name) * 50)) for name in sorted((s / "vae-sd/00000").iterdir())], "root mean square is"),
     (lambda s: [change(s, f"vae-sd/00000/{name.name}", npy(np.load(name)[:6])) for name in sorted((s / "vae-sd/00000").iterdir())], "6 channels, but REPA's vae-sd has 8"),
@@ -409,8 +421,10 @@ def test_a_bad_zip_is_a_sentence_and_writes_nowhere(tmp_path, spoil, sentence):
 
 
 @pytest.mark.parametrize(("spoil", "sentence"), [
-    (lambda s: change(s, f"{FEATURE}/x.npy", b""), "not named by a number"),
+    (lambda s: (s / FEATURE / "3.npy").unlink(), "3.npy is in one of the two folders only"), (lambda s: change(s, f"{FEATURE}/x.npy", b""), "not named by a number"),
     (lambda s: change(s, "imagenet256_labels/4.npy", npy(np.array([1_700_000_000]))), "label 1700000000 (row 4), outside 0..999999"),
+    (lambda s: change(s, "imagenet256_labels/4.npy", npy(np.array([-3]))), "label -3 (row 4)"), (lambda s: change(s, "imagenet256_labels/4.npy", npy(np.array([0.5]))), "int64 is expected"),
+    (lambda s: [change(s, f"{FEATURE}/{i}.npy", npy(normal(1, 3, 8, 8))) for i in range(COUNT)], "3 channels, but fast-DiT"),
     (lambda s: [change(s, f"{FEATURE}/{i}.npy", npy(normal(2, 4, 8, 8))) for i in range(COUNT)], "one latent (channels, height, width)"),
     (lambda s: [change(s, f"{FEATURE}/{i}.npy", npy(normal(1, 4, 8, 8, std=5.5))) for i in range(COUNT)], "scaled otherwise"),
 ])  # fmt: skip
@@ -435,7 +449,7 @@ def test_a_bad_lmdb_is_a_sentence(tmp_path, how, sentence):
     assert sentence in str(error.value) and not (tmp_path / "out").exists()
 
 
-@pytest.mark.parametrize(("size", "sentence"), [(5000, "lmdb"), (20_000, "were written.*copy it again")])
+@pytest.mark.parametrize(("size", "sentence"), [(0, "no whole lmdb"), (5000, "lmdb"), (20_000, "were written.*copy it again")])
 def test_an_lmdb_that_was_cut_short_is_a_sentence_and_not_a_crash(tmp_path, size, sentence):
     source, _ = write_maskdit(tmp_path)
     os.truncate(source / "train" / "data.mdb", size)
@@ -454,7 +468,8 @@ def test_an_lmdb_is_read_without_the_package_of_that_name(tmp_path, monkeypatch)
     ({"labels": torch.arange(3)}, None, "as many labels"), ({"labels": torch.zeros(5)}, None, "as many labels"), ({"latents": torch.zeros(5, 4, 4, 4), "latents_flip": torch.zeros(5, 4, 4, 4)}, None, "one data set has one shape"),
     ({"latents_flip": torch.zeros(5, 6, 8, 8)}, None, "one data set has one shape"), ({"labels": torch.full((5,), 1_700_000_000)}, None, "label 1700000000"),
     ({"latents": torch.zeros(5, 6, 4, 4, dtype=torch.int64)}, None, "as many labels"),
-    ({}, lambda s: torch.save({"mean": Loud(), "std": 1}, s / "latents_stats.pt"), "latents_stats.pt cannot be read"),
+    ({}, lambda s: cut(s / "latents_rank00_shard001.safetensors"), "no whole safetensors"), ({}, lambda s: change(s, "latents_rank00_shard000.safetensors", b"\xff" * 7 + b"\x7f{}"), "no whole safetensors"),
+    ({}, lambda s: change(s, "latents_stats.pt", b"x"), "latents_stats.pt cannot be read"), ({}, lambda s: torch.save({"mean": Loud(), "std": 1}, s / "latents_stats.pt"), "latents_stats.pt cannot be read"),
     ({}, lambda s: torch.save({"mean": torch.zeros(3), "std": torch.ones(3)}, s / "latents_stats.pt"), "for 6 channels"),
     ({}, lambda s: torch.save({"mean": torch.zeros(6), "std": torch.zeros(6)}, s / "latents_stats.pt"), "standard deviation of 0"),
     ({}, lambda s: save_file({"x": torch.zeros(1)}, s / "a.safetensors"), "latents and labels are expected"),
@@ -520,6 +535,17 @@ def test_auto_does_not_guess(tmp_path):
             import_latents(str(place), tmp_path / "out")
     import_latents(str(bare), tmp_path / "out", "repa")
     same_bits(read_folder(tmp_path / "out")[1]["latents"], values * SCALE)
+
+
+@pytest.mark.parametrize(("how", "sentence"), [
+    ({"kind": "moments"}, "kind is a setting of format=tread"), ({"mirrored": True}, "mirrored is a setting of format=maskdit"), ({"latent_norm": False}, "latent_norm is a setting"),
+    ({"num_classes": 2}, "label 2 (row 10), outside 0..1: set num_classes=3"), ({"format": "srdit"}, "has no dataset.json"), ({"format": "maskdit"}, "has no data.mdb"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_sentences(tmp_path, how, sentence):
+    source, _ = write_repa(tmp_path)
+    with pytest.raises(ValueError) as error:
+        import_latents(str(source), tmp_path / "out", **how)
+    assert sentence in str(error.value) and not (tmp_path / "out").exists()
 
 
 # ---- kills, the command, training -----------------------------------------------------------------------------------

@@ -4,40 +4,17 @@ A row of TYPED is what somebody types over GIVEN, which works, and words of the 
 A row of SPOILT is what is wrong with a file or folder, and such words. The commands run in the folder `world`.
 """
 
-import contextlib
-import importlib
 import json
 import os
 import shutil
 import tarfile
-import zipfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command
-from PIL import Image
-from safetensors.torch import load_file
-
-NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
-GIVEN = {      # settings with which each command works
-    "train": ["data=folder", "data.path=latents", "run_dir=new", "steps=1", "batch_size=6", "samples.every=0",
-              "precision=fp32", "compile=false", "cpu=true", "evaluate.features=pixels", *NETWORK],
-    "sample": ["checkpoint=run", "out=new.png", "num_steps=1", "seeds=0-1", "cpu=true"],
-    "rf": ["checkpoint=flow", "out=new.png", "num_steps=1", "cpu=true"],
-    "fid": ["reference=images.npz", "features=pixels", "results=new.jsonl", "num_samples=4", "num_steps=1", "cpu=true"],
-    "sweep_guidance": ["checkpoint=flow", "reference=images.npz", "features=pixels", "results=new.jsonl",
-                       "picture=new.png", "num_samples=4", "num_steps=1", "grid.scale=[1.5]", "cpu=true"],
-    "prepare_latents": ["source=pets", "out=new", "resolution=8", "autoencoder=identity", "num_workers=1"],
-    "import_latents": ["source=pairs", "out=new"],
-    "export": ["checkpoint=run", "to=hub", "out=new"],
-    "merge_lora": ["checkpoint=run", "out=new"],
-    "choose_routes": ["tokens=[16]"],
-    "study": ["study=rehearsal", "out=new", "tasks=[report]"],
-    "benchmark": ["out=new", "device=cpu"],
-}
+from world import EMA, STEP, make, run, seen
 
 TYPED = {
     "train": [
@@ -150,7 +127,7 @@ TYPED = {
         ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "maskdit"),
         ("source=latents", "latents"),
         ("kind=moments", "kind"), ("mirrored=true", "mirrored"), ("format=srdit", "dataset.json"),
-        ("num_classes=2", "num_classes=3"),
+        ("num_classes=2", "num_classes"),
     ],
     "export": [
         ("checkpoint=null", "checkpoint="), ("to=null", "diffusers"), ("to=onnx", "to=onnx"), ("to=dit", ".pt"),
@@ -236,7 +213,6 @@ def packed(name: str, how: str = "") -> Callable:
 
 
 LATENTS, LABELS, META = "latents-00000.npy", "labels-00000.npy", "metadata.json"
-EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 VAE = {"autoencoder": "sd_vae_ema", "scale": 0.18215}
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 FEATURE, PAIR = "imagenet256_features/3.npy", "imagenet256_labels/3.npy"
@@ -268,11 +244,11 @@ SPOILT = {
         (gone(FEATURE), "3.npy"), (gone(PAIR), "3.npy"), (cut(FEATURE), FEATURE),
         (array(put(np.nan), FEATURE), "latent 3"),
         (array(lambda a: a[:, :3], FEATURE), "3.npy"), (array(lambda a: a - 9, PAIR), "label -9"),
-        (array(lambda a: a + 0.5, PAIR), "int64"),
+        (array(lambda a: a + 0.5, PAIR), "labels"),
         (array(lambda a: np.array([Harm()], object), FEATURE), "pickle"),
     ],
     ("import_latents", "source", "repa"): [(gone("vae-sd/dataset.json"), "dataset.json"),
-    (text("{", "vae-sd/dataset.json"), "JSON")],
+    (text("{", "vae-sd/dataset.json"), "dataset.json")],
     ("import_latents", "source", "repa.zip"): [(cut(), "repa.zip"), (text("<html>"), "repa.zip")],
     ("import_latents", "source", "lmdb"): [(cut("train/data.mdb"), "lmdb"), (text("", "train/data.mdb"), "lmdb")],
     ("import_latents", "source", "vavae"): [
@@ -284,7 +260,7 @@ SPOILT = {
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip"), (text("<html>"), "pets.zip")],
     ("prepare_latents", "source", "bare.tar"): [(both(), "class"), (cut(), "bare.tar")],
     ("prepare_latents", "label_map", "map.json"): [
-        (text("{"), "JSON"), (text('{"ant": 0}'), "bee"), (text('{"ant": 0, "bee": 2}'), "0 to 1"),
+        (text("{"), "map.json"), (text('{"ant": 0}'), "bee"), (text('{"ant": 0, "bee": 2}'), "0 to 1"),
         (text('["ant", "bee"]'), "object"),
     ],
     ("prepare_latents", "words", "map.json"): [(text("cow Bos"), "ant")],
@@ -322,62 +298,11 @@ SPOILT = {
     ("train model.hidden_size=16", "run_dir", "run"): [(both(), "another network")],
     ("train diffusion=rf", "run_dir", "run"): [(both(), "diffusion")],
     ("train", "init_from", "run"): [(cut(EMA), "checkpoint")],
-    ("study", "rows", "study.json"): [(text("{"), "JSON"), (text("{}"), "name")],
+    ("study", "rows", "study.json"): [(text("{"), "study.json"), (text("{}"), "name")],
 }
 
 
 # ---- how they are tried ---------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def world(tmp_path_factory) -> Path:
-    """A folder of runs, latents, images and weights, small ones, as users have them."""
-    from test_import_latents import write_fastdit, write_lightningdit, write_maskdit, write_repa, write_tread
-
-    place = tmp_path_factory.mktemp("world")
-    for name in ("run", "latents"):
-        shutil.copytree(ROOT / "tests/before" / name, place / name)
-    shutil.copy(ROOT / "tests/before/images.npz", place)
-    for name, changes in {"flow": {}, "dense": {"routes": []}}.items():
-        shutil.copytree(place / "run", place / name)
-        meta = json.loads((place / name / STEP / "meta.json").read_text())
-        meta["diffusion"], meta["network"] = {"name": "rf"}, meta["network"] | changes
-        (place / name / STEP / "meta.json").write_text(json.dumps(meta))
-    torch.save({"ema": load_file(place / "run" / EMA)}, place / "weights.pt")
-
-    for file in (*(f"four/{i}.png" for i in range(4)), "mixed/0.png", "pets/ant/0.png", "pets/bee/1.png"):
-        (place / file).parent.mkdir(parents=True, exist_ok=True)
-        Image.new("RGB", (8, 8)).save(place / file)
-    Image.new("RGB", (9, 8)).save(place / "mixed/1.png")
-    (place / "empty").mkdir()
-    with zipfile.ZipFile(place / "pets.zip", "w") as archive, tarfile.open(place / "bare.tar", "w") as tar:
-        for name in ("ant/0.png", "bee/1.png"):
-            archive.write(place / "pets" / name, name)
-            tar.add(place / "pets" / name, Path(name).name)
-    (place / "pets.tar.gz").touch()
-    (place / "map.json").write_text('{"ant": 0, "bee": 1}')
-    (place / "study.json").write_text('{"name": "study-rehearsal", "runs": []}')
-    for write in (write_fastdit, write_tread, write_repa, write_lightningdit, write_maskdit):
-        write(place)      # fast, tars, repa, vavae, lmdb
-    (place / "fast").rename(place / "pairs")
-    write_repa(place, zipped=True)
-    (place / "vae.zip").rename(place / "repa.zip")
-    return place
-
-
-def seen(place: Path) -> dict[Path, tuple]:
-    """Sizes and times of all that a command is not to change: new, new-latents and the like are its own."""
-    kept = [path for top in place.iterdir() if not top.name.startswith("new") for path in (top, *top.rglob("*"))]
-    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in kept}
-
-
-def run(place: Path, command: str, typed: list[str]) -> None:
-    """Runs a command in the folder with what is given and what is typed over it."""
-    given = [each for each in GIVEN[command] if each.partition("=")[0] not in {one.partition("=")[0] for one in typed}]
-    module = importlib.import_module(command if (ROOT / f"{command}.py").is_file() else f"scripts.{command}")
-    entry = importlib.import_module("sample").compare_guided if command == "rf" else module.main
-    with contextlib.chdir(place):
-        run_command(entry, f"{command}.py", *given, *typed)
 
 
 def check_refusal(place: Path, command: str, typed: list[str], words: str) -> None:
@@ -390,6 +315,11 @@ def check_refusal(place: Path, command: str, typed: list[str], words: str) -> No
     assert seen(place) == before
     assert not [path for path in place.glob("new/**/*") if path.suffix in (".safetensors", ".npy", ".png", ".jsonl")]
     assert not list(place.glob("new-executed"))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("world"))
 
 
 @pytest.fixture

@@ -225,7 +225,7 @@ import json, os, signal, socket, sys, time
 from pathlib import Path
 import torch.distributed as dist
 import ranks, settings, train
-from scripts.forks import Life
+from forked import Life
 # The limit that a fate is to meet is short, and no other is near.
 SILENCE = ranks.Limits(beat=0.05, silent=2, suspect=2, still=600, long=600)
 STILLNESS = ranks.Limits(beat=0.05, silent=600, suspect=100, still=3, steps=5, long=600)
@@ -303,7 +303,7 @@ print(json.dumps(told))
 def real(shapes, tmp_path_factory) -> dict:
     home = tmp_path_factory.mktemp("ranks")
     (home / "real.py").write_text(REAL)
-    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
+    env = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": f"{ROOT}:{ROOT}/tests"}
     ended = subprocess.run([sys.executable, home / "real.py", shapes, home], env=env, cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert ended.returncode == 0, ended.stderr
     return json.loads(ended.stdout.splitlines()[-1]) | {"home": home}

@@ -13,6 +13,7 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from accelerate.state import AcceleratorState
 from conftest import ROOT, run_command
+from forked import Ended, Life
 from PIL import Image
 from training_runs import command, rows, train_here
 
@@ -22,7 +23,7 @@ import fid
 import sharding
 import train
 from data import batches, open_latents
-from scripts import forks, plan
+from scripts import plan
 from trained import build_network, load_trained
 
 STEPS = 50
@@ -36,7 +37,7 @@ def free_port() -> int:
         return held.getsockname()[1]
 
 
-def on_ranks(world: int, *runs, before=lambda rank: None) -> list[forks.Ended]:
+def on_ranks(world: int, *runs, before=lambda rank: None) -> list[Ended]:
     """Trains one run after the other on forked ranks; each of `runs` is the overrides of a command."""
     ports = [free_port() for _ in runs]
 
@@ -49,11 +50,11 @@ def on_ranks(world: int, *runs, before=lambda rank: None) -> list[forks.Ended]:
             torch._dynamo.reset()
             run_command(train.main, "train.py", *overrides)
 
-    lives = [forks.Life(partial(live, rank)) for rank in range(world)]
+    lives = [Life(partial(live, rank)) for rank in range(world)]
     return [life.wait(LIMIT) for life in lives]
 
 
-def all_well(ended: list[forks.Ended]) -> None:
+def all_well(ended: list[Ended]) -> None:
     for one in ended:
         assert one.code == 0, one.said[-3000:]
 
@@ -268,7 +269,7 @@ def spoil(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def spoiled(shapes, tmp_path_factory) -> tuple[Path, list[forks.Ended]]:
+def spoiled(shapes, tmp_path_factory) -> tuple[Path, list[Ended]]:
     run = tmp_path_factory.mktemp("spoiled") / "run"
     return run, on_ranks(2, command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1", "checkpoint.every=1")[1:], before=spoil)
 
