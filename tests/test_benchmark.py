@@ -206,30 +206,6 @@ def test_a_stopwatch_charges_time_to_the_mark_that_ends_it(monkeypatch):
     assert watch.parts(2) == {"a": 2.5, "b": 1.5}
 
 
-@pytest.mark.parametrize("mode", ["train", "data", "score"])
-def test_a_wrong_diffusion_is_refused_whatever_the_mode(mode):
-    with pytest.raises(ValueError, match="There is no diffusion \\[\\]"):
-        benchmark.main.__wrapped__(load(f"mode={mode}", "diffusion.name=[]"))
-
-
-@pytest.mark.parametrize(("override", "says"), [
-    ("mode=speed", "mode=speed is not one of train, sample"), ("precision=fp4", "precision=fp4 is not one of"),
-    ("precision=fp8", "precision=fp8 needs"), ("mode=sample precision=fp8", "precision=fp8 is for training"), ("compile=fast", "compile=fast is not one of true, false, reduce-overhead"),
-    ("mode=sample compile=reduce-overhead", "compile=reduce-overhead is for training"), ("mode=sample guidance=autoguidance", "needs weak="),
-    ("batch_size=2.5", "batch_size=2.5 is not a whole number of at least 1"), ("batch_size=0", "at least 1"), ("tokens=200", "200 tokens make no square"),
-    ("backbone_type=DiT-M/2", "DiT-S/2"), ("variants=[dit,sit]", "is not a list, each one of dit, tread"), ("ranks=[0]", "is not a list, each a whole number of at least 1"),
-    ("threads=0", "threads=0 is not a whole number"), ("hidden_size=0", "hidden_size=0 is not"), ("pause=nan", "pause=NaN is not a number in"),
-    ("scale=inf", "scale=Infinity is not a finite number"), ("variants=[]", "variants="), ("token_counts=[64,200]", "200 tokens make no square"),
-    ("device=tpu", "device=tpu is not one of cpu, cuda or null"), ("mode=train num_latents=1 batch_size=5 grad_accum_steps=2", "must be a multiple of 2"),
-    ("mode=train data_path=nowhere", "There is no data set at nowhere"), ("routes=[{start_layer_idx: 2, end_layer_idx: 9, selection_ratio: 0.5}]",
-                                                                          "leaves the network"),
-])
-def test_a_setting_that_cannot_work_is_a_sentence(tmp_path, override, says):
-    overrides = [override] if override.startswith("routes") else override.split()
-    with pytest.raises(ValueError, match=says):
-        benchmark.run(load(f"out={tmp_path}/it", *overrides))
-
-
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
 def test_a_gpu_that_is_not_there_is_a_sentence():
     with pytest.raises(ValueError, match="torch sees no GPU"):

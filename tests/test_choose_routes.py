@@ -110,13 +110,3 @@ def test_a_timing_that_fails_is_a_sentence(monkeypatch):
     monkeypatch.setattr(choose_routes, "subprocess", SimpleNamespace(run=lambda call, **options: ended))
     with pytest.raises(SystemExit, match="The timing failed: benchmark.py: There is no GPU."):
         run_command(choose_routes.main, "choose_routes.py", *TINY, "measure=true")
-
-
-@pytest.mark.parametrize(("overrides", "says"), [
-    (["speedup=1"], "speedup=1 is not a number in (1, 1000]"), (["tokens=[200]"], "200 tokens make no square"), (["tokens=[]"], "tokens="),
-    (["model.depth=4", "speedup=1.2"], "no route of these"),
-])
-def test_what_cannot_be_chosen_is_a_sentence(overrides, says):
-    with pytest.raises(SystemExit) as ended:
-        run_command(choose_routes.main, "choose_routes.py", *overrides)
-    assert says in str(ended.value)

@@ -22,12 +22,10 @@ from scripts import (
     benchmark_official,
     choose_routes,
     export,
-    fuzz,
     import_latents,
     merge_lora,
     prepare_latents,
     report,
-    soak,
     study,
     sweep_guidance,
 )
@@ -45,8 +43,7 @@ COMMANDS = {
     "scripts/merge_lora.py": ("merge_lora", merge_lora.MergeSettings),
     "scripts/export.py": ("export", export.ExportSettings),
     "scripts/report.py": ("report", report.ReportSettings),
-    "scripts/soak.py": ("soak", soak.SoakSettings), "scripts/study.py": ("study", study.StudySettings),
-    "scripts/fuzz.py": ("fuzz", fuzz.FuzzSettings),
+    "scripts/study.py": ("study", study.StudySettings),
 }
 # Which take plain arguments.
 SCRIPTS_OF_THEIR_OWN = ("scripts/cifar10_features.py", "scripts/plan.py", "examples/route_diffusers.py")

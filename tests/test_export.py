@@ -268,15 +268,6 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    (dict(to="dit", out="x"), "to=dit writes a file whose name ends in .pt"),
-    (dict(to="hub", out="x.pt"), "the other forms a folder"),
-    (dict(to="hub"), "to=hub needs out=<a folder>"),
-    (dict(to=None, out="x"), "to=diffusers | dit | hub"),
-    (dict(to="dit", out="x.pt", repo="a/b"), "are for to=hub, not for to=dit"),
-    (dict(to="hub", out="x", repo="b"), "repo=b is not of the form user/name"),
-    (dict(to="hub", out="x", upload=True), "upload=true needs repo=user/name"),
-    (dict(to="hub", out="there"), "is there already: name another, or set overwrite=true"),
-    (dict(to="hub", out="there", overwrite=True), "is nothing that an export has made"),
     (dict(to="diffusers", out="x", autoencoder="python:mine.decode"), "is code of your own, which the folder cannot hold"),
     (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, and these have 3"),
     (dict(to="hub", out="x", autoencoder="no_such_thing"), "autoencoder=no_such_thing is neither one of identity"),

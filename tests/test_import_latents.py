@@ -490,13 +490,6 @@ def test_what_is_imported_trains(tmp_path, fresh_accelerator):
                 "model.depth=6", "samples.every=0", "steps=2", "batch_size=4", run_dir=tmp_path / "run")
     losses = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1]["step"] == 2
-
-
-def test_the_command_asks_for_what_it_lacks():
-    with pytest.raises(SystemExit, match="import_latents.py: out must be given"):
-        run_command(script.main, "import_latents.py", source="x")
-
-
 def test_an_installed_package_named_scripts_is_not_taken_for_ours(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/__init__.py").write_text("")

@@ -117,17 +117,6 @@ def test_official_weights_load_from_pt_files(tmp_path, layout, learn_sigma):
     assert draw(trained, [3], [999], 1).shape == (1, 4, 32, 32)
 
 
-def test_a_file_that_would_run_code_is_refused(tmp_path):
-    class Evil:
-        def __reduce__(self):
-            return (open, (str(tmp_path / "owned"), "w"))
-
-    torch.save({"model": Evil()}, tmp_path / "evil.pt")
-    with pytest.raises(ValueError, match="weights alone"):
-        read_weights(tmp_path / "evil.pt")
-    assert not (tmp_path / "owned").exists()
-
-
 def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_range("seeds", "0-3,7") == parse_range("seeds", [0, "1-3", 7]) == [0, 1, 2, 3, 7]
     assert parse_range("seeds", 5) == [5]
@@ -138,28 +127,6 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
     assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
-
-
-@pytest.mark.parametrize("given", ["a", "3-1", "1..4", "-5", [], 2**63])
-def test_a_range_that_makes_no_sense_is_a_sentence(given):
-    with pytest.raises(ValueError, match="seeds=0-63"):
-        parse_range("seeds", given)
-
-
-def test_a_class_there_is_not_is_a_sentence():
-    with pytest.raises(ValueError, match="class 4; there are 4"):
-        parse_classes("classes", "0-4", 4, None, [0])
-    with pytest.raises(ValueError, match="samples.classes=fish asks for 'fish'.*the names are ant, bee"):
-        parse_classes("samples.classes", "fish", 2, ["ant", "bee"], [0])
-    with pytest.raises(ValueError, match="asks for none"):
-        parse_classes("classes", [], 4, None, [0])
-
-
-@pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {"weight": 1.0}}])
-def test_a_pt_file_without_a_state_dict_is_a_sentence(tmp_path, content):
-    torch.save(content, tmp_path / "other.pt")
-    with pytest.raises(ValueError, match="holds no state dict"):
-        load_trained(tmp_path / "other.pt")
 
 
 def test_files_of_the_old_format_load_and_truncated_ones_are_a_sentence(tmp_path):
@@ -180,10 +147,7 @@ def test_the_recorded_diffusion_keeps_its_settings_when_named_again_and_another_
     assert not list(tmp_path.iterdir()) and not (run / "samples").exists()
 
 
-def test_a_weights_file_of_another_network_is_a_sentence(tmp_path):
-    save_file({"conv.weight": torch.zeros(3)}, tmp_path / "other.safetensors")
-    with pytest.raises(ValueError, match="not a DiT's"):
-        load_trained(tmp_path / "other.safetensors")
+def test_a_weights_file_that_lacks_a_tensor_is_a_sentence(tmp_path):
     state = DiT(input_size=8, hidden_size=384, depth=12, num_heads=6).state_dict()
     del state["final_layer.linear.bias"]
     save_file(state, tmp_path / "partial.safetensors")
@@ -206,31 +170,6 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     assert np.array_equal(np.asarray(Image.open(tmp_path / "pngs" / "000005_1.png")), one["arr_0"][5])
     assert Image.open(tmp_path / "grid.png").height == 4 * (8 * 8 + 2)      # enlarged eightfold, a row a class
     assert not list(tmp_path.glob(".*.tmp"))
-
-
-@pytest.mark.parametrize(("overrides", "says"), [
-    (["checkpoint=null"], "Say what to sample from"), (["checkpoint=nowhere"], "no run, checkpoint folder or weights file at nowhere"),
-    (["classes=fish"], "the names are ant, bee"), (["precision=fp8"], "not one of fp32"), (["decode_precision=fp8"], "decode_precision=fp8 is not one of"), (["batch_size=0"], "at least 1"),
-    (["num_steps=null"], "num_steps=null is not a whole number of at least 1"), (["weights=best"], "weights=best is not one of ema, model or null"), (["scale=much"], "scale=much is not a finite number or null"),
-    (["out=/dev/null/x.png", "seeds=0", "num_steps=1"], "reading or writing /dev/null failed: File exists"), (["+sampler.S_chrun=3"], "There is no setting sampler.S_chrun: sampler has sigma_min"), (["out=grid.jpg"], "neither a grid (.png)"), (["diffusion_name=ddim"], "diffusion_name=ddim is not one of edm, ddpm, rf, dit, sit, repa, lightning, tread or null"),
-    (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "sampler.rho=many is not a number in [0.1, 100]"),
-    (["gamma2=0.5"], "guides nothing without a scale"), (["guidance=tread", "gamma1=1.5"], "gamma1=1.5 is not a number in [0, 1)"), (["guidance=tread", "gamma1=x"], "gamma1=x is not a number in [0, 1) or a list of 2"),
-    (["guidance=tread", "gamma1=0.9", "gamma2=0.5"], "may not be sparser"), (["guidance=interval", "interval=[3,1]"], "is empty"),
-    (["scale=1.5", "interval=[1000,2000]"], "guides at no noise level: the sampler's run from 80 to 0.002"),
-    (["routes=[{start_layer_idx: 0, end_layer_idx: 0}]"], "guides nothing without a scale"), (["scale=2", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]"], "leaves the network"),
-    (["num_steps=1000000000"], "num_steps=1000000000 is too large: at most 10000"), (["seeds=0-99999999"], "more than 10,000,000 of them"),
-    (["classes=0-99999999"], "more than 10,000,000 of them"), (["sampler.sigma_max=1e308"], "sampler.sigma_max=1e+308 is not a number in [1e-06, 1000000.0]"),
-    (["sampler.rho=1e-9"], "is not a number in [0.1, 100]"), (["sampler.S_min=2", "sampler.S_max=1"], "sampler.S_min=2.0 is above sampler.S_max=1.0"),
-    (["scale=1e308"], "not finite: bring scale="),
-    (["guidance=autoguidance"], "needs weak="), (["guidance=cfg", "weak=nowhere"], "no run, checkpoint folder"), (["guidance=cfg", "drop_label=maybe"], "drop_label=maybe is not true or false"),
-])
-def test_a_mistake_ends_in_a_sentence(run, overrides, says, tmp_path):
-    given = [f"checkpoint={run}", f"out={tmp_path}/x.png"]
-    given = [default for default in given if not any(override.startswith(default.split("=")[0]) for override in overrides)]
-    with pytest.raises(SystemExit) as ended:
-        run_command(main, "sample.py", "cpu=true", *given, *overrides)
-    assert str(ended.value).startswith("sample.py: ") and says in str(ended.value)
-    assert not list(tmp_path.iterdir())
 
 
 def test_a_mistake_shows_no_traceback(run):
@@ -294,14 +233,6 @@ def test_of_a_pt_file_the_weights_that_are_asked_for_are_loaded(tmp_path):
         load_trained(tmp_path / "one.pt", "ema")
 
 
-def test_weights_that_are_not_finite_are_refused(run, tmp_path):
-    state = load_trained(run).net.state_dict()
-    state["final_layer.linear.bias"][0] = float("nan")
-    save_file(state, tmp_path / "diverged.safetensors")
-    with pytest.raises(ValueError, match=r"not finite in 1 of \d+ tensors, final_layer.linear.bias first: its training has diverged"):
-        load_trained(tmp_path / "diverged.safetensors")
-
-
 def test_what_is_read_off_bare_weights_is_said_and_the_heads_can_be_given(tmp_path, capsys):
     save_file(published(learn_sigma=True), tmp_path / "dit.safetensors")
     for given, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
@@ -363,14 +294,6 @@ def test_a_full_disk_is_a_sentence_and_leaves_nothing_behind(run, tmp_path):
     result = forked.run("sample.py", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", file_size=1024)
     assert result.returncode == 1 and result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
     assert not list(tmp_path.iterdir())
-
-
-@pytest.mark.parametrize("overrides", [["out={long}.png"], ["checkpoint={long}"], ["checkpoint={file}/x"], ["guidance=cfg", "weak={long}"]])
-def test_paths_that_cannot_be_are_sentences(run, tmp_path, overrides):
-    (tmp_path / "file").touch()
-    overrides = [override.format(long=tmp_path / ("a" * 300), file=tmp_path / "file") for override in overrides]
-    with pytest.raises(SystemExit, match="^sample.py: "):
-        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0", "num_steps=1", *overrides)
 
 
 def test_a_folder_that_may_not_be_written_is_a_sentence(run, tmp_path, monkeypatch):

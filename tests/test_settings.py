@@ -122,7 +122,7 @@ class Note(Record):
     ("{}", "note.json: count is missing."), ('{"count": 1e999}', "count=Infinity: it should be"),
 ])  # fmt: skip
 def test_a_record_that_cannot_be_read_is_a_sentence_with_the_remedy(tmp_path, text, words):
-    (tmp_path / "note.json").write_bytes(text if isinstance(text, bytes) else text.encode())
+    (tmp_path / "note.json").write_text(text)
     with pytest.raises(ValueError) as error:
         read_record(Note, tmp_path / "note.json", "Write it again.")
     assert words in str(error.value) and str(error.value).endswith(" Write it again.")

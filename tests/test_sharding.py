@@ -13,8 +13,9 @@ import torch.distributed.fsdp
 import torch.distributed.tensor
 from accelerate.state import AcceleratorState
 from conftest import ROOT, run_command
+from forked import Ended, Life
 from PIL import Image
-from training_runs import command, refusal, rows, train_here
+from training_runs import command, rows, train_here
 
 import fid
 import objectives
@@ -43,7 +44,7 @@ def free_port() -> int:
         return held.getsockname()[1]
 
 
-def on_ranks(world: int, *runs, before=lambda rank: None) -> list[forks.Ended]:
+def on_ranks(world: int, *runs, before=lambda rank: None) -> list[Ended]:
     """Trains one run after the other on forked ranks; each of `runs` is the overrides of a command."""
     ports = [free_port() for _ in runs]
 
@@ -56,11 +57,11 @@ def on_ranks(world: int, *runs, before=lambda rank: None) -> list[forks.Ended]:
             torch._dynamo.reset()
             run_command(train.main, "train.py", *overrides)
 
-    lives = [forks.Life(partial(live, rank)) for rank in range(world)]
+    lives = [Life(partial(live, rank)) for rank in range(world)]
     return [life.wait(LIMIT) for life in lives]
 
 
-def all_well(ended: list[forks.Ended]) -> None:
+def all_well(ended: list[Ended]) -> None:
     for one in ended:
         assert one.code == 0, one.said[-3000:]
 
@@ -275,7 +276,7 @@ def spoil(rank: int) -> None:
 
 
 @pytest.fixture(scope="module")
-def spoiled(shapes, tmp_path_factory) -> tuple[Path, list[forks.Ended]]:
+def spoiled(shapes, tmp_path_factory) -> tuple[Path, list[Ended]]:
     run = tmp_path_factory.mktemp("spoiled") / "run"
     return run, on_ranks(2, command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1", "checkpoint.every=1")[1:], before=spoil)
 
@@ -381,17 +382,6 @@ def test_bf16_parts_clipping_recomputation_and_compiled_blocks_are_the_same_run(
     all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
                       before=compile_quickly))
     assert_same_losses(tmp_path / "plain", tmp_path / "fast", 3)
-
-
-@pytest.mark.parametrize(("overrides", "says"), [
-    ([], "sharding=fsdp shares a network out over ranks, and this is a single process"),
-    (["precision=fp16"], "trains in bf16 or fp32, not in precision=fp16: set precision=bf16, or sharding=none"),
-    (["precision=fp8"], "not in precision=fp8"),
-    (["compile=reduce-overhead"], "compile=reduce-overhead records CUDA graphs"),
-    (["lora.rank=2", "init_from=x"], "of lora.rank=2 that is next to nothing: set sharding=none"),
-])
-def test_what_cannot_be_sharded_is_refused_in_a_sentence(shapes, tmp_path, overrides, says):
-    assert says in refusal(tmp_path / "run", shapes, "sharding=fsdp", *overrides)
 
 
 def test_on_meta_memory_is_counted_without_any():

@@ -318,20 +318,6 @@ def test_a_score_says_whose_weights_which_solver_and_which_channels(tmp_path):
     assert (dit["family"], dit["diffusion"], dit["sampler"], dit["evaluations"]) == ("dit", "DDPM", {"solver": "ancestral"}, 4)
 
 
-@pytest.mark.parametrize("overrides, says", [
-    ([], "say whose they are with diffusion_name="), (["diffusion_name=flux"], "diffusion_name=flux is not one of"),
-    (["diffusion_name=dit", "sampler.solver=euler"], "neither heun nor ancestral"),
-    (["diffusion_name=sit", "sampler.solver=ancestral"], "neither euler, heun nor euler_maruyama"),
-    (["diffusion_name=sit", "guidance=cfg", "channels=4"], "channels=4 is more than the 3 channels"),
-    (["diffusion_name=sit", "channels=2"], "channels=2 guides nothing without a scale"),
-])
-def test_a_mistake_at_the_door_ends_in_a_sentence(overrides, says, tmp_path):
-    given = pixel_weights(tmp_path, learn_sigma=True)
-    with pytest.raises(SystemExit) as ended:
-        run_command(sample.main, "sample.py", *given, *overrides, f"out={tmp_path}/x.npz")
-    assert says in str(ended.value) and not (tmp_path / "x.npz").exists()
-
-
 def test_another_code_bases_name_says_nothing_of_a_checkpoint_with_a_record(tmp_path):
     meta = {"step": 1, "network": PIXELS, "diffusion": {"name": "rf"}, "data": {"autoencoder": "identity", "class_names": None}}
     checkpoints.save(checkpoints.step_folder(tmp_path, 1), {"ema": build_network(PIXELS).state_dict()}, meta)

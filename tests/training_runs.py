@@ -74,10 +74,3 @@ def assert_same_end(run: Path, reference: Path):
         one, other = (load_file(end / f"{name}.safetensors") for end in ends)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
     assert rows(run) == rows(reference)
-
-
-def refusal(run: Path, data: Path, *overrides: str) -> str:
-    """Trains in this process, which must be refused, and returns the sentence."""
-    result = train_here(run, data, *overrides)
-    assert result.returncode == 1
-    return result.stderr
