@@ -526,7 +526,7 @@ def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, mo
         exec(compile(example, "docs/data.md", "exec"), {})
     latents = folder.open_latents(tmp_path / "my-latents")
     assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
-    assert len(examples) == 2 and latents.has_masks and latents.weights(np.arange(3)).shape == (3, 1, 32, 32)
+    assert len(examples) == 2 and latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
 
 
 def test_training_reads_what_this_writes(pets, tmp_path):
