@@ -15,6 +15,7 @@ import forked
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 
 import autoencoder as autoencoders
@@ -22,8 +23,6 @@ from latents.folder import open_latents
 from latents.images import draw_shape, open_source
 from runtime.files import hold
 from scripts.prepare_latents import prepare
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def noise(size: int, seed: int) -> np.ndarray:

@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from autoencoder import Convention
 from latents import folder as latent_folder
@@ -21,7 +22,6 @@ from latents.folder import Latents, kept_tokens, open_latents
 from latents.loader import batches, to_latent
 from latents.tars import TAR_INDEX
 
-ROOT = Path(__file__).resolve().parents[1]
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
 
 
