@@ -35,7 +35,7 @@ def beside(path: Path) -> Iterator[Path]:
     and, between two renames, the folder that was at `path` as `.<name>.<pid>.old.tmp`.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):      # as /dev/null, which a rename would replace
-        raise FileExistsError(errno.EEXIST, "it is not a file", str(path))
+        raise FileExistsError(errno.EEXIST, "it is a device, a pipe or a socket, not a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)

@@ -57,7 +57,7 @@ def test_a_record_is_a_group_of_whole_characters(content, words, tmp_path):
     assert words in refusal(read_record, Note, tmp_path / "x.json", "Make it anew.")
 
 
-@pytest.mark.parametrize("write", [lambda path: checkpoints.write_text(path, "x"), lambda path: checkpoints.append_row(path, {}),
+@pytest.mark.parametrize("write", [lambda path: checkpoints.write_text(path, "x"),
                                    lambda path: report.checkpoints.write_text(path.with_name("link"), "x")])
 def test_a_pipe_or_a_device_is_never_replaced_by_a_file(write, tmp_path):
     os.mkfifo(tmp_path / "pipe")
