@@ -9,13 +9,13 @@ import hashlib
 import itertools
 import json
 import math
-import queue
 import sys
 import tarfile
-import threading
 import warnings
 import zipfile
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
@@ -145,17 +145,9 @@ class Latents:
         """Copies all that is stored to a device, as `read_weighted` gives it: stored, labels, weights.
 
         Of n images there are n rows of each, with mirrored copies twice as many of what differs in them (image i's
-        copy is at i + count), and one row of weights where there are no masks. Raises ValueError where a GPU has too
-        little free memory.
+        copy is at i + count), and one row of weights where there are no masks.
         """
         copies = 2 if self.mirrored else 1
-        weight_bytes = 2 * math.prod(self.shape[1:]) if self.has_masks else 0
-        need = self.count * (copies * (math.prod(self._stored_shape) * 2 + weight_bytes) + 8)
-        free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else math.inf
-        if need > free:
-            raise ValueError(f"data.on_device=true needs {need / 2**30:.1f} GiB for the {self.count * copies:,} "
-                             f"latents of {self.where}, but {device} has {free / 2**30:.1f} GiB free: set "
-                             f"data.on_device=false.")
         rows = copies * self.count
         stored = torch.empty((rows, *self._stored_shape), dtype=torch.float16, device=device)
         weights = torch.ones((rows, 1, *self.shape[1:]) if self.has_masks else (1, 1, 1, 1),
@@ -214,7 +206,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
 
     Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its
-    kind, scale and classes, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
+    kind and scale, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
     "moments" ([mean, logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which
     TREAD stores scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first
     opening indexes them and keeps the index beside them, so let one rank open before the others. Raises ValueError,
@@ -223,7 +215,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     assert kind in (None, *KINDS) and (scale is None or scale > 0)
     path = Path(path)
     if (path / "metadata.json").is_file():
-        latents = _open_folder(path, kind, scale, num_classes)
+        latents = _open_folder(path, kind, scale)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
         raise ValueError(f"{path}: preparation has not finished; run the same command again, and it "
                          "goes on from there.")
@@ -271,7 +263,7 @@ class Metadata(Record):
     shards: list[Shard]
 
 
-def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
+def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:
     file = folder / "metadata.json"
     meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
     classes, counts = meta.num_classes, [shard.count for shard in meta.shards]
@@ -288,10 +280,6 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
         if asked is not None and asked != said:
             raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {said!r}: "
                              f"leave data.{name}=null for a latent folder.")
-    if num_classes is not None and num_classes < classes:
-        raise ValueError(f"data.num_classes is {num_classes}, but {folder} has {classes}: "
-                         f"set data.num_classes={classes} or more.")
-
     try:
         convention = Convention.read(meta.model_dump())
         convention.require(meta.shape[0], "its record")
@@ -531,7 +519,7 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
     are skipped at no cost: a run that resumes sees what it would have seen. One thread reads ahead; closing the
     iterator ends it. `pin` page-locks the batches for copies to the current GPU. With a `device` all latents are
     copied there once, and the same batches are made there. Raises ValueError for a batch size that the images or the
-    ranks do not fit, and for latents that do not fit on the device.
+    ranks do not fit.
     """
     if not 0 < batch_size <= latents.count:
         raise ValueError(f"The batch size is {batch_size}, but {latents.where} holds {latents.count} images: "
@@ -606,32 +594,12 @@ def _select(
 
 def read_ahead(items: Iterator) -> Iterator:
     """Yields `items`, made by one thread that is at most NUM_AHEAD of them ahead and ends with this generator."""
-    ready, free, stop = queue.SimpleQueue(), threading.Semaphore(NUM_AHEAD), threading.Event()
-
-    def produce():
-        try:
-            for item in items:
-                free.acquire()
-                if stop.is_set():
-                    return
-                ready.put((item, None))
-            ready.put(None)
-        except BaseException as error:  # raised where the batch is asked for
-            ready.put((None, error))
-
-    thread = threading.Thread(target=produce, name="read-ahead", daemon=True)
-    thread.start()
+    pool, end = ThreadPoolExecutor(1, "read-ahead"), object()
     try:
-        while True:
-            if (got := ready.get()) is None:
-                return
-            item, error = got
-            if error is not None:
-                raise error
-            free.release()
+        waiting = deque(pool.submit(next, items, end) for _ in range(NUM_AHEAD))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(pool.submit(next, items, end))
             yield item
     finally:
-        stop.set()
-        free.release()
-        if not sys.is_finalizing():  # a daemon thread cannot be joined once the interpreter is going down
-            thread.join()
+        if not sys.is_finalizing():  # when all threads have been joined
+            pool.shutdown(cancel_futures=True)
