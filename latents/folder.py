@@ -134,18 +134,11 @@ class Latents:
         """Copies all that is stored to a device: latents, labels, and the arrays of `names` in their order.
 
         Of n images there are n rows of each, and with mirrored copies twice as many of what differs in them (image i's
-        copy is at i + count). Raises ValueError where a GPU has too little free memory.
+        copy is at i + count).
         """
         copies, names = 2 if self.mirrored else 1, [*names]
         like = [self._stored_shape, *(self.arrays[name].shards[0].shape[1:] for name in names)]
         dtypes = [torch.float16, *(torch.from_numpy(self.arrays[name].shards[0][:0].copy()).dtype for name in names)]
-        need = copies * self.count * sum(math.prod(shape) * dtype.itemsize
-                                         for shape, dtype in zip(like, dtypes, strict=True)) + 8 * self.count
-        free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else math.inf
-        if need > free:
-            raise ValueError(f"data.on_device=true needs {need / 2**30:.1f} GiB for the {self.count * copies:,} "
-                             f"latents of {self.where}, but {device} has {free / 2**30:.1f} GiB free: set "
-                             f"data.on_device=false.")
         there = [torch.empty((copies * self.count, *shape), dtype=dtype, device=device)
                  for shape, dtype in zip(like, dtypes, strict=True)]
         for copy in range(copies):
@@ -201,7 +194,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
 
     Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its
-    kind, scale and classes, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
+    kind and scale, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
     "moments" ([mean, logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which
     TREAD stores scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first
     opening indexes them and keeps the index beside them, so let one rank open before the others. Raises ValueError,
@@ -210,7 +203,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     assert kind in (None, *KINDS) and (scale is None or scale > 0)
     path = Path(path)
     if (path / "metadata.json").is_file():
-        latents = _open_folder(path, kind, scale, num_classes)
+        latents = _open_folder(path, kind, scale)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
         raise ValueError(f"{path}: preparation has not finished; run the same command again, and it "
                          "goes on from there.")
@@ -274,7 +267,7 @@ class Metadata(Record):
     arrays: dict[str, ArrayRecord] = {}
 
 
-def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
+def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:
     file = folder / "metadata.json"
     meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
     classes, counts = meta.num_classes, [shard.count for shard in meta.shards]
@@ -291,10 +284,6 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
         if asked is not None and asked != said:
             raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {said!r}: "
                              f"leave data.{name}=null for a latent folder.")
-    if num_classes is not None and num_classes < classes:
-        raise ValueError(f"data.num_classes is {num_classes}, but {folder} has {classes}: "
-                         f"set data.num_classes={classes} or more.")
-
     try:
         convention = Convention.read(meta.model_dump())
         convention.require(meta.shape[0], "its record")

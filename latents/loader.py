@@ -1,10 +1,10 @@
 """Latents -> endless shuffled batches, the same ones on any number of ranks."""
 
 import itertools
-import queue
 import sys
-import threading
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
@@ -113,32 +113,12 @@ def _select(wholes: tuple[torch.Tensor, ...], batches_of_rows: Iterator) -> Iter
 
 def read_ahead(items: Iterator) -> Iterator:
     """Yields `items`, made by one thread that is at most NUM_AHEAD of them ahead and ends with this generator."""
-    ready, free, stop = queue.SimpleQueue(), threading.Semaphore(NUM_AHEAD), threading.Event()
-
-    def produce():
-        try:
-            for item in items:
-                free.acquire()
-                if stop.is_set():
-                    return
-                ready.put((item, None))
-            ready.put(None)
-        except BaseException as error:  # raised where the batch is asked for
-            ready.put((None, error))
-
-    thread = threading.Thread(target=produce, name="read-ahead", daemon=True)
-    thread.start()
+    pool, end = ThreadPoolExecutor(1, "read-ahead"), object()
     try:
-        while True:
-            if (got := ready.get()) is None:
-                return
-            item, error = got
-            if error is not None:
-                raise error
-            free.release()
+        waiting = deque(pool.submit(next, items, end) for _ in range(NUM_AHEAD))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(pool.submit(next, items, end))
             yield item
     finally:
-        stop.set()
-        free.release()
-        if not sys.is_finalizing():  # a daemon thread cannot be joined once the interpreter is going down
-            thread.join()
+        if not sys.is_finalizing():  # when all threads have been joined
+            pool.shutdown(cancel_futures=True)

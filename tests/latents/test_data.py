@@ -203,12 +203,6 @@ def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_
     assert not readers()
 
 
-def test_a_gpu_that_is_too_full_for_the_latents_is_a_sentence(folder, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**13, 2**30))
-    with pytest.raises(ValueError, match=r"needs 0.0 GiB for the 103 latents of .*, but cuda has 0.0 GiB free: set data.on_device=false"):
-        batches(open_latents(folder), 10, seed=0, device="cuda")
-
-
 def test_moments_are_sampled_with_their_mean_and_standard_deviation():
     stored = torch.empty(20_000, 2, 2, 2, dtype=torch.float16)
     stored[:, 0], stored[:, 1] = 1.5, 0.25
@@ -667,7 +661,7 @@ def test_classes_are_shown_by_their_display_names_or_their_own(tmp_path):
 
 
 def readers():
-    return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
 def test_the_reading_thread_runs_ahead_a_little_and_ends_with_the_iterator(folder, monkeypatch):
