@@ -250,7 +250,7 @@ class OwnDecoder(Autoencoder):
                              f"of H and W that are whole multiples of {shape[1]} and {shape[2]}.")
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.function(z)
+        return self.function(z).to(z.device)      # which may compute elsewhere; ranks gather what is on their devices
 
 
 # ---- names -> autoencoders ------------------------------------------------------------------------------------------
@@ -343,7 +343,8 @@ def _open(name: str, device: torch.device | str, dtype: torch.dtype) -> tuple[Au
     if name == "identity":
         return Identity(device), Identity.convention
     if Path(name).is_file():
-        statistics = _statistics_beside(Path(name))
+        beside = Path(name).with_name("latents_stats.pt")
+        statistics = read_statistics(beside) if beside.is_file() else None
         loaded = DiffusersAutoencoder(name, _from_ldm(Path(name)).to(dtype), device, statistics or Convention())
         return loaded, statistics
     vae = _from_hub(name, dtype) if name in HUB_NAMES else _from_folder(name, dtype)
@@ -536,18 +537,14 @@ def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
             if isinstance(key, str) and key.startswith(parts) and isinstance(value, torch.Tensor)}
 
 
-def _statistics_beside(file: Path) -> Convention | None:
-    """Reads LightningDiT's latents_stats.pt, {mean, std}, beside a weights file; None where there is none."""
-    statistics = file.with_name("latents_stats.pt")
-    if not statistics.is_file():
-        return None
+def read_statistics(file: Path) -> Convention:
+    """Reads LightningDiT's latents_stats.pt, tensors mean and std; raises ValueError for anything else."""
     try:
-        require_unpacked(statistics)
-        mean, std = (torch.load(statistics, map_location="cpu", weights_only=True)[key].double().flatten().tolist()
-                     for key in ("mean", "std"))
-        return Convention(latents_mean=tuple(mean), latents_std=tuple(std))
-    except Exception as error:
-        raise ValueError(f"{statistics} does not hold tensors mean and std, a number a channel: "
+        held = torch.load(file, map_location="cpu", weights_only=True)
+        mean, std = (tuple(held[key].double().flatten().tolist()) for key in ("mean", "std"))
+        return Convention(latents_mean=mean, latents_std=std)
+    except Exception as error:      # of the zip, the unpickler, or what it holds
+        raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: "
                          f"{(str(error) or type(error).__name__).splitlines()[0][:120]}.") from error
 
 

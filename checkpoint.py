@@ -5,22 +5,19 @@ A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each holding 
 """
 
 import contextlib
-import ctypes
 import errno
 import hashlib
 import json
 import os
 import re
 import shutil
-import stat
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
-import torch
 from filelock import FileLock, Timeout
 from safetensors import SafetensorError
-from safetensors.torch import load_file
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from settings import Record, Whole, read, read_json, shown
@@ -32,9 +29,11 @@ from settings import Record, Whole, read, read_json, shown
 def beside(path: Path) -> Iterator[Path]:
     """Yields a place beside `path` to write a file or a folder at, and renames it to `path` once it is whole.
 
-    Where writing fails, nothing stays behind and what was at `path` is untouched. A kill may leave `.<name>.<pid>.tmp`.
+    Where writing fails, nothing stays behind and what was at `path` is untouched. A kill may leave `.<name>.<pid>.tmp`
+    and, between two renames, the folder that was at `path` as `.<name>.<pid>.old.tmp`.
     """
-    require_ordinary(path)
+    if path.exists() and not (path.is_file() or path.is_dir()):      # as /dev/null, which a rename would replace
+        raise FileExistsError(errno.EEXIST, "it is not a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)
@@ -43,20 +42,15 @@ def beside(path: Path) -> Iterator[Path]:
             yield partial
             for file in [partial, *partial.rglob("*")]:
                 if file.is_file():
-                    with open(file, "rb") as written:
-                        os.fsync(written.fileno())
-            put(partial, path)
-            sync_folder(path.parent)
+                    sync(file)
+            old = partial.with_suffix(".old.tmp")
+            if path.is_dir() and partial.is_dir():
+                os.rename(path, old)
+            os.replace(partial, path)
+            remove(old)
+            sync(path.parent)
     finally:
         remove(partial)
-
-
-def require_ordinary(path: Path) -> None:
-    """Raises OSError for a device, a pipe or a socket, which a rename would replace by a file."""
-    with contextlib.suppress(FileNotFoundError, NotADirectoryError):      # which making the folder says better
-        kind = path.stat().st_mode
-        if not (stat.S_ISREG(kind) or stat.S_ISDIR(kind)):
-            raise OSError(errno.EEXIST, "it is a device, a pipe or a socket, not a file", str(path))
 
 
 def require_room(out: Path, needed: int, remedy: str) -> None:
@@ -64,26 +58,8 @@ def require_room(out: Path, needed: int, remedy: str) -> None:
     existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
     free = shutil.disk_usage(existing).free
     if needed > free:
-        raise ValueError(f"{out} needs {needed / 1e9:.1f} GB more and its disk has {free / 1e9:.1f} GB free: {remedy}")
-
-
-def put(partial: Path, path: Path) -> None:
-    """Renames `partial` to `path`. A folder that is there takes its place in the same step, so that one always is.
-
-    File systems that cannot exchange two folders, as some over a network, keep the old one as `.<name>.<pid>.old.tmp`
-    for the moment between two renames.
-    """
-    if partial.is_dir() and path.is_dir():
-        libc, (old, new) = ctypes.CDLL(None), map(os.fsencode, (path, partial))
-        # Of Linux alone; the numbers are AT_FDCWD, for each path, and RENAME_EXCHANGE.
-        if hasattr(libc, "renameat2") and libc.renameat2(-100, new, -100, old, 2) == 0:
-            return
-        aside = partial.with_suffix(".old.tmp")
-        os.rename(path, aside)
-        os.rename(partial, path)
-        remove(aside)
-    else:
-        os.replace(partial, path)
+        more, left = (f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB" for size in (needed, free))
+        raise ValueError(f"{out} needs {more} more and its disk has {left} free: {remedy}")
 
 
 @contextlib.contextmanager
@@ -105,9 +81,9 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def sync_folder(folder: Path) -> None:
-    """Makes renames in a folder outlast a power cut."""
-    descriptor = os.open(folder, os.O_RDONLY)
+def sync(path: Path) -> None:
+    """Makes a file, or the renames in a folder, outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
     try:
         os.fsync(descriptor)
     finally:
@@ -125,7 +101,6 @@ def append_row(path: Path, row: dict) -> None:
 
     Raises OSError for a link, which in a run of somebody else's may lead anywhere.
     """
-    require_ordinary(path)
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, and rows are added to files alone", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -204,39 +179,18 @@ class Files(Record):
     files: dict[str, File]
 
 
-# Of the format, in the order in which it sorts them; a file begins with the tensors of the last one.
-DTYPES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
-          torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
-
-
-def in_file_order(named: Mapping[str, Tensor]) -> list[tuple[str, Tensor]]:
-    """Sorts named tensors as a safetensors file holds them: widest type first, then by name."""
-    place = {dtype: i for i, dtype in enumerate(DTYPES)}
-    return sorted(named.items(), key=lambda item: (-place[item[1].dtype], item[0]))
-
-
-def write_tensors(path: Path, named: Mapping[str, Tensor], values: Iterator[Tensor]) -> None:
-    """Writes a safetensors file of tensors shaped as `named`, whose `values` come in file order and one at a time.
-
-    The format is the header's length in 8 bytes, the header (JSON, padded with spaces to a multiple of 8), the bytes
-    of each tensor: https://github.com/huggingface/safetensors#format. Byte for byte what safetensors writes.
-    """
-    header, end = {}, 0
-    for name, tensor in in_file_order(named):
-        begin, end = end, end + tensor.numel() * tensor.element_size()
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": [*tensor.shape], "data_offsets": [begin, end]}
-    text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
-    text += b" " * (-len(text) % 8)
-    with open(path, "wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
-        for _ in header:
-            value = next(values).detach().cpu().contiguous()
-            file.write(value.reshape(-1).view(torch.uint8).numpy().data)
+def write_tensors(path: Path, names: Iterable[str], values: Iterator[Tensor]) -> None:
+    """Writes a safetensors file of named tensors; all of them are held in memory, on the CPU."""
+    try:
+        save_file({name: next(values).detach().cpu().contiguous() for name in names}, path)
+    except SafetensorError as error:      # which has the disk's error as words
+        number = re.search(r"os error (\d+)", str(error))
+        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
 
 
 def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
     """Goes through the tensors of a checkpoint's files in the order in which they are written."""
-    return (tensor for named in tensors.values() for _, tensor in in_file_order(named))
+    return (tensor for named in tensors.values() for tensor in named.values())
 
 
 def save(
@@ -311,11 +265,16 @@ def last_sound(run: Path, before: int) -> Path | None:
 
 def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
     """Finds the newest checkpoint of a run that is whole; each newer one that is not is named in a warning."""
-    for folder in reversed(all_steps(run)):
+    folders = all_steps(run)
+    while folders:
+        folder = folders.pop()
         why = problem(folder, names)
         if why is None:
             return folder
-        warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
+        if folder.is_dir():
+            warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
+        else:      # training has pruned it, and saved a newer one before that
+            folders = all_steps(run)
     return None
 
 

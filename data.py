@@ -6,20 +6,20 @@ copies, 1 or 2 for the label and, in tars, 8 for the offset.
 """
 
 import hashlib
-import io
 import itertools
 import json
 import math
 import queue
-import re
 import sys
+import tarfile
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing, suppress
 from functools import partial
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import Annotated, Any, BinaryIO
 
 import numpy as np
 import torch
@@ -27,10 +27,11 @@ from pydantic import Field
 from tqdm import tqdm
 
 from autoencoder import SD_VAE_SCALE, Convention
-from checkpoint import beside, naming
-from images import MAX_CLASSES, find_tars, map_tar, tar_members
+from checkpoint import beside
+from images import MAX_CLASSES, check_labels, find_tars, tar_members
 from objectives.diffusion import kept_tokens
-from settings import Count, Number, Positive, Record, Says, Whole, one_of, read_record
+from settings import Count, Number, Positive, Record, Whole, one_of, read_record
+from shards import map_npy
 
 KINDS = ("sample", "moments")
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
@@ -57,6 +58,7 @@ class Latents:
     `shape` is (C, h, w) of one latent; what is stored has 2C channels [mean, std] where `kind` is "moments".
     `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
     `display_names` are the classes' names for people, the class names where there are no others.
+    `classes` are the labels that images have, in order; of `num_classes` there may be fewer.
     """
 
     def __init__(
@@ -64,12 +66,11 @@ class Latents:
         *,
         where: str,                                 # a name for sentences
         files: list[Path],                          # plain shards, then mirrored ones; or tars
+        shards: list[Any],                          # by row, the latents of each file
         starts: np.ndarray,                         # index of each shard's first image, and the count at the end
         labels: np.ndarray,                         # (count,)
         stored_shape: tuple[int, int, int],         # of one latent, as it is on disk
         stored_dtype: np.dtype,
-        first_byte: np.ndarray | None = None,       # folders: where each file's rows begin
-        offsets: np.ndarray | None = None,          # tars: where each image's values begin
         kind: str,                                  # one of KINDS
         mirrored: bool,
         num_classes: int,
@@ -88,18 +89,12 @@ class Latents:
         self.count = len(labels)
         self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])
 
-        allow_open_files(len(files))
-        self._masks = masks
-        self._maps = [np.asarray(np.memmap(file, np.uint8, "r")) for file in files]  # mirrored after plain shards
-        self._starts = starts  # index of each shard's first image, and the count at the end
-        self._first_byte = first_byte  # folders: where each file's rows begin
-        self._offsets = offsets  # tars: where each image's values begin
-        self._labels = labels
+        self._shards, self._masks, self._starts, self._labels = shards, masks, starts, labels
+        self.classes = np.unique(labels).tolist()
         self._stored_shape, self._stored_dtype = stored_shape, stored_dtype
-        self._row_bytes = math.prod(stored_shape) * stored_dtype.itemsize
-        self.in_tars = offsets is not None  # values come as they are there: `applied` is due
+        self.in_tars = applied is not None  # values come as they are there: `applied` is due
 
-        record = [[(file.name, m.size) for file, m in zip(files, self._maps, strict=True)], self.count, self.shape,
+        record = [[(file.name, file.stat().st_size) for file in files], self.count, self.shape,
                   str(stored_dtype), kind, mirrored, num_classes, class_names, autoencoder,
                   *(applied or convention).record().values()]
         content = hashlib.sha256(json.dumps(record).encode())
@@ -131,10 +126,8 @@ class Latents:
         """
         if self._masks is None:
             return np.ones((len(indices), 1, 1, 1), np.float16)
-        shard = np.searchsorted(self._starts, indices, side="right") - 1
         rows = np.empty((len(indices), 1, *self.shape[1:]), np.float16)
-        for i, (s, row) in enumerate(zip(shard.tolist(), (indices - self._starts[shard]).tolist(), strict=True)):
-            rows[i, 0] = self._masks[s][row]
+        self._fill(rows, self._masks, indices)
         return rows if mirror is None else np.where(mirror[:, None, None, None], rows[..., ::-1], rows)
 
     def read_weighted(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
@@ -202,21 +195,21 @@ class Latents:
     def _read_stored(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> np.ndarray:
         assert len(indices) and 0 <= indices.min() and indices.max() < self.count
         assert mirror is None or self.mirrored or not mirror.any()
+        rows = np.empty((len(indices), *self._stored_shape), self._stored_dtype)
+        self._fill(rows, self._shards, indices, mirror)
+        return rows
+
+    def _fill(
+        self, rows: np.ndarray, shards: Sequence, indices: np.ndarray, mirror: np.ndarray | None = None,
+    ) -> None:
+        """Copies the rows of `indices` out of shards, the plain ones or, where `mirror` is True, those after them."""
         order = np.argsort(indices)  # pages are visited in the order of the file
-        index = indices[order]
-        shard = np.searchsorted(self._starts, index, side="right") - 1
-        if self._offsets is None:
-            row = index - self._starts[shard]
-            shard = shard if mirror is None else shard + mirror[order] * (len(self._starts) - 1)
-            first = self._first_byte[shard] + row * self._row_bytes
-        else:
-            first = self._offsets[index]
-        last = first + self._row_bytes
-        rows = np.empty((len(indices), self._row_bytes), np.uint8)
+        shard = np.searchsorted(self._starts, indices[order], side="right") - 1
+        row = indices[order] - self._starts[shard]
+        shard = shard if mirror is None else shard + mirror[order] * (len(self._starts) - 1)
         # Row by row beats fancy indexing per shard: a shuffled batch meets most shards once or twice.
-        for i, s, a, b in zip(order.tolist(), shard.tolist(), first.tolist(), last.tolist(), strict=True):
-            rows[i] = self._maps[s][a:b]
-        return rows.view(self._stored_dtype).reshape(len(indices), *self._stored_shape)
+        for i, s, r in zip(order.tolist(), shard.tolist(), row.tolist(), strict=True):
+            rows[i] = shards[s][r]
 
 
 def open_latents(path: str | Path, *, kind: str | None = None, scale: float | None = None,
@@ -265,7 +258,7 @@ class Metadata(Record):
 
     format: one_of([1])
     count: Count
-    shape: Annotated[list[Count], Field(min_length=3, max_length=3), Says("[C, h, w]")]
+    shape: Annotated[list[Count], Field(min_length=3, max_length=3)]      # [C, h, w]
     dtype: one_of(["float16"])
     kind: one_of(KINDS)
     mirrored: bool
@@ -294,9 +287,6 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
     if sum(counts) != meta.count:
         raise ValueError(f"{file} says {meta.count} images, but its {len(counts)} shards hold {sum(counts)}.")
     names = {part: [folder / getattr(shard, part) for shard in meta.shards] for part in (*parts, "labels")}
-    for name in itertools.chain(*names.values()):
-        if not name.is_relative_to(folder) or ".." in name.relative_to(folder).parts:
-            raise ValueError(f"{file} lists {name}, which lies outside the folder: a latent folder holds its shards.")
     for name, asked, said in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
         if asked is not None and asked != said:
             raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {said!r}: "
@@ -313,16 +303,16 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
 
     stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
     files = [file for part in parts for file in names[part]]
-    first_byte = [_check_npy(file, [np.dtype("<f2")], [(n, *stored_shape)])[0]
-                  for file, n in zip(files, counts * len(parts), strict=True)]
+    allow_open_files(len(files) + len(counts))
+    shards = [map_npy(file, [(n, *stored_shape)], ["float16"])
+              for file, n in zip(files, counts * len(parts), strict=True)]
     starts = np.concatenate([[0], np.cumsum(counts)])
     labels = np.empty(meta.count, np.min_scalar_type(classes - 1))
     for file, start, end in zip(names["labels"], starts[:-1], starts[1:], strict=True):
-        _check_npy(file, [np.dtype("<i8")], [(int(end - start),)])
-        shard_labels = np.load(file, allow_pickle=False)
-        _check_labels(shard_labels, classes, file, 'correct the labels or "num_classes" in metadata.json')
-        labels[start:end] = shard_labels
-    return Latents(where=str(folder), files=files, starts=starts, first_byte=np.array(first_byte), labels=labels,
+        of_shard = map_npy(file, [(int(end - start),)], ["int64"])
+        check_labels(of_shard, classes, file, 'correct the labels or "num_classes" in metadata.json')
+        labels[start:end] = of_shard
+    return Latents(where=str(folder), files=files, shards=shards, starts=starts, labels=labels,
                    stored_shape=stored_shape, stored_dtype=np.dtype("<f2"),
                    masks=_open_masks(folder, names["latents"], counts, stored_shape[1:]),
                    convention=convention,
@@ -342,72 +332,41 @@ def _open_masks(
         raise ValueError(f"{folder} has {len(found)} files of masks for {len(latents)} of latents: {odd[0].name} is "
                          f"{'there without its latents' if odd[0] in found else 'missing'}. Give every "
                          f"latents-*.npy its masks-*.npy, or remove them all.")
-    allow_open_files(3 * len(latents))      # latents, their mirrored copies and masks
-    masks = []
-    for file, n in zip(wanted, counts, strict=True):
-        shapes = [(n, *sides), (n, 1, *sides)]
-        first_byte, dtype = _check_npy(file, [np.dtype("u1"), np.dtype("<f2")], shapes)
-        masks.append(np.asarray(np.memmap(file, dtype, "r", first_byte, shapes[0])) if n else np.empty(shapes[0]))
-    return masks
-
-
-def npy_header(stream: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
-    """Reads an npy header and leaves the stream at the first value -> (shape, Fortran order, dtype)."""
-    if (version := np.lib.format.read_magic(stream)) != (1, 0):
-        raise ValueError(f"its version is {version}, and only (1, 0) is read")
-    try:
-        return np.lib.format.read_array_header_1_0(stream)
-    except Exception as error:      # of Python's tokenizer, too
-        raise ValueError(f"its header cannot be read: {str(error)[:200]}") from error
-
-
-def _check_npy(file: Path, dtypes: list[np.dtype], shapes: list[tuple[int, ...]]) -> tuple[int, np.dtype]:
-    """Returns the byte where an npy file's values begin, and their type, once header and size are what they may be."""
-    again = "copy the folder again, or remove it and prepare it anew"
-    if not file.is_file():
-        raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.")
-    with naming(file), open(file, "rb") as stream:
-        try:
-            found_shape, fortran, found_dtype = npy_header(stream)
-        except ValueError as error:
-            raise ValueError(f"{file} is not an npy file ({error}): {again}.") from error
-        first_byte = stream.tell()
-    if found_shape not in shapes or fortran or found_dtype not in dtypes:
-        order = " in Fortran order" if fortran else ""
-        allowed = f"{' or '.join(map(str, dtypes))} {' or '.join(map(str, shapes))}"
-        raise ValueError(f"{file} holds {found_dtype} {found_shape}{order}, but metadata.json says "
-                         f"{allowed}: the two are not of one preparation.")
-    size, expected = file.stat().st_size, first_byte + math.prod(found_shape) * found_dtype.itemsize
-    if size != expected:
-        raise ValueError(f"{file} has {size} bytes, but its header promises {expected}: it was cut short or "
-                         f"written over; {again}.")
-    return first_byte, found_dtype
-
-
-def _check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
-    low, high = labels.min(initial=0), labels.max(initial=0)
-    if low < 0 or high >= num_classes:
-        bad = low if low < 0 else high
-        raise ValueError(f"{where} has label {bad} (row {int(np.argmax(labels == bad))}), outside "
-                         f"0..{num_classes - 1}: {remedy}.")
+    return [map_npy(file, [(n, *sides), (n, 1, *sides)], ["uint8", "float16"])
+            for file, n in zip(wanted, counts, strict=True)]
 
 
 def allow_open_files(num_files: int) -> None:
-    """Raises this process's limit on open files where the maps, which hold one descriptor each, would pass it."""
+    """Raises this process's limit on open files where maps, which hold one each, would pass it."""
     import resource
 
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
     wanted = num_files + 512  # and what Python, torch and the trackers hold open
-    if soft == resource.RLIM_INFINITY or soft >= wanted:
-        return
-    if hard != resource.RLIM_INFINITY and hard < wanted:
-        raise ValueError(f"The data set has {num_files} files, but this machine lets a process open {hard}: "
-                         "raise `ulimit -n`, or prepare the data in larger shards.")
-    resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
+    wanted = wanted if hard == resource.RLIM_INFINITY else min(wanted, hard)
+    if resource.RLIM_INFINITY != soft < wanted:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (wanted, hard))
 
 
 # ------------------------------------------------------------------------------------------------------------
 # Tars
+
+
+class TarRows:
+    """The latents of a tar by row, mapped: `offsets` are where their values begin."""
+
+    def __init__(self, tar: Path, offsets: np.ndarray, shape: tuple[int, ...], dtype: np.dtype):
+        self.mapped, self.offsets, self.shape, self.dtype = np.memmap(tar, np.uint8, "r"), offsets, shape, dtype
+
+    def __getitem__(self, row: int) -> np.ndarray:
+        return np.ndarray(self.shape, self.dtype, self.mapped, self.offsets[row])
+
+
+def open_rows(tars: list[Path], index: dict[str, np.ndarray]) -> list[TarRows]:
+    """Maps the latents of tars by what `tar_index` says of them."""
+    allow_open_files(len(tars))
+    shape, dtype = tuple(index["shape"].tolist()), np.dtype(str(index["dtype"]))
+    return [TarRows(tar, offsets, shape, dtype)
+            for tar, offsets in zip(tars, np.split(index["offsets"], index["starts"][1:-1]), strict=True)]
 
 
 def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
@@ -416,29 +375,23 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
     dtype, stored_shape = np.dtype(str(index["dtype"])), tuple(index["shape"].tolist())
     channels = stored_shape[0]
     if kind is None:
-        likely = {8: "; 8 are almost surely the moments of a 4-channel autoencoder",
-                  4: "; 4 are almost surely samples"}
-        raise ValueError(f"{path} holds latents of {channels} channels{likely.get(channels, '')}, but tars carry "
-                         "no record of it: set data.kind=moments for [mean, logvar], or data.kind=sample.")
+        raise ValueError(f"{path} holds latents of {channels} channels, but tars carry no record of what they are: set "
+                         "data.kind=moments for [mean, logvar], as 8 almost surely are, or data.kind=sample.")
     if kind == "moments" and channels % 2:
         raise ValueError(f"{path} holds latents of {channels} channels, but moments, [mean, logvar], have an even "
                          "number of them: set data.kind=sample.")
     # TREAD trains on samples as they are, so they are scaled already; moments are an autoencoder's own.
     scale = scale or (1.0 if kind == "sample" else SD_VAE_SCALE)
-    _check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
+    check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
     labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
     # The autoencoder is the one TREAD trains on; nothing in the tars says so or otherwise.
-    latents = Latents(where=str(path), files=tars, starts=index["starts"], offsets=index["offsets"], labels=labels,
+    latents = Latents(where=str(path), files=tars, shards=open_rows(tars, index), starts=index["starts"], labels=labels,
                       stored_shape=stored_shape, stored_dtype=dtype, kind=kind, mirrored=False,
                       num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema",
                       convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
     if kind == "moments" and channels == 4:
-        likely = f"{path} holds latents of 4 channels, which are almost surely samples: set data.kind=sample"
-        try:
-            _check_values(latents)
-        except ValueError as error:  # what it advises would make good moments of them
-            raise ValueError(f"{likely}. As moments they do not look right.") from error
-        warnings.warn(f"{likely}, unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
+        warnings.warn(f"{path} holds latents of 4 channels, which are almost surely samples: set data.kind=sample, "
+                      "unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
     return latents
 
 
@@ -450,105 +403,71 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     try:
         with np.load(cache, allow_pickle=False) as kept:
             if str(kept["key"]) == key:
-                index = {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
-                _check_index(index, np.array([size for _, size, _ in stats]))
-                return index
-    except Exception:  # absent, unreadable or damaged: the tars are the truth
+                return {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # absent or damaged: the tars are the truth
         pass
 
-    starts, offsets, labels, headers = [0], [], [], {}
+    starts, offsets, labels, form = [0], [], [], None
     total = sum(size for _, size, _ in stats)
     with tqdm(desc="indexing tars", total=total, unit="B", unit_scale=True, delay=2, disable=None) as progress:
         for file in tars:
-            for offset, label in _index_one_tar(file, headers, progress):
-                offsets.append(offset)
-                labels.append(label)
+            rows, form = _index_one_tar(file, form, progress)
+            offsets += [offset for offset, _ in rows]
+            labels += [label for _, label in rows]
             starts.append(len(offsets))
-    shape, dtype = next(iter(headers.values()))
+    check_labels(np.array(labels), MAX_CLASSES, tars[0].parent, "correct the tars")
     index = {"starts": np.array(starts), "offsets": np.array(offsets, np.int64),
-             "labels": np.array(labels, np.int32), "shape": np.array(shape), "dtype": np.array(dtype.str)}
+             "labels": np.array(labels, np.int32), "shape": np.array(form[0]), "dtype": np.array(form[1].str)}
 
     with suppress(OSError), beside(cache) as partial, open(partial, "wb") as stream:      # else indexed next time
         np.savez(stream, key=np.array(key), **index)
     return index
 
 
-def _check_index(index: dict[str, np.ndarray], sizes: np.ndarray) -> None:
-    """Raises ValueError where a kept index names places beyond the tars, whose `sizes` are in bytes."""
-    starts, offsets, labels, shape = (index[name] for name in ("starts", "offsets", "labels", "shape"))
-    whole = starts.shape == (len(sizes) + 1,) and starts[0] == 0 and starts[-1] == len(offsets) == len(labels) > 0
-    whole = whole and (np.diff(starts) >= 0).all() and starts.dtype == offsets.dtype == shape.dtype == np.int64
-    whole = whole and labels.dtype == np.int32 and 0 <= labels.min() and labels.max() < MAX_CLASSES
-    whole = whole and shape.shape == (3,) and shape.min() > 0 and str(index["dtype"]) in ("<f2", "<f4")
-    row_bytes = math.prod(shape.tolist()) * np.dtype(str(index["dtype"])).itemsize
-    if not whole or offsets.min() < 0 or (offsets > np.repeat(sizes, np.diff(starts)) - row_bytes).any():
-        raise ValueError("it is not of these tars")
+NpyForm = tuple[tuple[int, ...], np.dtype]      # shape and type
 
 
-def _index_one_tar(file: Path, headers: dict[bytes, tuple], progress: tqdm) -> list[tuple[int, int]]:
-    """Returns [(first byte of the values, label)] of a tar's samples; `headers` is shared by all tars."""
-    bytes_of = map_tar(file)
-    latents, labels, endings = {}, {}, set()
-    for name, first, size in tar_members(bytes_of, file):
-        if first is None:
-            continue
-        progress.update(size)
-        content = bytes_of[first : first + size]
-        where = f"{file}: {name}"
-        if name.endswith(".latent.npy"):
-            kept, sample = latents, name.removesuffix(".latent.npy")
-            value = first + _latent_header(content, headers, where)
-        elif name.endswith(".cls"):
-            kept, sample = labels, name.removesuffix(".cls")
-            value = _class_number(content, where)
-        else:
-            endings.add("".join(Path(name).suffixes))
-            continue
-        if sample in kept:
-            raise ValueError(f"{where} is there twice; a key names one sample.")
-        kept[sample] = value
-    if not latents:
-        seen = f", only {sorted(endings)[:8]}" if endings else ""
-        raise ValueError(f"{file} holds no '<key>.latent.npy'{seen}: tars of images go through "
-                         "scripts/prepare_latents.py first.")
-    if alone := sorted(latents.keys() ^ labels.keys()):
+def _index_one_tar(file: Path, form: NpyForm | None, progress: tqdm) -> tuple[list[tuple[int, int]], NpyForm]:
+    """Returns [(first byte of the values, label)] of a tar's samples and the form of all, that of the tars before."""
+    firsts, labels = {}, {}
+    with open(file, "rb") as content:
+        for member in filter(tarfile.TarInfo.isfile, tar_members(file)):
+            progress.update(member.size)
+            content.seek(member.offset_data)
+            name, where = member.name, f"{file}: {member.name}"
+            if name.endswith(".latent.npy"):
+                found = _read_form(content, member.size, where)
+                if found != (form := form or found):
+                    raise ValueError(f"{where} holds {found[1]} {found[0]}, but the latents before it {form[1]} "
+                                     f"{form[0]}; one data set has one shape.")
+                firsts[name.removesuffix(".latent.npy")] = content.tell()
+            elif name.endswith(".cls"):
+                try:
+                    labels[name.removesuffix(".cls")] = int(content.read(member.size))
+                except ValueError as error:
+                    raise ValueError(f"{where} holds no class number ({error}).") from None
+    if not firsts:
+        raise ValueError(f"{file} holds no '<key>.latent.npy': tars of images go through scripts/prepare_latents.py "
+                         "first.")
+    if alone := sorted(firsts.keys() ^ labels.keys()):
         raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")
-    return [(offset, labels[sample]) for sample, offset in latents.items()]
+    return [(first, labels[sample]) for sample, first in firsts.items()], form
 
 
-def _class_number(content: memoryview, where: str) -> int:
-    text = content.tobytes()
-    if not re.fullmatch(rb"\s*-?\d{1,9}\s*", text):
-        raise ValueError(f"{where} holds {text[:20]!r} where a class number is expected.")
-    if int(text) >= MAX_CLASSES:
-        raise ValueError(f"{where} holds class number {int(text)}, but at most {MAX_CLASSES:,} classes are read: "
-                         "correct the tar.")
-    return int(text)
-
-
-def _latent_header(content: memoryview, headers: dict[bytes, tuple], where: str) -> int:
-    """Returns the length of a latent's npy header, which is parsed once for all latents that share it."""
-    length = 10 + int.from_bytes(content[8:10].tobytes(), "little")  # npy v1, numpy's for every plain array
-    header = content[:length].tobytes()
-    if header not in headers:
-        try:
-            shape, fortran, dtype = npy_header(io.BytesIO(header))
-        except ValueError as error:
-            raise ValueError(f"{where} is not an npy file ({error}).") from error
-        if len(shape) != 3 or fortran or dtype not in (np.dtype("<f2"), np.dtype("<f4")):
-            order = " in Fortran order" if fortran else ""
-            raise ValueError(f"{where} holds {dtype} {shape}{order}; a latent is a C-ordered "
-                             "float16 or float32 array of (channels, height, width).")
-        for other_shape, other_dtype in headers.values():
-            if (shape, dtype) != (other_shape, other_dtype):
-                raise ValueError(f"{where} holds {dtype} {shape}, but the latents before it {other_dtype} "
-                                 f"{other_shape}; one data set has one shape.")
-        headers[header] = shape, dtype
-    shape, dtype = headers[header]
-    expected = length + math.prod(shape) * dtype.itemsize
-    if len(content) != expected:
-        raise ValueError(f"{where} has {len(content)} bytes, but its header promises {expected}.")
-    return length
+def _read_form(content: BinaryIO, size: int, where: str) -> NpyForm:
+    """Reads the header of a latent's npy, of `size` bytes, and leaves `content` at the first value."""
+    end = content.tell() + size
+    try:
+        np.lib.format.read_magic(content)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(content)  # numpy's for every plain array
+    except ValueError as error:
+        raise ValueError(f"{where} is not an npy file ({error}).") from error
+    if len(shape) != 3 or fortran or dtype not in ("float16", "float32"):
+        raise ValueError(f"{where} holds {dtype} {shape}{' in Fortran order' if fortran else ''}; a latent is a "
+                         "C-ordered float16 or float32 array of (channels, height, width).")
+    if content.tell() + math.prod(shape) * dtype.itemsize != end:
+        raise ValueError(f"{where} has {size} bytes, which is not what its header promises.")
+    return shape, dtype
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -568,6 +487,9 @@ def _check_values(latents: Latents) -> None:
     if not (0 <= masks.min() and masks.max() <= 1):      # nor NaN
         raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
                          f"they lie in 0..1: store mask / 255 as float16, or 0 and 1 as uint8.")
+    if masks.max() == 0:
+        raise ValueError(f"{where}: all masks are 0, so that nothing would be trained: store 1 where a pixel counts in "
+                         f"the loss, or remove masks-*.npy.")
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if std.min() < 0:
         raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard "
@@ -582,24 +504,20 @@ def _check_values(latents: Latents) -> None:
 def _check_pixels(low: float, high: float, where: str) -> None:
     seen = f"{where}: pixels run from {low:.4g} to {high:.4g}"
     if low < -1.05 or high > 1.05:
-        guess = ", which looks like 0..255" if low >= 0 and high <= 255 else ""
-        raise ValueError(f"{seen}{guess}; with autoencoder=identity they lie in -1..1: store image / 127.5 - 1.")
+        raise ValueError(f"{seen}; with autoencoder=identity they lie in -1..1: store image / 127.5 - 1.")
     if low >= 0 and high > 0.5:  # pale pictures may be so
         warnings.warn(f"{seen}, which looks like 0..1; -1..1 is expected (image / 127.5 - 1).", stacklevel=4)
 
 
 def _check_scale(spread: float, latents: Latents, where: str) -> None:
+    scale = (latents.applied or latents.convention).scale
+    remedy = (f"data.scale is {scale:g}: set data.scale={SD_VAE_SCALE if spread > 3 else 1}." if latents.in_tars else
+              "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")
     seen = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks"
     if spread > 3:
-        remedy = (f"data.scale is {latents.applied.scale:g}: set data.scale={SD_VAE_SCALE}." if latents.in_tars else
-                  "Store latents times the autoencoder's scale, as scripts/prepare_latents.py does.")
         raise ValueError(f"{seen} unscaled: {SD_VAE_SCALE} times that is {spread * SD_VAE_SCALE:.2g}. {remedy}")
     if spread < 0.3:
-        remedy = ("Set data.scale=1 if the tars hold scaled latents." if latents.in_tars else
-                  "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")
-        scale = (latents.applied or latents.convention).scale
-        once = f"divided by {scale:g} it is {spread / scale:.2g}"
-        message = f"{seen} scaled twice: {once}. {remedy}"
+        message = f"{seen} scaled twice: divided by {scale:g} it is {spread / scale:.2g}. {remedy}"
         if latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
             raise ValueError(message)
         warnings.warn(message, stacklevel=4)  # somebody's own autoencoder may be so

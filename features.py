@@ -16,7 +16,7 @@ from torch.nn.functional import adaptive_avg_pool2d, interpolate
 import autoencoder as autoencoders
 import checkpoint as checkpoints
 from metrics import exact_float32
-from settings import first_line, read_text
+from settings import first_line
 
 EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -111,25 +111,29 @@ def fetch(url: str, name: str) -> Path:
 def verified(path: Path, sha256: str | None, published: bool = True) -> str:
     """Returns the SHA-256 of weights once it is the expected one; raises ValueError with both where it is not.
 
-    The expected one is `sha256` and, for a `published` file that never changes, what its first use recorded beside
-    it in `<name>.sha256`.
+    The expected one is `sha256` and, for a `published` file that never changes, what `record_hash` wrote beside it.
     """
     found, record = checkpoints.sha256(path), path.with_name(f"{path.name}.sha256")
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
-    if published and os.path.lexists(record):
-        recorded = (read_text(record).split() or ["nothing"])[0]
+    if published and record.exists():
+        recorded = (record.read_text(encoding="utf-8").split() or ["nothing"])[0]
         if recorded != found:
             raise ValueError(
                 f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded[:64]}, from its first use: "
                 f"the file has changed. Fetch it again; or, if the change was meant, delete {record}."
             )
-    elif published:
+    return found
+
+
+def record_hash(path: Path, found: str) -> None:
+    """Writes the SHA-256 of published weights into `<name>.sha256` at their first use, once they have proved right."""
+    record = path.with_name(f"{path.name}.sha256")
+    if not record.exists():
         try:
             checkpoints.write_text(record, f"{found}  {path.name}\n")      # what `sha256sum -c` reads
         except OSError as error:
             print(f"The SHA-256 of {path} could not be recorded beside it ({error}): give sha256={found} to check it.")
-    return found
 
 
 # ---- Inception, of 2015 ---------------------------------------------------------------------------------------------
@@ -175,6 +179,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
         return {name: torch.from_numpy(value.numpy().copy()).to(device)
                 for name, value in zip(("pool", "spatial", "probs"), values, strict=True)}
 
+    record_hash(path, digest)
     return Extractor(
         "adm", "inception-2015", "fid", dict(zip(("pool", "spatial", "probs"), sizes, strict=True)),
         "299x299 by TensorFlow 1's bilinear (no antialiasing, corners not aligned), (x - 128) / 128, inside the graph",
@@ -189,8 +194,8 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
     path = weights or fetch(INCEPTION_URL, "torch-fidelity's Inception")
     digest = verified(path, sha256)
     if weights is None and not digest.startswith("6726825d"):
-        raise ValueError(f"{path} has SHA-256 {digest}, but its name promises one that begins with 6726825d: delete it "
-                         f"and its .sha256, and run again.")
+        raise ValueError(f"{path} has SHA-256 {digest}, but its name promises one that begins with 6726825d: "
+                         f"delete it, and run again.")
     try:
         # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
         autoencoders.require_unpacked(path)
@@ -209,6 +214,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
         spatial = caught.pop("spatial")[:, :NUM_SPATIAL].permute(0, 2, 3, 1).flatten(1)     # channels last
         return {"pool": pool, "spatial": spatial, "probs": logits.softmax(1)}
 
+    record_hash(path, digest)
     return Extractor(
         "inception", "inception-2015", "fid",
         {"pool": 2048, "spatial": 17 * 17 * NUM_SPATIAL, "probs": len(network.fc.weight)},
@@ -228,6 +234,7 @@ def dinov2(
     import timm
     from safetensors.torch import load_file
 
+    is_local = weights is not None      # the hub's cache keeps its own record
     if weights is None:
         from huggingface_hub import hf_hub_download
 
@@ -239,9 +246,7 @@ def dinov2(
                 f"not be fetched ({type(error).__name__}). On a machine with network run `hf download {DINOV2_REPO} "
                 f"model.safetensors --local-dir dinov2`, copy it here, and pass its path as features_weights."
             ) from error
-        digest = verified(weights, sha256, published=False)     # the hub's cache keeps its own record
-    else:
-        digest = verified(weights, sha256)
+    digest = verified(weights, sha256, published=is_local)
     try:
         state = load_file(weights)
         state["pos_embed"] = positions_at_224(state["pos_embed"])
@@ -250,6 +255,8 @@ def dinov2(
     except Exception as error:
         raise ValueError(f"{weights} is not timm's {architecture} in safetensors: "
                          f"{first_line(error)}.") from error
+    if is_local:
+        record_hash(weights, digest)
     network = network.to(device).eval().requires_grad_(False)
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1)
                  for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))

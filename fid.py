@@ -38,20 +38,30 @@ from features import load as load_extractor
 from guidance import Guidance
 from metrics import frechet_distance  # noqa: F401      (others call it fid.frechet_distance)
 from rf import RF
-from sample import Batch, DrawingSettings, generate, labels_of, load_decoder, parse_classes, sampling_cost
+from sample import (
+    DRAWING_VERSION,
+    Batch,
+    DrawingSettings,
+    generate,
+    labels_of,
+    load_decoder,
+    read_classes,
+    sampling_cost,
+)
 from scoring import (
+    SCORING_VERSION,
     Images,
     Indexed,
     Kept,
     Reference,
     available_metrics,
-    code_sha256,
     evaluate,
     evenly,
     measure,
     open_images,
     open_reference,
     read_over_ranks,
+    record_sha256,
     write_reference,
 )
 from settings import Location, Number, Settings, Size, Steps, Whole, command, commit, one_of, read, read_record
@@ -153,7 +163,7 @@ class Drawing:
             "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
             "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": "class seed % number of classes",      # and of one image:
+            "labels": "class seed % number of classes", "drawing_version": DRAWING_VERSION,      # and of one image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
 
@@ -193,6 +203,13 @@ def describe_autoencoder(name: str, decode_precision: str) -> dict:
             "decode_precision": decode_precision}
 
 
+def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
+    """Records which classes are drawn: "all", a list, or in place of a long list its length and hash."""
+    if classes == list(range(num_classes)):
+        return "all"
+    return classes if len(classes) <= 100 else {"count": len(classes), "sha256": record_sha256({"classes": classes})}
+
+
 def result_row(
     scores: dict[str, float | None],    # None where they are still to be had
     count: int,                         # of images
@@ -213,7 +230,7 @@ def result_row(
         "extractor": describe_extractor(extractor), "reference": reference.record, "image_rule": image_rule,
         "resolution": resolution, "batch_size": batch_size, "processes": state.num_processes,
         **speed.describe_device(state.device),
-        "versions": versions(extractor), "code_sha256": code_sha256(), "commit": commit(),
+        "versions": versions(extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
         "seconds": seconds, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -224,23 +241,25 @@ def read_results(path: Path) -> list[dict]:
             if isinstance(row.get("source"), dict) and isinstance(row.get("metrics"), dict)]
 
 
-BY_CODE = ("versions", "code_sha256")     # what a row of another version of the code differs in, too
+# What a row of another version of the code differs in, too; older rows lack the last two, and have a hash of all code.
+BY_CODE = ("versions", "source.drawing_version", "scoring_version")
 
 
 def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | None:
     """Finds in results.jsonl a row whose scores are those that `row`, still without any, is going to have.
 
-    With `whatever_code` it may be of another version. What an old row does not tell does not set it apart.
+    With `whatever_code` it may be of another version. What else an old row does not tell does not set it apart.
     """
     def facts(row: dict) -> dict:
-        compared = ("images", "extractor", "reference", "image_rule", "resolution", *(() if whatever_code else BY_CODE))
-        source = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
-        return source | {key: row[key] for key in compared if key in row}
+        found = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
+        compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
+        found |= {key: row[key] for key in compared if key in row}
+        return {key: value for key, value in found.items() if not (whatever_code and key in BY_CODE)}
 
     wanted = facts(json.loads(json.dumps(row)))
     for old in read_results(path):
         found = facts(old)
-        if (found and all(found.get(key, value) == value for key, value in wanted.items())
+        if (found and all(found.get(key, None if key in BY_CODE else value) == value for key, value in wanted.items())
                 and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys()):
             return old
     return None
@@ -362,7 +381,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing,
                            cfg.num_heads)
     if trained.inferred:
         state.print(trained.inferred)
-    classes = parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
+    classes = read_classes(cfg, trained, state)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
     guidance, guidance_record = build_guidance(cfg, trained, state.device)
     decode = load_decoder(trained, cfg, state.device)
@@ -376,8 +395,8 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> tuple[Drawing,
     given = Path(cfg.checkpoint)
     drawing.record = {
         "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
-        "weights_sha256": checkpoints.sha256(trained.file), "ema": trained.weights == "ema",
-        "classes": classes if cfg.classes is not None else "all",
+        "weights_sha256": trained.weights_sha256, "ema": trained.weights == "ema",
+        "classes": describe_classes(classes, trained.net.num_classes),
         **({"family": trained.family} if trained.family else {}),      # which says how bare weights were read
         **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
         "guidance": guidance_record,

@@ -1,23 +1,23 @@
 """Folders, zips and webdataset tars of images, and the built-in shapes, as numbered items: name, label, pixels.
 
-A source keeps names and places only, about 130 bytes an image (170 MB for ImageNet; 800 while a zip is
-listed); pixels are read one image at a time.
+A source keeps names and places only, about 130 bytes an image (170 MB for ImageNet), of a zip about 900; pixels are
+read one image at a time.
 """
 
 import colorsys
 import glob
 import hashlib
 import io
-import itertools
 import json
 import os
 import posixpath
 import re
-import struct
+import tarfile
 import warnings
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,9 +29,6 @@ IMAGE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".p
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
 SPLITS = {"train", "val", "valid", "validation", "test"}
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow hands others to programs
-MOST_PIXELS = 89_478_485  # of an image, where Pillow begins to warn; with alpha it takes 20 bytes a pixel to convert
-LARGEST_FILE = 2**28  # bytes of an image file
-LONGEST_LABEL = 2**20  # bytes of a file beside an image that may say its class; JSON that is longer is none
 MAX_CLASSES = 1_000_000  # a class number beyond is a mistake, and a table of that many classes fills the memory
 
 
@@ -63,37 +60,30 @@ def to_rgb(image: Image.Image) -> Image.Image:
     return image.convert("RGB")
 
 
-def decode_image(data: bytes) -> Image.Image:
-    """Decodes one image file to RGB; raises UnreadableImage with the reason."""
-    with open_image(data) as image:
-        try:
-            image.load()
-            return to_rgb(image)
-        except (UnreadableImage, MemoryError):
-            raise
-        except Exception as error:  # on broken files Pillow raises nearly anything: SyntaxError, struct.error, ...
-            raise UnreadableImage(f"{type(error).__name__}: {error}") from error
+@contextmanager
+def unreadable() -> Iterator[None]:
+    """Raises UnreadableImage for what Pillow raises on broken files, which is nearly anything."""
+    try:
+        yield
+    except (UnreadableImage, MemoryError):
+        raise
+    except UnidentifiedImageError as error:
+        raise UnreadableImage("not an image of a known kind") from error
+    except Exception as error:
+        raise UnreadableImage(f"{type(error).__name__}: {error}") from error
 
 
 def open_image(data: bytes) -> Image.Image:
     """Opens an image file by its header alone; raises UnreadableImage with the reason."""
-    try:
-        image = Image.open(io.BytesIO(data), formats=FORMATS)
-    except UnidentifiedImageError as error:
-        raise UnreadableImage("not an image of a known kind") from error
-    except MemoryError:
-        raise
-    except Exception as error:  # as below
-        raise UnreadableImage(f"{type(error).__name__}: {error}") from error
-    if image.width * image.height > MOST_PIXELS:
-        raise UnreadableImage(f"{image.width}x{image.height} is more than {MOST_PIXELS:,} pixels")
-    return image
+    with unreadable():
+        return Image.open(io.BytesIO(data), formats=FORMATS)
 
 
-def require_size(size: int) -> None:
-    """Raises UnreadableImage for a file that is too large for an image, before it is read."""
-    if size > LARGEST_FILE:
-        raise UnreadableImage(f"{size:,} bytes are more than an image file has ({LARGEST_FILE:,})")
+def decode_image(data: bytes) -> Image.Image:
+    """Decodes one image file to RGB; raises UnreadableImage with the reason."""
+    with open_image(data) as image, unreadable():
+        image.load()
+        return to_rgb(image)
 
 
 def center_crop(image: Image.Image, resolution: int) -> Image.Image:
@@ -103,9 +93,7 @@ def center_crop(image: Image.Image, resolution: int) -> Image.Image:
     bicubic one (which enlarges smaller images), and cuts the middle. An image of the right size passes untouched.
     """
     if max(image.size) > 64 * min(image.size):
-        raise UnreadableImage(
-            f"{image.width}x{image.height} is no picture: one side is over 64 times the other"
-        )
+        raise UnreadableImage(f"{image.width}x{image.height}: one side is over 64 times the other")
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = resolution / min(image.size)
@@ -250,16 +238,40 @@ def find_tars(pattern: str | Path) -> list[Path]:
 
     path = Path(pattern)
     if path.is_dir():
-        return sorted(file for file in path.iterdir()
-                      if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name) and not is_special(file))
+        return sorted(file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name))
     if path.is_file():
         return [path]
     names = list(braceexpand(str(pattern)))
-    found = {name: [file for file in glob.glob(name) if os.path.isfile(file)] for name in names}
+    found = {name: glob.glob(name) for name in names}
     absent = [name for name in names if not found[name]]
     if 0 < len(absent) < len(names):
         raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are absent, {absent[0]} first.")
     return sorted({Path(file) for files in found.values() for file in files})
+
+
+def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
+    """Yields the members of a tar; raises ValueError where it is compressed, or does not end as a tar does."""
+    try:
+        with tarfile.open(file, "r:", errors="replace") as tar:
+            for member in tar:
+                tar.members = []  # which would hold a kilobyte a member
+                yield member
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end
+                raise tarfile.ReadError(f"it has no end mark at byte {tar.offset:,}")
+    except tarfile.TarError as error:
+        raise ValueError(f"{file} is not a whole uncompressed tar ({error}): decompress or copy it again.") from error
+
+
+def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, for a label that is no whole number in 0..num_classes - 1."""
+    if labels.dtype.kind not in "iu":
+        raise ValueError(f"{where} has labels of type {labels.dtype}, where whole numbers are expected: {remedy}.")
+    low, high = labels.min(initial=0), labels.max(initial=0)
+    if low < 0 or high >= num_classes:
+        bad = low if low < 0 else high
+        raise ValueError(f"{where} has label {bad} (row {int(np.argmax(labels == bad))}), outside "
+                         f"0..{num_classes - 1}: {remedy}.")
 
 
 def looks_like_image(name: str) -> bool:
@@ -267,11 +279,6 @@ def looks_like_image(name: str) -> bool:
     parts = name.removeprefix("./").split("/")  # `tar cf set.tar .` names everything ./…
     hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
     return not hidden and posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
-
-
-def is_special(path: str | Path) -> bool:
-    """Tells folders, FIFOs, sockets and devices, and links to them; reading some of them would never end."""
-    return os.path.exists(path) and not os.path.isfile(path)
 
 
 def warn_of_splits(class_names: list[str], parents: set[str], common: str, source: str) -> None:
@@ -325,94 +332,59 @@ def sort_into_classes(
 
 def list_folder(folder: Path) -> ImageSource:
     """Lists a folder of class folders, nested or not, or a flat folder as one class; follows links."""
-    root = str(folder)
     names, not_images = [], []
 
     def stop(error: OSError) -> None:
         raise error  # a folder that may not be read: os.walk would pass over it in silence
 
-    for parent, folders, files in os.walk(root, onerror=stop, followlinks=True):
-        relative = os.path.relpath(parent, root).replace(os.sep, "/")
+    for parent, folders, files in os.walk(folder, onerror=stop, followlinks=True):
+        relative = os.path.relpath(parent, folder).replace(os.sep, "/")
         prefix = "" if relative == "." else f"{relative}/"
-        for link in (path for name in folders if os.path.islink(path := os.path.join(parent, name))):
-            # The folders on the way, not only the parent: of two that link to each other, neither lies in the other.
-            way = itertools.accumulate(prefix.split("/")[:-1], os.path.join, initial=root)
-            target = os.path.realpath(link)
-            if any(f"{os.path.realpath(folder)}/".startswith(f"{target}/") for folder in way):
-                raise ValueError(f"source={root}: {link} links to a folder that it lies in, {target}: remove the link.")
-        with os.scandir(parent) as entries:  # which tells plain files without a look at each
-            special = {entry.name for entry in entries
-                       if not entry.is_file(follow_symlinks=False) and is_special(entry.path)}
         for file in files:
-            image = looks_like_image(prefix + file) and file not in special
-            (names if image else not_images).append(prefix + file)
+            (names if looks_like_image(prefix + file) else not_images).append(prefix + file)
         if prefix and not folders and not files:
             not_images.append(prefix)  # an empty class folder is worth a word
-    order, labels, class_names = sort_into_classes(names, root, folder.resolve().name)
+    order, labels, class_names = sort_into_classes(names, str(folder), folder.resolve().name)
     names = [names[i] for i in order]
 
     def read(index: int) -> bytes:
-        path = os.path.join(root, names[index])
+        path = folder / names[index]
         try:
-            with open(path, "rb") as file:
-                require_size(os.fstat(file.fileno()).st_size)
-                return file.read()
-        except (PermissionError, IsADirectoryError) as error:
+            return path.read_bytes()
+        except PermissionError as error:
             raise UnreadableImage(str(error)) from error
-        except OSError as error:
-            if os.path.islink(path) and not os.path.exists(path):
+        except FileNotFoundError as error:
+            if path.is_symlink():
                 raise UnreadableImage("a link to nothing") from error
-            # It was there when it was listed: the source is changing or has gone, and the run must stop.
-            raise OSError(error.errno, error.strerror, path) from error
+            raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
 
     return ImageSource(names, labels, class_names, sorted(not_images), read)
 
 
-def list_zip(path: Path) -> ImageSource:
-    """Lists a zip of class folders; keeps offsets, not zipfile's objects, so that any thread can read."""
+def open_zip(path: str | Path) -> zipfile.ZipFile:
+    """Opens a zip, for any thread to read; raises ValueError where it is damaged."""
     try:
-        with zipfile.ZipFile(path) as archive:
-            entries = [entry for entry in archive.infolist() if not entry.is_dir()]
-    except (zipfile.BadZipFile, NotImplementedError, IndexError, ValueError) as error:  # all come of damaged entries
-        raise ValueError(f"source={path} is not a whole zip file ({error}).") from error
-    images = [entry for entry in entries if looks_like_image(entry.filename)]
-    not_images = sorted(entry.filename for entry in entries if not looks_like_image(entry.filename))
-    for entry in images:
-        if entry.flag_bits & 1 or entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):
-            raise ValueError(
-                f"source={path}: {entry.filename} is encrypted, or packed by other means than store or deflate; "
-                f"zip the folder anew."
-            )
+        return zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"source={path} is not a whole zip file ({error}): copy it again.") from error
+
+
+def list_zip(path: Path) -> ImageSource:
+    """Lists a zip of class folders."""
+    archive = open_zip(path)
+    files = [entry for entry in archive.infolist() if not entry.is_dir()]
+    images = [entry for entry in files if looks_like_image(entry.filename)]
+    not_images = sorted(entry.filename for entry in files if not looks_like_image(entry.filename))
     order, labels, class_names = sort_into_classes([entry.filename for entry in images], str(path), path.stem)
     images = [images[i] for i in order]
-    names = [entry.filename for entry in images]
-    places = np.array(
-        [(*(min(number, 2**62) for number in (e.header_offset, e.compress_size, e.file_size)), e.CRC, e.compress_type)
-         for e in images], dtype=np.int64,  # a damaged zip may name larger places
-    ).reshape(-1, 5)
 
     def read(index: int) -> bytes:
-        offset, size, unpacked, checksum, method = places[index].tolist()
-        require_size(max(size, unpacked))
-        with open(path, "rb") as file:
-            end = os.fstat(file.fileno()).st_size
-            if not 0 <= offset <= end - 30 - size:
-                raise UnreadableImage("the zip says that it lies beyond the zip's end")
-            file.seek(offset)
-            # The local header is 30 bytes, the last four of them the lengths of the name and of the extra field.
-            name_length, extra_length = struct.unpack("<HH", file.read(30)[26:])
-            file.seek(name_length + extra_length, os.SEEK_CUR)
-            data = file.read(size)
         try:
-            if method == zipfile.ZIP_DEFLATED:      # no more than is promised, whatever is packed
-                data = zlib.decompressobj(wbits=-15).decompress(data, unpacked) if unpacked else b""
-        except zlib.error as error:
+            return archive.read(images[index])
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # damaged, encrypted, of a new method
             raise UnreadableImage(str(error)) from error
-        if zlib.crc32(data) != checksum:
-            raise UnreadableImage("the zip's checksum differs")
-        return data
 
-    return ImageSource(names, labels, class_names, not_images, read)
+    return ImageSource([entry.filename for entry in images], labels, class_names, not_images, read)
 
 
 def tar_label(suffix: str, text: bytes) -> str | None:
@@ -428,66 +400,6 @@ def tar_label(suffix: str, text: bytes) -> str | None:
         return None
 
 
-def map_tar(file: Path) -> memoryview:
-    """Maps a tar into memory; raises ValueError for one that is compressed."""
-    content = memoryview(np.asarray(np.memmap(file, np.uint8, "r"))) if file.stat().st_size else memoryview(b"")
-    if content[:6].tobytes().startswith((b"\x1f\x8b", b"BZh", b"\xfd7zXZ", b"\x28\xb5\x2f\xfd")):
-        raise ValueError(f"{file} is not a whole uncompressed tar, so it has no random access: decompress it first.")
-    return content
-
-
-def tar_members(tar: memoryview, file: Path) -> Iterator[tuple[str, int | None, int]]:
-    """Yields (name, first byte, size) of a tar's files, and (name, None, 0) of its links, which hold no bytes.
-
-    Reads ustar with GNU's and pax's long names and sizes. Raises ValueError where the tar does not end as one does.
-    tarfile takes ten times as long over millions of small files, and the memory that a header claims.
-    """
-    at, said = 0, {}      # by the headers that a member may have before its own
-    while (header := tar[at : at + 512].tobytes()) != bytes(512):  # an empty block is the end mark
-        try:
-            if len(header) < 512:
-                raise ValueError(f"no end mark at byte {at}")
-            # Adler's lower half is 1 + the sum of all bytes, of which the eight of the checksum count as spaces.
-            found = zlib.adler32(header[:148] + b" " * 8 + header[156:]) & 0xFFFF
-            if found != (tar_number(header[148:156]) + 1) % 65521:
-                raise ValueError(f"no header at byte {at}")
-            kind, size = header[156:157], int(said.pop("size", 0)) or tar_number(header[124:136])
-            if size < 0 or (kind in b"xL" and size > 2**20):
-                raise ValueError(f"a member of {size} bytes at byte {at}")
-        except ValueError as error:
-            raise ValueError(f"{file} is not a whole uncompressed tar ({error}): copy it again.") from error
-        first, at = at + 512, at + 512
-        if kind not in b"123456":      # links, devices and folders have no bytes of their own
-            at += -(-size // 512) * 512
-        if at > len(tar):
-            raise ValueError(f"{file} is not a whole uncompressed tar (it ends before byte {at}): copy it again.")
-        if kind == b"x":
-            said |= pax_records(tar[first : first + size].tobytes())
-        elif kind == b"L":
-            said["path"] = tar[first : first + size].tobytes().rstrip(b"\0").decode(errors="replace")
-        elif kind not in b"gK":
-            parts = [header[345:500]] if header[257:263] == b"ustar\0" and header[345:346] != b"\0" else []
-            parts = [part.split(b"\0", 1)[0].decode(errors="replace") for part in (*parts, header[:100])]
-            name, said = said.get("path", "/".join(parts)), {}
-            if kind in b"\x0007":
-                yield name, first, size
-            elif kind != b"5":
-                yield name, None, 0
-
-
-def tar_number(field: bytes) -> int:
-    """Reads a number of a tar's header: octal digits, or base 256 where it is large."""
-    if field[0] & 0x80:
-        return int.from_bytes(field[1:], "big")
-    return int(field.strip(b" \0") or b"0", 8)
-
-
-def pax_records(text: bytes) -> dict[str, str]:
-    """Reads the path and the size that a pax header gives the member after it, "<length> <key>=<value>" a line."""
-    records = re.findall(rb"\d+ (path|size)=([^\n]*)\n", text)
-    return {key.decode(): value.decode(errors="replace") for key, value in records}
-
-
 def list_tars(tars: list[Path]) -> ImageSource:
     """Lists webdataset tars of images in the order of the tars, which is the fast order to read them in.
 
@@ -498,19 +410,19 @@ def list_tars(tars: list[Path]) -> ImageSource:
     names, classes, where, not_images = [], [], [], []
     for number, path in enumerate(tars):
         images, labels = {}, {}  # of this tar, by key
-        tar = map_tar(path)
-        for member, first, size in tar_members(tar, path):
-            folder, _, base = member.rpartition("/")
-            key, _, suffix = base.partition(".")
-            key, suffix = f"{folder}/{key}" if folder else key, suffix.lower()
-            if first is not None and suffix in ("cls", "json", "txt"):
-                label = tar_label(suffix, tar[first : first + min(size, LONGEST_LABEL)].tobytes())
-                if label is not None and (suffix == "cls" or key not in labels):
-                    labels[key] = label
-            elif first is not None and looks_like_image(member) and key not in images:
-                images[key] = (member, first, size)
-            else:
-                not_images.append(f"{path.name}/{member}")
+        with open(path, "rb") as content:
+            for member in tar_members(path):
+                folder, _, base = member.name.rpartition("/")
+                key, _, suffix = base.partition(".")
+                key, suffix = f"{folder}/{key}" if folder else key, suffix.lower()
+                if member.isfile() and suffix in ("cls", "json", "txt"):
+                    label = tar_label(suffix, os.pread(content.fileno(), member.size, member.offset_data))
+                    if label is not None and (suffix == "cls" or key not in labels):
+                        labels[key] = label
+                elif member.isfile() and looks_like_image(member.name) and key not in images:
+                    images[key] = (member.name, member.offset_data, member.size)
+                elif not member.isdir():
+                    not_images.append(f"{path.name}/{member.name}")
         for key, (name, offset, size) in images.items():
             if not labels.get(key):
                 raise ValueError(
@@ -523,12 +435,9 @@ def list_tars(tars: list[Path]) -> ImageSource:
             where.append((number, offset, size))
     distinct = set(classes)
     if all(name.isascii() and name.isdigit() for name in distinct):
-        for name in distinct:
-            if len(digits := name.lstrip("0")) > 7 or int(digits or 0) >= MAX_CLASSES:
-                raise ValueError(f"source: {names[classes.index(name)]} has class number {name[:20]}, but at most "
-                                 f"{MAX_CLASSES:,} classes are read: correct the tar.")
-        class_names = [str(index) for index in range(max(map(int, distinct), default=-1) + 1)]
-        labels = np.array([int(name) for name in classes], dtype=np.int64)
+        labels = np.array([int(name) for name in classes] if classes else [], dtype=np.int64)
+        check_labels(labels, MAX_CLASSES, "source", "correct the tars")  # before a name is made for each
+        class_names = [str(index) for index in range(labels.max(initial=-1) + 1)]
     else:
         class_names = sorted(distinct)
         index_of = {name: index for index, name in enumerate(class_names)}
@@ -537,9 +446,7 @@ def list_tars(tars: list[Path]) -> ImageSource:
 
     def read(index: int) -> bytes:
         number, offset, size = places[index].tolist()
-        require_size(size)
         with open(tars[number], "rb") as file:
-            file.seek(offset)
-            return file.read(size)
+            return os.pread(file.fileno(), size, offset)
 
     return ImageSource(names, labels, class_names, not_images, read)

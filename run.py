@@ -37,7 +37,7 @@ from edm import EDM
 from objectives import DiffusionLoss, Objective, build_objective, own_state, trained_parameters
 from optimizers import OPTIMIZERS, build_optimizer, load_optimizer, optimizer_tensors
 from rf import RF
-from sample import grid_classes, labels_of, parse_range
+from sample import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
 from settings import (
     Classes,
     Count,
@@ -409,7 +409,10 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     with accelerator.local_main_process_first():      # which indexes tars for the others
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
-    latents.require(shape=latent_shape(cfg, latents), num_classes=cfg.data.num_classes or latents.num_classes)
+    num_classes = cfg.data.num_classes or latents.num_classes
+    latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
+    if empty := empty_classes(latents.classes, num_classes):
+        accelerator.print(empty)
     return latents
 
 
@@ -448,12 +451,14 @@ def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_clas
 def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
     """Gathers what a checkpoint records of the run that it belongs to."""
     diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
+    num_classes = cfg.data.num_classes or latents.num_classes
     return {
-        "network": describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes),
+        "network": describe_network(cfg.model, latent_shape(cfg, latents), num_classes),
         "diffusion": diffusion, **({"objective": objective} if objective else {}),
         "data": {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
                  "convention": latents.convention.record(),
-                 "class_names": latents.class_names, "display_names": latents.display_names},
+                 "class_names": latents.class_names, "display_names": latents.display_names,
+                 **({} if len(latents.classes) == num_classes else {"classes": latents.classes})},
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "parent": None, **({} if cfg.lora.rank is None else
@@ -491,7 +496,8 @@ def open_drawing(
     grid = evaluation = None
     if cfg.samples.every:
         seeds = parse_range("samples.seeds", cfg.samples.seeds)
-        classes = grid_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names)
+        classes = parse_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names,
+                                latents.classes[:GRID_CLASSES])
         grid = Grid(decoder.decode, seeds, labels_of(seeds, classes))
     if cfg.evaluate.every:
         if cfg.evaluate.reference is None:
@@ -548,13 +554,36 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
 def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
     """Finds the latest whole checkpoint, the main rank's for all; None where a run has none yet.
 
-    Raises ValueError where none that the run has is whole, or where another rank does not see it.
+    Raises ValueError where none that the run has is whole, where they have been deleted, or where another rank does
+    not see it.
     """
     folder = latest_checkpoint(run_dir)
     if folder is None and ranks.main_rank_says(accelerator, len(checkpoints.all_steps(run_dir))):
         raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
                          f"one, or move the folder away to start from the beginning.")
+    if folder is None and ranks.main_rank_says(accelerator, has_lost_checkpoints(run_dir)):
+        raise ValueError(f"{run_dir} has recorded {last_recorded(run_dir)} steps and has no checkpoint, so that "
+                         f"training would begin anew and replace the record. Restore its checkpoints, set "
+                         f"name=<another>, or move the folder away.")
     return folder
+
+
+def last_recorded(run_dir: Path) -> int:
+    """Returns the last step of which a run has a row of metrics, or 0."""
+    steps = [row.get("step") for row in checkpoints.read_rows(run_dir / "metrics.jsonl")]
+    return max((step for step in steps if isinstance(step, int)), default=0)
+
+
+def has_lost_checkpoints(run_dir: Path) -> bool:
+    """Tells whether a run without checkpoints has had some: it has recorded steps past its first save, or its end.
+
+    What was killed before its first save has an empty folder for checkpoints, and begins anew.
+    """
+    step, config = last_recorded(run_dir), run_dir / "config.yaml"      # of its last start
+    if step == 0 or not ((run_dir / "checkpoints").is_dir() and config.is_file()):
+        return step > 0
+    began = OmegaConf.load(config)
+    return step >= min(began.checkpoint.every + 1, began.steps)
 
 
 def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
@@ -587,7 +616,7 @@ def resume(run: Run) -> Path | None:
     if folder is None:
         if cfg.init_from is not None:
             parent = open_parent(cfg.init_from, run.record, cfg.diffusion_name)
-            run.record["parent"] = {"step": parent.step, "weights_sha256": checkpoints.sha256(parent.file),
+            run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
                                     **({"diffusion_name": parent.family} if parent.family else {})}
             if "lora" in run.record:
                 run.record["lora"]["base"] = str(parent.file)
@@ -636,8 +665,8 @@ def full_disk_is_a_sentence() -> Iterator[None]:
         yield
     except OSError as error:
         full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} & {error.errno, getattr(error.__cause__, "errno", None)}
-        remedy = "Free some room and run the same command again." if full else "The same command resumes."
-        sys.exit(f"train.py: {error} {remedy}")
+        remedy = "Free some room" if full else "Mend that"
+        sys.exit(f"train.py: {error} {remedy} and run the same command again: it resumes.")
 
 
 def hold_folder(run: Run) -> None:
@@ -682,6 +711,15 @@ def forget_after(run_dir: Path, step: int) -> None:
                 checkpoints.write_text(path, text)
 
 
+def forget_other_starts(results: Path, step: int, origin: str) -> None:
+    """Drops training's scores at `step` of other networks, data or seeds, as of a run killed before its first save."""
+    rows = checkpoints.read_rows(results)
+    kept = [row for row in rows if not isinstance(source := row.get("source"), dict) or not source.get("in_training")
+            or source.get("step") != step or source.get("origin", origin) == origin]
+    if len(kept) < len(rows):
+        checkpoints.write_text(results, "".join(json.dumps(row) + "\n" for row in kept))
+
+
 @full_disk_is_a_sentence()
 def save(run: Run) -> None:
     cfg, accelerator = run.cfg, run.accelerator
@@ -696,5 +734,6 @@ def save(run: Run) -> None:
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
+            checkpoints.require_same(run.folder, run.place)
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
             checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)

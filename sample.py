@@ -47,6 +47,7 @@ from trained import (
     sampler_settings,
 )
 
+DRAWING_VERSION = 1     # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
 GRID_CLASSES = 10       # a grid shows so many classes, the first, where none are named
 MOST_SEEDS = 10**7      # a range of more is a slip of the finger
 
@@ -112,11 +113,14 @@ def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
 
 
 def parse_classes(
-    key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None,
+    key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
 ) -> list[int]:
-    """Reads class names, indices and ranges of indices; None is all. Raises ValueError for a class there is not."""
+    """Reads class names, indices and ranges of indices; None is `present`, the classes that have images.
+
+    Raises ValueError for a class there is not.
+    """
     if given is None:
-        return list(range(num_classes))
+        return present
     index = {name: i for i, name in enumerate(class_names or [])}
     parts = [str(given)] if str(given) in index or isinstance(given, int) else given
     parts = parts.split(",") if isinstance(parts, str) else [str(part) for part in parts]
@@ -133,12 +137,19 @@ def parse_classes(
     return labels
 
 
-def grid_classes(
-    key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None,
-) -> list[int]:
-    """Reads the classes of a grid, of which None is the first ten."""
-    first = f"0-{min(GRID_CLASSES, num_classes) - 1}"
-    return parse_classes(key, first if given is None else given, num_classes, class_names)
+def read_classes(cfg: DrawingSettings, trained: Trained, state: PartialState, most: int | None = None) -> list[int]:
+    """Reads the classes that a command draws, at `most` so many where none are given, and says which are empty."""
+    if empty := empty_classes(trained.classes, trained.net.num_classes):
+        state.print(empty)
+    return parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names, trained.classes[:most])
+
+
+def empty_classes(present: list[int], num_classes: int) -> str | None:
+    """Says how many of a network's classes have no images, and the first of them; None where all have some."""
+    if not (empty := sorted({*range(num_classes)} - {*present})):
+        return None
+    first = ", ".join(map(str, empty[:5])) + (" …" if len(empty) > 5 else "")
+    return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}); they are drawn only if named."
 
 
 def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:
@@ -284,6 +295,7 @@ def draw_grid(
 
     def caption(label: int) -> str:
         name = display_names[label] if display_names and label < len(display_names) else ""
+        name = " ".join(name.split())      # the font writes one line
         return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
 
     texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]
@@ -417,8 +429,7 @@ def open_sampling(
     sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
     guidance, _ = build_guidance(cfg, trained, state.device)
     sampling_cost(trained.net, trained.diffusion, 1, guidance, **sampler)     # refuses now what sampling would refuse
-    read_classes = grid_classes if seeds_per_class else parse_classes
-    classes = read_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names)
+    classes = read_classes(cfg, trained, state, GRID_CLASSES if seeds_per_class else None)
     given = f"0-{seeds_per_class * len(classes) - 1}" if seeds_per_class and cfg.seeds is None else cfg.seeds
     seeds = parse_range("seeds", given)
     labels = labels_of(seeds, classes)

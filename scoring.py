@@ -7,8 +7,8 @@ import contextlib
 import hashlib
 import json
 import math
-import struct
 import zipfile
+import zlib
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -33,11 +33,10 @@ from features import Extractor, extract
 from images import UnreadableImage, open_image, open_source
 from metrics import BLOCK, Moments, ScoreSums, frechet_distance, precision_recall
 
+SCORING_VERSION = 1      # raised by whoever changes a score of the same images: tests/test_versions.py
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
 
 Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
-LARGEST_STATISTIC = 2**28      # bytes: Inception's covariances have an eighth of it
-MOST_UNPACKED = 100      # bytes that one of a compressed npz may become: images compress to a half
 
 
 # ---- images, by index -----------------------------------------------------------------------------------------------
@@ -82,45 +81,32 @@ def open_images(
     return open_files(key, path, resolution)
 
 
-def npz_array(path: str | Path, key: str) -> np.ndarray:
-    """Maps an array of an npz into memory without reading it; one that is compressed is read whole.
-
-    Raises KeyError where there is none, and nearly anything where the npz is damaged.
-    """
-    with zipfile.ZipFile(path) as archive:
-        entry = archive.getinfo(f"{key}.npy")
-        with archive.open(entry) as file:
-            version = np.lib.format.read_magic(file)
-            header = {(1, 0): np.lib.format.read_array_header_1_0, (2, 0): np.lib.format.read_array_header_2_0}[version]
-            shape, fortran, dtype = header(file)
-            header_bytes, size = file.tell(), math.prod(shape) * dtype.itemsize
-            if dtype.hasobject or header_bytes + size != entry.file_size:
-                raise ValueError(f"{key} has {entry.file_size:,} bytes for {dtype} {shape}")
-            if entry.compress_type != zipfile.ZIP_STORED:
-                if size > MOST_UNPACKED * max(entry.compress_size, 2**20):
-                    raise ValueError(f"{key} unpacks {entry.compress_size:,} bytes to {size:,}, as no images do")
-                values, read = np.empty(size, np.uint8), 0
-                while count := file.readinto(values[read : read + 2**20]):
-                    read += count
-                return values[:read].view(dtype).reshape(shape, order="F" if fortran else "C")
-    with open(path, "rb") as file:
-        file.seek(entry.header_offset)
-        name_length, extra_length = struct.unpack("<26x2H", file.read(30))
-    first = entry.header_offset + 30 + name_length + extra_length + header_bytes
-    return np.memmap(path, dtype, "r", first, shape, "F" if fortran else "C")
-
-
 def open_npz(key: str, path: str) -> Images:
+    """Opens the images of an npz, which are read out of the file when they are asked for."""
     try:
-        array = npz_array(path, "arr_0")
+        file = zipfile.ZipFile(path).open("arr_0.npy")      # noqa: SIM115      (for as long as it is read)
+        np.lib.format.read_magic(file)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)      # numpy's for every plain array
     except KeyError:
         raise ValueError(f"{key}={path} holds no images: it has no key arr_0.") from None
-    except Exception as error:      # of a damaged header numpy and zipfile differ in what they raise
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
         raise ValueError(f"{key}={path} is not a whole npz ({error}).") from error
-    if array.dtype != np.uint8 or array.ndim != 4 or array.shape[3] != 3 or not array[:1].size:
-        raise ValueError(f"{key}={path}: arr_0 is {array.dtype} {array.shape}; images are uint8 (N, H, W, 3).")
-    record = {"path": str(path), "sha256": checkpoints.sha256(Path(path)), "size": list(array.shape[1:3])}
-    return Images(len(array), lambda indices: torch.from_numpy(np.array(array[indices])), record)
+    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or 0 in shape:
+        raise ValueError(f"{key}={path}: arr_0 is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
+    first, size = file.tell(), math.prod(shape[1:])
+
+    def read(indices: np.ndarray) -> Tensor:
+        pixels = bytearray()
+        try:
+            for index in indices.tolist():
+                file.seek(first + index * size)      # which reads all between, and from the start to go back
+                pixels += file.read(size)
+            return torch.frombuffer(pixels, dtype=torch.uint8).view(len(indices), *shape[1:])
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+            raise ValueError(f"{key}={path} is damaged before image {indices[-1] + 1} ({error}).") from error
+
+    record = {"path": str(path), "sha256": checkpoints.sha256(Path(path)), "size": list(shape[1:3])}
+    return Images(shape[0], read, record)
 
 
 def open_decoded(
@@ -281,14 +267,7 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             keys = set(arrays.files)
-            small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
-            for key in small:
-                if (size := arrays.zip.getinfo(f"{key}.npy").file_size) > LARGEST_STATISTIC:
-                    raise ValueError(f"{key} has {size:,} bytes, and statistics at most {LARGEST_STATISTIC:,}")
-            found = {key: arrays[key] for key in small}
-        for key, value in found.items():
-            if not isinstance(value, np.ndarray):      # as the bytes of a member that is no npy are
-                raise ValueError(f"{key} is no array")
+            found = {key: arrays[key] for key in keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}}
     except Exception as error:      # no zip, a pickle inside, cut short: numpy and zipfile differ in what they raise
         raise ValueError(f"reference={path} is not an npz that can be read: {error}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
@@ -447,14 +426,6 @@ def score(tally: Tally, reference: Reference, extractor: Extractor, metrics: lis
 # ---- features, kept -------------------------------------------------------------------------------------------------
 
 
-def code_sha256() -> str:
-    """Hashes this project's modules, which decide what a checkpoint draws and how it is scored."""
-    digest = hashlib.sha256()
-    for path in sorted(Path(__file__).parent.glob("*.py")):
-        digest.update(path.name.encode() + path.read_bytes())
-    return digest.hexdigest()
-
-
 def record_sha256(record: dict) -> str:
     """Names a record by its content."""
     return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]
@@ -463,12 +434,12 @@ def record_sha256(record: dict) -> str:
 class Kept:
     """Features in a folder named by the hash of all that they depend on, so that a killed evaluation continues.
 
-    Another checkpoint, setting, extractor, library or line of this project's code is another folder; nothing stale is
-    ever found. A file holds one batch, and is written beside and renamed.
+    Another checkpoint, setting, extractor, library or version of what draws and scores is another folder; nothing stale
+    is ever found. A file holds one batch, and is written beside and renamed.
     """
 
     def __init__(self, root: Path, record: dict, sizes: dict[str, int], count: int):
-        record = {**record, "code": code_sha256()}
+        record = {**record, "scoring_version": SCORING_VERSION}
         self.folder, self.sizes, self.limit = root / record_sha256(record), sizes, count
         state = PartialState()
         if state.is_main_process:

@@ -1,17 +1,24 @@
-"""Rows of latents -> a latent folder (docs/data.md): written shard by shard, so that a kill costs one shard."""
+"""Rows of latents <-> the files of a latent folder (docs/data.md): written by the shard, so that a kill costs one."""
 
+import itertools
 import json
 import os
+import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
 from typing import Annotated
 
 import numpy as np
+from filelock import FileLock
 from pydantic import Field
 
-from checkpoint import beside, remove, write_text
+from checkpoint import beside, hold, remove, write_text
+from images import check_labels
 from settings import Record, Whole, read_record
+
+# What killed writes leave of our files; the version before named it .partial.
+LEFTOVER = re.compile(r"\.?(latents|labels|mirrored|record|metadata|preparing)(-\d+)?\.(npy|json)\.\d+\.(tmp|partial)")
 
 
 class ShardRecord(Record):
@@ -22,13 +29,15 @@ class ShardRecord(Record):
 
 
 def write_json(path: Path, value: dict) -> None:
-    write_text(path, json.dumps(value, indent=1) + "\n")
+    """Writes a record in UTF-8, with a question mark for what is no letter in it, as a file's name may hold."""
+    write_text(path, json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
 
 
 def sweep(out: Path, *patterns: str) -> None:
-    for pattern in patterns:
-        for leftover in out.glob(pattern):
-            remove(leftover)
+    """Removes the files of `out` that match the patterns, and what killed writes have left there."""
+    leftovers = [out / name for name in os.listdir(out) if LEFTOVER.fullmatch(name)]
+    for file in itertools.chain(leftovers, *map(out.glob, patterns)):
+        remove(file)
 
 
 def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type[Record]) -> bool:
@@ -39,7 +48,8 @@ def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; name a folder.")
     if not (out / "preparing.json").is_file():
-        if out.is_dir() and any(not name.startswith(".") and not name.endswith(".partial") for name in os.listdir(out)):
+        names = os.listdir(out) if out.is_dir() else []
+        if any(not name.startswith(".") and not LEFTOVER.fullmatch(name) for name in names):
             raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
     before = read_record(declared, out / "preparing.json", "Remove the folder, or name another.")
@@ -51,6 +61,16 @@ def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
                          f"or remove it.")
     return (out / "metadata.json").is_file()
+
+
+def begin(out: Path, settings: dict, num_whole: int, num_shards: int) -> FileLock:
+    """Keeps `out` to this process and writes preparing.json; raises ValueError where another process writes there."""
+    lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+    sweep(out)
+    write_json(out / "preparing.json", settings)
+    if num_whole:
+        print(f"going on: {num_whole} of {num_shards} shards are whole")
+    return lock
 
 
 @contextmanager
@@ -103,34 +123,37 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
     write_json(out / f"record-{shard:05d}.json", {"count": count, "unreadable": unreadable})
 
 
-def map_whole(file: Path) -> np.ndarray:
-    """Maps an npy file; raises ValueError where it is not as we write them: as long as its header says, in C order."""
-    if not file.is_file():
-        raise ValueError(f"{file} is no plain file.")
-    with open(file, "rb") as stream:
-        version = np.lib.format.read_magic(stream)
-    array = np.load(file, mmap_mode="r", allow_pickle=False)
-    if version != (1, 0) or array.offset + array.nbytes != file.stat().st_size or not array.flags.c_contiguous:
-        raise ValueError(f"{file} is not as its header says.")
-    return array
+def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
+    """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
+    again = "copy the folder again, or remove it and prepare it anew"
+    try:
+        array = np.lib.format.open_memmap(file, mode="r")
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.") from None
+    except ValueError as error:      # no npy, or cut short, or Python objects, which are pickled
+        raise ValueError(f"{file} is not a whole npy file of numbers ({error}): {again}.") from error
+    if array.shape not in shapes or array.dtype not in dtypes:
+        allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
+        raise ValueError(f"{file} holds {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "
+                         f"of one preparation.")
+    return np.asarray(array)      # rows of a memmap take longer
 
 
 def read_shard(
     out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int,
 ) -> ShardRecord | None:
     """Returns the record of a shard that is whole, or None: then it is written again."""
+    files = {kind: out / name for kind, name in shard_files(shard, mirror).items()}
     try:
         record = read_record(ShardRecord, out / f"record-{shard:05d}.json", "")
-        if record.count == 0:
-            return record
-        arrays = {kind: map_whole(out / name) for kind, name in shard_files(shard, mirror).items()}
-    except Exception:      # absent, damaged, or shorter than its header says: numpy raises nearly anything
+        if record.count:
+            labels = map_npy(files.pop("labels"), [(record.count,)], ["int64"])
+            check_labels(labels, num_classes, out, "")
+            for file in files.values():
+                map_npy(file, [(record.count, *row_shape)], ["float16"])
+        return record
+    except (OSError, ValueError):      # absent or damaged
         return None
-    labels = arrays.pop("labels")
-    whole = labels.dtype == np.int64 and labels.shape == (record.count,)
-    whole = whole and labels.min() >= 0 and labels.max() < num_classes
-    whole = whole and all(a.dtype == np.float16 and a.shape == (record.count, *row_shape) for a in arrays.values())
-    return record if whole else None
 
 
 def finish(out: Path, metadata: dict, records: list[ShardRecord | None]) -> None:

@@ -6,8 +6,8 @@ Nothing here changes what is saved: parameters keep their names and their float3
 import contextlib
 import functools
 import importlib.util
+import os
 import platform
-from datetime import timedelta
 from pathlib import Path
 
 import torch
@@ -87,14 +87,21 @@ def set_float32(tf32: bool) -> None:
     torch.backends.cudnn.allow_tf32 = tf32
 
 
+def require_plain_launch() -> None:
+    """Raises ValueError where accelerate's own config asks for what would wrap the network a second time."""
+    for name in ("DeepSpeed", "FSDP", "Megatron_LM"):
+        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
+            raise ValueError(f"accelerate's config turns {name} on, which these commands do not take: start them with "
+                             f"torchrun, or turn it off by `accelerate config`. To shard a network, train.py has "
+                             f"sharding=fsdp.")
+
+
 def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:
     """Makes what knows of ranks and device, for a command that does not train."""
     set_float32(tf32)
-    options = {"timeout": timedelta(seconds=ranks.LIMITS.collective), **options}
+    require_plain_launch()
     # Several ranks on CPUs need to be told.
-    state = PartialState(cpu=cpu or not torch.cuda.is_available(), **options)
-    ranks.watch()
-    return state
+    return PartialState(cpu=cpu or not torch.cuda.is_available(), **{"timeout": ranks.TIMEOUT, **options})
 
 
 def make_accelerator(
@@ -102,16 +109,15 @@ def make_accelerator(
 ) -> Accelerator:
     """Makes what knows of ranks, device, autocast and accumulated parts, for training."""
     set_float32(tf32)
-    accelerator = Accelerator(
+    require_plain_launch()
+    return Accelerator(
         mixed_precision=PRECISIONS[precision],
         cpu=cpu or not torch.cuda.is_available(),
         gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
         kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-                         InitProcessGroupKwargs(timeout=timedelta(seconds=ranks.LIMITS.collective))],
+                         InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
         **options,
     )
-    ranks.watch()
-    return accelerator
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:

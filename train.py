@@ -15,7 +15,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,6 +36,7 @@ from run import (
     Run,
     TrainSettings,
     check_settings,
+    forget_other_starts,
     full_disk_is_a_sentence,
     hold_folder,
     make_run,
@@ -153,17 +153,13 @@ def start_trackers(run: Run) -> None:
 
 @contextlib.contextmanager
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
-    """Says on the progress bar, and to the other ranks, what the run is doing instead of stepping.
-
-    Its seconds are no seconds of training; those for which a GPU is still at the steps before are.
-    """
+    """Shows on the progress bar what the run does instead of stepping; its seconds do not count as training's."""
     bar.set_postfix_str(work)
-    with ranks.working(work):
-        if run.accelerator.device.type == "cuda":
-            torch.cuda.synchronize(run.accelerator.device)
-        began = time.perf_counter()
-        yield
-        run.paused += time.perf_counter() - began
+    if run.accelerator.device.type == "cuda":      # whose steps before do count
+        torch.cuda.synchronize(run.accelerator.device)
+    began = time.perf_counter()
+    yield
+    run.paused += time.perf_counter() - began
     bar.set_postfix_str("")
 
 
@@ -192,16 +188,16 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
-        checkpoints.append_row(run.folder / "metrics.jsonl", row)
         checkpoints.require_same(run.folder, run.place)
+        checkpoints.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
-    if skipped_in_row >= cfg.max_skipped_in_row:
+    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):      # of a short run all
         last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
-        way_back = "move newer ones away to go on from it, and" if last_good else "start anew, and"
+        way_back = (f"Move checkpoints newer than {last_good} away to go on from it" if last_good else
+                    f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
         sys.exit(f"train.py: the last {skipped_in_row} steps had no finite gradient and were skipped: the run stops at "
-                 f"step {run.step}. The last good checkpoint is {last_good or 'none'}: {way_back} lower optimizer.lr, "
-                 f"set optimizer.clip_norm=1 or precision=fp32.")
+                 f"step {run.step}. {way_back}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32.")
 
 
 @full_disk_is_a_sentence()
@@ -220,9 +216,13 @@ def evaluate(run: Run) -> None:
     extractor, reference, results = evaluation.extractor, evaluation.reference, run.folder / "results.jsonl"
     metrics = evaluation.metrics
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
-    labels = labels_of(seeds, list(range(run.latents.num_classes)))
+    labels = labels_of(seeds, run.latents.classes)
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
-    origin = {key: run.record[key] for key in ("network", "diffusion", "data", "seed", "init_from")}
+    of_weights = ("network", "diffusion", "objective", "data", "seed", "init_from")
+    origin = {key: run.record[key] for key in of_weights if key in run.record}
+    origin = scoring.record_sha256(origin)
+    if accelerator.is_main_process:
+        forget_other_starts(results, run.step, origin)
     with torch.device("meta"):
         outline = build_network(run.record["network"])
     for scale in cfg.guidance_scales:
@@ -231,7 +231,7 @@ def evaluate(run: Run) -> None:
                               num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": "all", "origin": scoring.record_sha256(origin),
+                  "classes": fid.describe_classes(run.latents.classes, run.model.num_classes), "origin": origin,
                   **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
                              batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)
@@ -262,7 +262,6 @@ def main(cfg: TrainSettings) -> None:
         log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    ranks.keep_log(Path(cfg.run_dir) / "logs", rank, world)
     if cfg.precision == "fp8":
         speed.check_float8(device)
     run = make_run(cfg, accelerator)
@@ -303,7 +302,7 @@ def main(cfg: TrainSettings) -> None:
         if moved and (due(run.step, cfg.log.every) or finished):
             report(run, run.step - reported_step, reported_at)
             reported_step, reported_at = run.step, time.perf_counter()
-        stopped_by = stop.agreed(run.step, world)
+        stopped_by = stop.agreed(run.step, accelerator)
         last_step = finished or stopped_by
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
             with paused(run, bar, "saving"):
@@ -320,7 +319,6 @@ def main(cfg: TrainSettings) -> None:
         if last_step:
             break
 
-        ranks.at(run.step)
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         stored, y, weight = (part.to(device, non_blocking=True) for part in next(loader))
         loss, grad_norm, skipped, terms = train_step(

@@ -114,6 +114,7 @@ class DataRecord(Record):
     class_names: list[str] | None
     display_names: list[str] | None = None
     convention: dict | None = None      # how its latents were made; of the first versions' runs as the autoencoder's
+    classes: Annotated[list[Whole], Field(min_length=1)] | None = None      # that have images; None: all
 
 
 class ParentRecord(Record):
@@ -335,6 +336,7 @@ class Trained:
     convention: Convention | None        # by which its latents were made; None: the autoencoder's own
     class_names: list[str] | None
     display_names: list[str] | None      # of the classes, for people
+    classes: list[int]                   # that it had images of
     step: int | None
     weights: str             # ema | model: which weights these are; file: a state dict that does not say
     folder: Path | None      # the checkpoint folder, None for a bare weights file
@@ -342,6 +344,12 @@ class Trained:
     recorded: dict           # `network` and `diffusion` as plain keywords, and `published` where there is any
     inferred: str | None     # what was read off the weights for want of a record, as a sentence
     family: str | None       # whose weights those without a record were taken for, a name of FAMILIES
+    recorded_sha256: str | None      # of the file, by which it was checked; None where no record says it
+
+    @property
+    def weights_sha256(self) -> str:
+        """The file's hash, which is known though training may have pruned the file by now."""
+        return self.recorded_sha256 or checkpoints.sha256(self.file)
 
     @property
     def run_folder(self) -> Path | None:
@@ -432,12 +440,17 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path |
     return folder
 
 
+def is_run(path: Path) -> bool:
+    """Tells a run, of which the latest checkpoint is meant, from a checkpoint or weights that are named themselves."""
+    return (path / "checkpoints").is_dir() and not (path / "meta.json").is_file()
+
+
 def settled(path: str, weights: str = "ema") -> str:
     """Names the latest checkpoint of the run at `path`, so that all that follows reads the same; else returns `path`.
 
     Raises ValueError where the run has none that is whole.
     """
-    if (Path(path) / "meta.json").is_file() or not (Path(path) / "checkpoints").is_dir():
+    if not is_run(Path(path)):
         return path
     folder = latest_checkpoint(Path(path), (weights,))
     if folder is None:
@@ -453,6 +466,9 @@ def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
     if (path / "meta.json").is_file():
         exported = (path / name for name in EXPORTED)
         return next((file for file in exported if file.is_file()), path / f"{weights}.safetensors"), path
+    if path.parent.name == "checkpoints" and path.name.startswith("step-"):
+        raise ValueError(f"There is no checkpoint {path}. Training deletes all but the newest checkpoint.keep_last and "
+                         f"those of checkpoint.keep_every: name another one, or the run.")
     raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
                      f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
 
@@ -460,8 +476,8 @@ def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
 def load_trained(
     path: str | Path,                       # a run, a checkpoint folder or a weights file
     weights: str | None = None,             # ema | model; None: the average, or what the file holds
-    diffusion: str | None = None,           # overrules what is recorded; of weights without a record, FAMILIES' name
-    autoencoder: str | None = None,         # likewise
+    diffusion: str | None = None,           # of weights without a record, FAMILIES' name
+    autoencoder: str | None = None,         # overrules what is recorded
     device: torch.device | str = "cpu",
     num_heads: int | None = None,           # of a bare weights file, which does not tell
 ) -> Trained:
@@ -475,22 +491,41 @@ def load_trained(
     says whose they are.
     """
     path = Path(path)
-    file, folder = find_weights(path, weights or "ema")
+    while True:
+        file, folder = find_weights(path, weights or "ema")
+        trained = None
+        try:
+            trained = read_trained(path, file, folder, weights, diffusion, autoencoder, device, num_heads)
+        except (OSError, ValueError):
+            if not is_run(path) or folder.is_dir():
+                raise      # else training has pruned it meanwhile, and saved a newer one
+        if not is_run(path) or ranks.all_ranks_say(PartialState(), trained is not None):
+            return trained
+
+
+def read_trained(
+    path: Path, file: Path, folder: Path | None, weights: str | None, diffusion: str | None, autoencoder: str | None,
+    device: torch.device | str, num_heads: int | None,
+) -> Trained:
+    """Reads for `load_trained`, which says what may be wrong, the weights `file` of the checkpoint `folder`, if any."""
+    recorded_sha256 = None
     if folder is not None:
         if why := checkpoints.problem(folder, (file.stem,)):
             raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
+        recorded_sha256 = checkpoints.read_meta(folder)["files"].get(str(file.relative_to(folder)), {}).get("sha256")
         if path.is_file() and weights not in (None, file.stem):
             raise ValueError(f"checkpoint={path} is the file of weights={file.stem}, not of weights={weights}.")
         if num_heads is not None:
             raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one.")
-        if diffusion not in (None, *DIFFUSIONS):
-            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} has one.")
     state, which, family = read_weights(file, weights)
     inferred = None
     if folder is not None:
         meta = read_record(CheckpointRecord, folder / "meta.json",
                            "It describes no checkpoint of ours; move the weights elsewhere.")
         network, recorded, data, step, which = meta.network, meta.diffusion, meta.data, meta.step, file.stem
+        if diffusion not in (None, recorded.get("name")):
+            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} records "
+                             f"{recorded.get('name')}: leave it out.")
         if meta.weights is not None:
             which = meta.weights
             if weights not in (None, which):
@@ -510,8 +545,6 @@ def load_trained(
         inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].says}), {network['num_heads']} "
                     f"heads, decoded by {autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, "
                     f"autoencoder=.")
-    if folder is not None and diffusion and diffusion != recorded.get("name"):
-        recorded = {"name": diffusion}
     with torch.device("meta"):
         net = build_network(network)
     net.load_state_dict(state, assign=True)
@@ -520,11 +553,11 @@ def load_trained(
         diffusion=build_diffusion(recorded), autoencoder=autoencoder or data.autoencoder,
         convention=data.convention and Convention.read(data.convention),
         class_names=data.class_names, display_names=data.display_names or data.class_names,
+        classes=data.classes or list(range(net.num_classes)),
         step=step, weights=which, folder=folder, file=file,
         recorded={"network": network, "diffusion": recorded,
                   **({"published": meta.published} if folder is not None and meta.published else {})},
-        inferred=inferred,
-        family=None if folder is not None else family,
+        inferred=inferred, family=None if folder is not None else family, recorded_sha256=recorded_sha256,
     )
 
 
@@ -605,6 +638,14 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
     return settings
 
 
+def noise_levels(diffusion: EDM | RF, sampler: SamplerSettings | None) -> tuple[float, float]:
+    """Returns the lowest and the highest noise level of a diffusion's sampler."""
+    given = sampler_settings(diffusion, sampler.model_dump() if sampler else {})
+    if "sigma_max" in given:
+        return given["sigma_min"], given["sigma_max"]
+    return (0.0, 1.0) if isinstance(diffusion, RF) else (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item())
+
+
 Ratio = Annotated[float, Field(ge=0, lt=1)]
 Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
@@ -651,6 +692,11 @@ def build_guidance(
     if is_flow and settings.interval and 1 < settings.interval[1] < math.inf:
         raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
                          f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+    if settings.interval:
+        low, high = noise_levels(trained.diffusion, getattr(settings, "sampler", None))
+        if settings.interval[1] < low or settings.interval[0] > high:
+            raise ValueError(f"interval={list(settings.interval)} guides at no noise level: the sampler's run from "
+                             f"{high:g} to {low:g}. Choose some of these.")
     weak = None
     if settings.weak:      # one without a record is taken for what the strong one is
         has_record = find_weights(Path(settings.weak), "ema")[1] is not None
@@ -668,5 +714,5 @@ def build_guidance(
                         settings.interval, routes, settings.channels)
     guidance.check(trained.net)
     source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
-                       "weights_sha256": checkpoints.sha256(weak.file)}
+                       "weights_sha256": weak.weights_sha256}
     return guidance, {**guidance.record(), "weak": source}

@@ -92,6 +92,7 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     precision: one_of(speed.PRECISIONS)
     tf32: bool
     compile: bool | one_of(speed.COMPILE_MODES)
+    compile_cache: Location | None
     activation_checkpointing: bool
     variants: Annotated[list[one_of(VARIANTS)], Field(min_length=1)]
     rounds: Count
@@ -621,6 +622,11 @@ def plot(record: dict, path: Path) -> None:
     pyplot.close(figure)
 
 
+def is_warm(cache: str | None) -> bool:
+    """Tells whether an earlier try has left compiled code in `cache`."""
+    return cache is not None and any(path.is_file() for path in Path(cache).rglob("*"))
+
+
 def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Gathers what the numbers depend on: device, versions, commit, command and settings."""
     return {"mode": cfg.mode, "device": speed.device_name(accelerator.device),
@@ -638,7 +644,8 @@ def run(cfg: BenchmarkSettings) -> dict:
         torch.set_num_threads(cfg.threads)
     accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
     Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)      # refuses now what writing would refuse
-    record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
+    record = describe(cfg, accelerator) | {"first step is warm": is_warm(cfg.compile_cache)}
+    record |= MODES[cfg.mode](cfg, accelerator)
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if accelerator.is_main_process:
         out = Path(cfg.out)
@@ -648,6 +655,8 @@ def run(cfg: BenchmarkSettings) -> dict:
         print(f"{cfg.mode}: {cfg.backbone_type}, {cfg.tokens} tokens, {cfg.precision}, compile {cfg.compile}; "
               f"{record['ranks']} × {record['device']}; {versions}; commit {record['commit']}\n")
         print(table(record["rows"], COLUMNS[cfg.mode]))
+        if record["first step is warm"]:
+            print(f"\nThe first step is warm: compile_cache={cfg.compile_cache} held code of an earlier try.")
         if products := record.get("matmul FLOP/s"):
             rates = ", ".join(f"{rate / 1e12:.3g} at side {side}" for side, rate in products.items())
             print(f"\nMatrix products in {cfg.precision}, TFLOP/s: {rates}. MFU is the share of the best.")
@@ -658,7 +667,8 @@ def run(cfg: BenchmarkSettings) -> dict:
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
     build_diffusion(cfg.diffusion)      # refuses a wrong one whatever the mode
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as cache:      # empty, so that compiling is timed too
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:      # so that compiling is timed too
+        cache = Path(cfg.compile_cache or empty).resolve()
         os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
         try:
             run(cfg)

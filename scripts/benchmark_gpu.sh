@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # What one GPU tells within eight minutes, the most important first: training at XL/2 and B/2 dense and routed,
 # sampling, data, and, if time is left, float8, tokens and CUDA graphs. Tables on the screen; JSON and plots in $OUT.
-# A part whose JSON is there is not run again. Needs no data and no download. LIMIT: seconds at most, of all parts.
+# A part whose JSON is there is not run again; what one has compiled is kept until it succeeds. Needs no data and no download. LIMIT: seconds at most, of all parts.
 #   OUT=bench LIMIT=465 bash scripts/benchmark_gpu.sh
 set -uo pipefail
 cd "$(dirname "$0")/.."
@@ -11,7 +11,7 @@ end=$((SECONDS + ${LIMIT:-465}))
 trap 'echo; echo "Stopped by Ctrl-C. Parts that were done are in $out."; exit 130' INT
 
 # name, seconds at most, settings: a part that fails or takes too long does not keep the others from running. At its
-# limit a part gets what Ctrl-C sends, so that it still removes its compiled code; tee writes to the end of either.
+# limit a part gets what Ctrl-C sends; tee writes to the end of either.
 part() {
     local name=$1 limit=$2 left=$((end - SECONDS)); shift 2
     [ ! -e "$out/$name.json" ] || { echo "== $name: done before"; return; }
@@ -20,9 +20,10 @@ part() {
         echo "no time is left for it"; failed+=("$name"); return
     fi
     timeout --foreground -s INT -k 10 "$((limit < left ? limit : left))" \
-        "$python" scripts/benchmark.py out="$out/$name" device=cuda precision=bf16 "$@" 2>&1 | tee -i "$out/$name.txt"
+        "$python" scripts/benchmark.py out="$out/$name" compile_cache="$out/cache/$name" device=cuda precision=bf16 \
+        "$@" 2>&1 | tee -i "$out/$name.txt"
     case ${PIPESTATUS[0]} in
-        0) ;;
+        0) rm -rf "$out/cache/$name" ;;
         124 | 137) echo "$name: its time was up"; failed+=("$name") ;;
         *) failed+=("$name") ;;
     esac

@@ -151,9 +151,10 @@ def time_beside(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
 
 @command("benchmark_official", OfficialSettings)
 def main(cfg: OfficialSettings) -> None:
-    if (cfg.mode, cfg.grad_accum_steps, cfg.precision == "fp8") != ("train", 1, False):
-        raise ValueError(f"mode={cfg.mode} grad_accum_steps={cfg.grad_accum_steps} precision={cfg.precision}: the "
-                         f"official step is mode=train, in one part, in fp32, bf16 or fp16.")
+    if (cfg.mode, cfg.grad_accum_steps, cfg.precision == "fp8", cfg.compile_cache) != ("train", 1, False, None):
+        raise ValueError(f"mode={cfg.mode} grad_accum_steps={cfg.grad_accum_steps} precision={cfg.precision} "
+                         f"compile_cache={cfg.compile_cache}: the official step is mode=train, in one part, in fp32, "
+                         f"bf16 or fp16, and without a cache of its own.")
     benchmark.check(cfg)
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)

@@ -8,14 +8,17 @@ import math
 import statistics
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 
 import numpy as np
+from scipy import stats
 
 from sample import save_image
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then by seed
+ENOUGH = 3      # seeds for a verdict
 
 
 def unguided(runs: list[dict], *variants: str) -> list[Scores]:
@@ -53,19 +56,30 @@ def spread(values: Iterable[float]) -> float | None:
     return statistics.stdev(values) if len(values) > 1 else None
 
 
-def verdict(one: list[float], other: list[float]) -> dict:
-    """Compares two variants' scores, lower being better: the difference of the means, and the larger deviation."""
-    spreads = [spread(values) for values in (one, other)]
-    larger = None if None in spreads else max(spreads)
-    return {"difference": statistics.mean(other) - statistics.mean(one), "spread": larger,
-            "n": min(len(one), len(other))}
+def paired(pairs: Iterable[tuple[float, float]]) -> dict:
+    """Compares two variants' scores, a pair for each seed and lower being better, by the differences within the pairs.
+
+    Runs of a seed see the same images, noise and labels, so what a seed does to both leaves the difference alone. From
+    three seeds on `interval` is the two-sided 95 % t interval on the mean difference, else None.
+    """
+    differences = [other - one for one, other in pairs]
+    n, mean, interval = len(differences), statistics.mean(differences) if differences else None, None
+    if n >= ENOUGH:
+        half = quantile(n) * statistics.stdev(differences) / math.sqrt(n)
+        interval = [mean - half, mean + half]
+    return {"difference": mean, "interval": interval, "n": n,
+            "seeds_lower": [sum(d > 0 for d in differences), sum(d < 0 for d in differences)]}      # first's, second's
 
 
-def lower_of(first: str, second: str, difference: float, larger: float | None) -> str | None:
-    """Names the variant that scores lower; None where the difference is 0 or below the larger of the deviations."""
-    if difference == 0 or (larger is not None and abs(difference) < larger):
-        return None
-    return second if difference < 0 else first
+@cache
+def quantile(n: int) -> float:
+    return float(stats.t.ppf(0.975, n - 1))
+
+
+def lower_of(first: str, second: str, found: dict) -> str | None:
+    """Names the variant that scores lower, where the interval leaves out 0; None elsewhere, and of one or two seeds."""
+    low, high = found["interval"] or (0, 0)
+    return second if high < 0 else first if low > 0 else None
 
 
 def curve(at: Scores, axis: str) -> list[tuple[float, float, float | None, int]]:
@@ -117,23 +131,23 @@ def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
     """Finds where the mean scores of two variants cross for the last time, on a line over the axis's logarithm.
 
     Below it is from there on the one that is lower at the end. Seeds are compared that both have at the end, as a seed
-    that ends early would move the means. `at` is None where one is lower at all places past the untrained network, and
-    where at the end the two differ by less than the spread over seeds, the larger of their two standard deviations;
-    then none is better at the end. One seed has no spread.
+    that ends early would move the means. `at` is None unless one variant is lower at a place and the other one at the
+    end, by `lower_of` both times; so one or two seeds show no crossing.
     """
     rows = compared(runs, first, second, axis)
     last = rows[-1][1] if rows else {}
-    at, end = None, verdict(*zip(*last.values(), strict=True)) if last else {"difference": None, "spread": None, "n": 0}
-    gaps = [(place, statistics.mean(values[seed][1] - values[seed][0] for seed in last))
-            for place, values in rows if last.keys() <= values.keys()]
-    sign = 0      # of the last gap that was one: lines that only touch do not cross
-    for (place, gap), (next_place, next_gap) in itertools.pairwise(gaps):
-        sign = np.sign(gap) or sign
-        if sign * next_gap < 0:
-            at = place * (next_place / place) ** (gap / (gap - next_gap))
-    better = None if end["difference"] is None else lower_of(first, second, end["difference"], end["spread"])
-    return {"between": [first, second], "axis": axis, "at": at if better else None,
-            "better_at_the_end": better, **end}
+    places = [(place, paired(values[seed] for seed in last)) for place, values in rows if last.keys() <= values.keys()]
+    end = places[-1][1] if places else paired(())
+    better, at = lower_of(first, second, end), None
+    if better and any(lower_of(first, second, found) not in (None, better) for _, found in places):
+        sign = 0      # of the last gap that was one: lines that only touch do not cross
+        for (place, found), (next_place, next_found) in itertools.pairwise(places):
+            gap, next_gap = found["difference"], next_found["difference"]
+            sign = np.sign(gap) or sign
+            if sign * next_gap < 0:
+                at = place * (next_place / place) ** (gap / (gap - next_gap))
+    return {"between": [first, second], "axis": axis, "at": at, "better_at_the_end": better,
+            "verdict": in_words(first, second, end) if end["n"] else None, **end}
 
 
 # ---- what is told ---------------------------------------------------------------------------------------------------
@@ -149,11 +163,14 @@ def place_of(place: float, axis: str) -> str:
     return f"{place:.3g}" if axis == "flops" else f"{place:,.0f}"
 
 
-def lower_in_words(name: str | None, n: int) -> str:
-    """Says which of two is lower, and where one seed or its spread forbids more."""
-    if n == 1:
-        return f"{name or 'none'}, of one seed: no spread is known"
-    return name or "none: within the spread"
+def in_words(first: str, second: str, found: dict) -> str:
+    """Says which of two is lower, with interval and seeds; of one or two seeds only in how many of them."""
+    n = found["n"]
+    if found["interval"]:
+        low, high = found["interval"]
+        return f"{lower_of(first, second, found) or 'none'} ({low:+.3f} to {high:+.3f}, n={n})"
+    count, name = max(zip(found["seeds_lower"], (first, second), strict=True), key=lambda side: side[0])
+    return f"{name} in {count} of {n} seed{'s' * (n > 1)}, no verdict"
 
 
 def table(columns: list[str], rows: list[list[str]]) -> list[str]:
@@ -169,17 +186,19 @@ def tables(result: dict) -> str:
             lines.append(f"* {run['variant']}, seed {run['seed']}: not finished, {run['step']} of "
                          f"{run['steps'] or '?'} steps.")
     lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Two variants are "
-              "compared over the seeds that both have. A difference of their means smaller than the larger of their "
-              "two standard deviations is called none. Between two scores of a run, a line over the logarithm of "
-              "images, seconds or FLOPs stands for it.",
+              "compared seed by seed, over the seeds that both have. One of them is called lower where the two-sided "
+              "95 % t interval on the mean difference, which is given, leaves out 0. Chance alone does that in 1 of 20 "
+              f"comparisons. Fewer than {ENOUGH} seeds give no verdict. A crossing is shown where one is lower and the "
+              "other one at the end. Between two scores of a run, a line over the logarithm of images, seconds or "
+              "FLOPs stands for it.",
               *scores_over_steps(result), *differences(result), *guided_scores(result)]
     lines += ["", "## Crossings", ""]
     for found in result["crossings"]:
         first, second = found["between"]
-        place = "no crossing" if found["at"] is None else f"last crossing at {place_of(found['at'], found['axis'])}"
-        end = f"lower at the end: {lower_in_words(found['better_at_the_end'], found['n'])} (n={found['n']})"
+        place = "none shown" if found["at"] is None else f"the last at {place_of(found['at'], found['axis'])}"
         nothing = "nothing to compare" + (", or no step was timed" if found["axis"] == "seconds" else " yet")
-        lines.append(f"* {second} and {first} over {AXES[found['axis']]}: {place}; {end}." if found["n"] else
+        lines.append(f"* {second} and {first} over {AXES[found['axis']]}: {place}; lower at the end: "
+                     f"{found['verdict']}." if found["n"] else
                      f"* {second} and {first} over {AXES[found['axis']]}: {nothing}.")
     if timing := result["timing"]:
         lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
@@ -229,16 +248,13 @@ def differences(result: dict) -> list[str]:
         (first, second), axis = crossed["between"], crossed["axis"]
         rows = []
         for place, by_seed in compared(result["runs"], first, second, axis):
-            values = list(zip(*by_seed.values(), strict=True))
-            found = verdict(*values)
-            name = lower_of(first, second, found["difference"], found["spread"])
-            rows.append([place_of(place, axis), *map(mean_of, values),
-                         f"{found['difference']:+.3f}", "" if found["spread"] is None else f"{found['spread']:.3f}",
-                         lower_in_words(name, found["n"])])
+            found = paired(by_seed.values())
+            rows.append([place_of(place, axis), *map(mean_of, map(list, zip(*by_seed.values(), strict=True))),
+                         f"{found['difference']:+.3f}", in_words(first, second, found)])
         if rows:
             measure = measure_in_words(*unguided(result["runs"], first, second))
             lines += ["", f"## {second} against {first}, at equal {AXES[axis]}: {measure}",
-                      *table([AXES[axis], first, second, "difference", "spread", "lower"], rows)]
+                      *table([AXES[axis], first, second, "difference", "lower"], rows)]
     return lines
 
 
@@ -255,9 +271,8 @@ def guided_scores(result: dict) -> list[str]:
                         continue
                     seeds, change, cost = sorted(by_seed.keys() & plain.keys()), "", ""
                     if seeds:
-                        found = verdict(*(values_of(side[seed] for seed in seeds) for side in (plain, by_seed)))
-                        name = lower_of("unguided", "guided", found["difference"], found["spread"])
-                        change = f"{found['difference']:+.3f}, lower: {lower_in_words(name, found['n'])}"
+                        found = paired((plain[seed]["value"], by_seed[seed]["value"]) for seed in seeds)
+                        change = f"{found['difference']:+.3f}, lower: {in_words('unguided', 'guided', found)}"
                         passes, own = (side[seeds[0]]["multiply_adds_an_image"] for side in (by_seed, plain))
                         cost = f"{passes / own:.2f}" if passes and own else ""
                     rows.append([variant, f"{step:,}", guidance, mean_of(values_of(by_seed.values())), change, cost])

@@ -13,6 +13,7 @@ import json
 import re
 import shutil
 import sys
+from collections import OrderedDict
 from pathlib import Path
 
 import torch
@@ -107,8 +108,14 @@ def write_json(path: Path, content: dict) -> None:
 # ---- to=dit ---------------------------------------------------------------------------------------------------------
 
 
+MARK = {"exported": "dit"}      # where torch keeps the versions of modules; nobody reads this one but us
+
+
 def write_dit(trained: Trained, path: Path) -> None:
-    state: dict[str, Tensor] = {name: value.clone() for name, value in trained.net.state_dict().items()}
+    state: OrderedDict[str, Tensor] = OrderedDict(
+        (name, value.clone()) for name, value in trained.net.state_dict().items()
+    )
+    state._metadata = MARK
     with checkpoints.beside(path) as partial:
         torch.save(state, partial)
 
@@ -147,11 +154,15 @@ def is_score(row: dict) -> bool:
 
 
 def scores_of(trained: Trained) -> list[dict]:
-    """Reads the rows of a run's results.jsonl that are of these weights."""
+    """Reads the rows of a run's results.jsonl that are of these weights, not of others that had their step before.
+
+    Training names no hash, as it drops its own scores where it goes back.
+    """
     run = trained.run_folder
-    rows = checkpoints.read_rows(run / "results.jsonl") if run else []
+    rows, digest = (checkpoints.read_rows(run / "results.jsonl"), checkpoints.sha256(trained.file)) if run else ([], "")
     return [row for row in rows if is_score(row)
-            and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)]
+            and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)
+            and (row["source"].get("in_training") or row["source"].get("weights_sha256") == digest)]
 
 
 def find_grid(trained: Trained) -> Path | None:
@@ -273,6 +284,8 @@ def check_out(cfg: ExportSettings) -> Path:
         raise ValueError(f"repo={cfg.repo} is not of the form user/name.")
     if cfg.upload and not cfg.repo:
         raise ValueError("upload=true needs repo=user/name.")
+    if not re.fullmatch(r"[\w.-]+", cfg.license):
+        raise ValueError(f"license={cfg.license!r} is not a licence as huggingface.co abbreviates it: write mit, say.")
     if cfg.out is None and not cfg.repo:
         raise ValueError(f"to={cfg.to} needs out=<{'a file .pt' if cfg.to == 'dit' else 'a folder'}>.")
     out = Path(cfg.out or cfg.repo.split("/")[1])
@@ -280,17 +293,19 @@ def check_out(cfg: ExportSettings) -> Path:
         raise ValueError(f"out={out}: to=dit writes a file whose name ends in .pt, the other forms a folder.")
     if out.exists() and not cfg.overwrite:
         raise ValueError(f"out={out} is there already: name another, or set overwrite=true.")
-    if out.exists() and not (out.is_file() if cfg.to == "dit" else is_export(out)):
+    if out.exists() and not is_export(out):
         raise ValueError(f"out={out} is nothing that an export has made, so that overwrite=true leaves it alone: name "
                          f"another, or move it away.")
     return out
 
 
-def is_export(folder: Path) -> bool:
-    try:
-        return "exported" in checkpoints.read_meta(folder)
-    except (OSError, ValueError):
-        return False
+def is_export(out: Path) -> bool:
+    """Tells whether a folder or a .pt says of itself that an export has made it."""
+    if out.is_dir():
+        return (out / "meta.json").is_file() and "exported" in checkpoints.read_meta(out)
+    with contextlib.suppress(Exception):      # of torch's readers, for what is no state dict
+        return getattr(torch.load(out, map_location="meta", weights_only=True), "_metadata", None) == MARK
+    return False
 
 
 def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
@@ -307,6 +322,7 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
             **trained.recorded, "step": trained.step, "weights": trained.weights, "exported": cfg.to, "files": files,
             "data": {"autoencoder": trained.autoencoder, "class_names": trained.class_names,
                      "display_names": trained.display_names,
+                     "classes": trained.classes if len(trained.classes) < trained.net.num_classes else None,
                      "convention": trained.convention and trained.convention.record()},
         })
 
@@ -319,6 +335,9 @@ def main(cfg: ExportSettings) -> None:
         print(trained.inferred)
     if trained.file.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"out={out} holds the weights that are to be exported: name another.")
+    named = cfg.autoencoder not in (None, autoencoders.NONE)
+    if named and (why := autoencoders.undecodable(cfg.autoencoder, trained.net.in_channels)):
+        raise ValueError(why)
     if cfg.to != "hub":
         check_plain(trained, cfg.to)
     if cfg.to == "dit":

@@ -4,7 +4,7 @@
     python scripts/import_latents.py source=img512-sd.zip out=data/edm2 format=edm2
 
 The options are in configs/import_latents.yaml; docs/interop.md says which form is whose, scripts/latent_forms.py how
-each is read. Nothing is unpickled, and nothing outside the source is read.
+each is read. Nothing is unpickled.
 """
 
 import hashlib
@@ -24,12 +24,12 @@ from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import Convention  # noqa: E402
-from checkpoint import hold, require_room, require_same  # noqa: E402
+from checkpoint import require_room  # noqa: E402
 from data import KINDS, read_ahead  # noqa: E402
-from images import MAX_CLASSES  # noqa: E402
+from images import MAX_CLASSES, check_labels  # noqa: E402
 from scripts.latent_forms import FORMS, Form, Stored, convert, open_stored, recognize  # noqa: E402
 from settings import Classes, Count, Location, Positive, Record, Settings, command, one_of  # noqa: E402
-from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
+from shards import begin, check_out, finish, read_shard, sweep, write_shard  # noqa: E402
 
 CHUNK_BYTES = 2**20      # of latents that are converted at once: what a processor's cache holds
 NUM_PROBED = 256         # latents that are looked at before anything is written
@@ -61,19 +61,6 @@ class Importing(Record):
     num_classes: int
     shard_size: int
     fingerprint: str
-
-
-def check_labels(labels: np.ndarray, num_classes: int | None, source: str) -> int:
-    """Returns the number of classes: the one that is given, or the highest label + 1."""
-    low, high = int(labels.min()), int(labels.max())
-    limit = MAX_CLASSES if num_classes is None else num_classes
-    if low < 0 or high >= limit:
-        bad = low if low < 0 else high
-        remedy = (f"set num_classes={high + 1}" if num_classes is not None and 0 <= bad < MAX_CLASSES else
-                  "correct the source")
-        raise ValueError(f"source={source} has label {bad} (row {int(np.argmax(labels == bad))}), outside 0.."
-                         f"{limit - 1}: {remedy}.")
-    return high + 1 if num_classes is None else num_classes
 
 
 def probe(stored: Stored, form: Form, source: str) -> str:
@@ -120,8 +107,7 @@ def nothing_left(out: Path, existed: bool) -> Iterator[None]:
     try:
         yield
     except ValueError:
-        sweep(out, "latents-*.npy", "labels-*.npy", "mirrored-*.npy", "record-*.json", "preparing.json", ".*.tmp",
-              ".lock")
+        sweep(out, "latents-*.npy", "labels-*.npy", "mirrored-*.npy", "record-*.json", "preparing.json", ".lock")
         with suppress(OSError):      # where it holds other things
             if not existed:
                 out.rmdir()
@@ -149,7 +135,10 @@ def import_latents(
         format, why = recognize(source)
         print(f"{source}: taken as {format}, {FORMS[format].whose}: {why}.")
     stored, form = open_stored(format, source, kind, scale, latent_norm, mirrored, autoencoder)
-    num_classes, count = check_labels(stored.labels, num_classes, source), len(stored.labels)
+    remedy = "set num_classes above it, or correct the source"
+    check_labels(stored.labels, num_classes or MAX_CLASSES, f"source={source}", remedy)
+    stored.labels = stored.labels.astype(np.int64)
+    num_classes, count = num_classes or int(stored.labels.max()) + 1, len(stored.labels)
     fingerprint = probe(stored, form, source)
     copies = " and as many mirrored copies" if len(stored.sides) > 1 else ""
     print(f"{source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
@@ -158,7 +147,7 @@ def import_latents(
     settings = dict(format=format, kind=form.kind, scale=form.scale, autoencoder=form.autoencoder, mirrored=is_mirrored)
     settings |= dict(num_classes=num_classes, shard_size=shard_size)
     if check_out(out, settings, fingerprint, Importing):
-        sweep(out, "record-*.json", ".*.tmp")
+        sweep(out, "record-*.json")
         print(f"{out} is already whole: nothing to do.")
         return
     whole = (is_mirrored, stored.shape, num_classes)
@@ -170,20 +159,14 @@ def import_latents(
     ranges = [(shard, start, min(start + chunk, (shard + 1) * shard_size, count)) for shard in todo
               for start in range(shard * shard_size, min((shard + 1) * shard_size, count), chunk)]
     existed = out.is_dir()
-    lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
-    place = out.stat()
+    lock = begin(out, settings | {"fingerprint": fingerprint}, num_shards - len(todo), num_shards)
     with nothing_left(out, existed), closing(read_ahead(
         (shard, start, end, {part: read(start, end) for part, read in stored.sides.items()})
         for shard, start, end in ranges
     )) as chunks, tqdm(desc="latents", total=sum(end - start for _, start, end in ranges), unit=" latents",
                        smoothing=0.05, disable=None) as bar:
-        sweep(out, ".*.tmp")
-        write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
-        if len(todo) < num_shards:
-            print(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
         for shard, group in itertools.groupby(chunks, key=lambda item: item[0]):
             write_shard(out, shard, rows_of(group, stored, form, source, bar))
-    require_same(out, place)
     lock.release()
 
     channels, side = stored.shape[0] // (2 if form.kind == "moments" else 1), stored.shape[1]
@@ -195,7 +178,6 @@ def import_latents(
     } | convention.record() | resolution | {"shards": [], "source": source, "unreadable": [],
                                   "imported": {"format": format} | asdict(form)}
     finish(out, metadata, [read_shard(out, shard, *whole) for shard in range(num_shards)])
-    require_same(out, place)
     seconds, done = time.monotonic() - started, sum(end - start for _, start, end in ranges)
     print(f"{done:,} latents in {seconds:.1f} s, {done / seconds:,.0f} latents/s")
     print(f"next: accelerate launch train.py experiment=small data.path={out} name={out.name}")
@@ -208,7 +190,7 @@ def rows_of(
     for _, start, end, values in chunks:
         rows = {part: finite(convert(form, torch.as_tensor(read)), source, start).numpy()
                 for part, read in values.items()}
-        yield rows | {"labels": stored.labels[start:end].astype("<i8")}, []
+        yield rows | {"labels": stored.labels[start:end]}, []
         bar.update(end - start)
 
 

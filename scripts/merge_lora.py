@@ -29,6 +29,10 @@ def main(cfg: MergeSettings) -> None:
     out = Path(cfg.out)
     if out.exists():
         raise ValueError(f"out={out} is there already: name a folder that is not, or move it away.")
+    place = out.resolve().parent
+    if place.name == "checkpoints" and checkpoints.all_steps(place.parent):
+        raise ValueError(f"out={out} is among a run's checkpoints, from which training resumes and which it deletes: "
+                         f"name another folder, as merged/{out.name}.")
     folder = load_trained(cfg.checkpoint).folder
     meta = checkpoints.read_meta(folder) if folder else {}
     if not meta.get("lora"):

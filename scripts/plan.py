@@ -62,7 +62,7 @@ def encoder_flops() -> int:
 def measured_rates(files: list[Path]) -> dict[tuple[str, bool], tuple[float, str]]:
     """Reads images/s a GPU, and the device, by size and whether routed, from files of benchmark.py mode=train.
 
-    Raises ValueError for a file that holds none at 256 tokens and patch 2.
+    Raises ValueError for a file that holds none at 256 tokens and patch 2, or a speed that is not above 0.
     """
     rates = {}
     for file in files:
@@ -75,6 +75,8 @@ def measured_rates(files: list[Path]) -> dict[tuple[str, bool], tuple[float, str
                     found[key] = row["images/s"] / row["ranks"], record["device"]
         except (OSError, ValueError, KeyError, TypeError) as error:
             raise ValueError(f"{file} is no file of scripts/benchmark.py mode=train ({error}).") from None
+        if not all(rate > 0 for rate, _ in found.values()):
+            raise ValueError(f"{file} has {min(found.values())[0]:g} images/s, which is not above 0.")
         if not found:
             raise ValueError(f"{file} times no DiT of patch 2 at 256 tokens: give one of mode=train, as "
                              f"scripts/benchmark_gpu.sh writes.")

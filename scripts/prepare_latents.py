@@ -32,11 +32,11 @@ from tqdm import tqdm
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders  # noqa: E402
 import speed  # noqa: E402
-from checkpoint import hold, require_room, require_same  # noqa: E402
+from checkpoint import require_room  # noqa: E402
 from data import KINDS  # noqa: E402
 from images import ImageSource, UnreadableImage, open_source  # noqa: E402
-from settings import Count, Location, Record, Settings, Size, Whole, command, one_of, read_text  # noqa: E402
-from shards import check_out, finish, read_shard, sweep, write_json, write_shard  # noqa: E402
+from settings import Count, Location, Record, Settings, Size, Whole, command, one_of  # noqa: E402
+from shards import begin, check_out, finish, read_shard, sweep, write_shard  # noqa: E402
 
 # ---- settings and records -------------------------------------------------------------------------------------------
 
@@ -153,7 +153,7 @@ def read_option(option: str, path: Path) -> str:
     if not path.is_file():
         raise ValueError(f"{option}={path} {'is not a file' if path.exists() else 'does not exist'}.")
     try:
-        return read_text(path).removeprefix("\ufeff")      # as Windows begins its texts
+        return path.read_text(encoding="utf-8").removeprefix("\ufeff")      # as Windows begins its texts
     except (OSError, ValueError) as error:
         raise ValueError(f"{option}={path} cannot be read as text ({error}).") from error
 
@@ -252,7 +252,7 @@ def prepare(
     state.print(f"{source}: {len(images):,} images in {num_classes} classes, {num_others} other files")
     if check_out(out, settings, fingerprint, Preparing):
         if state.is_main_process:
-            sweep(out, "record-*.json", ".*.tmp", "*.partial")  # of a run that was killed on its last lines
+            sweep(out, "record-*.json")  # of a run that was killed on its last lines
         state.print(f"{out} is already whole: nothing to do.")
         return
 
@@ -267,7 +267,8 @@ def prepare(
     whole = (mirror, row_shape, num_classes)
     todo = [shard for shard in range(num_shards) if read_shard(out, shard, *whole) is None]
     needed = len(todo) * min(shard_size, len(images)) * (np.prod(row_shape) * 2 * (1 + mirror) + 8)
-    require_room(out, needed, "kind=sample or mirror=false each halve it.")
+    halves = ["kind=sample"] * (kind == "moments") + ["mirror=false"] * mirror
+    require_room(out, needed, f"{' or '.join(halves)} would halve it." if halves else "name another disk by out=.")
     state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
 
     def encode(batch: torch.Tensor, indices: list[int], mirror: bool) -> np.ndarray:
@@ -279,13 +280,8 @@ def prepare(
 
     with ExitStack() as stack:
         if state.is_main_process:
-            lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+            lock = begin(out, settings | {"fingerprint": fingerprint}, num_shards - len(todo), num_shards)
             stack.callback(lock.release)
-            place = out.stat()
-            sweep(out, ".*.tmp", "*.partial")      # of a killed run, and of one of the version before
-            write_json(out / "preparing.json", settings | {"fingerprint": fingerprint})
-            if len(todo) < num_shards:
-                state.print(f"going on: {num_shards - len(todo)} of {num_shards} shards are whole")
         state.wait_for_everyone()
 
         mine = [range(s * shard_size, min((s + 1) * shard_size, len(images)))
@@ -307,7 +303,6 @@ def prepare(
         state.wait_for_everyone()
 
         if state.is_main_process:
-            require_same(out, place)
             records = [read_shard(out, shard, *whole) for shard in range(num_shards)]
             metadata = {
                 "format": 1, "count": 0, "shape": [vae.channels, side, side], "dtype": "float16",
@@ -317,7 +312,6 @@ def prepare(
                 "precision": precision, **speed.describe_device(state.device),
             } | ({} if shown is None else {"display_names": shown})
             finish(out, metadata, records)
-            require_same(out, place)
             seconds = time.monotonic() - started
             done = sum(records[shard].count for shard in todo)
             print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")

@@ -33,7 +33,7 @@ from PIL import Image
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Positive, Settings, command, commit, first_line, read_json, read_text, shown  # noqa: E402
+from settings import Location, Positive, Settings, command, commit, first_line, read_json, shown  # noqa: E402
 
 PARTS = Path(__file__).with_suffix("")      # template.html, report.css, report.js
 OURS = '<meta name="generator" content="tread report">'
@@ -192,7 +192,7 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
 def read_config(folder: Path, page: Page) -> dict:
     path = folder / "config.yaml"
     try:
-        text = read_text(path) if path.is_file() else ""
+        text = path.read_text(encoding="utf-8") if path.is_file() else ""
         # train.py writes none, and nine lines of them may become a million values.
         if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, Loader=yaml.SafeLoader)):
             raise ValueError("it has aliases")
@@ -303,6 +303,12 @@ def conditions(row: dict) -> dict[str, str]:
     return {key: shown(value) for key, value in found.items() if value not in (None, "")}
 
 
+def code_of(row: dict) -> str | None:
+    """Says what drew and scored: versions, or in an older row the hash of all code."""
+    versions = {"drawing": row["source"].get("drawing_version"), "scoring": row.get("scoring_version")}
+    return ", ".join(f"{key} {value}" for key, value in versions.items() if value) or row.get("code_sha256")
+
+
 def read_scores(folder: Path, page: Page) -> list[dict]:
     """Reads results.jsonl, a score for each metric of each row."""
     path = folder / "results.jsonl"
@@ -323,7 +329,7 @@ def read_scores(folder: Path, page: Page) -> list[dict]:
                 "step": step if is_number(step) else None, "n": row.get("images"),
                 "guided": guidance_label(guidance), "guidance": guidance if isinstance(guidance, dict) else None,
                 "higher": metric in HIGHER_IS_BETTER, "conditions": conditions(row), "device": row.get("device"),
-                "versions": row.get("versions"), "code": row.get("code_sha256"), "finished": row.get("finished"),
+                "versions": row.get("versions"), "code": code_of(row), "finished": row.get("finished"),
                 "processes": row.get("processes"), "in_training": bool(row["source"].get("in_training")),
             })
     if foreign:

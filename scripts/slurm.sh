@@ -38,9 +38,12 @@ MASTER_ADDR=$(scontrol show hostnames "${SLURM_JOB_NODELIST:-localhost}" | head 
 MASTER_PORT=$((20000 + SLURM_JOB_ID % 20000))
 export MASTER_ADDR MASTER_PORT
 
-# The ranks are Slurm's own tasks, with no launcher between, which would kill them 30 s after a signal. Where one fails,
-# the ranks end each other, within a minute and in a sentence, so srun need not.
-srun --kill-on-bad-exit=0 bash -c '
+# Since Slurm 22.05 srun does not take over what sbatch was given, and each task would have a single core.
+[ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}"
+
+# The ranks are Slurm's own tasks, with no launcher between, which would kill them 30 s after a signal. Where one fails
+# or is killed, srun ends the others.
+srun --kill-on-bad-exit=1 bash -c '
     if [ "$SLURM_NTASKS" -gt 1 ]; then
         export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
         export LOCAL_WORLD_SIZE=$((SLURM_NTASKS / SLURM_NNODES))
@@ -51,7 +54,7 @@ step=$!
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
 # 143 is what a process leaves with that TERM has stopped, having saved. Any other end is the run's own: a mistake, say,
-# or a full disk, which would be the same the next time.
+# or a full disk, which would be the same the next time. What a lost node ends, Slurm itself requeues (--requeue).
 if [ -n "$stopping" ] && [ "$code" -eq 143 ]; then
     echo "slurm.sh: stopped by $stopping; job $SLURM_JOB_ID goes back into the queue."
     scontrol requeue "$SLURM_JOB_ID" && exit 0

@@ -40,7 +40,6 @@ from settings import (  # noqa: E402
     Number,
     Positive,
     Record,
-    Says,
     Settings,
     Text,
     Whole,
@@ -52,7 +51,8 @@ from settings import (  # noqa: E402
 )
 from trained import CheckpointRecord, RouteSettings, build_network  # noqa: E402
 
-Setting = Annotated[str, Field(pattern="="), Says("key=value")]
+Setting = Annotated[str, Field(pattern="=")]      # key=value
+SET_BY_STUDY = ("seed", "name", "run_dir")      # of each run
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
 NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
                   "samples", "log", "compile", "cpu")
@@ -123,7 +123,11 @@ class RunRecord(CheckpointRecord):
     step: Whole
     batch_size: Count
     config: ConfigRecord
+    files: dict[str, checkpoints.File]
     history: list[dict] = []
+
+    def has(self, weights_sha256: str | None) -> bool:
+        return weights_sha256 in [file.sha256 for file in self.files.values()]
 
 
 class WeakRecord(Record):
@@ -202,6 +206,7 @@ class ToldRun(Told):
     step: Whole
     steps: Whole | None
     train: list[Setting] = []
+    weights_sha256: str | None = None      # of its last average
     scores: list[ToldScore]
 
 
@@ -251,6 +256,9 @@ def runs_of(cfg: StudySettings) -> list[Run]:
         run_dir = folder / f"{name}-seed{seed}"
         settings = [text.replace("{runs}", str(folder)).replace("{seed}", str(seed))
                     for text in (*study.train, *variant.train, *cfg.also)]
+        if taken := [text for text in settings if text.split("=")[0].lstrip("+") in SET_BY_STUDY]:
+            raise ValueError(f"{taken[0]}: a study sets {', '.join(SET_BY_STUDY)} of each run itself. Set study.seeds "
+                             f"for other seeds, and out= for another folder.")
         if parts := [text for text in settings if text.startswith("grad_accum_steps=") and not text.endswith("=1")]:
             raise ValueError(f"{parts[-1]}: in several parts a route's masks are drawn between the parts' noise, and "
                              f"dense and routed runs of a seed would see other noise. Set grad_accum_steps=1.")
@@ -317,7 +325,8 @@ def record_of(run: Run) -> RunRecord | None:
     if folder is None:
         return None
     meta = read_record(RunRecord, folder / "meta.json", f"{run.folder} is no run of this study; move it away.")
-    refuse_foreign(run, run.folder, {key: leaf(meta.config.model_dump(), key) for key in settings_of(run.train)})
+    refuse_foreign(run, run.folder, {key: leaf(meta.config.model_dump(), key) for key in settings_of(run.train)},
+                   meta.step)
     return meta
 
 
@@ -350,10 +359,10 @@ def asked_steps(run: Run) -> int | None:
 
 def score_at_end(cfg: StudySettings, run: Run) -> None:
     """Scores a finished run's last checkpoint in every way asked for; a score that is there is not made again."""
-    step = checkpoints.step_of(checkpoints.latest(run.folder))
+    meta = record_of(run)
     for point in run.at_end:
         score_once(cfg, [f"checkpoint={run.folder}", *cfg.study.score, *point], run.folder / "results.jsonl", point,
-                   step)
+                   meta)
 
 
 def score_floor(cfg: StudySettings) -> None:
@@ -364,16 +373,16 @@ def score_floor(cfg: StudySettings) -> None:
 
 
 def score_once(
-    cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
+    cfg: StudySettings, settings: list[str], results: Path, point: list[str], meta: RunRecord | None = None,
 ) -> None:
-    """Lets fid.py score, unless a row of `results` is of this point and step, and marks the new row with the point.
+    """Lets fid.py score, unless a row of `results` is of this point and weights, and marks the new row with the point.
 
     Raises ValueError where that row was scored by other settings of the study.
     """
     rows = checkpoints.read_rows(results)
     scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
     for row in rows:
-        if row.get("study") == point and row["source"].get("step") == step:
+        if row.get("study") == point and (meta is None or meta.has(row["source"].get("weights_sha256"))):
             if row.get("scored_by", scored_by) != scored_by:
                 raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
                                  f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
@@ -463,18 +472,22 @@ def leaf(tree: object, key: str) -> object:
     return value.get("name") if isinstance(value, dict) else value
 
 
-def refuse_foreign(run: Run, where: object, other: dict[str, object]) -> None:
-    """Raises ValueError where another run's settings, by key, are not those that the study asks of this one."""
+def refuse_foreign(run: Run, where: object, other: dict[str, object], step: int) -> None:
+    """Raises ValueError where a run at `step` is longer, or its settings are others, by key, than this study asks."""
     for key, asked in settings_of(run.train).items():
         if other.get(key) not in (None, asked):
             raise ValueError(f"{where} holds another {run.variant}, seed {run.seed}: {key}={other[key]} there, "
                              f"{key}={asked} in this study. Move it away, or give this study another out=.")
+    if step > (asked_steps(run) or math.inf):
+        raise ValueError(f"{where} holds {run.variant}, seed {run.seed}, after {step} steps, and this study asks for "
+                         f"steps={asked_steps(run)}: set steps={step} or more, or give this study another out=.")
 
 
 def from_disk(run: Run) -> dict | None:
     """Gathers what a run's folder holds; None where there is no checkpoint. Raises ValueError for a foreign one.
 
-    Scores that neither its training nor this study asked for, as those of a sweep, are not the study's.
+    Scores that neither its training nor this study asked for, as those of a sweep, are not the study's; nor are later
+    scores of weights that were here before the run was trained anew.
     """
     meta = record_of(run)
     if meta is None:
@@ -491,12 +504,14 @@ def from_disk(run: Run) -> dict | None:
         "multiply_adds_an_image": sum(row["source"]["multiply_adds"].values()),
         "in_training": bool(row["source"].get("in_training")), "study": row.get("study"),
     } for row in fid.read_results(results)
-        if (row["source"].get("in_training") or "study" in row) and read(ScoredRow, row, f"{results}: ")]
+        if (row["source"].get("in_training") or "study" in row) and read(ScoredRow, row, f"{results}: ")
+        and (row["source"].get("in_training") or row["source"]["step"] < meta.step
+             or meta.has(row["source"].get("weights_sha256")))]
     return {"variant": run.variant, "seed": run.seed, "step": meta.step,
             "steps": asked_steps(run) or meta.config.steps, "routes": meta.network.get("routes", []),
             "diffusion": meta.diffusion, "precision": meta.config.precision, "history": meta.history,
             "train": [text for text in run.train if text.split("=")[0] not in ("run_dir", "init_from")],
-            "scores": scores}
+            "weights_sha256": meta.files["ema.safetensors"].sha256, "scores": scores}
 
 
 def told_of(row: dict, results: Path) -> dict:
@@ -529,7 +544,7 @@ def told_before(cfg: StudySettings) -> list[ToldStudy]:
         for run in runs_of(cfg):
             for old in told[-1].runs:
                 if (old.variant, old.seed) == (run.variant, run.seed):
-                    refuse_foreign(run, path, settings_of(old.train))
+                    refuse_foreign(run, path, settings_of(old.train), old.step)
     return told
 
 
@@ -547,7 +562,13 @@ def complete(run: Run, told: list[ToldStudy]) -> bool:
     last = [score for score in old["scores"] if score["step"] == old["step"]] if old else []
     evaluated = not is_scored_in_training(run) or any(score.get("in_training") for score in last)
     scored = all(point in [score.get("study") for score in last] for point in run.at_end)
-    return bool(steps) and old["step"] >= steps and scored and evaluated
+    return bool(steps) and old["step"] >= steps and scored and evaluated and not is_replaced(old, run)
+
+
+def is_replaced(old: dict, run: Run) -> bool:
+    """Tells whether a run's folder holds, at the step of what was recorded before, other weights."""
+    meta = record_of(run) if old["weights_sha256"] else None      # which an older study.json lacks
+    return meta is not None and meta.step == old["step"] and not meta.has(old["weights_sha256"])
 
 
 def collect(cfg: StudySettings) -> dict:
@@ -557,7 +578,7 @@ def collect(cfg: StudySettings) -> dict:
     known = {(run.variant, run.seed): run for run in runs_of(cfg)}
     for key, run in known.items():
         recorded = [old.model_dump() for study in told for old in study.runs if (old.variant, old.seed) == key]
-        record = furthest([from_disk(run), *recorded]) or {
+        record = furthest([from_disk(run), *(old for old in recorded if not is_replaced(old, run))]) or {
             "variant": run.variant, "seed": run.seed, "step": 0, "steps": None, "scores": []}
         runs.append(record | {"steps": asked_steps(run) or record["steps"]})
     # Of a variant or a seed that the study no longer lists: what was measured stays in the file.

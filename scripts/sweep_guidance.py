@@ -67,7 +67,7 @@ def identity(row: dict) -> dict:
     guidance = row["source"]["guidance"]
     rest = guidance and {key: value for key, value in guidance.items() if key not in AXES}
     return {"source": source, "guidance": rest, "images": row["images"], "reference": row["reference"]["path"],
-            "extractor": row["extractor"]["name"], "code": row["code_sha256"]}
+            "extractor": row["extractor"]["name"], "scoring": row["scoring_version"]}
 
 
 def belongs(row: dict, scored: dict) -> bool:

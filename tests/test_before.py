@@ -59,9 +59,10 @@ def test_old_rows_are_found_by_what_they_measured():
     for row in rows:
         wanted = {**row, "metrics": dict.fromkeys(row["metrics"])}
         assert fid.scored_before(wanted, BEFORE / "run/results.jsonl") == row
-        newer = {**wanted, "code_sha256": "of today", "tf32": False}
-        assert fid.scored_before(newer, BEFORE / "run/results.jsonl") is None
-        assert fid.scored_before(newer, BEFORE / "run/results.jsonl", whatever_code=True) == row
+        drawn, scored = {"source": row["source"] | {"drawing_version": 1}}, {"scoring_version": 1, "tf32": False}
+        for today in (drawn, scored, drawn | scored):
+            assert fid.scored_before(wanted | today, BEFORE / "run/results.jsonl") is None
+            assert fid.scored_before(wanted | today, BEFORE / "run/results.jsonl", whatever_code=True) == row
 
 
 def test_training_goes_on_from_an_old_run(run, fresh_accelerator):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import subprocess
 import sys
 
 import pytest
@@ -62,6 +63,38 @@ def test_training_steps_are_timed_whole_and_in_parts_beside_the_matrix_products(
     assert record["rows"][2]["over dense"] is None      # there is no dit-eager to compare with
     told = capsys.readouterr().out
     assert "| tread-eager | 4 |" in told and "not measured" in told and "MFU is the share of the best" in told
+
+
+def test_a_first_step_on_code_that_an_earlier_try_compiled_is_marked(tmp_path, capsys):
+    assert not run(tmp_path, "mode=train", "variants=[dit]", f"compile_cache={tmp_path}/cache")["first step is warm"]
+    (tmp_path / "cache/triton").mkdir(parents=True)
+    (tmp_path / "cache/triton/kernel").write_text("")
+    assert "first step is warm" not in capsys.readouterr().out
+    assert run(tmp_path, "mode=train", "variants=[dit]", f"compile_cache={tmp_path}/cache")["first step is warm"]
+    assert "The first step is warm: compile_cache=" in capsys.readouterr().out
+
+
+# Stands for Python: a part takes two tries, of which the first compiles.
+COMPILES_FIRST = f"""#!{sys.executable}
+import pathlib, sys
+if sys.argv[1] == "-c":
+    sys.exit()
+given = dict(text.split("=", 1) for text in sys.argv[2:])
+cache = pathlib.Path(given["compile_cache"])
+if not cache.is_dir():
+    cache.mkdir(parents=True)
+    (cache / "kernel").touch()
+    sys.exit(1)
+pathlib.Path(given["out"] + ".json").touch()
+"""
+
+
+def test_what_a_part_has_compiled_on_a_gpu_is_kept_until_it_succeeds(tmp_path):
+    (tmp_path / "python").write_text(COMPILES_FIRST)
+    (tmp_path / "python").chmod(0o755)
+    env = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": str(tmp_path / "python")}
+    codes = [subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True).returncode for _ in range(2)]
+    assert codes == [1, 0] and (tmp_path / "out/train_xl2.json").is_file() and not list((tmp_path / "out/cache").iterdir())
 
 
 @pytest.mark.parametrize("name", ["LightningDiT-B/1", "Mamba-B/2", "RWKV-L/2"])

@@ -244,6 +244,14 @@ def test_a_decoder_of_ones_own_gets_the_autoencoders_latents_and_returns_pixels(
             autoencoders.load(name)
 
 
+def test_what_a_decoder_of_ones_own_computes_elsewhere_comes_back_to_the_device():
+    def on_the_cpu(z):
+        return torch.zeros(len(z), 3, 8, 8)
+
+    loaded = autoencoders.OwnDecoder("python:x", on_the_cpu, (4, 4, 4), "meta")      # which stands for a GPU
+    assert loaded.decode(torch.zeros(2, 4, 4, 4, device="meta")).device.type == "meta"
+
+
 def test_what_runs_code_is_loaded_only_where_the_user_names_it(own, tmp_path):
     for name in own:
         with pytest.raises(ValueError, match="runs code, so it is loaded only where the command names it"):

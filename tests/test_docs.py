@@ -50,7 +50,7 @@ COMMANDS = {
 }
 # Which take plain arguments.
 SCRIPTS_OF_THEIR_OWN = ("scripts/cifar10_features.py", "scripts/plan.py", "examples/route_diffusers.py")
-CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 LAUNCHED = re.compile(r"(\w+=\S+ )*(python|accelerate launch|torchrun|timeout|sbatch)( \S+)*? (\S+\.py)\b")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.S | re.M)
 

@@ -3,6 +3,7 @@
 import hashlib
 import random
 import urllib.error
+from pathlib import Path
 
 import pytest
 import torch
@@ -155,6 +156,7 @@ def test_what_is_no_inception_graph_is_refused(tmp_path):
     (tmp_path / "graph.pb").write_bytes(b"<html>not found</html>")
     with pytest.raises(ValueError, match="not the Inception graph"):
         load("adm", tmp_path / "graph.pb")
+    assert not (tmp_path / "graph.pb.sha256").exists()      # nothing is recorded of a file that is another's
 
 
 # ---- Inception in PyTorch
@@ -183,6 +185,7 @@ def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
     assert net.sizes["spatial"] == 2023 and (found["spatial"] >= 0).all()      # after the ReLU
     assert torch.allclose(found["probs"].sum(1), torch.ones(2), atol=1e-5)
     assert net.space == "inception-2015" and net.sha256 == sha256(inception_weights)
+    assert Path(f"{inception_weights}.sha256").read_text().split()[0] == net.sha256
 
 
 class RunsCode:
@@ -195,7 +198,7 @@ def test_inception_weights_that_would_run_code_are_refused(tmp_path):
     before = random.getstate()
     with pytest.raises(ValueError, match="as weights alone"):
         load("inception", tmp_path / "weights.pth")
-    assert random.getstate() == before
+    assert random.getstate() == before and not (tmp_path / "weights.pth.sha256").exists()
 
 
 # ---- DINOv2 and TorchScript

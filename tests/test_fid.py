@@ -262,13 +262,22 @@ def test_references_that_do_not_fit_are_sentences(arrays, sentence, tmp_path):
         scoring.open_reference(tmp_path / "ref.npz", load("pixels"))
 
 
-@pytest.mark.parametrize("header", ["(" * 5000, "{'descr': '|u1', 'fortran_order': False, 'shape': (-3, 8, 8, 3), }",
-                                    "{'descr': '|u1', 'fortran_order': False, 'shape': (1000000000000, 8, 8, 3), }"])
-def test_an_npz_with_a_damaged_header_is_a_sentence(header, tmp_path):
-    with zipfile.ZipFile(tmp_path / "images.npz", "w") as archive:
-        archive.writestr("arr_0.npy", b"\x93NUMPY\1\0" + (len(header) + 1).to_bytes(2, "little") + header.encode() + b"\n" + bytes(576))
+@pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
+def test_an_npz_is_read_in_any_order_and_damage_is_a_sentence(write, tmp_path):
+    images, path = shapes(40).numpy(), tmp_path / "images.npz"
+    write(path, arr_0=images)
+    opened = scoring.open_npz("images", str(path))
+    for indices in (np.array([3, 4, 30]), np.array([39, 0])):
+        assert np.array_equal(opened.read(indices).numpy(), images[indices])
+    content = bytearray(path.read_bytes())
+    content[len(content) // 2] ^= 1
+    path.write_bytes(content)
+    opened = scoring.open_npz("images", str(path))
+    with pytest.raises(ValueError, match="images.npz is damaged before image 40"):
+        opened.read(np.arange(40))
+    path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="images.npz is not a whole npz"):
-        scoring.open_npz("images", str(tmp_path / "images.npz"))
+        scoring.open_npz("images", str(path))
 
 
 # ---- the command
@@ -344,6 +353,24 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     assert row["extractor"]["name"] == "pixels" and row["versions"]["torch"] == torch.__version__ and row["seconds"] > 0
     other = command(tmp_path, **options)
     assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance"] is None
+
+
+def test_classes_that_had_no_images_are_drawn_only_if_they_are_named(tmp_path, run_folder, reference_npz, capsys):
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    file = run / "checkpoints/step-00000007/meta.json"
+    meta = json.loads(file.read_text())
+    file.write_text(json.dumps(meta | {"data": meta["data"] | {"classes": [0, 2]}}))
+    options = dict(reference=reference_npz, num_samples=6, num_steps=2)
+    default, named, absent, every, old = (command(tmp_path, checkpoint=folder, **options, **given) for folder, given in (
+        (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}), (run_folder, {})))
+    assert [row["source"]["classes"] for row in (default, named, absent, every, old)] == [[0, 2], [0, 2], [1], "all", "all"]
+    assert default["metrics"] == named["metrics"] != absent["metrics"] and every["metrics"] == old["metrics"] != default["metrics"]
+    assert capsys.readouterr().out.count("1 of 3 classes have no training images (1); they are drawn only if named.") == 4
+
+
+def test_a_long_list_of_classes_is_recorded_by_its_length_and_hash():
+    one, other = (fid.describe_classes(list(range(first, first + 500)), 1000) for first in (0, 1))
+    assert one["count"] == other["count"] == 500 and one["sha256"] != other["sha256"]
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
@@ -436,8 +463,10 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
     command(tmp_path, **options)
     for other in ({"seed": 1}, {"num_steps": 3}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
-    monkeypatch.setattr(scoring, "code_sha256", lambda: "another version")
-    assert command(tmp_path, **options)["resumed_images"] == 0
+    assert command(tmp_path, **options)["resumed_images"] == 16
+    for where, version in ((scoring, "SCORING_VERSION"), (fid, "DRAWING_VERSION")):
+        monkeypatch.setattr(where, version, 0)
+        assert command(tmp_path, **options)["resumed_images"] == 0, version
 
 
 def test_a_damaged_file_of_features_is_measured_again(tmp_path, run_folder, reference_npz):

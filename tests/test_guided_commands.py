@@ -30,13 +30,13 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
 
 
-def write_run(folder, seed=0, diffusion=None, **network):
+def write_run(folder, seed=0, diffusion=None, classes=None, **network):
     """Writes a run of one checkpoint with an untrained network."""
     torch.manual_seed(seed)
     network = NETWORK | network
     state = build_network(network).state_dict()
     meta = {"step": 5 + seed, "network": network, "diffusion": diffusion or {"name": "rf"},
-            "data": {"autoencoder": "identity", "class_names": ["ant", "bee", "cat"][: network["num_classes"]]}}
+            "data": {"autoencoder": "identity", "class_names": ["ant", "bee", "cat"][: network["num_classes"]], "classes": classes}}
     checkpoints.save(checkpoints.step_folder(folder, 5 + seed), {"ema": state, "model": state}, meta)
     return folder
 
@@ -90,6 +90,13 @@ def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run
         assert f"[{count / 1e9:.4g}] GFLOP an evaluation" in said and f"[{4 * count / 1e9:.4g}] GFLOP an image of 4" in said
 
 
+def test_grids_have_no_row_for_a_class_that_had_no_images(tmp_path):
+    run = write_run(tmp_path / "run", classes=[0, 2])
+    for name, settings in (("rf", ["guidance=cfg", "num_steps=1"]), ("sample", ["seeds=0-7", "num_steps=1"])):
+        command(name, f"checkpoint={run}", f"out={tmp_path / name}.png", *settings)
+        assert Image.open(tmp_path / f"{name}.png").height == 2 * (8 * 8 + 2)
+
+
 def test_rf_puts_both_grids_into_the_runs_samples(run):
     command("rf", f"checkpoint={run}", "guidance=cfg", "seeds=0-3", "num_steps=1")
     assert {path.name for path in (run / "samples").iterdir()} == {"step-00000005-ema-guided.png", "step-00000005-ema-unguided.png"}
@@ -97,7 +104,7 @@ def test_rf_puts_both_grids_into_the_runs_samples(run):
 
 @pytest.mark.parametrize(("overrides", "says"), [
     (["guidance=none"], "nothing to compare"), (["out=x.npz"], "is no .png"), (["gamma1=0.95"], "may not be sparser"),
-    (["gamma2=1"], r"gamma2=1 is not a number in \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"),
+    (["gamma2=1"], r"gamma2=1 is not a number in \[0, 1\)"), (["interval=[0.5,0.2]"], "is empty"), (["interval=[0.28,2.9]"], "reaches past 1"), (["interval=[2,inf]"], "guides at no noise level: the sampler's run from 1 to 0"),
     (["guidance=autoguidance"], "needs weak="), (["sampler.S_churn=1"], "has no such setting; it has solver"), (["sampler.solver=rk4"], "sampler.solver=rk4 is not one of euler, heun, euler_maruyama, ancestral or null"),
     (["guidance=autoguidance", "weak={smaller}"], "another thing than the strong one"), (["guidance=autoguidance", "weak={edm}"], "cannot be mixed"),
     (["checkpoint={dense}"], "gamma1=0.5 is asked of a network that has no route"), (["checkpoint={edm}"], "was trained with edm, not by flow matching"),

@@ -2,9 +2,6 @@
 
 import io
 import json
-import os
-import socket
-import struct
 import tarfile
 import warnings
 import zipfile
@@ -158,22 +155,6 @@ def test_a_file_that_vanishes_stops_the_run_and_a_dead_link_does_not(tmp_path):
         source.pixels(0)
 
 
-def test_a_circle_of_links_is_an_error_and_not_forty_copies(tmp_path):
-    write_files(tmp_path, PETS)
-    (tmp_path / "cat" / "again").symlink_to(tmp_path, target_is_directory=True)
-    with pytest.raises(ValueError, match="cat/again links to a folder that it lies in"):
-        open_source(tmp_path)
-
-
-def test_class_folders_that_link_to_each_other_are_an_error_and_not_forty_copies(tmp_path):
-    write_files(tmp_path, PETS)
-    (tmp_path / "cat" / "link").symlink_to("../dog", target_is_directory=True)
-    assert len(open_source(tmp_path)) == 6  # one way it is a folder like others
-    (tmp_path / "dog" / "link").symlink_to("../cat", target_is_directory=True)
-    with pytest.raises(ValueError, match=r"(cat|dog)/link/link links to a folder that it lies in, .*/(cat|dog): remove the link"):
-        open_source(tmp_path)
-
-
 def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
     write_files(tmp_path / "elsewhere", PETS)
     (tmp_path / "set").mkdir()
@@ -182,27 +163,6 @@ def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
     (tmp_path / "link").symlink_to(tmp_path / "set", target_is_directory=True)
     for folder in ("set", "link"):
         assert open_source(tmp_path / folder).fingerprint() == open_source(tmp_path / "elsewhere").fingerprint()
-
-
-def test_fifos_sockets_and_devices_are_named_and_not_waited_for(tmp_path, monkeypatch):
-    write_files(tmp_path, PETS)
-    os.mkfifo(tmp_path / "cat" / "fifo.png")
-    os.mkfifo(tmp_path / "fifo.tar")
-    (tmp_path / "cat" / "fifo-link.png").symlink_to("fifo.png")
-    (tmp_path / "cat" / "device.png").symlink_to("/dev/zero")
-    (tmp_path / "cat" / "link.png").symlink_to("1.png")
-    (tmp_path / "cat" / "dead.png").symlink_to("nowhere.png")
-    (tmp_path / "cat" / "self.png").symlink_to("self.png")
-    monkeypatch.chdir(tmp_path)  # a socket's path may be no longer than 107 bytes
-    with socket.socket(socket.AF_UNIX) as end:
-        end.bind("cat/socket.png")
-        source = open_source(tmp_path)
-    assert source.not_images == [f"cat/{name}.png" for name in ("device", "fifo-link", "fifo", "socket")] + ["fifo.tar"]
-    assert [name for name in source.names if "cat" in name] == [f"cat/{name}.png" for name in ("1", "dead", "link", "self")]
-    assert np.array_equal(source.pixels(2), source.pixels(0))
-    for dead in (1, 3):
-        with pytest.raises(UnreadableImage, match="a link to nothing"):
-            source.pixels(dead)
 
 
 @pytest.mark.parametrize("folders", [("train", "val"), ("Test", "Train", "extra"), ("a/b/train", "a/b/validation")])
@@ -312,14 +272,9 @@ def test_labels_with_names_are_numbered_by_name_and_other_members_are_named(tmp_
     assert source.not_images == ["x.tar/a.bin", "x.tar/b.bin", "x.tar/c.bin"]
 
 
-@pytest.mark.parametrize("number", ["1700000000", "1000000", "9" * 5000])
-def test_a_class_number_beyond_a_million_is_refused_before_a_name_is_made_for_each(tmp_path, number):
-    write_webdataset(tmp_path / "x.tar", [{"__key__": key, "png": noise(8, 8), "cls": cls}
-                                          for key, cls in (("a", "0"), ("b", "0999999"))])
-    assert len(open_source(tmp_path / "x.tar").class_names) == 10**6
-    write_webdataset(tmp_path / "x.tar", [{"__key__": key, "png": noise(8, 8), "cls": cls}
-                                          for key, cls in (("a", "0"), ("b", number))])
-    with pytest.raises(ValueError, match=f"x.tar/b.png has class number {number[:20]}, but at most 1,000,000 classes"):
+def test_a_class_number_beyond_a_million_is_refused_before_a_name_is_made_for_each(tmp_path):
+    write_webdataset(tmp_path / "x.tar", [{"__key__": key, "png": noise(8, 8), "cls": cls} for key, cls in (("a", "0"), ("b", "1700000000"))])
+    with pytest.raises(ValueError, match=r"label 1700000000 \(row 1\), outside 0..999999"):
         open_source(tmp_path / "x.tar")
 
 
@@ -415,39 +370,9 @@ def test_a_damaged_zip_entry_is_one_unreadable_image(tmp_path):
     data = bytearray(path.read_bytes())
     data[offset + 60] ^= 0xFF
     path.write_bytes(data)
-    with pytest.raises(UnreadableImage):
+    with pytest.raises(UnreadableImage, match="Bad CRC-32|invalid"):
         source.pixels(0)
     assert np.array_equal(source.pixels(1), noise(8, 8, 0))
-
-
-@pytest.mark.parametrize(("field", "value"), [
-    ((42, "<L"), 10**9),  # where the entry begins: beyond the end
-    ((42, "<L"), None),  # so near the end that the local header is short
-    ((20, "<L"), 2**32 - 2),  # its size in the zip
-])  # fmt: skip
-def test_a_zip_that_lies_about_a_place_has_an_unreadable_image(tmp_path, field, value):
-    path = write_zip(tmp_path / "a.zip", PETS)
-    data = bytearray(path.read_bytes())
-    entry = data.index(b"PK\1\2")  # of dog/0.png in the zip's directory
-    struct.pack_into(field[1], data, entry + field[0], len(data) - 10 if value is None else value)
-    path.write_bytes(data)
-    source = open_source(path)
-    assert source.names[1] == "dog/0.png"
-    with pytest.raises(UnreadableImage):
-        source.pixels(1)
-    assert np.array_equal(source.pixels(0), noise(8, 8, 1))
-
-
-@pytest.mark.parametrize(("offset", "byte"), [(6, 255), (46, 0), (9, 8)])  # version, name, flag of UTF-8
-def test_a_zip_whose_directory_is_damaged_is_refused_in_a_sentence(tmp_path, offset, byte):
-    path = write_zip(tmp_path / "a.zip", PETS)
-    data = bytearray(path.read_bytes())
-    entry = data.index(b"PK\1\2")
-    data[entry + offset] = byte
-    data[entry + 47] = 255  # no UTF-8
-    path.write_bytes(data)
-    with pytest.raises(ValueError, match="a.zip is not a whole zip file"):
-        open_source(path)
 
 
 def test_the_crop_leaves_an_image_of_the_right_size_alone():

@@ -9,6 +9,7 @@ import time
 import zipfile
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import forked
 import numpy as np
@@ -18,6 +19,7 @@ from PIL import Image
 
 import autoencoder as autoencoders
 from checkpoint import hold
+from data import open_latents
 from images import draw_shape, open_source
 from scripts.prepare_latents import PrepareSettings, prepare
 from settings import read
@@ -185,6 +187,15 @@ def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys
     )
 
 
+def test_names_that_are_no_text_are_written_so_that_training_reads_them(pets, tmp_path):
+    (pets / "cat").rename(os.fsdecode(os.fsencode(pets) + b"/caf\xe9"))
+    Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
+    (pets / "emu").rename(pets / "große\nKatze")
+    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
+    assert open_latents(tmp_path / "out").class_names == ["caf?", "dog", "große\nKatze"]
+    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/?.png"]
+
+
 def test_a_set_with_nothing_readable_is_refused(tmp_path):
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "a.png").write_bytes(b"no image")
@@ -331,9 +342,19 @@ def test_a_disk_without_room_is_noticed_first(pets, tmp_path, monkeypatch):
     import shutil
 
     monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
-    with pytest.raises(ValueError, match="needs 0.0 GB more and its disk has 0.0 GB free"):
+    with pytest.raises(ValueError, match="needs [0-9.]+ MB more and its disk has 0.01 MB free"):
         prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
     assert not (tmp_path / "out").exists()
+
+
+@pytest.mark.parametrize(("settings", "remedy"), [
+    (dict(kind="sample"), "name another disk"), (dict(kind="moments"), "kind=sample would halve"), (dict(kind="sample", mirror=True), "mirror=false would"),
+    (dict(kind="moments", mirror=True), "kind=sample or mirror=false would halve it"),
+])
+def test_a_disk_without_room_is_met_with_what_is_not_set_already(pets, vae_folder, tmp_path, monkeypatch, settings, remedy):
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
+    with pytest.raises(ValueError, match=f"free: {remedy}"):
+        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder, **settings)
 
 
 def test_a_vae_that_overflows_float16_is_not_stored(pets, vae_folder, tmp_path, monkeypatch):
@@ -417,6 +438,25 @@ def test_a_folder_that_holds_only_hidden_files_or_leftovers_is_taken(pets, tmp_p
     (tmp_path / "out" / name).write_text("")
     prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
     assert not list((tmp_path / "out").glob("*.partial"))
+
+
+def test_files_of_others_stay_where_they_are(pets, tmp_path):
+    out = tmp_path / "out"
+    theirs = [".session.tmp", ".latents-draft.npy.tmp", ".mine.12.tmp", "movie.partial", "latents.partial"]
+    ours = [".latents-00001.npy.77.tmp", "labels-00000.npy.123.partial", ".metadata.json.77.tmp", ".record-00002.json.9.tmp"]
+    out.mkdir()
+    (out / "movie.partial").write_text("")
+    with pytest.raises(ValueError, match="holds files that this script did not write"):
+        prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+    (out / "movie.partial").unlink()
+    prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+    for is_whole in (True, False):      # the same command on a folder that is whole, and on one that is not
+        for name in (*theirs, *ours):
+            (out / name).write_text("half")
+        if not is_whole:
+            (out / "metadata.json").unlink()
+        prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+        assert set(theirs) <= set(os.listdir(out)) and not set(ours) & set(os.listdir(out))
 
 
 def old_preparing(out: Path) -> dict:

@@ -60,7 +60,7 @@ def make_study(folder):
     folder.mkdir(parents=True)
     (folder / "study.json").write_text(json.dumps({
         "name": "tiny", "commit": "abc", "runs": [*runs, {"variant": "late", "seed": 0, "step": 0, "steps": None, "scores": []}],
-        "crossings": [{"between": ["dit", "tread"], "axis": "images", "at": 15.0, "better_at_the_end": "tread", "n": 1}]}))
+        "crossings": [{"between": ["dit", "tread"], "axis": "images", "at": 15.0, "verdict": "tread in 1 of 1 seed, no verdict", "n": 1}]}))
     return folder
 
 
@@ -399,7 +399,7 @@ def test_a_studys_curves_are_of_what_is_compared_and_its_tables_of_all(browser, 
     [plot] = wait(lambda: query(browser, "#panel-study .plot[data-drawn=yes]"))
     assert plot.get_attribute("aria-label") == "fd_pixels over steps: dit ends at 7, tread ends at 5"
     assert {row.text.split(" ")[0] for row in query(browser, "#panel-study tbody tr")} == {"dit", "tread", "tuned"}
-    assert "tread and dit over images: last crossing at 15; lower at the end: tread, of one seed: no spread is known." in panel.text
+    assert "tread and dit over images: the last at 15; lower at the end: tread in 1 of 1 seed, no verdict." in panel.text
 
 
 def test_what_was_left_out_and_what_came_from_files_is_text(browser, page):

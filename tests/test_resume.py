@@ -96,6 +96,24 @@ def test_a_run_whose_checkpoints_are_all_damaged_is_not_begun_anew_behind_the_us
     assert (run / "metrics.jsonl").read_bytes() == before and (run / "checkpoints/step-00000004").is_dir()
 
 
+@pytest.mark.parametrize("deleted", ["checkpoints", "checkpoints/*"])
+def test_a_run_whose_checkpoints_were_deleted_keeps_its_record(shapes, tmp_path, deleted):
+    options = ("steps=4", "samples.every=2", "samples.seeds=0-1", "samples.num_steps=1", "model.depth=3", "model.routes=[]")
+    assert train_here(tmp_path / "run", shapes, *options).returncode == 0
+    for folder in (tmp_path / "run").glob(deleted):
+        shutil.rmtree(folder)
+    before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
+    result = train_here(tmp_path / "run", shapes, *options)
+    assert result.returncode == 1 and "has recorded 4 steps and has no checkpoint" in result.stderr and "name=<another>" in result.stderr
+    assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
+
+
+def test_a_folder_where_a_file_belongs_is_to_be_mended_first(shapes, tmp_path):
+    (tmp_path / "metrics.jsonl").mkdir()
+    result = train_here(tmp_path, shapes, "model.depth=3", "model.routes=[]")
+    assert result.returncode == 1 and "metrics.jsonl" in result.stderr and "Mend that and run the same command again" in result.stderr
+
+
 def test_a_full_disk_ends_the_run_with_a_sentence_and_leaves_the_last_good_checkpoint(shapes, tmp_path):
     run = tmp_path / "run"
     assert train(run, shapes, "steps=4").returncode == 0
@@ -152,8 +170,8 @@ def test_a_run_whose_folder_goes_away_ends_in_a_sentence_and_goes_on_when_it_is_
             run.rename(tmp_path / "disk")
     monkeypatch.setattr(checkpoints, "save", unmounted)
     result = train_here(run, shapes)
-    assert result.returncode == 1 and "the folder has gone away" in result.stderr and "The same command resumes" in result.stderr
-    shutil.rmtree(run)      # what was written where the disk had been: a row
+    assert result.returncode == 1 and "the folder has gone away" in result.stderr and "Mend that and run the same command again" in result.stderr
+    assert not run.exists()      # nothing is written to where the disk had been
     (tmp_path / "disk").rename(run)
     monkeypatch.undo()
     assert train(run, shapes).returncode == 0

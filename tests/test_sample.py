@@ -20,6 +20,7 @@ import checkpoint as checkpoints
 from dit import DiT, DiT_models
 from edm import DDPM, EDM
 from sample import draw_grid, generate, labels_of, main, parse_classes, parse_range
+from scripts import export
 from trained import build_network, load_trained, read_weights
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4,
@@ -126,11 +127,11 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_range("seeds", "0-3,7") == parse_range("seeds", [0, "1-3", 7]) == [0, 1, 2, 3, 7]
     assert parse_range("seeds", 5) == [5]
     names = ["ant", "bee", "cat"]
-    assert parse_classes("classes", None, 3, names) == [0, 1, 2]
-    assert parse_classes("classes", "bee", 3, names) == parse_classes("classes", 1, 3, names) == [1]
-    assert parse_classes("classes", ["cat", 0], 3, names) == parse_classes("classes", "cat, 0", 3, names) == [2, 0]
-    assert parse_classes("classes", "0-2", 3, None) == [0, 1, 2]
-    assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"]) == [1]
+    assert parse_classes("classes", None, 3, names, [0, 2]) == [0, 2]
+    assert parse_classes("classes", "bee", 3, names, [0, 2]) == parse_classes("classes", 1, 3, names, [0, 2]) == [1]
+    assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names, [1]) == [2, 0]
+    assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
+    assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 
 
@@ -142,11 +143,11 @@ def test_a_range_that_makes_no_sense_is_a_sentence(given):
 
 def test_a_class_there_is_not_is_a_sentence():
     with pytest.raises(ValueError, match="class 4; there are 4"):
-        parse_classes("classes", "0-4", 4, None)
+        parse_classes("classes", "0-4", 4, None, [0])
     with pytest.raises(ValueError, match="samples.classes=fish asks for 'fish'.*the names are ant, bee"):
-        parse_classes("samples.classes", "fish", 2, ["ant", "bee"])
+        parse_classes("samples.classes", "fish", 2, ["ant", "bee"], [0])
     with pytest.raises(ValueError, match="asks for none"):
-        parse_classes("classes", [], 4, None)
+        parse_classes("classes", [], 4, None, [0])
 
 
 @pytest.mark.parametrize("content", [[1, 2], {"epoch": 3}, {"model": {"weight": 1.0}}])
@@ -166,9 +167,12 @@ def test_files_of_the_old_format_load_and_truncated_ones_are_a_sentence(tmp_path
         load_trained(tmp_path / "half.safetensors")
 
 
-def test_the_recorded_diffusion_keeps_its_settings_when_named_again(run):
+def test_the_recorded_diffusion_keeps_its_settings_when_named_again_and_another_is_refused(run, tmp_path):
     assert load_trained(run, diffusion="edm").diffusion.sigma_data == 0.6
-    assert type(load_trained(run, diffusion="ddpm").diffusion) is DDPM
+    for entry, settings in ((main, ["seeds=0", "num_steps=1"]), (export.main, ["to=dit", f"out={tmp_path / 'x.pt'}"])):
+        with pytest.raises(SystemExit, match="diffusion_name=rf is for weights without a record; .* records edm"):
+            run_command(entry, "sample.py", f"checkpoint={run}", "diffusion_name=rf", *settings)
+    assert not list(tmp_path.iterdir()) and not (run / "samples").exists()
 
 
 def test_a_weights_file_of_another_network_is_a_sentence(tmp_path):
@@ -207,6 +211,7 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     (["sampler.solver=heun"], "has no such setting"), (["sampler.rho=many"], "sampler.rho=many is not a number in [0.1, 100]"),
     (["gamma2=0.5"], "guides nothing without a scale"), (["guidance=tread", "gamma1=1.5"], "gamma1=1.5 is not a number in [0, 1)"), (["guidance=tread", "gamma1=x"], "gamma1=x is not a number in [0, 1) or a list of 2"),
     (["guidance=tread", "gamma1=0.9", "gamma2=0.5"], "may not be sparser"), (["guidance=interval", "interval=[3,1]"], "is empty"),
+    (["scale=1.5", "interval=[1000,2000]"], "guides at no noise level: the sampler's run from 80 to 0.002"),
     (["routes=[{start_layer_idx: 0, end_layer_idx: 0}]"], "guides nothing without a scale"), (["scale=2", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]"], "leaves the network"),
     (["num_steps=1000000000"], "num_steps=1000000000 is too large: at most 10000"), (["seeds=0-99999999"], "more than 10,000,000 of them"),
     (["classes=0-99999999"], "more than 10,000,000 of them"), (["sampler.sigma_max=1e308"], "sampler.sigma_max=1e+308 is not a number in [1e-06, 1000000.0]"),
@@ -312,6 +317,29 @@ def test_stray_names_among_checkpoints_are_let_be(run, tmp_path, stray):
     assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-00000002", stray}
 
 
+@pytest.mark.parametrize("reader", ["checkpoint.problem", "trained.read_weights"])
+def test_a_checkpoint_that_training_prunes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch, recwarn, reader):
+    module, name = reader.split(".")
+    copy, read, pruned = shutil.copytree(run, tmp_path / "copy"), getattr(sys.modules[module], name), []
+
+    def train_on(*args, **options):
+        if not pruned:
+            pruned.append(shutil.copytree(checkpoints.step_folder(copy, 2), checkpoints.step_folder(copy, 3)))
+            checkpoints.prune(copy, keep_last=1, keep_every=0)
+        return read(*args, **options)
+    monkeypatch.setattr(reader, train_on)
+    assert load_trained(copy).folder == checkpoints.step_folder(copy, 3) and not recwarn.list
+
+
+def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_path):
+    trained = load_trained(shutil.copytree(run, tmp_path / "copy"))
+    expected = checkpoints.sha256(trained.file)
+    shutil.rmtree(trained.folder)
+    assert trained.weights_sha256 == expected
+    with pytest.raises(ValueError, match="There is no checkpoint .*step-00000002. Training deletes all but the newest"):
+        load_trained(trained.folder)
+
+
 # ---- what is written
 
 
@@ -392,6 +420,10 @@ def caption(*names):
 @pytest.mark.parametrize(("one", "other"), [("Łódź", "Łódż"), ("кошка", "кошко"), ("γάτα", "γάτη")])
 def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
     assert not np.array_equal(caption(one, "x"), caption(other, "x"))
+
+
+def test_a_name_of_two_lines_is_written_on_one():
+    assert np.array_equal(caption("sea\nlion", "x"), caption("sea lion", "x"))
 
 
 def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():

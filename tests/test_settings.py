@@ -68,40 +68,22 @@ class Everything(Settings):
 GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "positive": 1e-9, "text": "a", "place": None,
         "pick": [1, "0-3"], "flag": True, "choice": "a", "maybe": None, "mode": "fast", "counts": [1], "named": None, "trackers": [],
         "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "other": {}, "size": 1}
-COUNT, WHOLE, POSITIVE = "a whole number of at least 1.", "a whole number of at least 0.", "a finite number above 0."
-PICK = "a number, a range as in 0-63, a name, or a list of them or null."
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
-    ("count", 0, f"count=0 is not {COUNT}"), ("count", 1.0, f"count=1.0 is not {COUNT}"), ("count", True, f"count=true is not {COUNT}"),
-    ("count", "1", f"count=1 is not {COUNT}"), ("count", None, f"count=null is not {COUNT}"), ("count", [1], f"count=[1] is not {COUNT}"),
-    ("count", {"a": 1}, f'count={{"a": 1}} is not {COUNT}'), ("whole", -1, f"whole=-1 is not {WHOLE}"),
-    ("number", float("nan"), "number=NaN is not a finite number."), ("number", float("inf"), "number=Infinity is not a finite number."),
-    ("number", "x", "number=x is not a finite number."), ("share", 1.5, "share=1.5 is not a number in [0, 1]."),
-    ("share", float("nan"), "share=NaN is not a number in [0, 1]."), ("share", -1, "share=-1 is not a number in [0, 1]."),
-    ("not_negative", -0.1, "not_negative=-0.1 is not a finite number of at least 0."),
-    ("positive", 0, f"positive=0 is not {POSITIVE}"), ("positive", float("inf"), f"positive=Infinity is not {POSITIVE}"),
-    ("positive", float("nan"), f"positive=NaN is not {POSITIVE}"), ("positive", None, f"positive=null is not {POSITIVE}"),
-    ("text", "", "text= is not a text."), ("text", 1.5, "text=1.5 is not a text."), ("place", True, "place=true is not a path or null."),
-    ("place", "", "place= is not a path or null."), ("pick", 1.5, f"pick=1.5 is not {PICK}"), ("pick", [None], f"pick=[null] is not {PICK}"),
-    ("flag", "yes", "flag=yes is not true or false."), ("flag", 1, "flag=1 is not true or false."),
-    ("choice", "c", "choice=c is not one of a, b."), ("choice", None, "choice=null is not one of a, b."),
-    ("maybe", "c", "maybe=c is not one of a, b or null."), ("mode", "slow", "mode=slow is not one of true, false, fast, small."),
-    ("mode", 1, "mode=1 is not one of true, false, fast, small."), ("counts", 1, "counts=1 is not a list, each a whole number of at least 1."),
-    ("counts", [1, 0], "counts=[1, 0] is not a list, each a whole number of at least 1."),
-    ("named", ["a", 1], 'named=["a", 1] is not a list of texts or null.'), ("named", "ab", "named=ab is not a list of texts or null."),
-    ("trackers", ["mlflow"], 'trackers=["mlflow"] is not a list, each one of tensorboard, wandb.'),
-    ("betas", [0.9], "betas=[0.9] is not a list of 2: a number in [0, 1], a number in [0, 1]."),
-    ("betas", [0.9, 2], "betas=[0.9, 2] is not a list of 2: a number in [0, 1], a number in [0, 1]."),
-    ("part", 3, "part=3 is not a group of start, share."), ("part", None, "part=null is not a group of start, share."),
-    ("part", {"start": 1}, "part.share is missing; it must be a number in [0, 1)."),
-    ("part", {"start": 1.5, "share": 0}, "part.start=1.5 is not a whole number."),
-    ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: part has start, share."),
-    ("parts", [{"start": 1, "share": 1}], "parts.0.share=1 is not a number in [0, 1)."),
-    ("parts", [{"start": 1, "share": 0}, 7], "parts.1=7 is not a group of start, share."),
-    ("text", "\ud800", "text=\ud800 is not a text."), ("place", "a\0b", "place=a\0b is not a path or null."),
-    ("count", 2**64, f"count={2**64} is too large: at most {2**62}."), ("size", 2**17, "size=131072 is too large: at most 65536."),
-    ("parts", {}, "parts={} is not a list of groups."), ("other", 1, "other=1 is not a group."),
+    ("count", 0, "count=0: it should be greater than or equal to 1."), ("count", 1.0, "count=1.0: it should be a valid integer."),
+    ("count", None, "count=null: it should be a valid integer."), ("number", float("nan"), "number=NaN: it should be a finite number."),
+    ("number", "x", "number=x: it should be a valid number."), ("share", 1.5, "share=1.5: it should be less than or equal to 1."),
+    ("text", "", "text=: it should have at least 1 character."), ("flag", "yes", "flag=yes: it should be a valid boolean."),
+    ("choice", "c", "choice=c: it should be 'a' or 'b'."), ("maybe", "c", "maybe=c: it should be 'a' or 'b'."),
+    ("mode", "slow", "mode=slow: it should be a valid boolean; or it should be 'fast' or 'small'."),
+    ("counts", [1, 0], "counts.1=0: it should be greater than or equal to 1."), ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
+    ("betas", [0.9], "betas.1 is missing."), ("part", {"start": 1}, "part.share is missing."),
+    ("part", {"start": 1.5, "share": 0}, "part.start=1.5: it should be a valid integer."),
+    ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: there are start, share."),
+    ("part", {"strat": 1, "share": 0, "start": 1}, "There is no setting part.strat: did you mean start?"),
+    ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."), ("size", 2**17, "size=131072: it should be less than or equal to 65536."),
+    ("pick", 1.5, "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a valid list."),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_range_is_a_sentence(key, value, sentence):
     with pytest.raises(ValueError) as error:
@@ -119,8 +101,8 @@ def test_unknown_missing_and_no_settings_at_all_are_sentences():
         a: Count
         b: Literal["x"]
 
-    for plain, sentence in (({"a": 1, "b": "x", "c": 2}, "There is no setting c: this has a, b."), ({"a": 1}, "b is missing; it must be one of x."),
-                            ([1], "[1] is not a group of a, b."), (None, "null is not a group of a, b.")):
+    for plain, sentence in (({"a": 1, "b": "x", "c": 2}, "There is no setting c: there are a, b."), ({"a": 1}, "b is missing."),
+                            ([1], "The settings=[1]: it should be a valid dictionary or instance of Two.")):
         with pytest.raises(ValueError) as error:
             read(Two, plain, "here: ")
         assert str(error.value) == f"here: {sentence}"
@@ -137,8 +119,8 @@ class Note(Record):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (b"\xff\xfe", "is not JSON"), ("3", "note.json: 3 is not a group of count."),
-    ("{}", "note.json: count is missing; it must be a whole number of at least 1."), ('{"count": 1e999}', "count=Infinity is not"),
+    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (b"\xff\xfe", "is not JSON"), ("3", "note.json: The settings=3: "),
+    ("{}", "note.json: count is missing."), ('{"count": 1e999}', "count=Infinity: it should be"),
 ])  # fmt: skip
 def test_a_record_that_cannot_be_read_is_a_sentence_with_the_remedy(tmp_path, text, words):
     (tmp_path / "note.json").write_bytes(text if isinstance(text, bytes) else text.encode())
@@ -166,6 +148,7 @@ def call(tmp_path, monkeypatch, capsys):
     (tmp_path / "small.yaml").write_text(
         "steps: 5\nplace: null\ndefaults: [_self_, {override hydra/job_logging: disabled}, {override hydra/hydra_logging: disabled}]\n"
         "hydra: {run: {dir: .}, output_subdir: null}\n")
+    (tmp_path / "presets/group").mkdir(parents=True)
     monkeypatch.setattr(settings, "CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
@@ -197,13 +180,14 @@ def fail_by(error):
 
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
-    (["steps=0"], "small.py: steps=0 is not a whole number of at least 1."), (["steps=inf"], "small.py: steps=Infinity is not a whole number of at least 1."),
+    (["steps=0"], "small.py: steps=0: it should be greater than or equal to 1."), (["steps=inf"], "small.py: steps=Infinity: it should be a valid integer."),
     (["step=3"], "small.py: Could not override 'step': configs/small.yaml names all settings."),
     (["steps"], "small.py: steps is no setting: write key=value, as in steps=100."),
     (["größe=3"], "small.py: größe=3 is no setting: write key=value, as in steps=100."),
     (["place=größe"], """"place='größe'"."""), (["place=[ring,größe,sea lion]"], """"place=['ring','größe','sea lion']"."""),
     (["place=it's"], r""""place='it\'s'"."""), (["place=a (1)"], """"place='a (1)'"."""), (["place=[a"], """"place=['a']"."""),
     (["place=a,b"], """small.py: place=a,b gives several values: write 'place=[a,b]' for a list, or "place='a,b'" for one text."""),
+    (["group=[one,two]"], "group=[one,two] gives several names and only the last would count: write group=two."),
     (["place=${nothing}"], "small.py: Interpolation key 'nothing' not found: configs/small.yaml names all settings."),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_ends_in_a_sentence(call, arguments, sentence):
@@ -231,7 +215,7 @@ def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
     assert call(fail_by(KeyboardInterrupt())) == (130, "small.py: stopped by Ctrl-C.")
     for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")):
         code, said = call(fail_by(error))
-        assert code == 1 and "memory is full (" in said and said.endswith("of network and images.")
+        assert code == 1 and "Memory is full: " in said and said.endswith("What helps: less at once.")
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
     assert "HYDRA_FULL_ERROR" not in os.environ  # which a command sets for itself, and for none that it starts
@@ -250,6 +234,7 @@ def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, erro
 def test_a_rank_but_the_first_waits_before_it_says_the_same(call, monkeypatch):
     waits = []
     monkeypatch.setattr(ranks.time, "sleep", waits.append)
+    monkeypatch.setattr(ranks.signal, "signal", lambda *_: None)
     for rank in ("0", "1"):
         monkeypatch.setenv("RANK", rank)
         assert call(fail_by(ValueError("Too many.")))[0] == 1

@@ -11,6 +11,7 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import forked
+import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
@@ -65,11 +66,14 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
     ({"compare": [["dit", "dot"]]}, "names dot, but the variants are dit, tread"),
     ({"variants": {"dit": {"train": [], "at_end": ["sg"]}}, "compare": []}, "names sg; study.at_end has cfg"),
     ({"train": ["grad_accum_steps=2"]}, "would see other noise. Set grad_accum_steps=1"),
+    ({"train": ["+seed=5"]}, "seed=5: a study sets seed, name, run_dir of each run itself. Set study.seeds"),
     ({"train": ["evaluate.metrics=[sfid,recall]"]}, "by a Fréchet distance, fid or one whose name begins with fd_"),
 ])
 def test_a_name_that_is_none_is_a_sentence(tmp_path, changed, says):
     with pytest.raises(ValueError, match=says):
         study.runs_of(settings(tmp_path, study=MATRIX | changed))
+    with pytest.raises(ValueError, match="seed=5: a study sets seed"):
+        study.runs_of(settings(tmp_path, also=["seed=5"]))
 
 
 def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Command:
@@ -102,7 +106,7 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert dense[4] == 2 * dense[2] > routed[4] > 0
     assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
-    assert "## Real images, the floor\n\n* fd_pixels of 4 images: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of one seed") >= 3
+    assert "## Real images, the floor\n\n* fd_pixels of 4 images: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
     with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
         study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
@@ -135,6 +139,23 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     told_study, [run, *_] = read_record(study.ToldStudy, tmp_path / "study/study.json", ""), study.runs_of(cfg)
     assert study.complete(run, [told_study])
     assert not study.complete(run.model_copy(update={"at_end": [["guidance=cfg", "scale=3"]]}), [told_study])
+
+    # Scores of more steps are not those of fewer.
+    for home, rows in (("study", []), ("other", [str(tmp_path / "study/study.json")])):
+        with pytest.raises(ValueError, match="holds dit, seed 0, after 4 steps, and this study asks for steps=2"):
+            study.collect(settings(tmp_path / home, study=matrix, also=["steps=2"], rows=rows))
+
+    # Nor are scores of weights that have gone those of the weights that the run has now.
+    folder = study.checkpoints.latest(run.folder)
+    tensors, meta = {name: study.checkpoints.load(folder, name) for name in ("ema", "model")}, study.checkpoints.read_meta(folder)
+    shutil.rmtree(folder)
+    study.checkpoints.save(folder, {name: {key: value + 0.1 for key, value in each.items()} for name, each in tensors.items()}, meta)
+    assert not study.complete(run, [told_study])
+    assert [score["guidance"] for score in study.collect(cfg)["runs"][0]["scores"]] == ["unguided"] * 3
+    rows = [(results.read_text(), study.score_at_end(cfg, run))[0].count("\n") for _ in range(3)]
+    assert rows[1] == rows[2] == rows[0] + 1
+    again = study.collect(cfg)["runs"][0]["scores"]
+    assert [score["guidance"] for score in again] == ["unguided"] * 3 + [GUIDED] and again[-1]["value"] != told["runs"][0]["scores"][-1]["value"]
 
     # The weights go, the scores stay, and nothing is trained again; nor where another machine goes on from the scores.
     shutil.rmtree(tmp_path / "study/runs")
@@ -256,24 +277,30 @@ def of(variant: str, seed: int, *scores: tuple[int, float]) -> dict:
          "guidance": "unguided"} for images, value in scores]}
 
 
+def three(variant: str, *scores: tuple[int, float]) -> list[dict]:
+    """Three seeds with equal scores, whose every difference is sure."""
+    return [of(variant, seed, *scores) for seed in range(3)]
+
+
 def curve_of(runs, variant):
     return comparison.curve(*comparison.unguided(runs, variant), "images")
 
 
 def test_a_crossing_is_where_the_lines_between_the_scores_meet():
-    runs = [of("a", 0, (0, 9), (10, 5), (20, 3)), of("b", 0, (0, 9), (10, 7), (20, 2))]
+    runs = [*three("a", (0, 9), (10, 5), (20, 3)), *three("b", (0, 9), (10, 7), (20, 2))]
     found = comparison.crossing(runs, "a", "b", "images")
     assert abs(found["at"] - 10 * 2 ** (2 / 3)) < 1e-9 and found["better_at_the_end"] == "b"
     assert comparison.crossing(runs, "b", "a", "images")["at"] == found["at"]      # whoever is named first
-    never = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 4))]
-    assert comparison.crossing(never, "a", "b", "images") == {"between": ["a", "b"], "axis": "images", "at": None, "better_at_the_end": "a",
-                                                         "difference": 1, "spread": None, "n": 1}
+    never = [*three("a", (10, 5), (20, 3)), *three("b", (10, 7), (20, 4))]
+    assert comparison.crossing(never, "a", "b", "images") == {
+        "between": ["a", "b"], "axis": "images", "at": None, "better_at_the_end": "a", "verdict": "a (+1.000 to +1.000, n=3)",
+        "difference": 1, "interval": [1, 1], "n": 3, "seeds_lower": [3, 0]}
     assert comparison.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
     assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
 
 
 def test_of_several_crossings_the_last_one_counts():
-    runs = [of("a", 0, (5, 9), (10, 5), (20, 6), (40, 3)), of("b", 0, (5, 8), (10, 6), (20, 5), (40, 4))]
+    runs = [*three("a", (5, 9), (10, 5), (20, 6), (40, 3)), *three("b", (5, 8), (10, 6), (20, 5), (40, 4))]
     found = comparison.crossing(runs, "a", "b", "images")
     assert found["at"] == pytest.approx(20 * 2**0.5) and found["better_at_the_end"] == "a"
 
@@ -288,7 +315,7 @@ def test_only_scores_of_one_metric_and_the_fewest_images_are_compared():
 @pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
 def test_lines_that_begin_at_one_point_or_only_touch_do_not_cross(names):
     for b, at in (((10, 5), (20, 2)), None), (((10, 4), (20, 3), (40, 1)), None), (((10, 4), (20, 3), (40, 4)), 20):
-        runs = [of("a", 0, (10, 5), (20, 3), (40, 2)), of("b", 0, *b)]
+        runs = [*three("a", (10, 5), (20, 3), (40, 2)), *three("b", *b)]
         assert comparison.crossing(runs, *names, "images")["at"] == at
 
 
@@ -296,18 +323,18 @@ def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
     """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
     runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
     assert comparison.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
-    ahead = [of("a", 0, (10, 7), (40, 5)), of("b", 0, (5, 7), (20, 5), (30, 4))]      # of what both have reached: 10 to 30
+    ahead = [*three("a", (10, 7), (40, 5)), *three("b", (5, 7), (20, 5), (30, 4))]      # of what both have reached: 10 to 30
     assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in comparison.compared(ahead, "a", "b", "images")] == [
         (10, True), (20, True), (30, True)]
     assert comparison.crossing(ahead, "a", "b", "images")["at"] is None      # lower from the first place on
 
 
 def test_a_seed_that_ends_early_makes_no_crossing():
-    """Of seed 0 a is lower throughout; of seed 1, which ended at 20, b is, by more."""
-    runs = [of("a", 0, (10, 7), (20, 6), (40, 5)), of("b", 0, (10, 8), (20, 7), (40, 6)),
-            of("a", 1, (10, 9), (20, 8)), of("b", 1, (10, 5), (20, 4))]
+    """Of seeds 0 to 2 a is lower throughout; of seed 3, which ended at 20, b is, by more."""
+    runs = [*three("a", (10, 7), (20, 6), (40, 5)), *three("b", (10, 8), (20, 7), (40, 6)),
+            of("a", 3, (10, 19), (20, 18)), of("b", 3, (10, 5), (20, 4))]
     found = comparison.crossing(runs, "a", "b", "images")
-    assert (found["at"], found["better_at_the_end"], found["n"]) == (None, "a", 1)
+    assert (found["at"], found["better_at_the_end"], found["n"]) == (None, "a", 3)
 
 
 def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
@@ -324,21 +351,36 @@ def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
     assert curve_of(runs, "b") == []
 
 
-@pytest.mark.parametrize(("gain", "better", "says"), [(0.5, None, "none: within the spread"), (3, "b", "| b |")])
-def test_a_difference_smaller_than_the_spread_over_seeds_is_called_none(gain, better, says):
-    """a scores 5 and 3 at the end: a deviation of 1.414; b the same less `gain`, and less spread."""
-    runs = [of("a", 0, (10, 7), (20, 5)), of("a", 1, (10, 7), (20, 3)), of("a", 2, (10, 99), (20, 99)),      # b has no seed 2
-            of("b", 0, (10, 8), (20, 4.5 - gain)), of("b", 1, (10, 8), (20, 3.5 - gain))]
+@pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
+def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
+    """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
+    rng, trials, found = np.random.default_rng(seeds), 2000, []
+    moved = rng.normal(0, 5, (trials, seeds)) * (np.arange(trials)[:, None] % 2)
+    for common, noise in zip(moved, rng.normal(0, 1, (trials, 2, 3, seeds)), strict=True):
+        runs = [of(name, seed, *((10 * 2**i, common[seed] + noise[v, i, seed]) for i in range(3)))
+                for v, name in enumerate("ab") for seed in range(seeds)]
+        found.append(comparison.crossing(runs, "a", "b", "images"))
+    named = [one["better_at_the_end"] is not None for one in found]
+    assert sum(named) == 0 if not share else abs(sum(named) / trials - share) < 0.015      # three standard deviations
+    assert sum(one["at"] is not None for one in found) <= 0.01 * trials      # two verdicts, one against the other
+
+
+def test_what_a_seed_does_to_both_does_not_hide_a_difference():
+    """b is lower by 0.9 to 1.1 in each of three seeds, which lie 10 apart; and first higher, so the two cross."""
+    runs = [*(of("a", seed, (10, 40 + 10 * seed), (20, 20 + 10 * seed)) for seed in range(3)),
+            *(of("b", seed, (10, 41 + 10 * seed), (20, 19.1 + 9.9 * seed)) for seed in range(3))]
     found = comparison.crossing(runs, "a", "b", "images")
-    assert found["better_at_the_end"] == better and (found["at"] is None) == (better is None)
-    assert (found["difference"], found["spread"], found["n"]) == (-gain, 2**0.5, 2)
-    assert comparison.crossing(runs, "b", "a", "images")["spread"] == 2**0.5      # the larger one, whoever is named first
+    assert found["better_at_the_end"] == "b" and found["difference"] == pytest.approx(-1) and 10 < found["at"] < 20
+    half = 4.302653 * 0.1 / 3**0.5      # the quantile of t with two degrees of freedom, from a table
+    assert found["interval"] == pytest.approx([-1 - half, -1 + half], abs=1e-6) and found["seeds_lower"] == [0, 3]
     result = {"name": "x", "runs": [run | {"step": 2, "steps": 2} for run in runs], "crossings": [found], "floor": [], "timing": None}
-    assert says in comparison.tables(result) and "(n=2)" in comparison.tables(result)
-    alone = [run for run in runs if run["seed"] == 0]
-    assert comparison.crossing(alone, "a", "b", "images")["spread"] is None
-    result |= {"runs": [run | {"step": 2, "steps": 2} for run in alone], "crossings": [comparison.crossing(alone, "a", "b", "images")]}
-    assert "lower at the end: b, of one seed: no spread is known (n=1)" in comparison.tables(result)
+    assert "lower at the end: b (-1.248 to -0.752, n=3)." in comparison.tables(result) and "the last at 14" in comparison.tables(result)
+    for count, says in ((2, "b in 2 of 2 seeds, no verdict"), (1, "b in 1 of 1 seed, no verdict")):
+        some = [run for run in result["runs"] if run["seed"] < count]
+        found = comparison.crossing(some, "a", "b", "images")
+        assert (found["better_at_the_end"], found["interval"], found["at"]) == (None, None, None)
+        page = comparison.tables(result | {"runs": some, "crossings": [found]})
+        assert f"none shown; lower at the end: {says}." in page and f"| {says} |" in page
 
 
 def test_no_two_ways_to_guide_have_the_same_name():
@@ -357,7 +399,7 @@ def test_a_guided_score_stands_beside_the_unguided_one_with_its_cost():
     plain["multiply_adds_an_image"] = 100
     run["scores"].append(plain | {"guidance": "label, scale 2", "value": 3.5, "multiply_adds_an_image": 172})
     [row] = [line for line in comparison.guided_scores({"runs": [run]}) if "scale 2" in line]
-    assert row == "| a | 2 | label, scale 2 | 3.500 (n=1) | -0.500, lower: guided, of one seed: no spread is known | 1.72 |"
+    assert row == "| a | 2 | label, scale 2 | 3.500 (n=1) | -0.500, lower: guided in 1 of 1 seed, no verdict | 1.72 |"
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), RF()])

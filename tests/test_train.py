@@ -4,6 +4,7 @@ import contextlib
 import copy
 import importlib.util
 import json
+import re
 import shutil
 import subprocess
 import sys
@@ -98,11 +99,20 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     skipped = [row["skipped"] for row in rows(run)]
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
     good = checkpoints.step_folder(run, 6)      # the last one from before the learning rate that was too high
-    assert f"The last good checkpoint is {good}: move newer ones away" in result.stderr
+    assert f"Move checkpoints newer than {good} away to go on from it; and lower optimizer.lr" in result.stderr
     weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
     assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])      # skipped steps moved nothing
     assert max(value.abs().max() for value in weights[0].values()) > 1e6      # and the newer ones are of no use
     assert max(value.abs().max() for value in load_file(good / "model.safetensors").values()) < 1e6
+
+
+def test_a_run_of_which_every_step_is_skipped_does_not_finish_however_short_it_is(shapes, tmp_path, monkeypatch):
+    loss = EDM.loss
+    monkeypatch.setattr(EDM, "loss", lambda *args, **options: loss(*args, **options) * torch.nan)
+    result = train_here(tmp_path / "run", shapes, "steps=4", "model.depth=3", "model.routes=[]")
+    assert result.returncode == 1 and "Finished" not in result.stdout
+    assert "the last 4 steps had no finite gradient" in result.stderr
+    assert f"There is no good checkpoint: move {tmp_path}/run away, or set name=<another>; and lower optimizer.lr" in result.stderr
 
 
 class Plain(torch.nn.Linear):
@@ -256,6 +266,26 @@ def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference,
     assert np.array_equal(*grids) == (weights == "ema")
 
 
+def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path, fresh_accelerator):
+    data, run = shutil.copytree(shapes, tmp_path / "data"), tmp_path / "run"
+    for file in data.glob("labels-*.npy"):
+        labels = np.load(file)
+        np.save(file, np.where(labels == 2, 3, labels))
+    result = train(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9", "samples.num_steps=2", "evaluate.every=2",
+                   f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2")
+    assert result.returncode == 0, result.stderr
+    assert "3 of 8 classes have no training images (2, 6, 7); they are drawn only if named." in result.stdout
+    here = [0, 1, 3, 4, 5]
+    assert checkpoints.read_meta(checkpoints.latest(run))["data"]["classes"] == here
+    assert "classes" not in checkpoints.read_meta(checkpoints.latest(reference))["data"]
+    assert Image.open(run / "samples/step-00000002.png").height == len(here) * (4 * 16 + 2)
+    run_command(fid.main, "fid.py", checkpoint=run, reference=pixel_reference, features="pixels", num_samples=6, num_steps=2, seed=100_000, cpu=True,
+                results=tmp_path / "results.jsonl")
+    ours, again = (checkpoints.read_rows(folder / "results.jsonl")[-1] for folder in (run, tmp_path))
+    assert ours["source"]["classes"] == again["source"]["classes"] == here
+    assert again["metrics"] == pytest.approx(ours["metrics"], rel=1e-6)
+
+
 def test_trackers_are_told_the_settings_the_rows_and_the_scores(shown):
     run, ((tracker, settings), *told) = shown
     assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
@@ -269,11 +299,14 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     options = ("steps=0", "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
                "evaluate.num_steps=2", "evaluate.batch_size=4")
     scored = []
-    for changed in ((), (), ("seed=1", "optimizer.lr=1"), ("seed=1",), ("seed=1", "evaluate.num_samples=4"), ()):
+    for changed in ((), (), ("seed=1", "optimizer.lr=1"), ("seed=1",), ("seed=1", "evaluate.num_samples=4"), ("model.depth=7",)):
         result = train(run, shapes, *options, *changed)
         assert result.returncode == 0, result.stderr
-        scored.append([json.loads(line)["images"] for line in (run / "results.jsonl").read_text().splitlines()])
-    assert scored == [[6], [6], [6, 6], [6, 6], [6, 6, 4], [6, 6, 4]]
+        told = checkpoints.read_rows(run / "results.jsonl")
+        scored.append(([row["images"] for row in told], {row["source"]["origin"] for row in told}))
+    # Of one start alone: what a run that was begun anew had scored before its first save is of another network.
+    assert [images for images, _ in scored] == [[6], [6], [6], [6], [6, 4], [6]]
+    assert all(len(origins) == 1 for _, origins in scored) and len(set().union(*(origins for _, origins in scored))) == 3
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
@@ -396,7 +429,7 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
 def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = train_here(tmp_path / "run", shapes, "steps=4").stderr
-    assert "run needs 0.0 GB more and its disk has 0.0 GB free: a checkpoint: make room, or set run_dir=" in said
+    assert re.search(r"run needs [1-9][.\d]* MB more and its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")

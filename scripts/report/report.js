@@ -597,11 +597,11 @@ function studyTab(panel) {
         })]})), {label: `${figure.metric}, ${figure.guided}`}));
   }
   if (study.crossings.length) panel.append(element("h2", {}, "Crossings"), element("ul", {}, ...study.crossings.map(
-    ({between: pair, axis: over, at, better_at_the_end: end, n}) => element("li", {},
+    ({between: pair, axis: over, at, verdict, n}) => element("li", {},
       `${(pair || ["?", "?"])[1]} and ${(pair || ["?", "?"])[0]} over ${axes[over] || over}: ` +
-      (at === null || at === undefined ? "no crossing" : `last crossing at ${number(at)}`) +
-      (n === 0 ? "; nothing to compare yet." : `; lower at the end: ${end || "none"}` +
-        (n === 1 ? ", of one seed: no spread is known." : end ? "." : ": within the spread."))))));
+      (at === null || at === undefined ? "none shown" : `the last at ${number(at)}`) +
+      (n === 0 ? "; nothing to compare yet." :
+        `; lower at the end: ${verdict || "an older study.json does not say, so write it anew with tasks=[report]"}.`)))));
   panel.append(downloads(`${study.name} all scores`, () => {
     const columns = [...new Set(study.scores.flatMap(Object.keys))];
     return {columns, rows: study.scores.map(row => columns.map(column => row[column] ?? null))};
