@@ -7,13 +7,15 @@ without a word.
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foreign.families import REFUSED, Blocks, Family, family_of
+from foreign.families import REFUSED, Blocks, Family, family_of, network_of
 from routing_module import Route, Router, resolve_routes
 
 
@@ -51,6 +53,14 @@ class Pass:
         self.away: dict[int, Tensor] = {}       # the tokens before its start
         self.along: dict[tuple[str, int], tuple[Tensor, Any]] = {}     # the latest table of a name and route, gathered
 
+    def advance(self, block: int) -> None:
+        """Notes that a block is called, or at the number of blocks that the pass is over."""
+        depth = len(self.routing.blocks)
+        if block != self.last + 1:
+            raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
+                             f"route needs each of the {depth} blocks once, from the first to the last.")
+        self.last = block
+
     def read_call(self, given: dict[str, Any]) -> None:
         """Takes the length of the text (B,) from the network's arguments, and refuses what cannot be routed."""
         family = self.routing.family
@@ -58,9 +68,6 @@ class Pass:
             if given.get(name) is not None and not (isinstance(given[name], tuple) and not given[name]):
                 raise ValueError(f"{name} goes to blocks inside a route, past the tokens that left: call the network "
                                  f"without {name}, or without routed().")
-        if not self.has_gradient and any(isinstance(v, Tensor) and v.requires_grad for v in given.values()):
-            raise ValueError("The network runs without gradient on an input that requires it, as with reentrant "
-                             "checkpointing: set use_reentrant=False there, or detach the input.")
         if family.text_mask:
             self.stay = given[family.text_mask].sum(dim=1)
 
@@ -73,7 +80,7 @@ class Pass:
         before = int(stay.max()) if isinstance(stay, Tensor) else len(stay) if isinstance(stay, list) else stay
         self.num_tokens, self.length = (n - before, n) if joined else (n, n + before)
         if self.num_tokens < 1:
-            raise ValueError(f"{routing.place(block)}: {before} of {n} tokens never leave, and none is left; see keep=.")
+            raise ValueError(f"{routing.place(block)}: {before} of {n} tokens never leave, so none may; see keep=.")
         noise, shape = routing.mask_noise, (batch, len(routing.routes), self.num_tokens)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
@@ -91,10 +98,10 @@ class Pass:
             first = stay[:, None] if isinstance(stay, Tensor) else stay
             free = first + torch.arange(self.num_tokens, device=x.device)[None]
             never = torch.arange(before, device=x.device)[None]
-            never = torch.where(never < first, never, never + self.num_tokens)      # a text, and what pads a short one
+            never = torch.where(never < first, never, never + self.num_tokens)      # text, and what pads a short one
         if before:
-            self.index[r] = torch.cat(
-                [never.expand(batch, -1), free.expand(batch, -1).gather(1, ids)], dim=1).sort(dim=1).values
+            both = never.expand(batch, -1), free.expand(batch, -1).gather(1, ids)
+            self.index[r] = torch.cat(both, dim=1).sort(dim=1).values
 
     def kept(self, value: Tensor, axis: Any, name: str, block: int) -> Any:
         """Keeps the rows of the tokens that stay along an axis of a tensor."""
@@ -105,15 +112,14 @@ class Pass:
         source, result = self.along.get((name, r), (None, None))
         if source is value:
             return result
-        shape, axis, (batch, num_keep) = tuple(value.shape), range(ndim)[axis], self.ids_keep[r].shape
-        per_sample = axis == 0 and ndim == 2
-        if shape[axis] not in (self.num_tokens, self.length) or not per_sample and (
-                axis == 0 or shape[0] not in (1, batch)):
-            raise ValueError(f"{self.routing.place(block)}: {name} is {shape}, and its axis {axis} is neither "
-                             f"{self.num_tokens} long, for the tokens that may leave, nor {self.length}, for all; or "
-                             f"axis 0 is not that of the {batch} samples.")
-        index = self.ids_keep[r] if shape[axis] == self.num_tokens else self.index[r]
-        result = PerSample(value[index]) if per_sample else torch.take_along_dim(
+        axis, batch, shared = range(ndim)[axis], len(self.ids_keep[r]), ndim == 2 and axis in (0, -2)
+        if value.shape[axis] not in (self.num_tokens, self.length) or not shared and (
+                axis == 0 or len(value) not in (1, batch)):
+            raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
+                             f"{self.num_tokens} long, for the tokens that may leave, or {self.length}, for all, after "
+                             f"an axis of the {batch} samples or of size 1.")
+        index = self.ids_keep[r] if value.shape[axis] == self.num_tokens else self.index[r]
+        result = PerSample(value[index]) if shared else torch.take_along_dim(
             value, index.view([batch, *[1] * (axis - 1), -1, *[1] * (ndim - axis - 1)]), axis)
         if not value.requires_grad:     # a recomputation must record the same operations
             self.along[name, r] = value, result
@@ -127,11 +133,8 @@ class Pass:
             self.stay = given[spec.text].shape[1]
         if r is None:
             return args, kwargs
-        if self.has_gradient and not torch.is_grad_enabled():
-            raise ValueError(f"{routing.place(block)} runs without gradient in a pass that has one, as with reentrant "
-                             f"checkpointing, where tokens that left would lose theirs: set use_reentrant=False.")
         for name, value in given.items():
-            plain = (bool, int, float, str, type(None))
+            plain = bool | int | float | str | None
             if isinstance(value, dict) and not all(isinstance(v, plain) for v in value.values()):
                 raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and what of it runs along the "
                                  f"tokens is not known: call the network without it, or without routed().")
@@ -151,11 +154,10 @@ class Pass:
 
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
-        r = self.routing.route_of[block]
+        r, spec = self.routing.route_of[block], self.routing.specs[block]
         if r is None or block != self.routing.routes[r].end_layer_idx:
             return output
-        spec, several = self.routing.specs[block], isinstance(output, tuple | list)
-        x = output[spec.out] if several else output
+        x = output[spec.out] if (several := isinstance(output, tuple | list)) else output
         away, index = self.away.pop(r), self.index[r] if spec.joined else self.ids_keep[r]
         if x.shape[:2] != index.shape:
             raise ValueError(f"{self.routing.place(block)} returns {tuple(x.shape)} where {tuple(index.shape)} stay.")
@@ -167,27 +169,18 @@ class Pass:
         self.along.clear()
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
 
-    def check_whole(self) -> None:
-        depth = len(self.routing.blocks)
-        if self.last != depth - 1:
-            raise ValueError(f"The network was called, but of its {depth} blocks the last to be called was block "
-                             f"{self.last}: a route needs each of them, in order.")
 
-
+@dataclass
 class Taken:
     """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token leaves."""
 
-    def __init__(self, num_routes: int):
-        self.ids_keep: list[Tensor | None] = [None] * num_routes
+    ids_keep: list[Tensor | None]
 
 
 class Routing:
     """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
-    def __init__(
-        self, network: nn.Module, routes: Iterable[Route], blocks: str | nn.Module | None,
-        along: Mapping[str | int, int] | None, keep: int | Iterable[int] | None, mask_noise: Tensor | None,
-    ):
+    def __init__(self, network, routes, blocks, along, keep, mask_noise):
         # self.stay: how many tokens in front never leave, or which; None where a call says it.
         if blocks is None or type(network).__name__ in REFUSED:
             self.family = family_of(network)
@@ -207,25 +200,24 @@ class Routing:
         known = {name for names in self.names for name in names[1:]}
         if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known]:
             raise ValueError(f"along= names {unknown[0]!r}; beside their tokens the blocks take {sorted(known)}.")
-        self.call = names_of(network)
         self.routes = resolve_routes(routes, len(self.blocks))
-        self.route_of = [next((r for r, route in enumerate(self.routes) if route.selection_ratio > 0 and
-                               route.start_layer_idx <= i <= route.end_layer_idx), None)
-                         for i in range(len(self.blocks))]
-        for i, block in enumerate(self.blocks):
-            if self.route_of[i] is not None and any(max(m.kernel_size) > 1 for m in block.modules()
-                                                    if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
-                raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would tear.")
-        for route in self.routes:
+        self.route_of: list[int | None] = [None] * len(self.blocks)
+        for r, route in enumerate(self.routes):
             if not route.is_identity:
                 raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T and x_D_last.")
+            for i in range(route.start_layer_idx, route.end_layer_idx + 1) if route.selection_ratio > 0 else ():
+                self.route_of[i] = r
+                if any(max(m.kernel_size) > 1 for m in self.blocks[i].modules()
+                       if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
+                    raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would tear.")
         own = getattr(network, "router", None)
         self.router, self.mask_noise = own if isinstance(own, Router) else Router(), mask_noise
+        self.call = names_of(network)
 
         self.open = True                        # until the `with` block ends
         self.latest: Pass | None = None
         self.recomputed: Pass | None = None     # the pass whose blocks a backward computes again, while it does
-        self.taken = Taken(len(self.routes))
+        self.taken = Taken([None] * len(self.routes))
         self.modules = [network, *self.blocks]
         self.wraps = [self.wrap(i, module) for i, module in enumerate(self.modules, start=-1)]
 
@@ -234,33 +226,31 @@ class Routing:
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
-        before = [vars(module).get("forward") for module in self.modules]
+        before = [{k: v for k, v in vars(module).items() if k == "forward"} for module in self.modules]
         for module, wrap in zip(self.modules, self.wraps, strict=True):
             vars(module)["forward"] = MethodType(wrap, module)      # a bound method: a copy of the module has its own
         try:
             yield
         finally:
-            for module, forward in zip(self.modules, before, strict=True):
-                if forward is None:
-                    del vars(module)["forward"]
-                else:
-                    vars(module)["forward"] = forward
+            for module, own in zip(self.modules, before, strict=True):
+                del vars(module)["forward"]
+                vars(module).update(own)
 
     def wrap(self, i: int, module: nn.Module) -> Callable:
         """Returns the forward of block i, or for i = -1 of the network."""
         of_class, own = type(module).forward, vars(module).get("forward")
 
         def routed_forward(module, *args, **kwargs):
-            run = self.pass_of(i, args, kwargs)
-            if run is not None:
-                recomputable = mark_checkpoint(run)
-                if i >= 0:
-                    args, kwargs = run.enter(i, args, kwargs)
-            output = own(*args, **kwargs) if own else of_class(module, *args, **kwargs)
-            if run is not None and i >= 0:
-                return run.leave(i, output, recomputable)
-            if run is not None:
-                run.check_whole()
+            forward, run = own or partial(of_class, module), self.pass_of(i, args, kwargs)
+            if run is None:
+                return forward(*args, **kwargs)
+            recomputable = mark_checkpoint(run)
+            if i >= 0:
+                args, kwargs = run.enter(i, args, kwargs)
+                return run.leave(i, forward(*args, **kwargs), recomputable)
+            output = forward(*args, **kwargs)
+            if self.recomputed is None:
+                run.advance(len(self.blocks))
             return output
 
         return routed_forward
@@ -275,12 +265,16 @@ class Routing:
         if i == -1 or i == 0 and (self.latest is None or self.latest.last >= 0):
             self.begin(Pass(self))
             self.taken.ids_keep = self.latest.ids_keep
-        if i == -1:
-            self.latest.read_call(dict(zip(self.call, args, strict=False)) | kwargs)
-        elif i != self.latest.last + 1:
-            raise ValueError(f"The blocks are called out of order: block {i} after block {self.latest.last}. A route "
-                             f"needs each of them once, from the first to the last.")
-        self.latest.last = i
+        if i >= 0:
+            self.latest.advance(i)
+            needs_gradient = self.latest.has_gradient and self.route_of[i] is not None
+        else:
+            given = dict(zip(self.call, args, strict=False)) | kwargs
+            self.latest.read_call(given)
+            needs_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in given.values())
+        if needs_gradient and not torch.is_grad_enabled():
+            raise ValueError(f"{self.place(i) if i >= 0 else 'The network'} runs without the gradient that its input "
+                             f"needs, as in a reentrant checkpoint: set use_reentrant=False, or detach the input.")
         return self.latest
 
     def begin(self, run: Pass | None) -> None:
@@ -290,47 +284,33 @@ class Routing:
         self.latest = run
 
 
-class Unpack:
-    """Hands out what a checkpoint saved in a pass; forwards are wrapped for that pass while it recomputes."""
-
-    def __init__(self, unpack: Callable, run: Pass):
-        self.unpack, self.run = unpack, run
-
-    def __call__(self, packed: Any) -> Tensor:
-        routing = self.run.routing
-        before, routing.recomputed = routing.recomputed, self.run
-        try:
-            with routing.wrapped():
-                return self.unpack(packed)
-        finally:
-            routing.recomputed = before
-
-
 def mark_checkpoint(run: Pass) -> bool:
     """Tells whether a checkpoint is around this call, and has what it saves from here on remember the pass.
 
     A checkpoint recomputes when backward first asks for something that it saved. So the pass is known there, wherever
     and in whatever order backward is called. Raises ValueError for two passes in one checkpoint.
     """
-    if torch.compiler.is_compiling():
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or hooks[1].__module__ not in ("torch.utils.checkpoint", __name__):
         return False
-    pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False) or (None, None)
-    if isinstance(unpack, Unpack) and unpack.run is not run:
-        raise ValueError("One checkpoint holds two passes of a network: give each a checkpoint of its own.")
-    if getattr(unpack, "__module__", "") == "torch.utils.checkpoint":
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, Unpack(unpack, run))
-    return isinstance(unpack, Unpack) or getattr(unpack, "__module__", "") == "torch.utils.checkpoint"
+    pack, unpack = hooks
+    if (other := getattr(unpack, "run", None)) is not None:
+        if other is not run:
+            raise ValueError("One checkpoint holds two passes of a network: give each a checkpoint of its own.")
+        return True
 
+    def unpack_for_pass(packed: Any) -> Tensor:
+        before, run.routing.recomputed = run.routing.recomputed, run
+        try:
+            with run.routing.wrapped():
+                return unpack(packed)
+        finally:
+            run.routing.recomputed = before
 
-def network_of(model: nn.Module) -> nn.Module:
-    """Returns the network inside the wrappers of compile, DDP and PEFT."""
-    if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel calls several copies of a network at once; use DistributedDataParallel.")
-    if hasattr(model, "get_base_model"):
-        return network_of(model.get_base_model())
-    parts = [name for name, _ in model.named_children()]
-    return network_of(getattr(model, parts[0])) if parts in (["_orig_mod"], ["module"]) else model
+    unpack_for_pass.run = run
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack_for_pass)
+    return True
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
@@ -362,8 +342,8 @@ def routed(
     try:
         with routing.wrapped():
             yield routing.taken
-        if routing.latest is not None:
-            routing.latest.check_whole()
+        if routing.latest is not None and routing.latest.last < len(routing.blocks):
+            routing.latest.advance(len(routing.blocks))
     finally:
         routing.begin(None)
         routing.open = False
