@@ -179,7 +179,7 @@ def test_a_pass_that_broke_off_inside_a_checkpoint_frees_its_memory():
     net, x, condition = mine(checkpointed=True)
     x = x.requires_grad_() * 1
     seen = weakref.ref(x)
-    net.transformer.h[3].register_forward_hook(lambda *_: 1 / 0)
+    net.transformer.h[3].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError), routed(net, [Route(1, 3, 0.5)], **NAMED):
         net(x, condition)
     del x
