@@ -31,7 +31,7 @@ AXES = {"step": "steps", "images": "images", "hours": "hours"}
 STUDY_AXES = {"step": "steps", "images": "images", "seconds": "seconds", "flops": "FLOPs"}
 # What must agree, in a row of results.jsonl or in its source, for two scores to be drawn together.
 CONDITIONS = ("images", "extractor", "reference", "image_rule", "resolution", "seeds", "classes", "labels", "num_steps",
-              "sampler", "precision", "weights", "autoencoder")
+              "sampler", "precision", "weights", "autoencoder", "drawing_version", "scoring_version")
 STRETCHES = 1000        # of rows, into which a curve of more than twice as many rows is condensed
 COLORS, DASHES = Colorblind[8], ("solid", "dashed", "dotted", "dashdot")
 GRID = "display: grid !important; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr))"
@@ -155,8 +155,8 @@ def read_run(folder: Path, name: str, left_out: list[str]) -> SimpleNamespace | 
     records: dict[str, dict] = {}
     for path in (folder / "config.yaml", *(saved / "meta.json" for saved in checkpoints.all_steps(folder)[-1:])):
         try:
-            records[path.stem] = yaml.safe_load(path.read_text(encoding="utf-8"))      # JSON is YAML, too
-        except (OSError, ValueError, yaml.YAMLError) as error:
+            records[path.stem] = dict(yaml.safe_load(path.read_text(encoding="utf-8")))      # JSON is YAML, too
+        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
             left_out.append(f"{path}: it cannot be read ({getattr(error, 'strerror', None) or first_line(error)}).")
     config, meta = records.get("config") or {}, records.get("meta") or {}
     columns = read_metrics(folder / "metrics.jsonl", left_out)
@@ -287,18 +287,18 @@ def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path, left_o
     """Shows what a page is opened for: the newest grids, the loss, the scores; then where each run stands."""
     rows = []
     for run in runs:
-        last = {name: next(float(value) for value in values[::-1] if math.isfinite(value))
+        last = {name: next((float(value) for value in values[::-1] if math.isfinite(value)), None)
                 for name, values in run.columns.items()}
         scored = [score for score in run.scores if score["guidance"] == "unguided" and is_number(score["step"])]
         score = max(scored, key=lambda score: score["step"], default={})
         rows.append({"run": run.name, **last, **{key: score.get(key) for key in ("metric", "value", "num_samples")}})
     grids = [prose(gallery([(f"{run.name}, step {step:,}", run.grids[step])], out))
              for run in runs for step in [*run.grids][-1:]]
-    parts = [row(cells, **IN_COLUMNS) for cells in ([[*grids, *plots]] if len(runs) == 1 else [grids, plots])]
+    parts = [row(cells, **IN_COLUMNS) for cells in ([[*grids, *plots]] if len(runs) == 1 else [plots, grids])]
     if len({any(key.startswith("model.routes.") for key in run.config) for run in runs}) > 1:
         parts.append(prose("A routed run's loss is higher than a dense run's, as part of its tokens miss the middle "
                            "blocks: compare scores, not losses."))
-    listed = "".join(f"<li>{html.escape(line)}</li>" for line in left_out)
+    listed = "".join(f"<li>{html.escape(line)}</li>" for line in dict.fromkeys(left_out))
     return [*parts, *table(rows, "runs"), *([prose(f"<h3>Left out</h3><ul>{listed}</ul>")] if listed else [])]
 
 
@@ -310,7 +310,7 @@ def grids_by_step(runs: list[SimpleNamespace], out: Path) -> list:
     if pages:
         *_, newest = pages
         parts = [bk.CategoricalSlider(title="Step", categories=[*pages], value=newest), prose(pages[newest])]
-        parts[0].js_on_change("value", bk.CustomJS(code="shown.text = pages.get(cb_obj.value)", args={
+        parts[0].js_on_change("value", bk.CustomJS(code="shown.text = pages[cb_obj.value]", args={
             "shown": parts[1], "pages": pages}))
     others = [(f"{run.name}: {path.name}", path) for run in runs for path in run.pictures]
     return parts + ([prose(gallery(others, out))] if others else [])
@@ -373,7 +373,7 @@ def build(cfg: ReportSettings) -> list[str]:
     doc.js_on_event("document_ready", bk.CustomJS(code=OPEN, args={
         "tabs": tabs, "plots": plots, "wait": 1000 * cfg.every if cfg.watch else None}))
     checkpoints.write_text(index, file_html(doc, resources="inline", template=HEAD))
-    return [f"{index}: {title}", *(f"left out: {line}" for line in left_out)]
+    return [f"{index}: {title}", *(f"left out: {line}" for line in dict.fromkeys(left_out))]
 
 
 @command("report", ReportSettings)
