@@ -1,4 +1,4 @@
-"""What `data.py` promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
+"""What a latent folder promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
 
 import gzip
 import itertools
@@ -285,7 +285,7 @@ def test_the_tar_index_is_kept_and_made_again_when_the_tars_change(tmp_path, mon
     write_tars(tmp_path, numbered(), labels_of())
     first = open_latents(tmp_path, kind="sample", scale=1)
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "tar_members", None)  # a second indexing would fail
+        patch.setattr("latents.tars.tar_members", None)  # a second indexing would fail
         assert open_latents(tmp_path, kind="sample", scale=1).fingerprint == first.fingerprint
     write_tars(tmp_path, numbered(seed=8), labels_of()[::-1])  # files of the same names and sizes
     stored, labels = open_latents(tmp_path, kind="sample", scale=1).read(np.arange(COUNT))
@@ -679,8 +679,8 @@ def test_an_error_in_the_reading_thread_reaches_the_one_who_waits_for_the_batch(
 
 def test_a_program_that_leaves_its_batches_open_still_ends(folder):
     program = (
-        "import data, json\n"
-        f"stream = json.stream = data.batches(data.open_latents({str(folder)!r}), 10, seed=0)\n"  # outlives `data`
+        "import json\nfrom latents import folder, loader\n"
+        f"stream = json.stream = loader.batches(folder.open_latents({str(folder)!r}), 10, seed=0)\n"  # outlives loader
         "next(stream)\n"
         "print('left')"
     )
@@ -700,10 +700,10 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
     shard = {"latents": "latents-00000.npy", "labels": "labels-00000.npy", "count": count}
     record(count=count, shards=[shard])(tmp_path)
     program = (
-        "import resource, data\n"
+        "import resource\nfrom latents import folder, loader\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux\n"
         "before = peak()\n"
-        f"stream = data.batches(data.open_latents({str(tmp_path)!r}), 256, seed=0)\n"
+        f"stream = loader.batches(folder.open_latents({str(tmp_path)!r}), 256, seed=0)\n"
         "for _ in range(10): next(stream)\n"
         "print(peak() - before)"
     )
@@ -715,9 +715,9 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
 def test_more_files_than_a_process_may_open_at_first_are_opened_all_the_same(tmp_path):
     write_folder(tmp_path, numbered(300), labels_of(300), shard=1)
     program = (
-        "import resource, data, numpy\n"
+        "import resource, numpy\nfrom latents import folder\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
-        f"print(data.open_latents({str(tmp_path)!r}).read(numpy.arange(300))[0].shape)"
+        f"print(folder.open_latents({str(tmp_path)!r}).read(numpy.arange(300))[0].shape)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "(300, 4, 4, 4)\n", done.stderr

@@ -269,7 +269,7 @@ def test_a_build_that_dies_leaves_the_old_page_whole_and_the_next_one_sweeps(tmp
     old, old_files = (out / "index.html").read_text(), named_files(out)
     shutil.rmtree(run / "samples")
     with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
-        patch.setattr(report.checkpoints, "write_text", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        patch.setattr(report, "write_text", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
         report.build(cfg(out, run))
     assert (out / "index.html").read_text() == old and all((out / file).is_file() for file in old_files)
     report.build(cfg(out, run))
