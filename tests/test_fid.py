@@ -18,7 +18,7 @@ from scipy import linalg
 import fid
 from runtime import files
 from runtime.device import set_float32
-from scoring import drawing, evaluation, image_sets, metrics, statistics
+from scoring import drawing, evaluation, image_sets, metrics
 from scoring.features import Extractor, load
 from scoring.results import describe_classes, read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference
@@ -420,8 +420,8 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
     for other in ({"seed": 1}, {"num_steps": 3}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
     assert command(tmp_path, **options)["resumed_images"] == 16
-    for where, version in ((statistics, "SCORING_VERSION"), (drawing, "DRAWING_VERSION")):
-        monkeypatch.setattr(where, version, 0)
+    for version in ("scoring.statistics.SCORING_VERSION", "scoring.drawing.DRAWING_VERSION"):
+        monkeypatch.setattr(version, 0)
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
 
