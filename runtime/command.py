@@ -19,9 +19,6 @@ ADDING = ("objective",)      # groups of configs/ in which several names add up
 RERUN = "--experimental-rerun"      # Hydra's
 
 
-# ---- the frame of a command -----------------------------------------------------------------------------------------
-
-
 def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], Callable[[], None]]:
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
