@@ -79,7 +79,7 @@ def measured_rates(files: list[Path]) -> dict[tuple[str, bool], tuple[float, str
             raise ValueError(f"{file} has {min(found.values())[0]:g} images/s, which is not above 0.")
         if not found:
             raise ValueError(f"{file} times no DiT of patch 2 at 256 tokens: give one of mode=train, as "
-                             f"scripts/benchmark_gpu.sh writes.")
+                             f"scripts/studies/benchmark_gpu.sh writes.")
         rates |= found
     return rates
 

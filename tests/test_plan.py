@@ -11,7 +11,8 @@ from omegaconf import OmegaConf
 
 import dit
 from runtime.schema import read
-from scripts import benchmark_official, plan
+from scripts import plan
+from scripts.studies import benchmark_official
 
 
 def printed(monkeypatch, capsys, *arguments):
