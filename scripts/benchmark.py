@@ -34,12 +34,13 @@ import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
+from matplotlib.figure import Figure
 from pydantic import Field
-from torch import Tensor
+from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+PROGRAM = str(Path(__file__).resolve())
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders
 import train
 from dit import DiT, multiply_adds
@@ -50,13 +51,11 @@ from runtime import files
 from runtime.command import command, commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from runtime.schema import Classes, Count, Location, Size, Steps, Tokens, Whole, one_of
-from sampling import (
-    generate,
-    pictures,
-)
+from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
-from scoring.features import EXTRACTORS, load
+from scoring.features import EXTRACTORS, extract, load
+from scripts import presentation
 from training import speed
 from training.run import Sums, check_batch_size, describe_network
 from training.settings import ModelSettings
@@ -430,16 +429,14 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     return {"rows": rows, "ratios": ratios, "matmul FLOP/s": products}
 
 
-def untrained_autoencoder(device: torch.device, dtype: torch.dtype) -> autoencoders.DiffusersAutoencoder:
+def stable_diffusion_autoencoder() -> nn.Module:
     """Builds the network of Stable Diffusion's autoencoder with random weights, which are as fast as trained ones."""
     from diffusers import AutoencoderKL
 
-    with device:
-        vae = AutoencoderKL(
-            block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4, sample_size=256,
-            down_block_types=4 * ("DownEncoderBlock2D",), up_block_types=4 * ("UpDecoderBlock2D",),
-        )
-    return autoencoders.DiffusersAutoencoder("untrained", vae.to(dtype), device)
+    return AutoencoderKL(
+        block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4, sample_size=256,
+        down_block_types=4 * ("DownEncoderBlock2D",), up_block_types=4 * ("UpDecoderBlock2D",),
+    )
 
 
 def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
@@ -450,8 +447,12 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
     diffusion, dtype = build_diffusion(cfg.diffusion), DTYPES[cfg.decode_precision]
     estimate = "denoise" if hasattr(diffusion, "denoise") else "velocity"
-    decoder = (untrained_autoencoder(device, dtype) if cfg.autoencoder == "untrained" else
-               autoencoders.load(cfg.autoencoder, device, dtype))
+    if cfg.autoencoder == "untrained":
+        with device:
+            vae = stable_diffusion_autoencoder()
+        decoder = autoencoders.DiffusersAutoencoder("untrained", vae.to(dtype), device)
+    else:
+        decoder = autoencoders.load(cfg.autoencoder, device, dtype)
     net = make_network(cfg, "tread", device).eval()
     trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": cfg.diffusion})
     guidance, _ = build_guidance(cfg.model_copy(update={"routes": None}), trained, device)
@@ -527,12 +528,12 @@ def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     extractor = load(cfg.features, cfg.features_weights, device=device)
     images = torch.randint(0, 256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8).to(device)
 
-    def extract() -> None:
+    def extract_once() -> None:
         for _ in extract(extractor, [(torch.arange(len(images)), images)]):
             pass
 
-    extract()
-    took = add(f"features {cfg.features}", extract, cfg.rounds, batch=cfg.batch_size, side=cfg.image_size)
+    extract_once()
+    took = add(f"features {cfg.features}", extract_once, cfg.rounds, batch=cfg.batch_size, side=cfg.image_size)
     rows[0]["features/s"] = cfg.batch_size / took
 
     # Variances over six orders, as of Inception's features. The distance of two Gaussians is a matter of the CPU.
@@ -549,6 +550,17 @@ def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     return {"rows": rows}
 
 
+def run_apart(line: list[str], **environment: str) -> dict:
+    """Runs this program in a process of its own; returns its record. Raises ValueError where it fails."""
+    with tempfile.TemporaryDirectory() as folder:
+        ended = subprocess.run([*line, f"out={folder}/apart"], env=os.environ | environment, capture_output=True,
+                               text=True, check=False)
+        if ended.returncode:
+            sentences = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py: ")]
+            raise ValueError(f"The timing failed: {(sentences or [ended.stderr[-1500:]])[0]}")
+        return json.loads(Path(folder, "apart.json").read_text(encoding="utf-8"))
+
+
 def time_scaling(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Trains at several numbers of tokens here, and on several numbers of ranks in processes of their own."""
     rows, alone = [], {}
@@ -558,17 +570,9 @@ def time_scaling(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     for ranks in cfg.ranks:
         # Ranks share the cores: more threads than cores would make them wait for each other.
         threads = max(1, (cfg.threads or len(os.sched_getaffinity(0))) // ranks)
-        with tempfile.TemporaryDirectory() as folder:
-            command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks),
-                       __file__, *sys.argv[1:], "mode=train", f"batch_size={cfg.batch_size * ranks}", "threads=null",
-                       f"out={folder}/ranks"]
-            ended = subprocess.run(command, env=os.environ | {"OMP_NUM_THREADS": str(threads)}, capture_output=True,
-                                   text=True, check=False)
-            if ended.returncode:
-                said = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py: ")]
-                raise ValueError(f"The run on {ranks} ranks failed: {(said or [ended.stderr[-1500:]])[0]}")
-            found = json.loads(Path(folder, "ranks.json").read_text(encoding="utf-8"))["rows"]
-        for row in found:
+        launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
+        settings = [*sys.argv[1:], "mode=train", f"batch_size={cfg.batch_size * ranks}", "threads=null"]
+        for row in run_apart([*launcher, PROGRAM, *settings], OMP_NUM_THREADS=str(threads))["rows"]:
             first = alone.setdefault(row["variant"], row["images/s"] / ranks)
             rows.append({**row, "scales": "ranks", "threads": threads, "per rank": row["images/s"] / ranks / first})
     return {"rows": rows}
@@ -581,7 +585,7 @@ MODES = {"train": time_train, "sample": time_sample, "data": time_data, "score":
 
 
 def table(rows: list[dict], columns: str) -> str:
-    """Lays rows out in Markdown."""
+    """Returns the named columns of rows in Markdown; `parts` stands for a column of each part."""
     flat = [{**row, **{f"{part} s": value for part, value in row["parts"].items()}} for row in rows]
     parts = " ".join(dict.fromkeys(f"{part}_s".replace(" ", "_") for row in rows for part in row["parts"]))
     names = [name.replace("_", " ") for name in columns.replace("parts", parts).split()]
@@ -591,21 +595,15 @@ def table(rows: list[dict], columns: str) -> str:
             return "not measured"
         return (f"{value:,.0f}" if value >= 1000 else f"{value:.3g}") if isinstance(value, float) else str(value)
 
-    lines = [names, ["---"] * len(names), *([cell(row.get(name, "")) for name in names] for row in flat)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+    return presentation.table(names, [[cell(row.get(name, "")) for name in names] for row in flat])
 
 
 def plot(record: dict, path: Path) -> None:
     """Draws what scales as lines, and everything else as bars of the parts' seconds."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from PIL import Image
-
     rows, settings = record["rows"], record["settings"]
     if record["mode"] == "scaling":
-        figure, axes = pyplot.subplots(1, 3, figsize=(13, 4), layout="constrained")
+        figure = Figure(figsize=(13, 4), layout="constrained")
+        axes = figure.subplots(1, 3)
         panels = (("tokens", ["images/s"]), ("tokens", ["over dense", "FLOP ceiling"]), ("ranks", ["images/s"]))
         for ax, (along, values) in zip(axes, panels, strict=True):
             for name, value in itertools.product(dict.fromkeys(row["variant"] for row in rows), values):
@@ -616,7 +614,8 @@ def plot(record: dict, path: Path) -> None:
             ax.set_xscale("log", base=2)
             ax.legend()
     else:
-        figure, ax = pyplot.subplots(figsize=(10, 2 + 0.5 * len(rows)), layout="constrained")
+        figure = Figure(figsize=(10, 2 + 0.5 * len(rows)), layout="constrained")
+        ax = figure.subplots()
         left = np.zeros(len(rows))
         for part in dict.fromkeys(part for row in rows for part in row["parts"]):
             width = [row["parts"].get(part, 0) for row in rows]
@@ -626,9 +625,7 @@ def plot(record: dict, path: Path) -> None:
         ax.set(xlabel="s")
         figure.legend(loc="outside lower center", ncols=6)
     figure.suptitle(f"{record['mode']}: {settings['backbone_type']}, {settings['precision']}, {record['device']}")
-    figure.canvas.draw()
-    pictures.save_image(Image.fromarray(np.asarray(figure.canvas.buffer_rgba())), path)
-    pyplot.close(figure)
+    presentation.save_figure(figure, path)
 
 
 def is_warm(cache: str | None) -> bool:

@@ -9,11 +9,8 @@ the paper's to say, which tried DiT-B/2 for 400,000 steps. Options: configs/choo
 """
 
 import functools
-import json
 import math
-import subprocess
 import sys
-import tempfile
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -23,12 +20,13 @@ import torch
 from omegaconf import OmegaConf
 from pydantic import Field
 
-ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
 from routing_module import Route, resolve_routes
 from runtime.command import command
 from runtime.schema import CONFIGS, Count, Settings, Tokens, shown
+from scripts.benchmark import PROGRAM, run_apart
+from scripts.presentation import table
 from training.run import describe_network
 from training.settings import ModelSettings
 from weights.records import build_network
@@ -119,21 +117,10 @@ def step_ratio(cfg: ChoiceSettings, routes: tuple[Route, ...]) -> float:
     """Times training steps, dense and routed in turn; returns the median over rounds of dense over routed seconds."""
     network = cfg.model.model_dump(exclude={"name", "init", "routes"}, exclude_none=True)
     as_dicts = [", ".join(f"{key}: {shown(value)}" for key, value in vars(route).items()) for route in routes]
-    with tempfile.TemporaryDirectory() as folder:
-        call = [sys.executable, str(ROOT / "scripts" / "benchmark.py"), "mode=train", f"tokens={cfg.tokens[0]}",
+    settings = ["mode=train", f"tokens={cfg.tokens[0]}",
                 *(f"{key}={shown(value)}" for key, value in {**network, **cfg.benchmark}.items()),
-                f"routes=[{', '.join(f'{{{route}}}' for route in as_dicts)}]", f"out={folder}/timed"]
-        ended = subprocess.run(call, capture_output=True, text=True, check=False)
-        if ended.returncode:
-            said = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py: ")]
-            raise ValueError(f"The timing failed: {(said or [ended.stderr[-1500:]])[0]}")
-        return json.loads(Path(folder, "timed.json").read_text(encoding="utf-8"))["ratios"]["tread over dit"]
-
-
-def table(rows: list[dict[str, str]]) -> str:
-    """Lays rows out in Markdown."""
-    lines = [[*rows[0]], ["---"] * len(rows[0]), *([*row.values()] for row in rows)]
-    return "\n".join(f"| {' | '.join(line)} |" for line in lines)
+                f"routes=[{', '.join(f'{{{route}}}' for route in as_dicts)}]"]
+    return run_apart([sys.executable, PROGRAM, *settings])["ratios"]["tread over dit"]
 
 
 @command("choose_routes", ChoiceSettings)
@@ -168,7 +155,7 @@ def main(cfg: ChoiceSettings) -> None:
         if cfg.measure:
             row[f"measured at {cfg.tokens[0]}"] = f"{step_ratio(cfg, routes):.2f}"
         rows.append(row)
-    print(table(rows))
+    print(table(rows[0], [row.values() for row in rows]))
     if cfg.measure:
         print("\nMeasured: seconds of a dense training step over a routed one's, in turns, the median of the rounds.")
     if cfg.speedup is not None:

@@ -12,9 +12,10 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from matplotlib.figure import Figure
 from scipy import stats
 
-from sampling.pictures import save_image
+from scripts.presentation import save_figure, table
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then by seed
@@ -150,7 +151,7 @@ def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
             "verdict": in_words(first, second, end) if end["n"] else None, **end}
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------
+# ---- tables and figures ----------------------------------------------------------------------------------------------
 
 
 def mean_of(values: list[float]) -> str:
@@ -171,11 +172,6 @@ def in_words(first: str, second: str, found: dict) -> str:
         return f"{lower_of(first, second, found) or 'none'} ({low:+.3f} to {high:+.3f}, n={n})"
     count, name = max(zip(found["seeds_lower"], (first, second), strict=True), key=lambda side: side[0])
     return f"{name} in {count} of {n} seed{'s' * (n > 1)}, no verdict"
-
-
-def table(columns: list[str], rows: list[list[str]]) -> list[str]:
-    return ["", "| " + " | ".join(columns) + " |", "|---" * len(columns) + "|",
-            *("| " + " | ".join(row) + " |" for row in rows), ""]
 
 
 def tables(result: dict) -> str:
@@ -235,7 +231,7 @@ def scores_over_steps(result: dict) -> list[str]:
                 for variant, by_step in by_variant.items()]
         if steps:
             lines += ["", f"## {metric} of {num_samples:,} images, unguided",
-                      *table(["variant", *(f"step {step:,}" for step in steps)], rows)]
+                      "", table(["variant", *(f"step {step:,}" for step in steps)], rows), ""]
     if result["floor"]:
         lines += ["", "## Real images, the floor", ""]
     return lines + [f"* {floor['metric']} of {floor['num_samples']:,} images: {floor['value']:.3f} ({floor['images']})."
@@ -254,7 +250,7 @@ def differences(result: dict) -> list[str]:
         if rows:
             measure = measure_in_words(*unguided(result["runs"], first, second))
             lines += ["", f"## {second} against {first}, at equal {AXES[axis]}: {measure}",
-                      *table([AXES[axis], first, second, "difference", "lower"], rows)]
+                      "", table([AXES[axis], first, second, "difference", "lower"], rows), ""]
     return lines
 
 
@@ -273,12 +269,14 @@ def guided_scores(result: dict) -> list[str]:
                     if seeds:
                         found = paired((plain[seed]["value"], by_seed[seed]["value"]) for seed in seeds)
                         change = f"{found['difference']:+.3f}, lower: {in_words('unguided', 'guided', found)}"
-                        passes, own = (side[seeds[0]]["multiply_adds_an_image"] for side in (by_seed, plain))
+                        passes, own = (side[seeds[0]].get("multiply_adds_an_image") for side in (by_seed, plain))
                         cost = f"{passes / own:.2f}" if passes and own else ""
                     rows.append([variant, f"{step:,}", guidance, mean_of(values_of(by_seed.values())), change, cost])
         if rows:
             lines += ["", f"## {metric} of {num_samples:,} images, guided",
-                      *table(["variant", "step", "guidance", metric, "against unguided", "cost over unguided"], rows)]
+                      "",
+                      table(["variant", "step", "guidance", metric, "against unguided", "cost over unguided"], rows),
+                      ""]
     return lines
 
 
@@ -287,11 +285,6 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
 
     Only variants that are compared, where any are: a fine-tune counts its own images, not those of what it began with.
     """
-    import matplotlib
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-    from PIL import Image
-
     drawn, named = [], {variant for found in result["crossings"] for variant in found["between"]}
     variants = dict.fromkeys(run["variant"] for run in result["runs"] if not named or run["variant"] in named)
     sides = unguided(result["runs"], *variants)
@@ -302,7 +295,8 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
         if not any(curves.values()):
             path.unlink(missing_ok=True)      # of an earlier report
             continue
-        figure, plot = pyplot.subplots(figsize=(7, 4.5), layout="constrained", dpi=150)
+        figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=150)
+        plot = figure.subplots()
         for variant, points in curves.items():
             if points:
                 x, mean, deviation, seeds = (list(values) for values in zip(*points, strict=True))
@@ -313,9 +307,6 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
         plot.set(xscale="log", xlabel=label, ylabel=measure_in_words(*sides),
                  title=f"{result['name']}: mean over n seeds ± standard deviation")
         plot.legend()
-        figure.canvas.draw()
-        picture = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
-        save_image(picture.convert("RGB"), path)
-        pyplot.close(figure)
+        save_figure(figure, path)
         drawn.append(path)
     return drawn

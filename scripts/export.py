@@ -24,8 +24,10 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import autoencoder as autoencoders
 from runtime.command import command
-from runtime.files import beside, read_rows, sha256
-from runtime.schema import Location, Number, Record, Settings, Size, Text, Whole, first_line, one_of, read
+from runtime.files import beside, sha256
+from runtime.schema import Location, Settings, Size, Text, first_line, one_of
+from scoring.results import read_results
+from scripts.presentation import table
 from weights import checkpoint as checkpoints
 from weights.loading import EXPORTED, Trained, load_trained
 from weights.others import FAMILIES, to_diffusers
@@ -125,7 +127,7 @@ def write_dit(trained: Trained, path: Path) -> None:
 
 
 def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
-    """Says what a bare state dict does not tell, and how to sample it here all the same."""
+    """Returns in words what a bare state dict lacks, and the command that samples it here."""
     recorded = dict(trained.recorded["diffusion"])
     name, heads = recorded.pop("name"), trained.recorded["network"]["num_heads"]
     usual = vars(build_diffusion({"name": name}))
@@ -141,53 +143,38 @@ def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
 # ---- to=hub ---------------------------------------------------------------------------------------------------------
 
 
-class Scored(Record):
-    """What a row of results.jsonl must say to stand in the card; the others are left out."""
-
-    metrics: dict[str, Number]
-    source: dict
-    images: Whole = 0
-    reference: dict | None = None
-    extractor: dict | None = None
-
-
-def is_score(row: dict) -> bool:
-    with contextlib.suppress(ValueError):
-        return bool(read(Scored, row))
-    return False
-
-
 def scores_of(trained: Trained) -> list[dict]:
     """Reads the rows of a run's results.jsonl that are of these weights, not of others that had their step before.
 
-    Training names no hash, as it drops its own scores where it goes back.
+    Training's own rows have no hash, as training drops its scores where it goes back.
     """
-    run = trained.run_folder
-    rows, digest = (read_rows(run / "results.jsonl"), sha256(trained.file)) if run else ([], "")
-    return [row for row in rows if is_score(row)
-            and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)
-            and (row["source"].get("in_training") or row["source"].get("weights_sha256") == digest)]
+    if not trained.run_folder:
+        return []
+    digest, wanted = sha256(trained.file), (trained.step, trained.weights)
+    return [row for row in read_results(trained.run_folder / "results.jsonl") for source in [row["source"]]
+            if (source.get("step"), source.get("weights")) == wanted
+            and (source.get("in_training") or source.get("weights_sha256") == digest)]
 
 
 def find_grid(trained: Trained) -> Path | None:
     """Finds the grid of these weights, that of sample.py or that of training."""
-    run, step = trained.run_folder, trained.step or 0
-    names = [f"step-{step:08d}-{trained.weights}.png", *([f"step-{step:08d}.png"] if trained.weights == "ema" else [])]
-    return next((run / "samples" / name for name in names if run and (run / "samples" / name).is_file()), None)
+    if not trained.run_folder:
+        return None
+    grid = trained.run_folder / "samples" / f"step-{trained.step or 0:08d}"
+    names = [f"{grid}-{trained.weights}.png", *([f"{grid}.png"] if trained.weights == "ema" else [])]
+    return next((Path(name) for name in names if Path(name).is_file()), None)
 
 
 def table_of_scores(rows: list[dict]) -> str:
     """Lays scores out with what they depend on most; the whole record is in scores.jsonl."""
-    lines = ["| metric | value | images | guidance | steps | features | reference |", "|---|---|---|---|---|---|---|"]
+    lines = []
     for row in rows:
-        source, reference = row["source"], Path(str((row.get("reference") or {}).get("path"))).name
-        guidance, features = source.get("guidance"), (row.get("extractor") or {}).get("name")
-        for metric, value in row["metrics"].items():
-            scale = f"scale {guidance.get('scale')}" if isinstance(guidance, dict) else "none"
-            cells = (metric, f"{value:.6g}", f"{row.get('images', 0):,}", scale, source.get("num_steps"), features,
-                     reference)
-            lines.append("| " + " | ".join(map(str, cells)) + " |")
-    return "\n".join(lines)
+        source, reference = row["source"], Path(row.get("reference", {}).get("path", "unknown")).name
+        guidance, features = source["guidance"], row.get("extractor", {}).get("name")
+        scale = f"scale {guidance['scale']}" if guidance else "none"
+        lines += [[metric, f"{value:.6g}", f"{row['images']:,}", scale, source["num_steps"], features, reference]
+                  for metric, value in row["metrics"].items()]
+    return table(["metric", "value", "images", "guidance", "steps", "features", "reference"], lines)
 
 
 def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict], has_grid: bool) -> str:
@@ -210,7 +197,6 @@ def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict
     scores = table_of_scores(rows) + "\n\nAll that each number depends on: `scores.jsonl`, a line each." if rows else (
         "These weights have not been scored.")
     grid = "![one row a class](grid.png)" if has_grid else "No grid was drawn: the first command below makes one."
-    table = "\n".join(f"| {key} | {value} |" for key, value in facts.items())
     return f"""---
 license: {cfg.license}
 pipeline_tag: unconditional-image-generation
@@ -223,9 +209,7 @@ A class-conditional diffusion transformer.
 
 {grid}
 
-| | |
-|---|---|
-{table}
+{table(["", ""], facts.items())}
 
 ## Scores
 
@@ -298,13 +282,13 @@ def check_out(cfg: ExportSettings) -> Path:
     if out.exists() and not cfg.overwrite:
         raise ValueError(f"out={out} is there already: name another, or set overwrite=true.")
     if out.exists() and not is_export(out):
-        raise ValueError(f"out={out} is nothing that an export has made, so that overwrite=true leaves it alone: name "
+        raise ValueError(f"out={out} is nothing that an export has made, so overwrite=true does not replace it: name "
                          f"another, or move it away.")
     return out
 
 
 def is_export(out: Path) -> bool:
-    """Tells whether a folder or a .pt says of itself that an export has made it."""
+    """Tells whether an export made this folder or .pt."""
     if out.is_dir():
         return (out / "meta.json").is_file() and "exported" in checkpoints.read_meta(out)
     with contextlib.suppress(Exception):      # of torch's readers, for what is no state dict

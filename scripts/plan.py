@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
 from runtime import sharding
+from scripts.presentation import table
 
 SIZES = ("S", "B", "L", "XL")
 ROUTE = Route(2, -4, 0.5)                # configs/model/tread.yaml
@@ -48,12 +49,12 @@ def forward_flops(size: str, routed: bool) -> int:
 
 def encoder_flops() -> int:
     """Counts the FLOPs of the Stable Diffusion encoder for an image of 256 × 256."""
-    from diffusers import AutoencoderKL
     from torch.utils.flop_counter import FlopCounterMode
 
+    from scripts.benchmark import stable_diffusion_autoencoder
+
     with torch.device("meta"):
-        vae = AutoencoderKL(block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4,
-                            down_block_types=4 * ("DownEncoderBlock2D",), up_block_types=4 * ("UpDecoderBlock2D",))
+        vae = stable_diffusion_autoencoder()
         with torch.no_grad(), FlopCounterMode(display=False) as counter:
             vae.encoder(torch.empty(1, 3, 256, 256))
     return counter.get_total_flops()
@@ -62,30 +63,21 @@ def encoder_flops() -> int:
 def measured_rates(files: list[Path]) -> dict[tuple[str, bool], tuple[float, str]]:
     """Reads images/s a GPU, and the device, by size and whether routed, from files of benchmark.py mode=train.
 
-    Raises ValueError for a file that holds none at 256 tokens and patch 2, or a speed that is not above 0.
+    Raises ValueError for a file that has none of patch 2 at 256 tokens.
     """
     rates = {}
     for file in files:
-        try:
-            record = json.loads(file.read_text(encoding="utf-8"))
-            size, found = record["settings"]["backbone_type"], {}
-            for row in record["rows"]:
-                if size.endswith("/2") and row["tokens"] == 256 and row["variant"] in ("dit", "tread"):
-                    key = size.removeprefix("DiT-").removesuffix("/2"), row["variant"] == "tread"
-                    found[key] = row["images/s"] / row["ranks"], record["device"]
-        except (OSError, ValueError, KeyError, TypeError) as error:
-            raise ValueError(f"{file} is no file of scripts/benchmark.py mode=train ({error}).") from None
-        if not all(rate > 0 for rate, _ in found.values()):
-            raise ValueError(f"{file} has {min(found.values())[0]:g} images/s, which is not above 0.")
+        record = json.loads(file.read_text(encoding="utf-8"))
+        size = record.get("settings", {}).get("backbone_type", "")
+        rows = {row["variant"]: row for row in record.get("rows", ()) if size.endswith("/2") and row["tokens"] == 256}
+        found = {(size.removeprefix("DiT-").removesuffix("/2"), variant == "tread"):
+                 (rows[variant]["images/s"] / rows[variant]["ranks"], record["device"])
+                 for variant in ("dit", "tread") if variant in rows}
         if not found:
-            raise ValueError(f"{file} times no DiT of patch 2 at 256 tokens: give one of mode=train, as "
-                             f"scripts/benchmark_gpu.sh writes.")
+            raise ValueError(f"{file} times no DiT of patch 2 at 256 tokens: give the JSON of scripts/benchmark.py "
+                             f"mode=train.")
         rates |= found
     return rates
-
-
-def table(columns: list[str], rows: list[list[str]]) -> str:
-    return "\n".join(f"| {' | '.join(row)} |" for row in [columns, ["---"] * len(columns), *rows])
 
 
 def training(rates: dict, flops_a_second: float, gpus: int, efficiency: float) -> str:

@@ -21,23 +21,24 @@ import statistics
 import subprocess
 import sys
 import time
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
 
 import torch
 from omegaconf import OmegaConf
-from pydantic import ConfigDict, Field
+from pydantic import Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from runtime.command import command, commit
 from runtime.files import read_rows, remove, write_text
-from runtime.schema import Count, Location, Number, Positive, Record, Settings, Text, Whole, one_of, read, read_record
+from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, one_of, read_record
 from scoring.results import read_results
 from scripts.comparison import AXES, crossing, draw_figures, tables
 from weights import checkpoint as checkpoints
-from weights.records import CheckpointRecord, RouteSettings, build_network
+from weights.records import RouteSettings, build_network
 
 Setting = Annotated[str, Field(pattern="=")]      # key=value
 SET_BY_STUDY = ("seed", "name", "run_dir")      # of each run
@@ -96,108 +97,6 @@ class Run(Settings):
     at_end: list[list[str]]
 
 
-class ConfigRecord(Record):
-    """Of a run's settings those that are looked at; the others are compared as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-    steps: Whole | None
-    precision: str | None = None
-
-
-class RunRecord(CheckpointRecord):
-    """What meta.json must say for a run to be reported."""
-
-    step: Whole
-    batch_size: Count
-    config: ConfigRecord
-    files: dict[str, checkpoints.File]
-    history: list[dict] = []
-
-    def has(self, weights_sha256: str | None) -> bool:
-        return weights_sha256 in [file.sha256 for file in self.files.values()]
-
-
-class WeakRecord(Record):
-    step: Whole | None
-    weights_sha256: str
-
-
-class GuidanceRecord(Record):
-    """How the images of a score were guided."""
-
-    scale: Number
-    gamma1: Number | list[Number]
-    gamma2: Number | list[Number]
-    drop_label: bool
-    weak: WeakRecord | None = None
-    interval: Annotated[list[float], Field(min_length=2, max_length=2)] | None = None
-    routes: list[RouteSettings] | None = None
-    channels: Whole | None = None
-
-
-class SourceRecord(Record):
-    """What the images of a score were drawn of."""
-
-    step: Whole
-    seeds: str
-    precision: str
-    guidance: GuidanceRecord | None
-    multiply_adds: dict[str, Whole]
-
-
-class FloorRow(Record):
-    """What a row of results.jsonl must say to be told of."""
-
-    metrics: Annotated[dict[str, Number], Field(min_length=1)]
-    images: Count
-    device: str
-    versions: dict[str, str]
-    extractor: dict
-    reference: dict
-    source: dict
-
-
-class ScoredRow(FloorRow):
-    """What a row of a run's results.jsonl must say to be told of."""
-
-    source: SourceRecord
-
-
-class Told(Record):
-    """A part of study.json, whose other keys are kept as they are."""
-
-    model_config = ConfigDict(extra="allow")
-
-
-class ToldScore(Told):
-    metric: Text
-    value: Number
-    num_samples: Count
-    step: Whole
-    images: Whole
-    flops: int | Number | None
-    guidance: Text
-    multiply_adds_an_image: Count | None = None
-
-
-class ToldFloor(Told):
-    metric: Text
-    value: Number
-    num_samples: Count
-    images: str
-
-
-class ToldRun(Told):
-    variant: Text
-    seed: Whole
-    step: Whole
-    steps: Whole | None
-    train: list[Setting] = []
-    weights_sha256: str | None = None      # of its last average
-    scores: list[ToldScore]
-
-
 class Timing(Record):
     """timing.json: seconds of a step of each variant, timed in turns on one machine."""
 
@@ -212,13 +111,16 @@ class Timing(Record):
         return statistics.median(self.rounds[variant]) if self.rounds.get(variant) else None
 
 
-class ToldStudy(Told):
+class RecordedStudy(Record):
     """What study.json must say for its runs to be taken over."""
 
     name: Text
-    runs: list[ToldRun]
+    runs: list[dict]
     timing: Timing | None = None
-    floor: list[ToldFloor] = []
+    floor: list[dict] = []
+
+
+# ---- a study's runs -------------------------------------------------------------------------------------------------
 
 
 def runs_of(cfg: StudySettings) -> list[Run]:
@@ -267,69 +169,70 @@ def waits_for(run: Run, runs: list[Run]) -> Run | None:
 
 
 def share(runs: list[Run], part: str | None) -> list[Run]:
-    """Takes this process's runs out of a study's; raises ValueError for a part that is none."""
+    """Returns the runs of this process; raises ValueError for a `part` of another form."""
     if part is None:
         return runs
     found = re.fullmatch(r"(\d+)/(\d+)", part)
     if not found or not 1 <= int(found[1]) <= int(found[2]):
-        raise ValueError(f"part={part} is no part: write part=2/6 for the second of six.")
+        raise ValueError(f"part={part}: write part=2/6 for the second of six.")
     return runs[int(found[1]) - 1 :: int(found[2])]
 
 
 def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
-    """Runs one of our commands, and hands on to it the signals that stop this one, so that it saves.
+    """Runs one of our commands and forwards the signals that stop this one, so that it saves.
 
     Raises ValueError, with the command, where it fails.
     """
-    environment = dict(os.environ)
-    if cfg.threads is not None:
-        environment["OMP_NUM_THREADS"] = str(cfg.threads)
+    environment = os.environ | ({} if cfg.threads is None else {"OMP_NUM_THREADS": str(cfg.threads)})
     line = ["nice", "-n", str(cfg.nice), sys.executable, str(ROOT / program), *settings]
-    told: list[tuple[int, float]] = []      # signals, and when
+    received: list[tuple[int, float]] = []      # signals, and when
 
-    def hand_on(number: int, frame: object) -> None:
-        if not told or time.monotonic() > told[-1][1] + 1:      # `timeout` sends each signal twice, at once
-            told.append((number, time.monotonic()))
+    def forward(number: int, frame: object) -> None:
+        if not received or time.monotonic() > received[-1][1] + 1:      # `timeout` sends each signal twice, at once
+            received.append((number, time.monotonic()))
             child.send_signal(number)
 
-    # In a group of its own, as a second signal would end it at once: it hears of Ctrl-C from here alone.
+    # In a group of its own, as a second signal would end it at once: Ctrl-C reaches it from here alone.
     child = subprocess.Popen(line, env=environment, process_group=0)
-    before = {number: signal.signal(number, hand_on) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
     try:
         code = child.wait()
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if 0 < code <= 128:      # also where it was told to stop: it has not saved
+    if 0 < code <= 128:      # also after a signal: it has not saved
         raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Mend it, and the "
                          f"same command goes on.")
-    if told or code:
-        sys.exit(128 + told[0][0] if told else code if code > 0 else 128 - code)
+    if received or code:
+        sys.exit(128 + received[0][0] if received else code if code > 0 else 128 - code)
 
 
-def record_of(run: Run) -> RunRecord | None:
-    """Reads what a run's latest checkpoint says; None where there is none. Raises ValueError for another run's."""
+def record_of(run: Run) -> dict | None:
+    """Reads meta.json of a run's latest checkpoint; None without one. Raises ValueError for another run's."""
     folder = checkpoints.latest(run.folder) if run.folder.is_dir() else None
     if folder is None:
         return None
-    meta = read_record(RunRecord, folder / "meta.json", f"{run.folder} is no run of this study; move it away.")
-    refuse_foreign(run, run.folder, {key: leaf(meta.config.model_dump(), key) for key in settings_of(run.train)},
-                   meta.step)
+    meta = checkpoints.read_meta(folder)
+    refuse_foreign(run, run.folder, {key: leaf(meta["config"], key) for key in settings_of(run.train)}, meta["step"])
     return meta
 
 
-def finished(run: Run) -> bool:
-    """Tells whether a run has taken the steps that the study, or else its own record, says it should, and is scored.
+def has(meta: dict, weights_sha256: str | None) -> bool:
+    return weights_sha256 in [file["sha256"] for file in meta["files"].values()]
 
-    A kill may have come between the last save and the score that belongs to it, which train.py then makes up for.
+
+def finished(run: Run) -> bool:
+    """Tells whether a run has taken the steps that the study, or else its own record, asks for, and is scored.
+
+    After a kill between the last save and its score, train.py makes the score.
     """
     meta = record_of(run)
-    if meta is None or meta.step < (asked_steps(run) or meta.config.steps or math.inf):
+    if meta is None or meta["step"] < (asked_steps(run) or meta["config"]["steps"] or math.inf):
         return False
     if not is_scored_in_training(run):
         return True
     sources = [row["source"] for row in read_results(run.folder / "results.jsonl")]
-    return any(source.get("in_training") and source.get("step") == meta.step for source in sources)
+    return any(source.get("in_training") and source.get("step") == meta["step"] for source in sources)
 
 
 def is_scored_in_training(run: Run) -> bool:
@@ -340,8 +243,7 @@ def is_scored_in_training(run: Run) -> bool:
 def asked_steps(run: Run) -> int | None:
     asked = [text.removeprefix("steps=") for text in run.train if text.startswith("steps=")]
     if asked and not re.fullmatch(r"\d{1,18}", asked[-1], re.ASCII):
-        raise ValueError(f"steps={asked[-1]} of {run.folder.name} is not a whole number, by which a study knows its "
-                         f"runs: write it in digits.")
+        raise ValueError(f"steps={asked[-1]} of {run.folder.name} is not a whole number: write it in digits.")
     return int(asked[-1]) if asked else None
 
 
@@ -361,31 +263,28 @@ def score_floor(cfg: StudySettings) -> None:
 
 
 def score_once(
-    cfg: StudySettings, settings: list[str], results: Path, point: list[str], meta: RunRecord | None = None,
+    cfg: StudySettings, settings: list[str], results: Path, point: list[str], meta: dict | None = None,
 ) -> None:
-    """Lets fid.py score, unless a row of `results` is of this point and weights, and marks the new row with the point.
+    """Runs fid.py, unless a row of `results` is of this point and weights, and adds the point to the new row.
 
     Raises ValueError where that row was scored by other settings of the study.
     """
     rows = read_rows(results)
     scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
     for row in rows:
-        if row.get("study") == point and (meta is None or meta.has(row["source"].get("weights_sha256"))):
+        if row.get("study") == point and (meta is None or has(meta, row["source"].get("weights_sha256"))):
             if row.get("scored_by", scored_by) != scored_by:
                 raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
                                  f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
             return
-    before = len(rows)
     call(cfg, "fid.py", settings)
     rows = read_rows(results)
-    if len(rows) != before + 1:
-        raise ValueError(f"fid.py left {len(rows) - before} rows in {results}, not one.")
     rows[-1] |= {"study": point, "scored_by": scored_by}
     write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def timed_variants(cfg: StudySettings) -> list[str]:
-    """Lists the variants whose steps are timed; raises ValueError for one that the study has not."""
+    """Lists the variants whose steps are timed; raises ValueError for one that the study does not have."""
     names = sorted({run.variant for run in runs_of(cfg)})
     if unknown := set(cfg.timed or ()) - set(names):
         raise ValueError(f"timed names {', '.join(sorted(unknown))}; the study has {', '.join(names)}.")
@@ -403,13 +302,13 @@ def time_in_turns(cfg: StudySettings) -> None:
     quiet = ["samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", f"log.every={cfg.steps_timed}",
              f"steps={2 * cfg.steps_timed}", "init_from=null"]
     settings = {name: [text for text in firsts[name].train if not text.startswith("run_dir=")] for name in names}
-    said = json.dumps([platform.node(), torch.__version__, commit(), settings, quiet])
-    conditions, told = hashlib.sha256(said.encode()).hexdigest()[:16], read_timing(cfg)
-    rounds = {name: list(told.rounds.get(name, ())) if told else [] for name in names}
+    conditions = json.dumps([platform.node(), torch.__version__, commit(), settings, quiet])
+    conditions, timing = hashlib.sha256(conditions.encode()).hexdigest()[:16], read_timing(cfg)
+    rounds = {name: list(timing.rounds.get(name, ())) if timing else [] for name in names}
     if all(len(turns) >= cfg.rounds for turns in rounds.values()):
         print(f"{path} has {cfg.rounds} turns of each variant: remove it to time anew.")
         return
-    if told is None or told.conditions != conditions:
+    if timing is None or timing.conditions != conditions:
         rounds = {name: [] for name in names}
     while len(rounds[name := min(names, key=lambda each: len(rounds[each]))]) < cfg.rounds:
         folder = Path(cfg.out).resolve() / "timing" / name
@@ -428,7 +327,7 @@ def time_in_turns(cfg: StudySettings) -> None:
 
 
 def guidance_name(guidance: dict | None) -> str:
-    """Says in words how images were guided, so that no two ways have the same words."""
+    """Names how images were guided, each way differently."""
     if guidance is None:
         return "unguided"
     parts = [f"scale {guidance['scale']:g}"]
@@ -472,38 +371,40 @@ def refuse_foreign(run: Run, where: object, other: dict[str, object], step: int)
 
 
 def from_disk(run: Run) -> dict | None:
-    """Gathers what a run's folder holds; None where there is no checkpoint. Raises ValueError for a foreign one.
+    """Gathers what a run's folder holds; None without a checkpoint. Raises ValueError for another run's.
 
-    Scores that neither its training nor this study asked for, as those of a sweep, are not the study's; nor are later
-    scores of weights that were here before the run was trained anew.
+    Left out are scores that neither its training nor this study asked for, as a sweep's, and later scores of weights
+    that were here before the run was trained anew.
     """
     meta = record_of(run)
     if meta is None:
         return None
     with torch.device("meta"):
-        net = build_network(meta.network)
+        net = build_network(meta["network"])
     flops = 3 * 2 * sum(multiply_adds(net, net.routes))      # of an image: forward, and twice that backward
-    results = run.folder / "results.jsonl"
-    scores = [{
-        "step": row["source"]["step"], "images": row["source"]["step"] * meta.batch_size,
-        "flops": row["source"]["step"] * meta.batch_size * flops, **told_of(row, results),
-        "seeds": row["source"]["seeds"], "guidance": guidance_name(row["source"]["guidance"]),
-        "sampling_precision": row["source"]["precision"],
-        "multiply_adds_an_image": sum(row["source"]["multiply_adds"].values()),
-        "in_training": bool(row["source"].get("in_training")), "study": row.get("study"),
-    } for row in read_results(results)
-        if (row["source"].get("in_training") or "study" in row) and read(ScoredRow, row, f"{results}: ")
-        and (row["source"].get("in_training") or row["source"]["step"] < meta.step
-             or meta.has(row["source"].get("weights_sha256")))]
-    return {"variant": run.variant, "seed": run.seed, "step": meta.step,
-            "steps": asked_steps(run) or meta.config.steps, "routes": meta.network.get("routes", []),
-            "diffusion": meta.diffusion, "precision": meta.config.precision, "history": meta.history,
+    results, scores = run.folder / "results.jsonl", []
+    for row in read_results(results):
+        source = row["source"]
+        in_training, seen = bool(source.get("in_training")), source.get("step", 0) * meta["batch_size"]
+        if in_training or "study" in row and (
+                source["step"] < meta["step"] or has(meta, source.get("weights_sha256"))):
+            scores.append({
+                "step": source["step"], "images": seen, "flops": seen * flops, **score_of(row, results),
+                "seeds": source["seeds"], "guidance": guidance_name(source["guidance"]),
+                "sampling_precision": source["precision"],
+                "multiply_adds_an_image": sum(source["multiply_adds"].values()), "in_training": in_training,
+                "study": row.get("study"),
+            })
+    return {"variant": run.variant, "seed": run.seed, "step": meta["step"],
+            "steps": asked_steps(run) or meta["config"]["steps"], "routes": meta["network"].get("routes", []),
+            "diffusion": meta["diffusion"], "precision": meta["config"].get("precision"),
+            "history": meta.get("history", []),
             "train": [text for text in run.train if text.split("=")[0] not in ("run_dir", "init_from")],
-            "weights_sha256": meta.files["ema.safetensors"].sha256, "scores": scores}
+            "weights_sha256": meta["files"]["ema.safetensors"]["sha256"], "scores": scores}
 
 
-def told_of(row: dict, results: Path) -> dict:
-    """Takes out of a row of results.jsonl its distance, and by what code, device and files it was measured."""
+def score_of(row: dict, results: Path) -> dict:
+    """Returns the distance in a row of results.jsonl, and the code, device and files by which it was measured."""
     metric = next(filter(is_distance, row["metrics"]), None)
     if metric is None:
         raise ValueError(f"{results} has a row with {', '.join(row['metrics'])} and no Fréchet distance, by which a "
@@ -518,68 +419,70 @@ def is_distance(metric: str) -> bool:
     return metric == "fid" or metric.startswith("fd_")
 
 
-def told_before(cfg: StudySettings) -> list[ToldStudy]:
+def recorded(cfg: StudySettings) -> list[RecordedStudy]:
     """Reads what was recorded before: this study's own study.json, then those of `rows`, from other machines."""
     own = Path(cfg.out) / "study.json"
-    told = []
+    studies = []
     for path in ([own] if own.is_file() else []) + [Path(path) for path in cfg.rows]:
-        if not path.is_file():
-            raise ValueError(f"rows={path} is not there: name the study.json of another machine, or leave it out.")
-        told.append(read_record(ToldStudy, path, "Move it away, or take it out of rows."))
-        if told[-1].name != cfg.study.name:
-            raise ValueError(f"{path} is of the study {told[-1].name}, and this one is {cfg.study.name}: take it out "
-                             f"of rows, or set out=<another>.")
+        studies.append(read_record(RecordedStudy, path, "Move it away, or take it out of rows."))
+        if studies[-1].name != cfg.study.name:
+            raise ValueError(f"{path} is of the study {studies[-1].name}, and this one is {cfg.study.name}: take it "
+                             f"out of rows, or set out=<another>.")
         for run in runs_of(cfg):
-            for old in told[-1].runs:
-                if (old.variant, old.seed) == (run.variant, run.seed):
-                    refuse_foreign(run, path, settings_of(old.train), old.step)
-    return told
+            for old in records_of(run, studies[-1:]):
+                refuse_foreign(run, path, settings_of(old.get("train", [])), old["step"])
+    return studies
 
 
-def furthest(candidates: list[dict | None]) -> dict | None:
-    """Takes the record of a run that has come furthest; of equals the first, which is the one on disk."""
+def records_of(run: Run, studies: list[RecordedStudy]) -> list[dict]:
+    return [old for study in studies for old in study.runs if (old["variant"], old["seed"]) == (run.variant, run.seed)]
+
+
+def furthest(candidates: Iterable[dict | None]) -> dict | None:
+    """Returns the record of a run that has come furthest; in a tie the first, which is the one on disk."""
     found = [run for run in candidates if run is not None]
     return max(found, key=lambda run: (run["step"], len(run["scores"])), default=None)
 
 
-def complete(run: Run, told: list[ToldStudy]) -> bool:
+def complete(run: Run, studies: list[RecordedStudy]) -> bool:
     """Tells whether a run was recorded to its end with all its scores, so that nothing of it is made again."""
-    old = furthest([old.model_dump() for study in told for old in study.runs
-                    if (old.variant, old.seed) == (run.variant, run.seed)])
+    old = furthest(records_of(run, studies))
     steps = old and (asked_steps(run) or old["steps"])
-    last = [score for score in old["scores"] if score["step"] == old["step"]] if old else []
+    if not steps or old["step"] < steps:
+        return False
+    last = [score for score in old["scores"] if score["step"] == old["step"]]
     evaluated = not is_scored_in_training(run) or any(score.get("in_training") for score in last)
     scored = all(point in [score.get("study") for score in last] for point in run.at_end)
-    return bool(steps) and old["step"] >= steps and scored and evaluated and not is_replaced(old, run)
+    return scored and evaluated and not is_replaced(old, run)
 
 
 def is_replaced(old: dict, run: Run) -> bool:
-    """Tells whether a run's folder holds, at the step of what was recorded before, other weights."""
-    meta = record_of(run) if old["weights_sha256"] else None      # which an older study.json lacks
-    return meta is not None and meta.step == old["step"] and not meta.has(old["weights_sha256"])
+    """Tells whether a run's folder holds other weights at the step that was recorded before."""
+    digest = old.get("weights_sha256")      # which an older study.json lacks
+    meta = record_of(run) if digest else None
+    return meta is not None and meta["step"] == old["step"] and not has(meta, digest)
 
 
 def collect(cfg: StudySettings) -> dict:
     """Gathers every score of every run, on disk or recorded before, with the images, FLOPs and seconds until then."""
-    told, runs = told_before(cfg), []
-    timing = next((timing for timing in (read_timing(cfg), *(study.timing for study in told)) if timing), None)
-    known = {(run.variant, run.seed): run for run in runs_of(cfg)}
-    for key, run in known.items():
-        recorded = [old.model_dump() for study in told for old in study.runs if (old.variant, old.seed) == key]
-        record = furthest([from_disk(run), *(old for old in recorded if not is_replaced(old, run))]) or {
+    studies, runs, known = recorded(cfg), [], runs_of(cfg)
+    timing = next((timing for timing in (read_timing(cfg), *(study.timing for study in studies)) if timing), None)
+    for run in known:
+        before = [old for old in records_of(run, studies) if not is_replaced(old, run)]
+        record = furthest([from_disk(run), *before]) or {
             "variant": run.variant, "seed": run.seed, "step": 0, "steps": None, "scores": []}
         runs.append(record | {"steps": asked_steps(run) or record["steps"]})
     # Of a variant or a seed that the study no longer lists: what was measured stays in the file.
-    gone = {(old.variant, old.seed): old.model_dump() for study in reversed(told) for old in study.runs
-            if (old.variant, old.seed) not in known and old.scores}
+    listed = {(run.variant, run.seed) for run in known}
+    gone = {key: old for study in reversed(studies) for old in study.runs
+            if (key := (old["variant"], old["seed"])) not in listed and old["scores"]}
     for run in (*runs, *gone.values()):
         second = timing.seconds(run["variant"]) if timing else None      # one machine's, whoever trained
         for score in run["scores"]:
             score["seconds"] = None if second is None else score["step"] * second
     home = Path(cfg.out) / "floor" / "results.jsonl"
-    floor = [{"images": Path(str(row["source"].get("path"))).name, **told_of(row, home)}
-             for row in read_results(home) if read(FloorRow, row, f"{home}: ")]
-    floor = floor or next((study.model_dump()["floor"] for study in told if study.floor), [])
+    floor = [{"images": Path(str(row["source"].get("path"))).name, **score_of(row, home)} for row in read_results(home)]
+    floor = floor or next((study.floor for study in studies if study.floor), [])
     return {"name": cfg.study.name, "commit": commit(), "runs": [*runs, *gone.values()], "floor": floor,
             "timing": timing and timing.model_dump(),
             "sec_per_step": {name: {"rounds": each, "median": timing.seconds(name)}
@@ -594,10 +497,11 @@ def read_timing(cfg: StudySettings) -> Timing | None:
 
 def report(cfg: StudySettings) -> None:
     out, result = Path(cfg.out), collect(cfg)
+    page = tables(result)
     write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
-    write_text(out / "study.md", tables(result))
+    write_text(out / "study.md", page)
     figures = draw_figures(result, out) if any(run["scores"] for run in result["runs"]) else []
-    print(tables(result))
+    print(page)
     print("\n".join(map(str, (out / "study.json", out / "study.md", *figures))))
     call(cfg, "scripts/report.py", [f"study={out}", f"out={out / 'report'}"])
 
@@ -605,20 +509,19 @@ def report(cfg: StudySettings) -> None:
 @command("study", StudySettings)
 def main(cfg: StudySettings) -> None:
     if cfg.part is not None and "time" in cfg.tasks:
-        raise ValueError(f"part={cfg.part} is one of several processes, and seconds are timed with nothing beside: set "
-                         f"tasks=[train,score], and tasks=[time,report] once all parts have ended.")
+        raise ValueError(f"part={cfg.part} is one of several processes, and seconds are timed while nothing else runs: "
+                         f"set tasks=[train,score], and tasks=[time,report] once all parts have ended.")
     timed_variants(cfg)
-    runs, told = runs_of(cfg), told_before(cfg)
+    runs, studies = runs_of(cfg), recorded(cfg)
     own = share(runs, cfg.part)
     for run in own:
-        record_of(run)      # refuses now, before anything slow, what is another run's
+        record_of(run)      # refuses another run's folder before anything slow
     if "score" in cfg.tasks and runs[0] in own:      # one process of several
         score_floor(cfg)      # first, as it takes no training to find that its images are not there
-    recorded = {run.folder for run in runs if complete(run, told)}
-    wanted = [run for run in runs if run.folder not in recorded]
+    done = {run.folder for run in runs if complete(run, studies)}
     for run in own:
-        children = [child for child in wanted if f"init_from={run.folder}" in child.train]
-        if run.folder in recorded and not children:
+        children = [child for child in runs if child.folder not in done and f"init_from={run.folder}" in child.train]
+        if run.folder in done and not children:
             print(f"{run.folder.name}: recorded to its end with all its scores.")
             continue
         if "train" in cfg.tasks and not finished(run):

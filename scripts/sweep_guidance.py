@@ -14,11 +14,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Annotated
 
-import matplotlib
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import HydraException
-from matplotlib import pyplot
-from PIL import Image
+from matplotlib.figure import Figure
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -28,7 +26,8 @@ from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import Location, Number, Settings
 from sampling.options import Gamma, build_guidance
-from sampling.pictures import save_image
+from scoring.results import read_results
+from scripts.presentation import save_figure
 from weights.loading import load_trained, settled
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
@@ -69,15 +68,7 @@ def identity(row: dict) -> dict:
     guidance = row["source"]["guidance"]
     rest = guidance and {key: value for key, value in guidance.items() if key not in AXES}
     return {"source": source, "guidance": rest, "images": row["images"], "reference": row["reference"]["path"],
-            "extractor": row["extractor"]["name"], "scoring": row["scoring_version"]}
-
-
-def belongs(row: dict, scored: dict) -> bool:
-    """Tells whether a row of results.jsonl is a point of the landscape of one just scored."""
-    try:
-        return bool(row["source"]["guidance"]) and identity(row) == identity(scored)
-    except (KeyError, TypeError):      # a row of images, or of another's making
-        return False
+            "extractor": row["extractor"]["name"], "scoring": row.get("scoring_version")}
 
 
 def point(guidance: dict) -> tuple:
@@ -86,10 +77,10 @@ def point(guidance: dict) -> tuple:
 
 def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, title: str, path: Path) -> None:
     """Draws a panel for each gamma1, scale to the right and gamma2 upwards."""
-    matplotlib.use("Agg")
     scales, panels, gammas = (sorted({p[axis] for p in points}, key=ends) for axis in range(3))
-    figure, axes = pyplot.subplots(1, len(panels), squeeze=False, layout="constrained", dpi=150,
-                                   figsize=(1.2 + (0.9 * len(scales) + 0.6) * len(panels), 1.4 + 0.7 * len(gammas)))
+    figure = Figure(figsize=(1.2 + (0.9 * len(scales) + 0.6) * len(panels), 1.4 + 0.7 * len(gammas)),
+                    layout="constrained", dpi=150)
+    axes = figure.subplots(1, len(panels), squeeze=False)
     for panel, plot in zip(panels, axes[0], strict=True):
         values = [[points.get((scale, panel, gamma), float("nan")) for scale in scales] for gamma in gammas]
         heat = plot.imshow(values, origin="lower", aspect="auto", cmap="viridis",
@@ -103,10 +94,7 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
                  xlabel="scale", ylabel="gamma2, weak", title=f"gamma1, strong: {panel}")
     figure.colorbar(heat, ax=axes, label=metric)
     figure.suptitle(f"{title}; unguided {unguided:.4g}", fontsize=9)
-    figure.canvas.draw()
-    drawn = Image.frombuffer("RGBA", figure.canvas.get_width_height(), figure.canvas.buffer_rgba())
-    save_image(drawn.convert("RGB"), path)
-    pyplot.close(figure)
+    save_figure(figure, path)
 
 
 def check_points(cfg: SweepSettings, points: list[dict]) -> None:
@@ -144,9 +132,9 @@ def main(cfg: SweepSettings) -> None:
     for chosen in points:
         scored, _ = fid.run(cfg.model_copy(update=chosen), reuse=True, must_have=metric)
         if state.is_main_process:
-            alike = [row for row in results.read_results(results) if belongs(row, scored)]
-            values = {point(row["source"]["guidance"]): row["metrics"][metric] for row in alike
-                      if metric in row["metrics"]}
+            values = {point(row["source"]["guidance"]): row["metrics"][metric] for row in read_results(results)
+                      if row["source"].get("guidance") and identity(row) == identity(scored)
+                      and metric in row["metrics"]}
             title = f"{metric} of {scored['images']:,} images, {scored['source']['checkpoint']}"
             draw_landscape(values, unguided["metrics"][metric], metric, title, picture)
             print(f"{len(values)} points: {picture}")

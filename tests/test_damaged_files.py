@@ -15,7 +15,7 @@ from dit import DiT
 from latents import folder, images, tars
 from runtime import schema
 from scoring import features, statistics
-from scripts import export, import_latents
+from scripts import import_latents
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.loading import read_weights
@@ -186,11 +186,3 @@ def test_kept_features_that_are_damaged_are_passed_over(tmp_path, capsys, fresh_
         again = statistics.Kept(tmp_path, {}, {"pool": 3}, 6)
         assert again.missing(6).tolist() == [4, 5] and "00000004.safetensors is damaged" in capsys.readouterr().out
         assert [indices.tolist() for indices, _ in again.load()] == [[0, 1], [2, 3]]
-
-
-@pytest.mark.parametrize("row", [
-    {"metrics": {"fid": "x"}, "source": {}}, {"metrics": {"fid": float("nan")}, "source": {}},
-    {"metrics": {"fid": 1.0}, "source": 3}, {"metrics": {"fid": 1.0}, "source": {}, "images": "many"},
-])  # fmt: skip
-def test_a_row_that_is_no_score_does_not_stand_in_a_card(row):
-    assert not export.is_score(row) and export.is_score({"metrics": {"fid": 1.0}, "source": {}})

@@ -18,7 +18,6 @@ import train
 from runtime.schema import read
 from scripts import (
     benchmark,
-    benchmark_official,
     choose_routes,
     export,
     import_latents,
@@ -28,6 +27,7 @@ from scripts import (
     study,
     sweep_guidance,
 )
+from scripts.studies import benchmark_official
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = {
@@ -37,7 +37,7 @@ COMMANDS = {
     "scripts/import_latents.py": ("import_latents", import_latents.ImportSettings),
     "scripts/sweep_guidance.py": ("sweep_guidance", sweep_guidance.SweepSettings),
     "scripts/benchmark.py": ("benchmark", benchmark.BenchmarkSettings),
-    "scripts/benchmark_official.py": ("benchmark_official", benchmark_official.OfficialSettings),
+    "scripts/studies/benchmark_official.py": ("benchmark_official", benchmark_official.OfficialSettings),
     "scripts/choose_routes.py": ("choose_routes", choose_routes.ChoiceSettings),
     "scripts/merge_lora.py": ("merge_lora", merge_lora.MergeSettings),
     "scripts/export.py": ("export", export.ExportSettings),
@@ -45,8 +45,9 @@ COMMANDS = {
     "scripts/study.py": ("study", study.StudySettings),
 }
 # Which take plain arguments.
-SCRIPTS_OF_THEIR_OWN = ("scripts/cifar10_features.py", "scripts/plan.py", "examples/route_diffusers.py")
-CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
+SCRIPTS_OF_THEIR_OWN = ("scripts/studies/cifar10_features.py", "scripts/plan.py", "examples/route_diffusers.py")
+CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
+        *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 LAUNCHED = re.compile(r"(\w+=\S+ )*(python|accelerate launch|torchrun|timeout|sbatch)( \S+)*? (\S+\.py)\b")
 FENCED = re.compile(r"^```(\w*)\n(.*?)^```", flags=re.S | re.M)
 

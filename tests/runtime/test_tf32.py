@@ -22,7 +22,7 @@ from runtime.device import describe_device, set_float32
 from scripts import benchmark, prepare_latents
 from training import run as run_parts
 
-PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/studies").glob("*.py")])
 SETS = re.compile(r"\b(set_float32_matmul_precision|allow_tf32|fp32_precision)\b")
 # What computes: joins ranks, names a device, or has a network there.
 COMPUTES = re.compile(r"join_ranks\(|make_accelerator\(|\bcuda\b|\.to\([^)]*device|PartialState\(")

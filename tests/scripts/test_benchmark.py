@@ -93,7 +93,7 @@ def test_what_a_part_has_compiled_on_a_gpu_is_kept_until_it_succeeds(tmp_path):
     (tmp_path / "python").write_text(COMPILES_FIRST)
     (tmp_path / "python").chmod(0o755)
     env = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": str(tmp_path / "python")}
-    codes = [subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True).returncode for _ in range(2)]
+    codes = [subprocess.run(["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], env=env, capture_output=True).returncode for _ in range(2)]
     assert codes == [1, 0] and (tmp_path / "out/train_xl2.json").is_file() and not list((tmp_path / "out/cache").iterdir())
 
 

@@ -92,7 +92,7 @@ def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
         ratios.append(benchmark.run(asked[-1])["ratios"]["tread over dit"])
         return subprocess.CompletedProcess(call, 0)
 
-    monkeypatch.setattr(choose_routes, "subprocess", SimpleNamespace(run=run))
+    monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setitem(benchmark.SQUARES, "cpu", (32,))
     monkeypatch.setattr(benchmark, "plot", lambda record, path: None)
     text = told(capsys, *TINY, "model.depth=7", "speedup=1.1", "count=1", "measure=true", "benchmark.batch_size=2", "benchmark.steps=1",
@@ -107,6 +107,6 @@ def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
 
 def test_a_timing_that_fails_is_a_sentence(monkeypatch):
     ended = subprocess.CompletedProcess([], 1, stderr="Some warning\nbenchmark.py: There is no GPU.\n")
-    monkeypatch.setattr(choose_routes, "subprocess", SimpleNamespace(run=lambda call, **options: ended))
+    monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=lambda call, **options: ended))
     with pytest.raises(SystemExit, match="The timing failed: benchmark.py: There is no GPU."):
         run_command(choose_routes.main, "choose_routes.py", *TINY, "measure=true")

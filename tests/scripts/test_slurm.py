@@ -1,4 +1,4 @@
-"""scripts/slurm.sh and scripts/gpu_study.sh, against stand-ins for Slurm and for Python that do what those do to a job."""
+"""scripts/slurm.sh and scripts/studies/gpu_study.sh, against stand-ins for Slurm and for Python that do what those do to a job."""
 
 import contextlib
 import json
@@ -191,7 +191,7 @@ def test_calls_of_the_gpu_study_stop_in_time_go_on_and_bring_back_what_is_small(
         env = os.environ | {"STUB": str(tmp_path), "PYTHON": str(tmp_path / "python"), "STATE": str(tmp_path / state), "OUT": str(tmp_path / "out"),
                             "STUDY": "rehearsal", "LIMIT": "30", "RESERVE": "23", "LEAST": "1", "OFFICIAL": str(tmp_path), **more}
         began = time.monotonic()
-        ended = subprocess.run(["bash", ROOT / "scripts/gpu_study.sh", "also=['steps=9']"], env=env, capture_output=True, text=True)
+        ended = subprocess.run(["bash", ROOT / "scripts/studies/gpu_study.sh", "also=['steps=9']"], env=env, capture_output=True, text=True)
         return ended.returncode, ended.stdout + ended.stderr, time.monotonic() - began
 
     code, said, took = call("one", PARTS="data official timing study")

@@ -1,6 +1,6 @@
 """A CIFAR-10 classifier's weights -> a TorchScript file of its 64 pooled features, for fid.py features=torchscript.
 
-    python scripts/cifar10_features.py resnet56.th resnet56-features.pt
+    python scripts/studies/cifar10_features.py resnet56.th resnet56-features.pt
 
 The weights are those of github.com/akamaster/pytorch_resnet_cifar10 (BSD-2): ResNets of He et al. (arXiv 1512.03385,
 section 4.2) with shortcuts that pad channels. A distance on these features ranks runs on CIFAR-10; it is no FID.
@@ -16,7 +16,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.files import beside
 
 

@@ -1,7 +1,7 @@
 """Times the official TREAD code's training step beside ours: the same network, batch and precision, in turns.
 
     git clone https://github.com/CompVis/tread official && git -C official checkout fccf77c
-    python scripts/benchmark_official.py path=official batch_size=256 precision=bf16 compile=true \
+    python scripts/studies/benchmark_official.py path=official batch_size=256 precision=bf16 compile=true \
         'variants=[dit,tread,dit-eager,tread-eager]'
 
 Their source is read from `path` and is no part of this project. As published its step cannot run on one GPU, so this
@@ -28,7 +28,7 @@ from statistics import median
 import torch
 from accelerate import Accelerator
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from latents.loader import batches, to_latent
 from runtime import files

@@ -1,10 +1,11 @@
 #!/usr/bin/env bash
 # What one GPU tells within eight minutes, the most important first: training at XL/2 and B/2 dense and routed,
 # sampling, data, and, if time is left, float8, tokens and CUDA graphs. Tables on the screen; JSON and plots in $OUT.
-# A part whose JSON is there is not run again; what one has compiled is kept until it succeeds. Needs no data and no download. LIMIT: seconds at most, of all parts.
-#   OUT=bench LIMIT=465 bash scripts/benchmark_gpu.sh
+# A part whose JSON is there is not run again; what one has compiled is kept until it succeeds. Needs no data and no
+# download. LIMIT: seconds at most, of all parts.
+#   OUT=bench LIMIT=465 bash scripts/studies/benchmark_gpu.sh
 set -uo pipefail
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 out=${OUT:-bench} python=${PYTHON:-python} failed=()
 mkdir -p "$out"
 end=$((SECONDS + ${LIMIT:-465}))

@@ -1,14 +1,15 @@
 #!/usr/bin/env bash
 # All that is to be measured on one GPU, in calls of at most nine minutes, each of which goes on where the last stopped:
-#   benchmark  scripts/benchmark_gpu.sh, of which a machine without diffusers or torchao leaves out one part each; what
-#              one call has no time for is left to the next
+#   benchmark  scripts/studies/benchmark_gpu.sh; without diffusers or torchao one part each is left out, and what one
+#              call has no time for is left to the next
 #   data       CIFAR-10 in pixels, the features, the reference
 #   official   the official training step beside ours, where OFFICIAL is a checkout of CompVis/tread at fccf77c
 #   timing     seconds of a step of dense and routed in turns, for the axis of the study's figures
 #   study      configs/study/cifar10.yaml, its runs in the order of their use; last, as it takes all the time
 #
-#   LIMIT=540 OUT=out TRAIN_ZIP=cifar10-train.zip WEIGHTS=resnet56.th bash scripts/gpu_study.sh [settings of study.py]
-#   STUDY=rehearsal PARTS="data study" LIMIT=180 bash scripts/gpu_study.sh          a rehearsal on a CPU
+#   LIMIT=540 OUT=out TRAIN_ZIP=cifar10-train.zip WEIGHTS=resnet56.th \
+#       bash scripts/studies/gpu_study.sh [settings of study.py]
+#   STUDY=rehearsal PARTS="data study" LIMIT=180 bash scripts/studies/gpu_study.sh          a rehearsal on a CPU
 #
 # What is done stays in STATE (runs/gpu_study, some GB); after each part all that is small goes into
 # $OUT/gpu_study.tar.gz. A machine that is bare takes that file as PREVIOUS: parts that are done and runs that came to
@@ -34,7 +35,7 @@ for name in TRAIN_ZIP TEST_ZIP WEIGHTS OFFICIAL PREVIOUS OUT STATE; do      # be
     [ -z "${!name:-}" ] || printf -v "$name" '%s' "$(realpath -m "${!name}")"
 done
 case ${PYTHON:-} in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac      # a link into its environment stays one
-cd "$(dirname "$0")/.."
+cd "$(dirname "$0")/../.."
 state=${STATE:-runs/gpu_study} python=${PYTHON:-$(command -v python || command -v python3)} failed=()
 results=$state/results
 out=${OUT:-$state/out} study=${STUDY:-cifar10} timed=dit,tread
@@ -94,7 +95,7 @@ prepare() {
     fi
     if [ ! -f data/resnet56.pt ]; then
         [ -f "$WEIGHTS" ] || { echo "gpu_study.sh: WEIGHTS=$WEIGHTS is no file: give a ResNet-56's .th."; return 1; }
-        "$python" scripts/cifar10_features.py "$WEIGHTS" data/resnet56.pt || return
+        "$python" scripts/studies/cifar10_features.py "$WEIGHTS" data/resnet56.pt || return
     fi
     [ -f data/cifar10-resnet56.npz ] || "$python" fid.py reference_from=data/cifar10 features=torchscript \
         features_weights=data/resnet56.pt batch_size=500 out=data/cifar10-resnet56.npz || return
@@ -105,7 +106,7 @@ beside() {
     local name
     for name in dit tread; do
         [ ! -e "$results/official-$name.json" ] || continue
-        "$python" scripts/benchmark_official.py path="$OFFICIAL" out="$results/official-$name" \
+        "$python" scripts/studies/benchmark_official.py path="$OFFICIAL" out="$results/official-$name" \
             "variants=[$name,$name-eager]" backbone_type=DiT-S/2 batch_size=256 precision=bf16 compile=true rounds=3 \
             steps=10 || return
     done
@@ -118,7 +119,7 @@ export study python results TRAIN_ZIP=${TRAIN_ZIP:-} WEIGHTS=${WEIGHTS:-} OFFICI
 for name in ${PARTS:-benchmark data official timing study}; do
     case $name in
         benchmark) OUT=$results/benchmark LIMIT=255 PYTHON=$python SIGNAL=INT part benchmark 270 \
-            bash scripts/benchmark_gpu.sh ;;
+            bash scripts/studies/benchmark_gpu.sh ;;
         data) [ -f data/cifar10-resnet56.npz ] || rm -f "$results/done/data"      # another machine's data are not here
             part data 240 bash -c prepare ;;
         official) [ -z "$OFFICIAL" ] || part official 240 bash -c beside ;;

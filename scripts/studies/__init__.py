@@ -1,0 +1,1 @@
+"""What serves one study or one machine."""
