@@ -21,7 +21,7 @@ import train
 from autoencoder import Convention
 from latents.folder import open_latents
 from latents.loader import to_latent
-from scoring.evaluation import image_sets, results
+from scoring import image_sets, results
 from scripts.import_latents import import_latents
 from scripts.prepare_latents import prepare
 from weights import checkpoint as checkpoints
@@ -318,7 +318,7 @@ def test_weights_of_another_autoencoder_are_a_sentence(tmp_path, content, senten
     ({"latents_mean": [0.0] * 5}, "latents_mean has 5 numbers and latents_std 0"),
     ({"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}, "have 4 numbers each, and the latents 5 channels"),
     ({"latents_mean": [0.0] * 5, "latents_std": [1.0, 0.0, 1.0, 1.0, 1.0]}, "latents_std not all numbers above 0"),
-    ({"latents_mean": 3}, "latents_mean=3 is no list of numbers"), ({"scaling_factor": "big"}, "are not a number above 0"), ({"scaling_factor": -1.0}, "are not a number above 0"),
+    ({"latents_mean": 3}, "latents_mean=3 is not a list of numbers"), ({"scaling_factor": "big"}, "are not a number above 0"), ({"scaling_factor": -1.0}, "are not a number above 0"),
     ({"norm_num_groups": 3}, "makes no AutoencoderKL that encodes images"),
 ])  # fmt: skip
 def test_a_config_that_cannot_be_is_a_sentence(tmp_path, changes, sentence):
@@ -331,7 +331,7 @@ def test_a_config_that_cannot_be_is_a_sentence(tmp_path, changes, sentence):
 
 @pytest.mark.parametrize("record, sentence", [
     ({"latents_mean": [0.0] * 3, "latents_std": [1.0] * 3}, "metadata.json: its record: latents_mean and latents_std have 3 numbers"),
-    ({"latents_std": [1.0] * 4}, "latents_mean has 0 numbers and latents_std 4"), ({"pixels": [1, 0]}, "is no range"),
+    ({"latents_std": [1.0] * 4}, "latents_mean has 0 numbers and latents_std 4"), ({"pixels": [1, 0]}, "is not a range"),
     ({"latents_mean": "x"}, "latents_mean=x is not"),
 ])  # fmt: skip
 def test_a_latent_folders_statistics_that_cannot_be_are_a_sentence(tmp_path, record, sentence):
