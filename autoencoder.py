@@ -210,7 +210,12 @@ class DiffusersAutoencoder(Autoencoder):
         self.name, self.device, self.dtype = name, device, vae.dtype
         self.samples_only = type(vae).__name__ in SAMPLES_ONLY
         self.channels, self.downsample = latent_form(type(vae), vae.config)
-        self.convention = convention or _convention_of(vae.config, name)
+        if convention is None and vae.config.get("scaling_factor") is None:
+            raise ValueError(f"autoencoder={name}: config.json has scaling_factor null: set it to 1 / the latents' "
+                             f"standard deviation.")
+        keys = {"scale": "scaling_factor", "shift": "shift_factor"}
+        self.convention = convention or Convention.read(
+            {key: vae.config.get(keys.get(key, key)) for key in ("scale", "shift", "latents_mean", "latents_std")})
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
         if torch.device(device).type == "cuda":      # another layout in memory, made for tensor cores
@@ -293,7 +298,7 @@ def load_decoder(
         if not asked:
             raise ValueError(f"autoencoder={name} runs code, so it is loaded only where the command names it, and here "
                              f"a file does: give autoencoder={name} (of train.py: data.autoencoder) if you trust it.")
-        function = _python(name) if name.startswith(PYTHON) else _torchscript(name, device)
+        function = _python(name) if name.startswith(PYTHON) else torch.jit.load(name, map_location=device).eval()
         loaded, own = OwnDecoder(name, function, shape, device), Convention()
     else:
         loaded, own = _open(name, device, dtype)
@@ -367,20 +372,8 @@ def latent_form(network: type[torch.nn.Module], config: dict) -> tuple[int, int]
     return latent.shape[1], side // latent.shape[3]
 
 
-def _convention_of(config: dict, name: str) -> Convention:
-    """Reads the convention of a diffusers config; raises ValueError, naming the autoencoder, for other values."""
-    if config.get("scaling_factor") is None:
-        raise ValueError(f"autoencoder={name}: config.json has scaling_factor null: set it to 1 / the latents' "
-                         f"standard deviation.")
-    try:
-        return Convention.read({"scale": config["scaling_factor"], "shift": config.get("shift_factor"),
-                                **{key: config.get(key) for key in ("latents_mean", "latents_std")}})
-    except ValueError as error:
-        raise ValueError(f"autoencoder={name}: config.json's {error}") from error
-
-
 def _network(name: str) -> type[torch.nn.Module]:
-    import diffusers
+    import diffusers  # which takes seconds
 
     return getattr(diffusers, name)
 
@@ -411,12 +404,12 @@ def _read_config(folder: str) -> dict:
         names = ", ".join(["identity", *HUB_NAMES])
         raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
     file = Path(folder) / "config.json"
-    if not file.is_file():
-        raise ValueError(f"autoencoder={folder} has no config.json: give the folder with config.json and "
-                         f"diffusion_pytorch_model.safetensors (of a whole pipeline, its vae/ folder).")
     try:
-        config = dict(json.loads(file.read_text()))
-    except (TypeError, ValueError) as error:
+        config = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"autoencoder={folder} has no config.json: give the folder with config.json and "
+                         f"diffusion_pytorch_model.safetensors (of a whole pipeline, its vae/ folder).") from None
+    except ValueError as error:
         raise ValueError(f"{file} is not a JSON object: {error}.") from error
     if config.get("_class_name") not in CLASSES:      # a name alone: nothing else is ever looked up by it
         raise ValueError(f"autoencoder={folder} is of class {config.get('_class_name')}, and {', '.join(CLASSES)} are "
@@ -427,11 +420,6 @@ def _read_config(folder: str) -> dict:
 def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
     config = _read_config(folder)
     network = _network(config["_class_name"])
-    try:
-        latent_form(network, config)
-    except Exception as error:  # of sizes that do not fit together: each layer raises its own
-        raise ValueError(f"autoencoder={folder}: its config.json makes no {config['_class_name']} that encodes images: "
-                         f"{_first_line(error)}") from error
     try:
         vae, found = network.from_pretrained(
             folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True)
@@ -554,22 +542,10 @@ def _is_torchscript(file: Path) -> bool:
         return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
 
 
-def _torchscript(file: str, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
-    try:
-        return torch.jit.load(file, map_location=device).eval()
-    except Exception as error:
-        raise ValueError(f"autoencoder={file} is TorchScript that cannot be loaded: {_first_line(error)}.") from error
-
-
 def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     module, _, function = name.removeprefix(PYTHON).rpartition(".")
-    if not module or not function:
-        raise ValueError(f"autoencoder={name} is not python:module.function.")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"autoencoder={name}: {error}. The module must be where Python finds it: set "
-                         f"PYTHONPATH.") from error
-    if not callable(found):
-        raise ValueError(f"autoencoder={name} is a {type(found).__name__}, which cannot be called.")
-    return found
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"autoencoder={name} is not python:module.function of a module that Python finds ({error}): "
+                         f"set PYTHONPATH.") from error
