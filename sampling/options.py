@@ -18,7 +18,8 @@ from runtime.device import DTYPES
 from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Size, Steps, one_of
 from weights.loading import Trained, find_weights, load_trained
 from weights.others import FAMILIES
-from weights.records import Level
+
+Level = Annotated[float, Field(ge=1e-6, le=1e6)]      # a noise level: squares and roots of it stay in float32
 
 # ---- settings -> sampler, guidance ----------------------------------------------------------------------------------
 

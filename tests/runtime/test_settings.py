@@ -181,8 +181,8 @@ def fail_by(error):
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["steps=0"], "small.py: steps=0: it should be greater than or equal to 1."), (["steps=inf"], "small.py: steps=Infinity: it should be a valid integer."),
     (["step=3"], "small.py: Could not override 'step': configs/small.yaml names all settings."),
-    (["steps"], "small.py: steps is no setting: write key=value, as in steps=100."),
-    (["größe=3"], "small.py: größe=3 is no setting: write key=value, as in steps=100."),
+    (["steps"], "small.py: steps is not a setting: write key=value, as in steps=100."),
+    (["größe=3"], "small.py: größe=3 is not a setting: write key=value, as in steps=100."),
     (["place=größe"], """"place='größe'"."""), (["place=[ring,größe,sea lion]"], """"place=['ring','größe','sea lion']"."""),
     (["place=it's"], r""""place='it\'s'"."""), (["place=a (1)"], """"place='a (1)'"."""), (["place=[a"], """"place=['a']"."""),
     (["place=a,b"], """small.py: place=a,b gives several values: write 'place=[a,b]' for a list, or "place='a,b'" for one text."""),
