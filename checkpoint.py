@@ -225,10 +225,10 @@ def save(
 
 
 def read_meta(folder: Path) -> dict:
-    """Reads meta.json; raises ValueError where it is no group of values."""
+    """Reads meta.json; raises ValueError where it is not a group of values."""
     plain = read_json(folder / "meta.json")
     if not isinstance(plain, dict):
-        raise ValueError(f"{folder / 'meta.json'} holds {shown(plain)}, which is no record")
+        raise ValueError(f"{folder / 'meta.json'} holds {shown(plain)}, which is not a record")
     return plain
 
 
@@ -295,7 +295,7 @@ def load(folder: Path, name: str, like: Mapping[str, Tensor] | None = None) -> d
     try:
         tensors = load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"{file} is no whole safetensors file: {error}.") from error
+        raise ValueError(f"{file} is not a whole safetensors file: {error}.") from error
     like = tensors if like is None else like
     if odd := sorted(tensors.keys() ^ like.keys()):
         raise ValueError(f"{file} is not of this run: {odd[0]} is {'unknown' if odd[0] in tensors else 'missing'}, and "

@@ -91,8 +91,8 @@ def test_a_hash_beside_weights_that_says_nothing_is_a_sentence_and_stays(thing, 
 @pytest.mark.parametrize(("tensors", "words"), [
     ({"a": torch.ones(2)}, "b is missing"), ({"a": torch.ones(2), "b": torch.ones(()), "c": torch.ones(1)}, "c is unknown"),
     ({"a": torch.ones(3), "b": torch.ones(())}, "(3,) there"), ({"a": torch.ones(2, dtype=torch.int64), "b": torch.ones(())}, "int64"),
-    ({"a": torch.tensor([1, torch.nan]), "b": torch.ones(())}, "not finite"), ({}, "a is missing"), (b"", "no whole safetensors"),
-    (b"\xff" * 100, "no whole safetensors"), (b"\x02\0\0\0\0\0\0\0{}", "a is missing"),
+    ({"a": torch.tensor([1, torch.nan]), "b": torch.ones(())}, "not finite"), ({}, "a is missing"), (b"", "not a whole safetensors"),
+    (b"\xff" * 100, "not a whole safetensors"), (b"\x02\0\0\0\0\0\0\0{}", "a is missing"),
 ])  # fmt: skip
 def test_a_training_state_of_another_run_is_a_sentence(tensors, words, tmp_path):
     if isinstance(tensors, bytes):
