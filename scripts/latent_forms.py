@@ -215,8 +215,8 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
 
     def value(key: str) -> memoryview:
         if (found := held.get(key.encode())) is None:
-            raise ValueError(f"{file} lacks {key}: it is not an lmdb of latents as MaskDiT's extract_latent.py writes it, "
-                             f"or was not finished.")
+            raise ValueError(f"{file} lacks {key}: it was not finished, or is not an lmdb of latents as MaskDiT's "
+                             f"extract_latent.py writes it.")
         return found
 
     def number(key: str) -> int:
