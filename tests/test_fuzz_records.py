@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from safetensors.torch import save_file
 
 import adapter as adapters
+import autoencoder as autoencoders
 import checkpoint as checkpoints
 import features
 import scoring
@@ -57,7 +58,7 @@ def test_a_record_is_a_group_of_whole_characters(content, words, tmp_path):
     assert words in refusal(read_record, Note, tmp_path / "x.json", "Make it anew.")
 
 
-@pytest.mark.parametrize("write", [lambda path: checkpoints.write_text(path, "x"),
+@pytest.mark.parametrize("write", [lambda path: checkpoints.write_text(path, "x"), lambda path: checkpoints.append_row(path, {}),
                                    lambda path: report.checkpoints.write_text(path.with_name("link"), "x")])
 def test_a_pipe_or_a_device_is_never_replaced_by_a_file(write, tmp_path):
     os.mkfifo(tmp_path / "pipe")
@@ -91,8 +92,8 @@ def test_a_hash_beside_weights_that_says_nothing_is_a_sentence_and_stays(thing, 
 @pytest.mark.parametrize(("tensors", "words"), [
     ({"a": torch.ones(2)}, "b is missing"), ({"a": torch.ones(2), "b": torch.ones(()), "c": torch.ones(1)}, "c is unknown"),
     ({"a": torch.ones(3), "b": torch.ones(())}, "(3,) there"), ({"a": torch.ones(2, dtype=torch.int64), "b": torch.ones(())}, "int64"),
-    ({"a": torch.tensor([1, torch.nan]), "b": torch.ones(())}, "not finite"), ({}, "a is missing"), (b"", "not a whole safetensors"),
-    (b"\xff" * 100, "not a whole safetensors"), (b"\x02\0\0\0\0\0\0\0{}", "a is missing"),
+    ({"a": torch.tensor([1, torch.nan]), "b": torch.ones(())}, "not finite"), ({}, "a is missing"), (b"", "no whole safetensors"),
+    (b"\xff" * 100, "no whole safetensors"), (b"\x02\0\0\0\0\0\0\0{}", "a is missing"),
 ])  # fmt: skip
 def test_a_training_state_of_another_run_is_a_sentence(tensors, words, tmp_path):
     if isinstance(tensors, bytes):
@@ -311,4 +312,6 @@ def test_weights_with_compressed_parts_are_not_unpacked(tmp_path):
         for name in old.namelist():
             new.writestr(name, old.read(name))
     assert "compressed" in refusal(read_weights, tmp_path / "y.pt")
+    (tmp_path / "y.pt").rename(tmp_path / "latents_stats.pt")
+    assert "compressed" in refusal(autoencoders._statistics_beside, tmp_path / "x.pt")
     assert read_weights(tmp_path / "x.pt")[0].keys() == {"x"}
