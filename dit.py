@@ -14,7 +14,8 @@ from timm.layers import PatchEmbed
 from torch import Tensor, nn
 from torch.utils.flop_counter import FlopCounterMode
 
-from blocks import BLOCKS, modulate
+from blocks import BLOCKS
+from blocks.transformer import modulate
 from routing_module import Route, Router, resolve_routes, routes_by_start
 
 

@@ -11,90 +11,40 @@ Each result is a row of results.jsonl that says exactly what was measured. Optio
 configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
 """
 
-import importlib.metadata
 import json
-import math
 import os
-import platform
 import time
-from collections.abc import Callable, Iterable
-from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Literal
 
 import numpy as np
-import torch
 from accelerate import PartialState
-from pydantic import Field
-from torch import Tensor
 
-import checkpoint as checkpoints
-import ranks
-import speed
-from dit import DiT
-from edm import EDM
-from features import EXTRACTORS, Extractor
-from features import load as load_extractor
-from guidance import Guidance
-from metrics import frechet_distance  # noqa: F401      (others call it fid.frechet_distance)
-from rf import RF
-from sample import (
-    DRAWING_VERSION,
-    Batch,
-    DrawingSettings,
-    generate,
-    labels_of,
-    load_decoder,
-    read_classes,
-    sampling_cost,
+from runtime import files, ranks
+from runtime.command import command
+from runtime.device import describe_device, join_ranks
+from runtime.schema import Location, Size, Steps, Whole, one_of, read, read_record
+from sampling.generate import load_decoder
+from sampling.options import DrawingSettings, SamplerSettings, build_guidance, labels_of, read_classes, sampler_settings
+from scoring.drawing import DRAWN_RULE, Drawing
+from scoring.evaluation import score_images
+from scoring.features import EXTRACTORS, Extractor
+from scoring.features import load as load_extractor
+from scoring.image_sets import Images, evenly, open_images, read_over_ranks
+from scoring.results import (
+    AtLeastTwo,
+    Metrics,
+    Published,
+    describe_autoencoder,
+    describe_classes,
+    describe_extractor,
+    result_row,
+    scored_before,
+    versions,
 )
-from scoring import (
-    SCORING_VERSION,
-    Images,
-    Indexed,
-    Kept,
-    Reference,
-    available_metrics,
-    evaluate,
-    evenly,
-    measure,
-    open_images,
-    open_reference,
-    read_over_ranks,
-    record_sha256,
-    write_reference,
-)
-from settings import Location, Number, Settings, Size, Steps, Whole, command, commit, one_of, read, read_record
-from trained import (
-    DIFFUSIONS,
-    CheckpointRecord,
-    Pair,
-    SamplerSettings,
-    Trained,
-    build_guidance,
-    find_weights,
-    load_trained,
-    sampler_settings,
-)
-
-AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
-Metrics = Annotated[list[str], Field(min_length=1)]
-
-
-class Published(Settings):
-    """Scores that somebody has published and how the images were drawn: of configs/gauge, or of an experiment."""
-
-    where: str
-    scores: dict[str, Number]
-    tolerance: dict[str, Number] = {}               # how far from them ours may lie, where anybody knows
-    diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
-    step: Whole | None = None                       # after which they were drawn; None: whatever ours says
-    num_samples: AtLeastTwo = 50_000
-    num_steps: Steps | None = None                  # None where the images themselves are published
-    sampler: SamplerSettings = SamplerSettings()
-    scale: Number | None = None
-    interval: Pair | None = None
-    channels: Size | None = None
+from scoring.statistics import Kept, available_metrics, measure, open_reference, write_reference
+from weights.loading import Trained, find_weights, load_trained
+from weights.records import CheckpointRecord
 
 
 class ScoringSettings(DrawingSettings):
@@ -119,152 +69,6 @@ class ScoringSettings(DrawingSettings):
     published: Published | None
 
 
-# ---- images that a network draws ------------------------------------------------------------------------------------
-
-
-def indexed(batches: Iterable[Batch], seeds: list[int]) -> Indexed:
-    """Gives drawn images their seed's place in `seeds` as index; copies, of seed -1, get -1."""
-    place = {seed: index for index, seed in enumerate(seeds)} | {-1: -1}
-    for drawn, _, images in batches:
-        yield torch.tensor([place[seed] for seed in drawn.tolist()]), images
-
-
-class Drawing:
-    """Images that a network draws of `seeds`, and the record of how: what a result must say to be compared.
-
-    The images' size is put into the record when the first are drawn.
-    """
-
-    def __init__(
-        self,
-        net: DiT,
-        diffusion: EDM | RF,
-        decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8
-        seeds: list[int],                       # of all ranks; each is one image
-        labels: list[int],                      # one a seed
-        *,
-        batch_size: int,                        # images a rank draws at once
-        num_steps: int,
-        guidance: Guidance | None = None,
-        precision: str = "fp32",                # of the network, under autocast
-        sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
-        outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
-    ):
-        self.seeds, self.labels = seeds, labels
-        self.published: Published | None = None     # scores of images that somebody has drawn just so
-        sampler = sampler_settings(diffusion, sampler or {})
-        self.generate = partial(generate, net, diffusion, decode, num_steps=num_steps, guidance=guidance,
-                                precision=precision, **sampler)
-        self.batch_size = batch_size
-        passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
-        # JSON has no infinity.
-        finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
-        self.record = {
-            "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
-            "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
-            "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": "class seed % number of classes", "drawing_version": DRAWING_VERSION,      # and of one image:
-            "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
-        }
-
-    def draw(self, todo: np.ndarray) -> Indexed:
-        """Draws this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
-        wanted = [self.seeds[index] for index in todo]
-        if not wanted:
-            return
-        batches = self.generate(
-            wanted, [self.labels[index] for index in todo],
-            batch_size=min(self.batch_size, -(-len(wanted) // PartialState().num_processes)),
-        )
-        for indices, images in indexed(batches, self.seeds):
-            self.record["size"] = list(images.shape[1:3])
-            yield indices, images
-
-
-# ---- the record -----------------------------------------------------------------------------------------------------
-
-
-DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
-
-
-def versions(extractor: Extractor) -> dict[str, str]:
-    names = ["numpy", "scipy", "accelerate", *([extractor.library] if extractor.library else [])]
-    return {"python": platform.python_version(), "torch": torch.__version__,      # with its CUDA, +cu130
-            **{name: importlib.metadata.version(name) for name in names}}
-
-
-def describe_extractor(extractor: Extractor) -> dict:
-    return {key: getattr(extractor, key) for key in ("name", "space", "input", "weights", "sha256")}
-
-
-def describe_autoencoder(name: str, decode_precision: str) -> dict:
-    vae = Path(name) if Path(name).is_file() else Path(name) / "diffusion_pytorch_model.safetensors"
-    return {"autoencoder": name, "autoencoder_sha256": checkpoints.sha256(vae) if vae.is_file() else None,
-            "decode_precision": decode_precision}
-
-
-def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
-    """Records which classes are drawn: "all", a list, or in place of a long list its length and hash."""
-    if classes == list(range(num_classes)):
-        return "all"
-    return classes if len(classes) <= 100 else {"count": len(classes), "sha256": record_sha256({"classes": classes})}
-
-
-def result_row(
-    scores: dict[str, float | None],    # None where they are still to be had
-    count: int,                         # of images
-    source: dict,                       # what the images are, or were drawn of and how
-    extractor: Extractor,
-    reference: Reference,
-    *,
-    seconds: float,
-    batch_size: int,
-    image_rule: str,                    # how uint8 was made
-    resolution: int | None = None,      # that images were brought to
-    resumed_images: int = 0,            # of which kept features were found
-) -> dict:
-    """Puts scores beside all that they depend on: a row of results.jsonl."""
-    state = PartialState()
-    return {
-        "metrics": scores, "images": count, "source": source, "resumed_images": resumed_images,
-        "extractor": describe_extractor(extractor), "reference": reference.record, "image_rule": image_rule,
-        "resolution": resolution, "batch_size": batch_size, "processes": state.num_processes,
-        **speed.describe_device(state.device),
-        "versions": versions(extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
-        "seconds": seconds, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
-    }
-
-
-def read_results(path: Path) -> list[dict]:
-    """Reads the rows of results.jsonl, but for those that are no scores of ours."""
-    return [row for row in checkpoints.read_rows(path)
-            if isinstance(row.get("source"), dict) and isinstance(row.get("metrics"), dict)]
-
-
-# What a row of another version of the code differs in, too; older rows lack the last two, and have a hash of all code.
-BY_CODE = ("versions", "source.drawing_version", "scoring_version")
-
-
-def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | None:
-    """Finds in results.jsonl a row whose scores are those that `row`, still without any, is going to have.
-
-    With `whatever_code` it may be of another version. What else an old row does not tell does not set it apart.
-    """
-    def facts(row: dict) -> dict:
-        found = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
-        compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
-        found |= {key: row[key] for key in compared if key in row}
-        return {key: value for key, value in found.items() if not (whatever_code and key in BY_CODE)}
-
-    wanted = facts(json.loads(json.dumps(row)))
-    for old in read_results(path):
-        found = facts(old)
-        if (found and all(found.get(key, None if key in BY_CODE else value) == value for key, value in wanted.items())
-                and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys()):
-            return old
-    return None
-
-
 def report(row: dict, path: Path) -> None:
     """Shows a row as a table and appends it to results.jsonl, in this order, as writing may fail."""
     images, reference, extractor = row["source"], row["reference"], row["extractor"]
@@ -277,7 +81,7 @@ def report(row: dict, path: Path) -> None:
               f"{'features':<16}  {extractor['name']}{sha256}",
               f"{'time':<16}  {row['seconds']:.1f} s", f"{'record':<16}  {path}"]
     print("\n" + "\n".join(lines))
-    checkpoints.append_row(path, row)
+    files.append_row(path, row)
 
 
 H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
@@ -446,7 +250,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
 
     def kept(record: dict, count: int) -> Kept | None:
         facts = {"extractor": describe_extractor(extractor), "versions": versions(extractor),
-                 **speed.describe_device(state.device)}
+                 **describe_device(state.device)}
         return Kept(root, record | {"count": count} | facts, extractor.sizes, count) if root else None
 
     def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:
@@ -470,7 +274,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         batches = drawing.draw(todo)
     else:
         batches = read_over_ranks(images, chosen, todo, cfg.batch_size)
-    scores = evaluate(batches, count, reference, extractor, metrics=metrics, keep=keep, progress="scoring")
+    scores = score_images(batches, count, reference, extractor, metrics=metrics, keep=keep, progress="scoring")
     scored = row(scores, keep.count if keep else 0)
     scored["published"] = published and published.model_dump(include={"where", "scores"})
     if state.is_main_process:
@@ -479,14 +283,14 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
             print(f"The images are {size[1]}x{size[0]} and the reference's {reference_size[1]}x{reference_size[0]}: is "
                   f"it the right one?")
         report(scored, results)
-        checkpoints.require_same(results.parent, place)
+        files.require_same(results.parent, place)
     state.wait_for_everyone()       # until the row is there for all to read
     return scored, results
 
 
 @command("fid", ScoringSettings)
 def main(cfg: ScoringSettings) -> None:
-    state = speed.join_ranks(cfg.cpu, cfg.tf32)
+    state = join_ranks(cfg.cpu, cfg.tf32)
     if cfg.reference_from is not None:
         write_statistics(cfg, state)
         return

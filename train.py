@@ -19,23 +19,25 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from tqdm import tqdm
 
-import checkpoint as checkpoints
-import fid
-import ranks
-import scoring
-import sharding
-import speed
-from data import batches, to_latent
 from guidance import Guidance
+from latents.loader import batches, to_latent
 from objectives import DiffusionLoss, Objective
-from optimizers import step_unless
-from run import (
+from runtime import files, ranks, sharding
+from runtime.command import command
+from sampling.generate import gathered, generate
+from sampling.options import labels_of
+from sampling.pictures import write_grid
+from scoring.drawing import DRAWN_RULE, Drawing
+from scoring.evaluation import score_images
+from scoring.results import describe_autoencoder, describe_classes, result_row, scored_before
+from training import speed
+from training.optimizers import step_unless
+from training.run import (
     Run,
-    TrainSettings,
-    check_settings,
     forget_other_starts,
     full_disk_is_a_sentence,
     hold_folder,
@@ -44,9 +46,9 @@ from run import (
     save,
     tidy_folder,
 )
-from sample import gathered, generate, labels_of, write_grid
-from settings import command
-from trained import build_network
+from training.settings import TrainSettings, check_settings
+from weights import checkpoint as checkpoints
+from weights.records import build_network
 
 # ---- one step -------------------------------------------------------------------------------------------------------
 
@@ -188,8 +190,8 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
-        checkpoints.require_same(run.folder, run.place)
-        checkpoints.append_row(run.folder / "metrics.jsonl", row)
+        files.require_same(run.folder, run.place)
+        files.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
     if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):      # of a short run all
@@ -220,28 +222,28 @@ def evaluate(run: Run) -> None:
     # The weights of a step follow from this, so a row that agrees in it is of the same ones.
     of_weights = ("network", "diffusion", "objective", "data", "seed", "init_from")
     origin = {key: run.record[key] for key in of_weights if key in run.record}
-    origin = scoring.record_sha256(origin)
+    origin = files.record_sha256(origin)
     if accelerator.is_main_process:
         forget_other_starts(results, run.step, origin)
     with torch.device("meta"):
         outline = build_network(run.record["network"])
     for scale in cfg.guidance_scales:
         began = time.perf_counter()
-        drawing = fid.Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
+        drawing = Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
                               num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
                               guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": fid.describe_classes(run.latents.classes, run.model.num_classes), "origin": origin,
-                  **fid.describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
-        row = fid.result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
-                             batch_size=cfg.batch_size, image_rule=fid.DRAWN_RULE)
-        if not ranks.main_rank_says(accelerator, fid.scored_before(row, results, whatever_code=True) is None):
+                  "classes": describe_classes(run.latents.classes, run.model.num_classes), "origin": origin,
+                  **describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
+        row = result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
+                             batch_size=cfg.batch_size, image_rule=DRAWN_RULE)
+        if not ranks.main_rank_says(accelerator, scored_before(row, results, whatever_code=True) is None):
             continue
-        scores = scoring.evaluate(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
+        scores = score_images(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
                                   metrics=metrics)
         if accelerator.is_main_process:
             row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
-            checkpoints.append_row(results, row)
+            files.append_row(results, row)
             told = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
             how = "unguided" if scale is None else f"guidance scale {scale:g}"
             tqdm.write(f"step {run.step}/{run.cfg.steps}  {told}  of {len(seeds):,} images, {how}, "
@@ -271,7 +273,7 @@ def main(cfg: TrainSettings) -> None:
     resumed = resume(run)
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
                      start=run.images // cfg.batch_size, pin=device.type == "cuda",
-                     device=device if cfg.data.on_device else None)
+                     device=device if cfg.data.on_device else None, arrays=run.objective.arrays)
     if accelerator.is_main_process:
         tidy_folder(run)
     start_trackers(run)
@@ -320,10 +322,10 @@ def main(cfg: TrainSettings) -> None:
             break
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
-        stored, y, weight = (part.to(device, non_blocking=True) for part in next(loader))
+        stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
         loss, grad_norm, skipped, terms = train_step(
             accelerator, called, run.objective, run.optimizer, to_latent(stored, latents.kind), y,
-            {"weight": weight.float()}, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
+            arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
             lr=learning_rate(run.step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
@@ -335,7 +337,7 @@ def main(cfg: TrainSettings) -> None:
     loader.close()
     bar.close()
     if run.place is not None:
-        checkpoints.require_same(run.folder, run.place)
+        files.require_same(run.folder, run.place)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if stopped_by and not finished:

@@ -33,26 +33,34 @@ from typing import Annotated
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from pydantic import Field
 from torch import Tensor
 from torch._dynamo.utils import counters
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import autoencoder as autoencoders  # noqa: E402
-import checkpoint as checkpoints  # noqa: E402
-import features  # noqa: E402
-import fid  # noqa: E402
-import metrics  # noqa: E402
-import sample  # noqa: E402
-import speed  # noqa: E402
-import train  # noqa: E402
-from data import Latents, batches, open_latents, to_latent  # noqa: E402
-from dit import DiT, multiply_adds  # noqa: E402
-from objectives import DiffusionLoss  # noqa: E402
-from run import ModelSettings, Sums, check_batch_size, describe_network  # noqa: E402
-from settings import Classes, Count, Location, Size, Steps, Tokens, Whole, command, commit, one_of  # noqa: E402
-from trained import GuidanceSettings, RouteSettings, build_diffusion, build_guidance, build_network  # noqa: E402
+import autoencoder as autoencoders
+import train
+from dit import DiT, multiply_adds
+from latents.folder import Latents, open_latents
+from latents.loader import batches, to_latent
+from objectives import DiffusionLoss
+from runtime import files
+from runtime.command import command, commit
+from runtime.device import DTYPES, device_name, multiplies_in_tf32
+from runtime.schema import Classes, Count, Location, Size, Steps, Tokens, Whole, one_of
+from sampling import (
+    generate,
+    pictures,
+)
+from sampling.options import GuidanceSettings, build_guidance
+from scoring.evaluation import metrics, results
+from scoring.features import EXTRACTORS, load
+from training import speed
+from training.run import Sums, check_batch_size, describe_network
+from training.settings import ModelSettings
+from weights.records import RouteSettings, build_diffusion, build_network
 
 VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
 SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}      # sides of the matrices whose product is the ceiling
@@ -104,8 +112,8 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     pause: Annotated[float, Field(ge=0, le=3600)]
     num_steps: Steps
     autoencoder: Location
-    decode_precision: one_of(speed.DTYPES)
-    features: one_of(features.EXTRACTORS)
+    decode_precision: one_of(DTYPES)
+    features: one_of(EXTRACTORS)
     features_weights: Location | None
     image_size: Size
     feature_size: Size
@@ -205,7 +213,7 @@ def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
     """Measures the FLOP/s of square matrix products, by side; random factors, since zeros draw less power."""
     measured, repeats = {}, 10 if device.type == "cuda" else 1
     for side in SQUARES[device.type]:
-        a, b = torch.randn((2, side, side), device=device, dtype=speed.DTYPES.get(precision, torch.bfloat16))
+        a, b = torch.randn((2, side, side), device=device, dtype=DTYPES.get(precision, torch.bfloat16))
         product = partial(torch.mm, a, b)
         if precision == "fp8":
             one = torch.ones((), device=device)
@@ -269,7 +277,7 @@ def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_cla
     record = {"format": 1, "count": count, "shape": shape, "dtype": "float16", "kind": "moments", "mirrored": False,
               "num_classes": num_classes, "class_names": None, "autoencoder": "random", "scale": 1.0, "shift": 0.0,
               "shards": shards}
-    checkpoints.write_text(folder / "metadata.json", json.dumps(record))
+    files.write_text(folder / "metadata.json", json.dumps(record))
 
 
 @contextlib.contextmanager
@@ -320,11 +328,11 @@ class Variant:
         with forward, marked(watch, self.accelerator, "backward", "backward"):
             for _ in range(count):
                 torch.manual_seed(train.step_seed(0, self.step, self.accelerator.process_index))
-                stored, y, weight = (part.to(self.accelerator.device, non_blocking=True) for part in next(self.loader))
+                stored, y, arrays = send_to_device(next(self.loader), self.accelerator.device, non_blocking=True)
                 mark("data wait")
                 told = train.train_step(
                     self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
-                    {"weight": weight.float()}, lr=1e-4, label_dropout=0.1, clip_norm=None,
+                    arrays, lr=1e-4, label_dropout=0.1, clip_norm=None,
                     num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
                 )
                 mark("optimizer")      # with the gradient's norm
@@ -440,20 +448,21 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     The network's part holds the diffusion's scalings around it. Guidance by selection ratios takes the network's route.
     """
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
-    diffusion, dtype = build_diffusion(cfg.diffusion), speed.DTYPES[cfg.decode_precision]
+    diffusion, dtype = build_diffusion(cfg.diffusion), DTYPES[cfg.decode_precision]
     estimate = "denoise" if hasattr(diffusion, "denoise") else "velocity"
     decoder = (untrained_autoencoder(device, dtype) if cfg.autoencoder == "untrained" else
                autoencoders.load(cfg.autoencoder, device, dtype))
     net = make_network(cfg, "tread", device).eval()
     trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": cfg.diffusion})
     guidance, _ = build_guidance(cfg.model_copy(update={"routes": None}), trained, device)
-    flops = 2 * sum(sample.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
+    flops = 2 * sum(generate.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
     first, peak = {}, defaultdict(float)
 
     def draw(net: DiT, watch: Stopwatch | None = None) -> None:
         with (marked(watch, diffusion, estimate, after="network", before="sampler"),
               marked(watch, decoder, "decode", after="decode", before="sampler")):
-            for _ in sample.generate(net, diffusion, decoder.decode, seeds, [seed % cfg.num_classes for seed in seeds],
+            for _ in generate.generate(
+                    net, diffusion, decoder.decode, seeds, [seed % cfg.num_classes for seed in seeds],
                               batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance,
                               precision=cfg.precision):
                 pass
@@ -495,7 +504,7 @@ def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
                 for _ in range(count):
                     time.sleep(pause)
                     asked = time.perf_counter()
-                    stored, *_ = (part.to(device, non_blocking=True) for part in next(loader))
+                    stored = next(loader)[0].to(device, non_blocking=True)
                     wait(device)
                     waits.append(time.perf_counter() - asked)
                 rates.append(count * cfg.batch_size / (time.perf_counter() - began))
@@ -515,11 +524,11 @@ def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
         rows.append({"variant": name, "parts": {"one run": took}, "peak GiB": train.peak_memory_gib(device), **facts})
         return took
 
-    extractor = features.load(cfg.features, cfg.features_weights, device=device)
+    extractor = load(cfg.features, cfg.features_weights, device=device)
     images = torch.randint(0, 256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8).to(device)
 
     def extract() -> None:
-        for _ in features.extract(extractor, [(torch.arange(len(images)), images)]):
+        for _ in extract(extractor, [(torch.arange(len(images)), images)]):
             pass
 
     extract()
@@ -618,7 +627,7 @@ def plot(record: dict, path: Path) -> None:
         figure.legend(loc="outside lower center", ncols=6)
     figure.suptitle(f"{record['mode']}: {settings['backbone_type']}, {settings['precision']}, {record['device']}")
     figure.canvas.draw()
-    sample.save_image(Image.fromarray(np.asarray(figure.canvas.buffer_rgba())), path)
+    pictures.save_image(Image.fromarray(np.asarray(figure.canvas.buffer_rgba())), path)
     pyplot.close(figure)
 
 
@@ -629,9 +638,9 @@ def is_warm(cache: str | None) -> bool:
 
 def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Gathers what the numbers depend on: device, versions, commit, command and settings."""
-    return {"mode": cfg.mode, "device": speed.device_name(accelerator.device),
-            "tf32": speed.multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
-            "threads": torch.get_num_threads(), "versions": fid.versions(SimpleNamespace(library="timm")),
+    return {"mode": cfg.mode, "device": device_name(accelerator.device),
+            "tf32": multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
+            "threads": torch.get_num_threads(), "versions": results.versions(SimpleNamespace(library="timm")),
             "commit": commit(), "finished": None,
             "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
             "settings": cfg.model_dump()}
@@ -649,7 +658,7 @@ def run(cfg: BenchmarkSettings) -> dict:
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     if accelerator.is_main_process:
         out = Path(cfg.out)
-        checkpoints.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
+        files.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
         plot(record, out.with_name(f"{out.name}.png"))
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         print(f"{cfg.mode}: {cfg.backbone_type}, {cfg.tokens} tokens, {cfg.precision}, compile {cfg.compile}; "

@@ -30,12 +30,13 @@ from accelerate import Accelerator
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import checkpoint as checkpoints  # noqa: E402
-import speed  # noqa: E402
-from data import batches, to_latent  # noqa: E402
-from run import check_batch_size  # noqa: E402
-from scripts import benchmark  # noqa: E402
-from settings import Location, command  # noqa: E402
+from latents.loader import batches, to_latent
+from runtime import files
+from runtime.command import command
+from runtime.schema import Location
+from scripts import benchmark
+from training import speed
+from training.run import check_batch_size
 
 FILES = ("dit.py", "edm.py", "routing_module.py", "utils/train_helper.py")
 COMMIT = "fccf77c"
@@ -162,7 +163,7 @@ def main(cfg: OfficialSettings) -> None:
     record = benchmark.describe(cfg, accelerator) | {"rows": time_beside(cfg, accelerator), "official": COMMIT}
     record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
     out = Path(cfg.out)
-    checkpoints.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
+    files.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
     print(benchmark.table(record["rows"], "variant batch tokens images/s s/step over_official first_step_s"))
     print(f"\n{out}.json")
 

@@ -25,11 +25,13 @@ from pydantic import Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-from dit import multiply_adds  # noqa: E402
-from routing_module import Route, resolve_routes  # noqa: E402
-from run import ModelSettings, describe_network  # noqa: E402
-from settings import CONFIGS, Count, Settings, Tokens, command, shown  # noqa: E402
-from trained import build_network  # noqa: E402
+from dit import multiply_adds
+from routing_module import Route, resolve_routes
+from runtime.command import command
+from runtime.schema import CONFIGS, Count, Settings, Tokens, shown
+from training.run import describe_network
+from training.settings import ModelSettings
+from weights.records import build_network
 
 # FID of B/2 after 400K steps without guidance (arXiv 2501.04765): by selection ratio, on the route 2→8; by the block
 # where a route to block 8 starts; by the end of a route from block 0, counted from the depth 12. Ratio 0 is dense.

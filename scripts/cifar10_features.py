@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from checkpoint import beside  # noqa: E402
+from runtime.files import beside
 
 
 class Block(nn.Module):

@@ -14,7 +14,7 @@ from pathlib import Path
 import numpy as np
 from scipy import stats
 
-from sample import save_image
+from sampling.pictures import save_image
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then by seed

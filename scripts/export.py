@@ -22,10 +22,14 @@ from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import autoencoder as autoencoders  # noqa: E402
-import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Number, Record, Settings, Size, Text, Whole, command, first_line, one_of, read  # noqa: E402
-from trained import EXPORTED, FAMILIES, Trained, build_diffusion, load_trained, to_diffusers  # noqa: E402
+import autoencoder as autoencoders
+from runtime.command import command
+from runtime.files import beside, read_rows, sha256
+from runtime.schema import Location, Number, Record, Settings, Size, Text, Whole, first_line, one_of, read
+from weights import checkpoint as checkpoints
+from weights.loading import EXPORTED, Trained, load_trained
+from weights.others import FAMILIES, to_diffusers
+from weights.records import build_diffusion
 
 SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")      # what draws, beside torch and diffusers
 DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching"}
@@ -116,7 +120,7 @@ def write_dit(trained: Trained, path: Path) -> None:
         (name, value.clone()) for name, value in trained.net.state_dict().items()
     )
     state._metadata = MARK
-    with checkpoints.beside(path) as partial:
+    with beside(path) as partial:
         torch.save(state, partial)
 
 
@@ -159,7 +163,7 @@ def scores_of(trained: Trained) -> list[dict]:
     Training names no hash, as it drops its own scores where it goes back.
     """
     run = trained.run_folder
-    rows, digest = (checkpoints.read_rows(run / "results.jsonl"), checkpoints.sha256(trained.file)) if run else ([], "")
+    rows, digest = (read_rows(run / "results.jsonl"), sha256(trained.file)) if run else ([], "")
     return [row for row in rows if is_score(row)
             and (row["source"].get("step"), row["source"].get("weights")) == (trained.step, trained.weights)
             and (row["source"].get("in_training") or row["source"].get("weights_sha256") == digest)]
@@ -310,13 +314,13 @@ def is_export(out: Path) -> bool:
 
 def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
     """Writes a folder of either form and its record, all of it or nothing."""
-    with checkpoints.beside(out) as partial:
+    with beside(out) as partial:
         if cfg.to == "diffusers":
             write_diffusers(trained, partial)
         else:
             write_hub(trained, partial, cfg, out.name)
         files = {file.relative_to(partial).as_posix(): {
-            "bytes": file.stat().st_size, "sha256": checkpoints.sha256(file),
+            "bytes": file.stat().st_size, "sha256": sha256(file),
         } for file in sorted(partial.rglob("*.safetensors"))}
         write_json(partial / "meta.json", {
             **trained.recorded, "step": trained.step, "weights": trained.weights, "exported": cfg.to, "files": files,

@@ -23,13 +23,15 @@ import torch
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from autoencoder import Convention  # noqa: E402
-from checkpoint import require_room  # noqa: E402
-from data import KINDS, read_ahead  # noqa: E402
-from images import MAX_CLASSES, check_labels  # noqa: E402
-from scripts.latent_forms import FORMS, Form, Stored, convert, open_stored, recognize  # noqa: E402
-from settings import Classes, Count, Location, Positive, Record, Settings, command, one_of  # noqa: E402
-from shards import begin, check_out, finish, read_shard, sweep, write_shard  # noqa: E402
+from autoencoder import Convention
+from latents.folder import KINDS
+from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
+from latents.images import MAX_CLASSES, check_labels
+from latents.loader import read_ahead
+from latents.writer import begin, check_out, finish, read_shard, sweep, write_shard
+from runtime.command import command
+from runtime.files import require_room
+from runtime.schema import Classes, Count, Location, Positive, Record, Settings, one_of
 
 CHUNK_BYTES = 2**20      # of latents that are converted at once: what a processor's cache holds
 NUM_PROBED = 256         # latents that are looked at before anything is written

@@ -10,9 +10,10 @@ import sys
 from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import checkpoint as checkpoints  # noqa: E402
-from settings import Location, Settings, command  # noqa: E402
-from trained import load_trained  # noqa: E402
+from runtime.command import command
+from runtime.schema import Location, Settings
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
 
 
 class MergeSettings(Settings):

@@ -18,9 +18,9 @@ from pathlib import Path
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import sharding  # noqa: E402
-from dit import DiT, DiT_models, multiply_adds  # noqa: E402
-from routing_module import Route  # noqa: E402
+from dit import DiT, DiT_models, multiply_adds
+from routing_module import Route
+from runtime import sharding
 
 SIZES = ("S", "B", "L", "XL")
 ROUTE = Route(2, -4, 0.5)                # configs/model/tread.yaml

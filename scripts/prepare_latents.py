@@ -30,13 +30,14 @@ from pydantic import Field
 from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import autoencoder as autoencoders  # noqa: E402
-import speed  # noqa: E402
-from checkpoint import require_room  # noqa: E402
-from data import KINDS  # noqa: E402
-from images import ImageSource, UnreadableImage, open_source  # noqa: E402
-from settings import Count, Location, Record, Settings, Size, Whole, command, one_of  # noqa: E402
-from shards import begin, check_out, finish, read_shard, sweep, write_shard  # noqa: E402
+import autoencoder as autoencoders
+from latents.folder import KINDS
+from latents.images import ImageSource, UnreadableImage, open_source
+from latents.writer import begin, check_out, finish, read_shard, sweep, write_shard
+from runtime.command import command
+from runtime.device import DTYPES, describe_device, join_ranks
+from runtime.files import require_room
+from runtime.schema import Count, Location, Record, Settings, Size, Whole, one_of
 
 # ---- settings and records -------------------------------------------------------------------------------------------
 
@@ -62,7 +63,7 @@ class PrepareSettings(Settings):
     shard_size: Count
     batch_size: Count
     num_workers: Annotated[int, Field(ge=1, le=1024)]
-    precision: one_of(speed.DTYPES)
+    precision: one_of(DTYPES)
     tf32: bool
 
 
@@ -233,7 +234,7 @@ def prepare(
     Raises ValueError for whatever stands against it, before anything slow where that can be known.
     """
     # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
-    state = speed.join_ranks(cpu=False, tf32=tf32, timeout=timedelta(days=7))
+    state = join_ranks(cpu=False, tf32=tf32, timeout=timedelta(days=7))
     started = time.monotonic()
     if resolution is None:
         resolution = 16 if source == "shapes" else 256
@@ -257,7 +258,7 @@ def prepare(
         return
 
     with state.main_process_first():  # one rank downloads, the others find it in the cache
-        vae = autoencoders.load(autoencoder, state.device, speed.DTYPES[precision])
+        vae = autoencoders.load(autoencoder, state.device, DTYPES[precision])
     if resolution % vae.downsample:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} shrinks images.")
@@ -309,7 +310,7 @@ def prepare(
                 "kind": kind, "mirrored": mirror, "num_classes": num_classes, "class_names": images.class_names,
                 "autoencoder": autoencoder, **vae.convention.record(), "resolution": resolution,
                 "shards": [], "source": source, "unreadable": images.not_images,
-                "precision": precision, **speed.describe_device(state.device),
+                "precision": precision, **describe_device(state.device),
             } | ({} if shown is None else {"display_names": shown})
             finish(out, metadata, records)
             seconds = time.monotonic() - started

@@ -30,26 +30,14 @@ from pydantic import ConfigDict, Field
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import checkpoint as checkpoints  # noqa: E402
-import fid  # noqa: E402
-from dit import multiply_adds  # noqa: E402
-from scripts.comparison import AXES, crossing, draw_figures, tables  # noqa: E402
-from settings import (  # noqa: E402
-    Count,
-    Location,
-    Number,
-    Positive,
-    Record,
-    Settings,
-    Text,
-    Whole,
-    command,
-    commit,
-    one_of,
-    read,
-    read_record,
-)
-from trained import CheckpointRecord, RouteSettings, build_network  # noqa: E402
+from dit import multiply_adds
+from runtime.command import command, commit
+from runtime.files import read_rows, remove, write_text
+from runtime.schema import Count, Location, Number, Positive, Record, Settings, Text, Whole, one_of, read, read_record
+from scoring.results import read_results
+from scripts.comparison import AXES, crossing, draw_figures, tables
+from weights import checkpoint as checkpoints
+from weights.records import CheckpointRecord, RouteSettings, build_network
 
 Setting = Annotated[str, Field(pattern="=")]      # key=value
 SET_BY_STUDY = ("seed", "name", "run_dir")      # of each run
@@ -340,7 +328,7 @@ def finished(run: Run) -> bool:
         return False
     if not is_scored_in_training(run):
         return True
-    sources = [row["source"] for row in fid.read_results(run.folder / "results.jsonl")]
+    sources = [row["source"] for row in read_results(run.folder / "results.jsonl")]
     return any(source.get("in_training") and source.get("step") == meta.step for source in sources)
 
 
@@ -379,7 +367,7 @@ def score_once(
 
     Raises ValueError where that row was scored by other settings of the study.
     """
-    rows = checkpoints.read_rows(results)
+    rows = read_rows(results)
     scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
     for row in rows:
         if row.get("study") == point and (meta is None or meta.has(row["source"].get("weights_sha256"))):
@@ -389,11 +377,11 @@ def score_once(
             return
     before = len(rows)
     call(cfg, "fid.py", settings)
-    rows = checkpoints.read_rows(results)
+    rows = read_rows(results)
     if len(rows) != before + 1:
         raise ValueError(f"fid.py left {len(rows) - before} rows in {results}, not one.")
     rows[-1] |= {"study": point, "scored_by": scored_by}
-    checkpoints.write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
+    write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
 
 def timed_variants(cfg: StudySettings) -> list[str]:
@@ -425,15 +413,15 @@ def time_in_turns(cfg: StudySettings) -> None:
         rounds = {name: [] for name in names}
     while len(rounds[name := min(names, key=lambda each: len(rounds[each]))]) < cfg.rounds:
         folder = Path(cfg.out).resolve() / "timing" / name
-        checkpoints.remove(folder)
+        remove(folder)
         call(cfg, "train.py", [*firsts[name].train, *quiet, f"run_dir={folder}"])
-        rounds[name].append(checkpoints.read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"])
+        rounds[name].append(read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"])
         machine = checkpoints.read_meta(checkpoints.latest(folder))["history"][-1]
-        checkpoints.remove(folder)
+        remove(folder)
         if all(rounds.values()):      # what stood there before stays until each has a turn
             facts = {key: machine[key] for key in ("device", "commit", "torch")}
             facts |= {"steps": cfg.steps_timed, "conditions": conditions, "rounds": rounds}
-            checkpoints.write_text(path, json.dumps(facts, indent=1) + "\n")
+            write_text(path, json.dumps(facts, indent=1) + "\n")
 
 
 # ---- what the runs have come to --------------------------------------------------------------------------------------
@@ -503,7 +491,7 @@ def from_disk(run: Run) -> dict | None:
         "sampling_precision": row["source"]["precision"],
         "multiply_adds_an_image": sum(row["source"]["multiply_adds"].values()),
         "in_training": bool(row["source"].get("in_training")), "study": row.get("study"),
-    } for row in fid.read_results(results)
+    } for row in read_results(results)
         if (row["source"].get("in_training") or "study" in row) and read(ScoredRow, row, f"{results}: ")
         and (row["source"].get("in_training") or row["source"]["step"] < meta.step
              or meta.has(row["source"].get("weights_sha256")))]
@@ -590,7 +578,7 @@ def collect(cfg: StudySettings) -> dict:
             score["seconds"] = None if second is None else score["step"] * second
     home = Path(cfg.out) / "floor" / "results.jsonl"
     floor = [{"images": Path(str(row["source"].get("path"))).name, **told_of(row, home)}
-             for row in fid.read_results(home) if read(FloorRow, row, f"{home}: ")]
+             for row in read_results(home) if read(FloorRow, row, f"{home}: ")]
     floor = floor or next((study.model_dump()["floor"] for study in told if study.floor), [])
     return {"name": cfg.study.name, "commit": commit(), "runs": [*runs, *gone.values()], "floor": floor,
             "timing": timing and timing.model_dump(),
@@ -606,8 +594,8 @@ def read_timing(cfg: StudySettings) -> Timing | None:
 
 def report(cfg: StudySettings) -> None:
     out, result = Path(cfg.out), collect(cfg)
-    checkpoints.write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
-    checkpoints.write_text(out / "study.md", tables(result))
+    write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
+    write_text(out / "study.md", tables(result))
     figures = draw_figures(result, out) if any(run["scores"] for run in result["runs"]) else []
     print(tables(result))
     print("\n".join(map(str, (out / "study.json", out / "study.md", *figures))))

@@ -22,12 +22,14 @@ from PIL import Image
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import fid  # noqa: E402
-import speed  # noqa: E402
-from guidance import ends  # noqa: E402
-from sample import save_image  # noqa: E402
-from settings import Location, Number, Settings, command  # noqa: E402
-from trained import Gamma, build_guidance, load_trained, settled  # noqa: E402
+import fid
+from guidance import ends
+from runtime.command import command
+from runtime.device import join_ranks
+from runtime.schema import Location, Number, Settings
+from sampling.options import Gamma, build_guidance
+from sampling.pictures import save_image
+from weights.loading import load_trained, settled
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
 
@@ -117,7 +119,7 @@ def check_points(cfg: SweepSettings, points: list[dict]) -> None:
 
 @command("sweep_guidance", SweepSettings)
 def main(cfg: SweepSettings) -> None:
-    state = speed.join_ranks(cfg.cpu, cfg.tf32)
+    state = join_ranks(cfg.cpu, cfg.tf32)
     if cfg.checkpoint is None:
         raise ValueError("A sweep guides a checkpoint: give checkpoint=runs/<name>.")
     points = []
@@ -142,7 +144,7 @@ def main(cfg: SweepSettings) -> None:
     for chosen in points:
         scored, _ = fid.run(cfg.model_copy(update=chosen), reuse=True, must_have=metric)
         if state.is_main_process:
-            alike = [row for row in fid.read_results(results) if belongs(row, scored)]
+            alike = [row for row in results.read_results(results) if belongs(row, scored)]
             values = {point(row["source"]["guidance"]): row["metrics"][metric] for row in alike
                       if metric in row["metrics"]}
             title = f"{metric} of {scored['images']:,} images, {scored['source']['checkpoint']}"

@@ -8,12 +8,13 @@ import pytest
 import torch
 from conftest import run_command
 
-import checkpoint as checkpoints
-import fid
 import sample
 import train
-from data import open_latents
-from trained import load_trained
+from latents.folder import open_latents
+from runtime import files
+from scoring.evaluation import results
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
 
 BEFORE = checkpoints.Path(__file__).parent / "before"
 SETTINGS = ["model=tread", "data=folder", f"data.path={BEFORE}/latents", "model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7",
@@ -54,15 +55,15 @@ def test_an_old_latent_folder_is_opened_and_read():
 
 
 def test_old_rows_are_found_by_what_they_measured():
-    rows = fid.read_results(BEFORE / "run/results.jsonl")
+    rows = results.read_results(BEFORE / "run/results.jsonl")
     assert len(rows) >= 2
     for row in rows:
         wanted = {**row, "metrics": dict.fromkeys(row["metrics"])}
-        assert fid.scored_before(wanted, BEFORE / "run/results.jsonl") == row
+        assert results.scored_before(wanted, BEFORE / "run/results.jsonl") == row
         drawn, scored = {"source": row["source"] | {"drawing_version": 1}}, {"scoring_version": 1, "tf32": False}
         for today in (drawn, scored, drawn | scored):
-            assert fid.scored_before(wanted | today, BEFORE / "run/results.jsonl") is None
-            assert fid.scored_before(wanted | today, BEFORE / "run/results.jsonl", whatever_code=True) == row
+            assert results.scored_before(wanted | today, BEFORE / "run/results.jsonl") is None
+            assert results.scored_before(wanted | today, BEFORE / "run/results.jsonl", whatever_code=True) == row
 
 
 def test_training_goes_on_from_an_old_run(run, fresh_accelerator):
@@ -83,6 +84,6 @@ def test_a_run_from_scratch_is_the_run_that_it_was(tmp_path, fresh_accelerator):
         assert old.keys() == new.keys()
         for key, value in old.items():
             torch.testing.assert_close(new[key], value, rtol=1e-4, atol=1e-6)
-    for old, new in zip(*(checkpoints.read_rows(run / "metrics.jsonl") for run in (BEFORE / "run", tmp_path)), strict=True):
+    for old, new in zip(*(files.read_rows(run / "metrics.jsonl") for run in (BEFORE / "run", tmp_path)), strict=True):
         assert [new[key] for key in ("step", "images", "lr", "skipped")] == [old[key] for key in ("step", "images", "lr", "skipped")]
         assert (new["loss"], new["grad_norm"]) == pytest.approx((old["loss"], old["grad_norm"]), rel=1e-4)

@@ -6,16 +6,17 @@ from pathlib import Path
 import pytest
 import torch
 from hydra import compose, initialize_config_dir
-from hydra.errors import ConfigCompositionException
 from omegaconf import OmegaConf
 
-import settings
-from blocks import BLOCKS, WIDTHS, LightningBlock
+from blocks import BLOCKS, WIDTHS
+from blocks.transformer import LightningBlock
 from dit import DiT_models
 from routing_module import Route
-from run import TrainSettings, architecture, describe_network
+from runtime import schema
 from scripts.choose_routes import Costs
-from trained import build_diffusion, build_network, with_objective
+from training.run import architecture, describe_network
+from training.settings import TrainSettings
+from weights.records import build_diffusion, build_network, with_objective
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -28,7 +29,7 @@ def load(*overrides, name="config"):
 
 def described(cfg):
     """Checks a composed config as train.py does; returns its network's keywords."""
-    cfg = settings.read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
+    cfg = schema.read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
     shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
     return describe_network(cfg.model, shape, cfg.data.num_classes or 1000)
 
@@ -121,7 +122,7 @@ PUBLISHED = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_trea
 
 @pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if re.match("[sbxl]+[12]_", name)])
 def test_an_experiment_carries_the_sampler_that_its_published_number_was_made_with(experiment):
-    published = settings.read(TrainSettings, OmegaConf.to_container(load(f"experiment={experiment}"), resolve=True)).published
+    published = schema.read(TrainSettings, OmegaConf.to_container(load(f"experiment={experiment}"), resolve=True)).published
     if experiment.endswith("_finetune"):      # whose training nobody has published a score of
         assert published is None
         return
@@ -198,41 +199,3 @@ def test_the_ceilings_at_the_head_of_a_preset_are_what_is_counted(preset):
             keywords = {**DiT_models[name].keywords, "input_size": side, "in_channels": 4, "num_classes": 1000}
             counted.append(f"{Costs(keywords).ceiling(net.routes):.2f}")
     assert counted == [*told]
-
-
-@pytest.mark.parametrize("override", ["step=3", "model.route=[]", "optimizer.learning_rate=1", "data.chanels=3"])
-def test_a_key_that_does_not_exist_is_an_error(override):
-    with pytest.raises(ConfigCompositionException):
-        load(override)
-
-
-@pytest.mark.parametrize(("override", "says"), [
-    ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("precision=int4", "bf16"), ("optimizer.schedule=step", "cosine"),
-    ("label_dropout=1.5", r"label_dropout=1.5 is not a number in \[0, 1\]"), ("log.every=0", "log.every=0 is not a whole number"),
-    ("batch_size=0", "at least 1"), ("batch_size=8.0", "batch_size=8.0"), ("steps=abc", "steps=abc"), ("seed=-1", "seed=-1"),
-    ("optimizer.lr=null", "optimizer.lr=null"), ("optimizer.lr=inf", "optimizer.lr=Infinity is not a finite number"),
-    ("optimizer.betas=0.9", "optimizer.betas=0.9 is not a list of 2"), ("optimizer.betas=[0.9,0.999,0.5]", "is not a list of 2"),
-    ("optimizer.clip_norm=abc", "clip_norm=abc"), ("ema.warmup=banana", "ema.warmup=banana is not true or false"),
-    ("samples.batch_size=0", "samples.batch_size=0"), ("samples.every=-1", "samples.every=-1"), ("log.trackers=tensorboard", "is not a list"),
-    ("log.trackers=[mlflow]", "one of tensorboard, wandb"), ("model.routes=null", "is not a list"), ("decode_precision=fp8", "fp32, bf16, fp16"),
-    ("data.on_device=maybe", "true or false"), ("model.num_heads=0", "at least 1"), ("model.hidden_size=0", "at least 1"),
-    ("model.routes=[{start_layer_idx: 2}]", "model.routes.0.end_layer_idx is missing; it must be a whole number"),
-    ("model.routes=[{start_layer_idx: 2.5, end_layer_idx: 3, selection_ratio: 0.5}]", "is not a whole number"),
-    ("evaluate.metrics=[]", "evaluate.metrics="), ("evaluate.metrics=5", "a list of texts or null"), ("evaluate.guidance_scales=[]", "guidance_scales="),
-    ("evaluate.guidance_scales=[much]", "is not a list, each a finite number or null"), ("run_dir=''", "run_dir= is not a path"),
-    ("precision=fp4", "is not one of"), ("compile=fast", "not one of true, false, reduce-overhead"), ("compile=1", "not one of"),
-    ("seed=1.5", "seed=1.5"), ("samples.seeds=null", "samples.seeds=null is not a number, a range"),
-])
-def test_a_setting_that_cannot_work_is_a_sentence(override, says):
-    with pytest.raises(ValueError, match=says):
-        network(load(override))
-
-
-def test_a_diffusion_without_spread_is_a_sentence():
-    with pytest.raises(ValueError, match="sigma_data=0 is not a number in"):
-        build_diffusion({"name": "edm", "sigma_data": 0})
-
-
-def test_a_negative_cosine_weight_is_a_sentence():
-    with pytest.raises(ValueError, match="cosine_weight=-1 is not a finite number of at least 0"):
-        build_diffusion({"name": "rf", "cosine_weight": -1})

@@ -16,16 +16,17 @@ from safetensors.torch import save_file
 from test_published_parity import amplitude_of, assert_equal, published, signature, wave
 
 import autoencoder as autoencoders
-import checkpoint as checkpoints
-import fid
 import sample
-import scoring
 import train
 from autoencoder import Convention
-from data import open_latents, to_latent
+from latents.folder import open_latents
+from latents.loader import to_latent
+from scoring.evaluation import image_sets, results
 from scripts.import_latents import import_latents
 from scripts.prepare_latents import prepare
-from trained import build_network, load_trained
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.records import build_network
 
 VAVAE = published("vavae")
 COUNT, SIDE = 12, 16
@@ -140,7 +141,7 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
     else:
         name, downsample = make_network(form, tmp_path / "network"), NETWORKS[form][0]
     with pytest.MonkeyPatch.context() as patch:      # a random network's latents have any spread
-        patch.setattr("data._check_values", lambda latents: None)
+        patch.setattr("latents.folder._check_values", lambda latents: None)
         prepare("shapes", tmp_path / "out", SIDE, name, shapes_count=COUNT)
         latents = open_latents(tmp_path / "out")
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
@@ -300,21 +301,12 @@ def test_the_pages_decoder_is_one(tmp_path, monkeypatch):
 # ---- bad files ------------------------------------------------------------------------------------------------------
 
 
-class Evil:
-    def __reduce__(self):
-        return exec, ("raise SystemExit('a pickle ran')",)
-
-
 @pytest.mark.parametrize("content, sentence", [
-    (lambda file: torch.save({"state_dict": Evil()}, file), "no file of tensors alone"),
-    (lambda file: file.write_bytes(b"nothing"), "no file of tensors alone"),
-    (lambda file: torch.save({"weight": torch.zeros(3)}, file), "holds no weights of a latent-diffusion AutoencoderKL"),
-    (lambda file: torch.save([1, 2], file), "holds no weights of a latent-diffusion AutoencoderKL"),
     (lambda file: torch.save(closed_form([k for k in VAVAE["keys"] if k[0] != "decoder.mid.attn_1.q.bias"]), file),
      "1 tensors are missing, decoder.mid.attn_1.q.bias first"),
     (lambda file: torch.save(closed_form(VAVAE["keys"]) | {"decoder.conv_in.bias": torch.zeros(3)}, file), "does not fit latent diffusion's"),
 ])  # fmt: skip
-def test_a_weights_file_that_is_none_is_a_sentence_and_runs_nothing(tmp_path, content, sentence):
+def test_weights_of_another_autoencoder_are_a_sentence(tmp_path, content, sentence):
     content(tmp_path / "x.pt")
     with pytest.raises(ValueError, match=sentence):
         decoder_of(tmp_path / "x.pt", (8, 4, 4), Convention())
@@ -441,5 +433,5 @@ def test_no_pictures_of_none_are_scored_in_training(folder, tmp_path, fresh_acce
     with pytest.raises(SystemExit, match="autoencoder=none: only their owner .* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: only their owner"):
-        scoring.open_images("images", str(folder))
-    assert fid.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]      # of a file: its own
+        image_sets.open_images("images", str(folder))
+    assert results.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]      # of a file: its own

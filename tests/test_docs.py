@@ -16,21 +16,19 @@ from omegaconf import OmegaConf
 import fid
 import sample
 import train
+from runtime.schema import read
 from scripts import (
     benchmark,
     benchmark_official,
     choose_routes,
     export,
-    fuzz,
     import_latents,
     merge_lora,
     prepare_latents,
     report,
-    soak,
     study,
     sweep_guidance,
 )
-from settings import read
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 COMMANDS = {
@@ -45,8 +43,7 @@ COMMANDS = {
     "scripts/merge_lora.py": ("merge_lora", merge_lora.MergeSettings),
     "scripts/export.py": ("export", export.ExportSettings),
     "scripts/report.py": ("report", report.ReportSettings),
-    "scripts/soak.py": ("soak", soak.SoakSettings), "scripts/study.py": ("study", study.StudySettings),
-    "scripts/fuzz.py": ("fuzz", fuzz.FuzzSettings),
+    "scripts/study.py": ("study", study.StudySettings),
 }
 # Which take plain arguments.
 SCRIPTS_OF_THEIR_OWN = ("scripts/cifar10_features.py", "scripts/plan.py", "examples/route_diffusers.py")

@@ -15,12 +15,15 @@ from conftest import run_command
 from PIL import Image
 from scipy import linalg
 
-import checkpoint as checkpoints
 import fid
-import metrics
-import scoring
-from features import Extractor, load
+from runtime import files
+from runtime.device import set_float32
+from scoring.evaluation import drawing, evaluation, image_sets, metrics
+from scoring.features import Extractor, load
+from scoring.results import describe_classes, read_results, scored_before
+from scoring.statistics import Tally, available_metrics, open_reference
 from scripts.prepare_latents import prepare
+from weights import checkpoint as checkpoints
 
 
 def normal(*shape, seed=0):
@@ -166,7 +169,7 @@ def test_too_few_images_for_neighbours_are_a_sentence():
 
 
 def shapes(count, seed=0, side=16):
-    from images import ShapeSource
+    from latents.images import ShapeSource
 
     source = ShapeSource(count, seed)
     return torch.from_numpy(np.stack([source.pixels(i, side) for i in range(count)]))
@@ -181,12 +184,12 @@ def reference_npz(tmp_path_factory):
 
 def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(reference_npz):
     pixels, images = load("pixels"), shapes(60, seed=5)
-    reference = scoring.open_reference(reference_npz, pixels)
+    reference = open_reference(reference_npz, pixels)
     before = torch.get_rng_state()
-    straight = scoring.evaluate([(torch.arange(60), images)], 60, reference, pixels)
+    straight = evaluation.score_images([(torch.arange(60), images)], 60, reference, pixels)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]      # a copy in each
-    again = scoring.evaluate(parts, 60, reference, pixels)
+    again = evaluation.score_images(parts, 60, reference, pixels)
     assert list(straight) == ["fd_pixels", "precision", "recall"] and again == pytest.approx(straight, rel=1e-9)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -194,7 +197,7 @@ def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(referenc
 def test_fewer_images_than_asked_are_a_sentence(reference_npz):
     pixels = load("pixels")
     with pytest.raises(ValueError, match="60 images were asked for and 10 came"):
-        scoring.evaluate([(torch.arange(10), shapes(10))], 60, scoring.open_reference(reference_npz, pixels), pixels)
+        evaluation.score_images([(torch.arange(10), shapes(10))], 60, open_reference(reference_npz, pixels), pixels)
 
 
 def inception_like():
@@ -210,12 +213,12 @@ def inception_like():
 
 def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     adm, images = inception_like(), shapes(80, seed=3)
-    tally = scoring.Tally(adm, 120, "cpu")
+    tally = Tally(adm, 120, "cpu")
     tally.add(torch.arange(120), adm.compute(shapes(120)))
     (mu, sigma), (mu_s, sigma_s) = (tally.moments[name].mean_and_covariance() for name in ("pool", "spatial"))
     np.savez(tmp_path / "ref.npz", mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s, arr_0=shapes(50, seed=9).numpy())
-    reference = scoring.open_reference(tmp_path / "ref.npz", adm)
-    found = scoring.evaluate([(torch.arange(80), images)], 80, reference, adm)
+    reference = open_reference(tmp_path / "ref.npz", adm)
+    found = evaluation.score_images([(torch.arange(80), images)], 80, reference, adm)
     features = adm.compute(images)
     assert list(found) == ["fid", "sfid", "inception_score", "precision", "recall"]
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(features["pool"]), mu, sigma), rel=1e-9)
@@ -227,8 +230,8 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
 def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
     adm, own = inception_like(), shapes(50, seed=9)
     np.savez(tmp_path / "ref.npz", mu_s=np.zeros(24), sigma_s=np.eye(24), arr_0=own.numpy())      # no mu and sigma
-    reference = scoring.open_reference(tmp_path / "ref.npz", adm)
-    found = scoring.evaluate([(torch.arange(80), shapes(80, seed=3))], 80, reference, adm, metrics=["fid", "sfid"])
+    reference = open_reference(tmp_path / "ref.npz", adm)
+    found = evaluation.score_images([(torch.arange(80), shapes(80, seed=3))], 80, reference, adm, metrics=["fid", "sfid"])
     mu, sigma = statistics(adm.compute(own)["pool"])
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(adm.compute(shapes(80, seed=3))["pool"]), mu, sigma), rel=1e-9)
     torch.testing.assert_close(reference.statistics["spatial"][0], torch.zeros(24, dtype=torch.float64))
@@ -237,47 +240,40 @@ def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
 def test_a_reference_without_images_gives_no_precision(tmp_path):
     adm = inception_like()
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
-    reference = scoring.open_reference(tmp_path / "ref.npz", adm)
-    assert scoring.available_metrics(adm, reference) == ["fid", "inception_score"]
+    reference = open_reference(tmp_path / "ref.npz", adm)
+    assert available_metrics(adm, reference) == ["fid", "inception_score"]
     for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("kid", "not kid")):
         with pytest.raises(ValueError, match=why):
-            scoring.available_metrics(adm, reference, [name])
+            available_metrics(adm, reference, [name])
 
 
 @pytest.mark.parametrize(("arrays", "sentence"), [
-    (dict(mean=np.zeros(192)), "holds the keys mean; mu and sigma are needed"),
-    (dict(mu=np.zeros(2048), sigma=np.eye(2048)), r"mu of shape \(2048,\), float64, but features=pixels need numbers \(192,\)"),
-    (dict(mu=np.array(["1"] * 192), sigma=np.eye(192)), "mu of shape .* <U1, but features=pixels need numbers"),
-    (dict(arr_0=np.zeros((5, 0, 8, 3), np.uint8)), "images are uint8"),
-    (dict(mu=np.full(192, np.nan), sigma=np.eye(192)), "values in mu that are not finite"),
-    (dict(mu=np.zeros(192), sigma=np.eye(192), space="dinov2"), "measured on dinov2 features"),
     (dict(mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc"), "weights of SHA-256 abc"),
     (dict(arr_0=np.zeros((5, 8, 8, 3))), "float64 .* images are uint8"),
     (dict(arr_0=np.zeros((1, 8, 8, 3), np.uint8)), "holds 1 images; at least two"),
-    (dict(mu=np.array([None])), "not an npz that can be read"),
 ])
 def test_references_that_do_not_fit_are_sentences(arrays, sentence, tmp_path):
     np.savez(tmp_path / "ref.npz", **arrays)
     with pytest.raises(ValueError, match=sentence):
-        scoring.open_reference(tmp_path / "ref.npz", load("pixels"))
+        open_reference(tmp_path / "ref.npz", load("pixels"))
 
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
 def test_an_npz_is_read_in_any_order_and_damage_is_a_sentence(write, tmp_path):
     images, path = shapes(40).numpy(), tmp_path / "images.npz"
     write(path, arr_0=images)
-    opened = scoring.open_npz("images", str(path))
+    opened = image_sets.open_npz("images", str(path))
     for indices in (np.array([3, 4, 30]), np.array([39, 0])):
         assert np.array_equal(opened.read(indices).numpy(), images[indices])
     content = bytearray(path.read_bytes())
     content[len(content) // 2] ^= 1
     path.write_bytes(content)
-    opened = scoring.open_npz("images", str(path))
+    opened = image_sets.open_npz("images", str(path))
     with pytest.raises(ValueError, match="images.npz is damaged before image 40"):
         opened.read(np.arange(40))
     path.write_bytes(content[: len(content) // 2])
     with pytest.raises(ValueError, match="images.npz is not a whole npz"):
-        scoring.open_npz("images", str(path))
+        image_sets.open_npz("images", str(path))
 
 
 # ---- the command
@@ -286,7 +282,7 @@ def test_an_npz_is_read_in_any_order_and_damage_is_a_sentence(write, tmp_path):
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A run with one checkpoint of an untrained network of three classes."""
-    from trained import build_network
+    from weights.records import build_network
 
     network = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=3, init="xavier")
     torch.manual_seed(0)
@@ -349,7 +345,7 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     assert row["images"] == 40 and source["seeds"] == "5-44" and source["step"] == 7 and source["ema"]
     assert source["evaluations"] == 2 * (2 * 3 - 1)      # Heun's, with both passes of guidance
     file = run_folder / "checkpoints/step-00000007/ema.safetensors"
-    assert source["weights_sha256"] == checkpoints.sha256(file) and row["reference"]["sha256"] == checkpoints.sha256(reference_npz)
+    assert source["weights_sha256"] == files.sha256(file) and row["reference"]["sha256"] == files.sha256(reference_npz)
     assert row["extractor"]["name"] == "pixels" and row["versions"]["torch"] == torch.__version__ and row["seconds"] > 0
     other = command(tmp_path, **options)
     assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance"] is None
@@ -369,48 +365,8 @@ def test_classes_that_had_no_images_are_drawn_only_if_they_are_named(tmp_path, r
 
 
 def test_a_long_list_of_classes_is_recorded_by_its_length_and_hash():
-    one, other = (fid.describe_classes(list(range(first, first + 500)), 1000) for first in (0, 1))
+    one, other = (describe_classes(list(range(first, first + 500)), 1000) for first in (0, 1))
     assert one["count"] == other["count"] == 500 and one["sha256"] != other["sha256"]
-
-
-@pytest.mark.parametrize(("options", "sentence"), [
-    ({}, "Give one of checkpoint=, images= and reference_from=, not none"),
-    ({"images": "a", "checkpoint": "b"}, "not checkpoint and images"),
-    ({"images": "a"}, "images=a needs reference="),
-    ({"reference_from": "a"}, "reference_from=a needs out="),
-    ({"images": "{tmp}/none", "reference": "{ref}"}, "none does not exist"),
-    ({"images": "{tmp}/empty", "reference": "{ref}"}, "images=.*empty holds no images"),
-    ({"images": "{tmp}/mixed", "reference": "{ref}"}, "images of 2 sizes .*4 of 16x16, 1 of 8x8.*set resolution="),
-    ({"images": "{tmp}/broken", "reference": "{ref}"}, "1 of 5 files cannot be read as images: 0004.png"),
-    ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 5}, "holds 4 images and 5 are needed"),
-    ({"images": "{tmp}/one", "reference": "{ref}"}, "holds 1 images and at least two are needed"),
-    ({"images": "{tmp}/four", "reference": "{tmp}/none.npz"}, "none.npz is not a file"),
-    ({"images": "{tmp}/four", "reference": "{ref}", "metrics": ["fid"]}, "give fd_pixels, precision, recall, not fid"),
-    ({"checkpoint": "{run}", "reference": "{ref}", "classes": "3", "num_samples": 4}, "asks for class 3; there are 3"),
-    ({"checkpoint": "{tmp}/none", "reference": "{ref}"}, "no run, checkpoint folder or weights file"),
-    ({"checkpoint": "{run}", "reference": "{ref}", "features": "vgg"}, "features=vgg is not one of"),
-    ({"images": "{tmp}/four", "reference": "{ref}", "metrics": []}, r"metrics=\[\] is not"),
-    ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 1}, "num_samples=1 is not a whole number of at least 2"),
-    ({"images": "{tmp}/four", "reference": "{ref}", "out": "x.npz"}, "out=x.npz is for reference_from, not for images"),
-    ({"checkpoint": "{run}", "reference": "{ref}", "resolution": 8}, "resolution=8 is for images and reference_from, not for checkpoint"),
-    ({"images": "{tmp}/four", "reference": "{ref}", "num_samples": 10**9}, "num_samples=1000000000 is too large: at most 10000000"),
-    ({"images": "a" * 300, "reference": "{ref}"}, "failed: File name too long"),
-    ({"images": "{tmp}/four", "reference": "{ref}", "results": "{ref}/x.jsonl"}, "failed: File exists"),
-])
-def test_mistakes_are_sentences(options, sentence, tmp_path, run_folder, reference_npz):
-    write_folder(tmp_path / "four", shapes(4))
-    write_folder(tmp_path / "one", shapes(1))
-    write_folder(tmp_path / "mixed", shapes(4))
-    Image.new("RGB", (8, 8)).save(tmp_path / "mixed/x.png")
-    write_folder(tmp_path / "broken", shapes(4))
-    (tmp_path / "broken/0004.png").write_bytes(b"no image")
-    (tmp_path / "empty").mkdir()
-    places = {"{tmp}": tmp_path, "{ref}": reference_npz, "{run}": run_folder}
-    for mark, place in places.items():
-        options = {key: value.replace(mark, str(place)) if isinstance(value, str) else value for key, value in options.items()}
-    with pytest.raises(SystemExit, match=f"(?s)fid.py: .*{sentence}"):
-        command(tmp_path, **options)
-    assert not (tmp_path / "results.jsonl").exists()
 
 
 def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_npz):
@@ -443,13 +399,13 @@ def test_a_killed_evaluation_continues_from_its_features(tmp_path, run_folder, r
 
 
 def test_scores_that_could_not_be_kept_are_refused_before_anything_is_drawn(tmp_path, run_folder, reference_npz, monkeypatch):
-    monkeypatch.setattr(fid.Drawing, "draw", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(drawing.Drawing, "draw", lambda *_: pytest.fail("drawn"))
     results = tmp_path / "results.jsonl"
     for spoil in (results.mkdir, lambda: results.symlink_to(tmp_path / "elsewhere")):
         spoil()
         with pytest.raises(SystemExit, match="results.jsonl cannot be written, or is no ordinary file: set results=<a file>"):
             command(tmp_path, checkpoint=run_folder, reference=reference_npz, num_samples=4)
-        checkpoints.remove(results)
+        files.remove(results)
 
 
 def test_scores_of_a_checkpoint_that_lies_alone_stay_in_its_folder(tmp_path, run_folder, reference_npz):
@@ -464,7 +420,7 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
     for other in ({"seed": 1}, {"num_steps": 3}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
     assert command(tmp_path, **options)["resumed_images"] == 16
-    for where, version in ((scoring, "SCORING_VERSION"), (fid, "DRAWING_VERSION")):
+    for where, version in ((evaluation, "SCORING_VERSION"), (fid, "DRAWING_VERSION")):
         monkeypatch.setattr(where, version, 0)
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
@@ -503,26 +459,25 @@ def test_a_row_after_a_half_row_is_found_again(tmp_path, reference_npz):
     results = tmp_path / "results.jsonl"
     results.write_text(results.read_text() + '{"metrics": {"fd_pi')      # a kill, or a full disk
     second = command(tmp_path, **options)
-    assert [row["finished"] for row in fid.read_results(results)] == [first["finished"], second["finished"]]
-    assert fid.scored_before({**first, "metrics": {"fd_pixels": None}}, results)["metrics"] == first["metrics"]
+    assert [row["finished"] for row in read_results(results)] == [first["finished"], second["finished"]]
+    assert scored_before({**first, "metrics": {"fd_pixels": None}}, results)["metrics"] == first["metrics"]
 
 
 @pytest.mark.parametrize("row", [{}, {"source": "x", "metrics": {}}, {"source": {}, "metrics": 3}, {"source": {}, "metrics": {}}])
 def test_rows_of_anothers_making_are_passed_over(tmp_path, row):
-    checkpoints.append_row(tmp_path / "results.jsonl", row)
+    files.append_row(tmp_path / "results.jsonl", row)
     wanted = {"metrics": {"fid": None}, "source": {"step": 1}, "images": 4}
-    assert fid.scored_before(wanted, tmp_path / "results.jsonl") is None
+    assert scored_before(wanted, tmp_path / "results.jsonl") is None
 
 
 def test_a_row_says_on_what_and_how_float32_was_multiplied(tmp_path, reference_npz):
-    import speed
 
     np.savez(tmp_path / "images.npz", arr_0=shapes(20).numpy())
     for tf32, precision in ((False, "highest"), (True, "high")):
         row = command(tmp_path, images=tmp_path / "images.npz", reference=reference_npz, tf32=tf32)
         assert row["device"] == "cpu" and row["tf32"] is False      # a CPU has none
         assert torch.get_float32_matmul_precision() == precision and torch.backends.cudnn.allow_tf32 == tf32
-    speed.set_float32(False)
+    set_float32(False)
 
 
 WRITERS = """

@@ -14,19 +14,18 @@ import torch
 from PIL import Image
 from test_published_parity import TINY, checksum, fill, wave
 
-import features
-import metrics
-import scoring
 from autoencoder import pixels_to_images
 from dit import DiT
 from edm import DDPM, EDM
-from fid import Drawing
 from guidance import Guidance
-from images import center_crop
+from latents.images import center_crop
 from rf import RF
 from routing_module import Route, Router
-from sample import DRAWING_VERSION, labels_of
-from scoring import SCORING_VERSION
+from sampling.generate import DRAWING_VERSION
+from sampling.options import labels_of
+from scoring.drawing import Drawing
+from scoring.evaluation import evaluation, features, image_sets, metrics, statistics
+from scoring.statistics import SCORING_VERSION
 
 FILE = Path(__file__).with_name("versions.json")
 HOMES = {"drawing": "sample.py", "scoring": "scoring.py"}
@@ -83,14 +82,14 @@ def scored() -> dict[str, float]:
     """Scores 60 images against 40 others, and more parts by themselves."""
     found = {}
     for extractor, asked in ((in_full(), None), (features.load("pixels"), ["fd_pixels"])):
-        reference = scoring.Reference({}, scoring.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
+        reference = statistics.Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
         batches = ((torch.arange(first, first + 20), pictures(60, 1)[first : first + 20]) for first in (0, 20, 40))
-        found |= {f"{extractor.name} {metric}": value for metric, value in scoring.evaluate(batches, 60, reference, extractor, metrics=asked).items()}
+        found |= {f"{extractor.name} {metric}": value for metric, value in evaluation.score_images(batches, 60, reference, extractor, metrics=asked).items()}
     splits = metrics.ScoreSums(6000, 4)
     splits.add(torch.arange(6000), (wave((6000, 4), 2, 3) * torch.linspace(0, 2, 6000)[:, None]).softmax(1))
     cropped = center_crop(Image.fromarray(wave((50, 70, 3), 3, 127).add(128).to(torch.uint8).numpy()), 16)
     return found | {
-        "inception score of two splits": splits.score(), "evenly": checksum(torch.from_numpy(scoring.evenly(1000, 31)).float()),
+        "inception score of two splits": splits.score(), "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
         "cropped": checksum(torch.from_numpy(np.array(cropped))), "positions": checksum(features.positions_at_224(wave((1, 1 + 37 * 37, 4)))),
     }
 

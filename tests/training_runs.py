@@ -14,8 +14,8 @@ import torch
 from conftest import ROOT, run_command
 from safetensors.torch import load_file
 
-import checkpoint as checkpoints
 from train import main
+from weights import checkpoint as checkpoints
 
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
@@ -74,10 +74,3 @@ def assert_same_end(run: Path, reference: Path):
         one, other = (load_file(end / f"{name}.safetensors") for end in ends)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
     assert rows(run) == rows(reference)
-
-
-def refusal(run: Path, data: Path, *overrides: str) -> str:
-    """Trains in this process, which must be refused, and returns the sentence."""
-    result = train_here(run, data, *overrides)
-    assert result.returncode == 1
-    return result.stderr

@@ -1,0 +1,52 @@
+"""What the frame of dit.py is filled with: the block of DiT (arXiv 2212.09748) and that of LightningDiT (2501.01423).
+
+A block is `Block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm)`, and its forward maps tokens x (B, K, D), the
+condition c (B, D) and the tokens' places in raster order, positions (1 or B, K) int64, to tokens (B, K, D). On a route
+K is smaller than grid_size², and the positions are those of the tokens that stay.
+"""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+from torch import nn
+
+from blocks.mamba import MambaBlock
+from blocks.rwkv import RWKVBlock
+from blocks.transformer import LAYER_NORM, RMS_NORM, DiTBlock, LightningBlock
+
+
+@dataclass(frozen=True)
+class BlockKind:
+    """What a name of a block stands for."""
+
+    block: type[nn.Module]
+    norm: Callable[[int], nn.Module]      # of the final layer
+    mark: str                             # a weight that no other kind's block has: it tells a file without a record
+    models: dict[str, dict]               # the published sizes, by name
+
+
+WIDTHS = {
+    "S": dict(depth=12, hidden_size=384, num_heads=6),
+    "B": dict(depth=12, hidden_size=768, num_heads=12),
+    "L": dict(depth=24, hidden_size=1024, num_heads=16),
+    "XL": dict(depth=28, hidden_size=1152, num_heads=16),
+}
+
+
+def sizes(family: str, *names: str) -> dict[str, dict]:
+    """Spells out "B/2", width and patch size, as the keywords of a network, by its whole name."""
+    pairs = {name: name.split("/") for name in names}
+    return {f"{family}-{name}": {**WIDTHS[width], "patch_size": int(patch)} for name, (width, patch) in pairs.items()}
+
+
+BLOCKS = {
+    "dit": BlockKind(DiTBlock, LAYER_NORM, "mlp.fc1.weight",
+                     sizes("DiT", *(f"{width}/{patch}" for width in WIDTHS for patch in (2, 4, 8)))),
+    "lightning": BlockKind(LightningBlock, RMS_NORM, "mlp.w12.weight",
+                           sizes("LightningDiT", "B/1", "B/2", "L/2", "XL/1", "XL/2")),
+    # Of the paper's two counts of parameters; which width and depth stand behind them it does not say.
+    "mamba": BlockKind(MambaBlock, LAYER_NORM, "mixer.A_log",
+                       {"Mamba-B/2": dict(depth=20, hidden_size=768, num_heads=24, patch_size=2)}),      # 111M
+    "rwkv": BlockKind(RWKVBlock, LAYER_NORM, "spatial_mix.decay",
+                      {"RWKV-L/2": dict(depth=18, hidden_size=768, num_heads=12, patch_size=2)}),        # 210M
+}

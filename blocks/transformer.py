@@ -1,0 +1,129 @@
+"""The block of DiT (arXiv 2212.09748) and that of LightningDiT (2501.01423)."""
+
+import math
+from collections.abc import Mapping
+from functools import partial
+
+import torch
+import torch.nn.functional as F
+from timm.layers import Attention, Mlp
+from torch import Tensor, nn
+
+LAYER_NORM = partial(nn.LayerNorm, elementwise_affine=False, eps=1e-6)
+RMS_NORM = partial(nn.RMSNorm, eps=1e-6)
+
+
+def modulate(x: Tensor, shift: Tensor, scale: Tensor) -> Tensor:
+    return x * (1 + scale.unsqueeze(1)) + shift.unsqueeze(1)
+
+
+class DiTBlock(nn.Module):
+    """A transformer block whose two residual branches are shifted, scaled and gated by the condition (adaLN-Zero)."""
+
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
+        super().__init__()
+        self.norm1 = LAYER_NORM(hidden_size)
+        self.attn = Attention(hidden_size, num_heads=num_heads, qkv_bias=True, qk_norm=qk_norm, norm_layer=nn.LayerNorm)
+        self.norm2 = LAYER_NORM(hidden_size)
+        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=partial(nn.GELU, approximate="tanh"))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa))
+        x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        return x
+
+    @staticmethod
+    def read_mlp_ratio(weights: Mapping[str, Tensor], hidden_size: int) -> float:
+        return weights["mlp.fc1.weight"].shape[0] / hidden_size
+
+
+def rotary_angles(positions: Tensor, grid_size: int, head_dim: int) -> Tensor:
+    """Returns the angles (1 or B, 1, K, head_dim/2) that tokens are turned by: one half by row, one by column."""
+    freqs = 10000.0 ** -(torch.arange(0, head_dim // 2, 2, device=positions.device) / (head_dim // 2))
+    places = torch.stack([positions // grid_size, positions % grid_size], dim=-1)      # (1 or B, K, 2)
+    return (places.unsqueeze(-1) * freqs).flatten(2).unsqueeze(1)
+
+
+def rotate(x: Tensor, angles: Tensor) -> Tensor:
+    """Turns neighbouring pairs of channels of x (B, heads, K, head_dim)."""
+    a, b = x.unflatten(-1, (-1, 2)).unbind(-1)
+    cos, sin = angles.cos(), angles.sin()
+    return torch.stack([a * cos - b * sin, a * sin + b * cos], dim=-1).flatten(-2)
+
+
+class RotaryAttention(nn.Module):
+    """Attention whose queries and keys are turned by the tokens' places in the grid (RoPE, arXiv 2104.09864, in 2D).
+
+    So a product of query and key knows how far apart two tokens lie, whichever others are there.
+    """
+
+    def __init__(self, hidden_size: int, num_heads: int, grid_size: int, qk_norm: bool):
+        super().__init__()
+        self.num_heads, self.grid_size, self.head_dim = num_heads, grid_size, hidden_size // num_heads
+        if self.head_dim % 4:
+            raise ValueError(f"hidden_size {hidden_size} in {num_heads} heads leaves {self.head_dim} channels to a "
+                             f"head, but pairs of them turn by a token's row and column: make it a multiple of 4.")
+        self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
+        self.q_norm = RMS_NORM(self.head_dim) if qk_norm else nn.Identity()
+        self.k_norm = RMS_NORM(self.head_dim) if qk_norm else nn.Identity()
+        self.proj = nn.Linear(hidden_size, hidden_size)
+
+    def forward(self, x: Tensor, positions: Tensor) -> Tensor:
+        q, k, v = self.qkv(x).unflatten(-1, (3, self.num_heads, self.head_dim)).permute(2, 0, 3, 1, 4)
+        angles = rotary_angles(positions, self.grid_size, self.head_dim)
+        # In float32 whatever autocast made of q and k: bfloat16 has too few bits for angles and norms.
+        q = rotate(self.q_norm(q.float()), angles).type_as(v)
+        k = rotate(self.k_norm(k.float()), angles).type_as(v)
+        return self.proj(F.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class SwiGLU(nn.Module):
+    """A two-layer MLP whose hidden units are gated by others (arXiv 2002.05202)."""
+
+    def __init__(self, hidden_size: int, hidden_features: int):
+        super().__init__()
+        self.w12 = nn.Linear(hidden_size, 2 * hidden_features)
+        self.w3 = nn.Linear(hidden_features, hidden_size)
+
+    def forward(self, x: Tensor) -> Tensor:
+        gate, value = self.w12(x).chunk(2, dim=-1)
+        return self.w3(F.silu(gate) * value)
+
+
+class LightningBlock(nn.Module):
+    """LightningDiT's block: DiT's, with RMSNorm, rotary positions and SwiGLU; keys and shapes are hustvl's."""
+
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
+        super().__init__()
+        self.norm1 = RMS_NORM(hidden_size)
+        self.attn = RotaryAttention(hidden_size, num_heads, grid_size, qk_norm)
+        self.norm2 = RMS_NORM(hidden_size)
+        self.mlp = SwiGLU(hidden_size, self.hidden_features(hidden_size, mlp_ratio))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 6 * hidden_size))
+
+    def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
+        shift_msa, scale_msa, gate_msa, shift_mlp, scale_mlp, gate_mlp = self.adaLN_modulation(c).chunk(6, dim=1)
+        x = x + gate_msa.unsqueeze(1) * self.attn(modulate(self.norm1(x), shift_msa, scale_msa), positions)
+        x = x + gate_mlp.unsqueeze(1) * self.mlp(modulate(self.norm2(x), shift_mlp, scale_mlp))
+        return x
+
+    @staticmethod
+    def hidden_features(hidden_size: int, mlp_ratio: float) -> int:
+        """Returns two thirds of what an MLP of two layers would have, as the gate is a third one."""
+        return int(2 / 3 * int(hidden_size * mlp_ratio))
+
+    @classmethod
+    def read_mlp_ratio(cls, weights: Mapping[str, Tensor], hidden_size: int) -> float:
+        features = weights["mlp.w3.weight"].shape[1]
+        # Two thirds are rounded down, so several ratios give as many; the published one goes first.
+        near = math.ceil(1.5 * features)
+        ratios = (4.0, *(m / hidden_size for m in range(near, near + 3)))
+        return next((r for r in ratios if cls.hidden_features(hidden_size, r) == features), near / hidden_size)
+
+
+def refuse_qk_norm(block: str, qk_norm: bool) -> None:
+    if qk_norm:
+        raise ValueError(f"qk_norm=true normalises the queries and keys of attention, and block {block} has none: set "
+                         f"qk_norm=false.")

@@ -1,0 +1,444 @@
+"""The forms in which other code bases store latents: by which each is known, how it is read, what its values are.
+
+`recognize` names a source's form and `open_stored` opens it; docs/interop.md says whose each is. Nothing is unpickled.
+"""
+
+import itertools
+import json
+import math
+import os
+import posixpath
+import re
+import zipfile
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from io import BytesIO
+from pathlib import Path
+
+import numpy as np
+import torch
+
+from autoencoder import SD_VAE_SCALE, Convention, read_statistics
+from latents.images import find_tars, open_zip, tar_members
+from latents.tars import open_rows, tar_index
+
+FEATURES, LABELS = "imagenet256_features", "imagenet256_labels"      # fast-DiT's names, at any resolution
+
+# ---- forms ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class Form:
+    """What the values of a set of latents are, and what makes the network's of them, by the code that wrote them.
+
+    latent = (z - latents_mean) / latents_std * scale, a channel at a time, where z is the autoencoder's own.
+    """
+
+    whose: str
+    kind: str                                   # one of data.KINDS, as it will be stored
+    autoencoder: str                            # as autoencoder.py knows it; none: it knows none that decodes these
+    decoder: str                                # what decodes them, for people
+    downsample: int | None                      # pixels a latent's side; None: unknown
+    channels: int | None = None                 # on disk; None: any number
+    scale: float = SD_VAE_SCALE
+    scaled: bool = False                        # the values are the network's already
+    log_variance: bool = False                  # the second half of the channels; else it is the standard deviation
+    latents_mean: tuple[float, ...] | None = None
+    latents_std: tuple[float, ...] | None = None
+    pixels: tuple[int, int] = (-1, 1)           # the autoencoder's range of pixels
+
+
+FORMS = {
+    "maskdit": Form("MaskDiT's lmdb", "moments", "sd_vae_ema", "Stable Diffusion's VAE", 8, 8, log_variance=True),
+    "tread": Form("CompVis TREAD's tars", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, scaled=True),
+    "lightningdit": Form("LightningDiT's safetensors", "sample", "none", "LightningDiT's VA-VAE", 16, scale=1.0),
+    "repa": Form("REPA's vae-sd", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8),
+    "edm2": Form("EDM2's zip", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8, scale=0.5, pixels=(0, 1),
+                 latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28)),
+    "srdit": Form("SR-DiT's vae-in", "sample", "none", "REPA-E/e2e-invae", 16, 32, scale=0.3099),
+    "fastdit": Form("fast-DiT's pairs of .npy", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, 4, scaled=True),
+}
+
+
+def convert(form: Form, values: torch.Tensor) -> torch.Tensor:
+    """Maps what is on disk (n, C or 2C, h, w) to what a latent folder stores, float16, in the order of the source's
+    own arithmetic in float32."""
+    values = values.float()
+    if form.scaled:
+        return values.half()
+    if form.log_variance:
+        return Convention(form.scale).moments(values).half()
+    if form.latents_mean is None:
+        return (values * form.scale).half()      # mean and std alike
+    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (form.latents_mean, form.latents_std))
+    if form.kind == "sample":
+        return ((values - mean) / std * form.scale).half()
+    scale = form.scale / std
+    return torch.cat([values[:, : len(mean)] * scale - mean * scale, values[:, len(mean) :] * scale], dim=1).half()
+
+
+@dataclass
+class Stored:
+    """A set of latents on disk; `read` gives rows start to end as they are stored, (n, *shape)."""
+
+    labels: np.ndarray                                              # (count,) int64
+    shape: tuple[int, int, int]
+    read: Callable[[int, int], np.ndarray | torch.Tensor]
+    read_mirrored: Callable[[int, int], np.ndarray | torch.Tensor] | None = None      # of the images flipped
+    form: dict = field(default_factory=dict)                        # what the files say beyond the Form
+
+    @property
+    def sides(self) -> dict[str, Callable]:
+        mirrored = {} if self.read_mirrored is None else {"mirrored": self.read_mirrored}
+        return {"latents": self.read} | mirrored
+
+
+# ---- arrays that are files of their own -----------------------------------------------------------------------------
+
+
+def npy_names(folder: Path) -> list[str]:
+    """Lists the .npy files below a folder, as paths from there."""
+    return sorted(os.path.relpath(os.path.join(parent, name), folder)
+                  for parent, _, names in os.walk(folder, followlinks=True) for name in names if name.endswith(".npy"))
+
+
+def array_reader(
+    names: list[str], content: Callable[[str], bytes], where: Path,
+) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
+    """Returns the shape that the arrays of all .npy files have, and what reads rows start to end of them."""
+    def load(name: str) -> np.ndarray:
+        try:
+            array = np.lib.format.read_array(BytesIO(content(name)), allow_pickle=False)
+        except ValueError as error:
+            raise ValueError(f"{where}/{name} is not a whole npy file of numbers ({error}): copy it again.") from error
+        return array[0] if array.ndim == 4 and len(array) == 1 else array      # some writers leave the batch axis
+
+    def read(start: int, end: int) -> np.ndarray:
+        rows = [load(name) for name in names[start:end]]
+        for name, row in zip(names[start:end], rows, strict=True):
+            if row.shape != shape:
+                raise ValueError(f"{where}/{name} holds an array of shape {row.shape}, but {names[0]} {shape}: one "
+                                 f"data set has one shape.")
+        return np.stack(rows)
+
+    shape = load(names[0]).shape
+    return shape, read
+
+
+def read_labels(text: bytes, where: str, names: list[str]) -> np.ndarray:
+    """Returns the labels of `names` as dataset.json, {"labels": [[name, class], …]}, has them."""
+    try:
+        label_of = dict(json.loads(text)["labels"])
+    except (ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{where} does not hold {{"labels": [[file name, class], …]}} ({error}).') from error
+    if alone := sorted(label_of.keys() ^ set(names)):
+        raise ValueError(f"{where} labels {len(label_of)} files and {len(names)} are there; {alone[0]!r} is "
+                         f"{'labelled but not there' if alone[0] in label_of else 'there but not labelled'}.")
+    return np.array([label_of[name] for name in names])
+
+
+def open_listed(source: Path, name: str) -> Stored:
+    """Opens .npy files and their dataset.json in a folder or a zip, at its top or in the folder `name`."""
+    if source.is_dir():
+        where = source / name if (source / name).is_dir() else source
+        names = npy_names(where)
+
+        def content(file: str) -> bytes:
+            return (where / file).read_bytes()
+    else:
+        archive, where = open_zip(source), source
+        inside = f"{name}/" if any(entry.startswith(f"{name}/") for entry in archive.namelist()) else ""
+        names = sorted(entry.removeprefix(inside) for entry in archive.namelist()
+                       if entry.startswith(inside) and entry.endswith(".npy"))
+
+        def content(file: str) -> bytes:
+            try:
+                return archive.read(inside + file)
+            except (zipfile.BadZipFile, zlib.error, RuntimeError) as error:      # damaged, or encrypted
+                raise ValueError(f"{source}: {file} is damaged ({error}): copy the zip again.") from error
+    try:
+        text = content("dataset.json")
+    except (FileNotFoundError, KeyError):
+        raise ValueError(f"{where} has no dataset.json, which holds the labels.") from None
+    if not names:
+        raise ValueError(f"{where} holds no .npy file.")
+    return Stored(read_labels(text, f"{where}/dataset.json", names), *array_reader(names, content, where))
+
+
+def open_pairs(source: Path) -> Stored:
+    """Opens fast-DiT's <i>.npy pairs, in the order of their numbers."""
+    names = {part: set(npy_names(source / part)) for part in (FEATURES, LABELS)}
+    alone = sorted(names[FEATURES] ^ names[LABELS])
+    if alone or not names[FEATURES]:
+        raise ValueError(f"source={source} has {len(names[FEATURES])} latents in {FEATURES} and {len(names[LABELS])} "
+                         f"labels in {LABELS}" + (f"; {alone[0]} is in one of the two folders only." if alone else "."))
+    if odd := sorted(name for name in names[FEATURES] if not re.fullmatch(r"(0|[1-9]\d*)\.npy", name)):
+        raise ValueError(f"{source / FEATURES}/{odd[0]} is not named by a number, as in 0.npy or 17.npy.")
+    order = sorted(names[FEATURES], key=lambda name: int(name.removesuffix(".npy")))
+    del names
+
+    def reader(part: str) -> tuple[tuple[int, ...], Callable]:
+        return array_reader(order, lambda name: (source / part / name).read_bytes(), source / part)
+
+    shape, read = reader(LABELS)
+    if math.prod(shape) != 1:
+        raise ValueError(f"{source / LABELS} holds arrays of shape {shape}, where one label is expected.")
+    labels = [read(start, start + 4096).ravel() for start in range(0, len(order), 4096)]
+    return Stored(np.concatenate(labels), *reader(FEATURES))
+
+
+# ---- MaskDiT's lmdb -------------------------------------------------------------------------------------------------
+
+
+def lmdb_folder(source: Path) -> Path | None:
+    """Finds the folder of data.mdb: MaskDiT's code is given its parent, and reads train."""
+    return next((folder for folder in (source, source / "train") if (folder / "data.mdb").is_file()), None)
+
+
+def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
+    """Opens z-<i> (raw float32, mean and log-variance), y-<i> (text) and length; flipped images follow the others."""
+    import lmdb
+
+    folder = lmdb_folder(source)
+    if folder is None:
+        raise ValueError(f"source={source} has no data.mdb, nor has {source / 'train'}.")
+    file = folder / "data.mdb"
+    try:
+        env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False)
+    except lmdb.Error as error:
+        raise ValueError(f"{file} is no whole lmdb ({error}): copy it again.") from error
+    written, there = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
+    if there < written:      # to read beyond would end the process
+        raise ValueError(f"{file} has {there:,} bytes where {written:,} were written: copy it again.")
+    entries, held = env.stat()["entries"], env.begin(buffers=True)
+
+    def value(key: str) -> memoryview:
+        if (found := held.get(key.encode())) is None:
+            raise ValueError(f"{file} lacks {key}: it is no lmdb of latents as MaskDiT's extract_latent.py writes it, "
+                             f"or was not finished.")
+        return found
+
+    def number(key: str) -> int:
+        try:
+            return int(bytes(value(key)))
+        except ValueError as error:
+            raise ValueError(f"{file}: {key} is not a whole number ({error}).") from None
+
+    length = number("length")
+    total = 2 * length if entries == 4 * length + 1 else length      # some count the flipped images, some do not
+    if entries != 2 * total + 1 or not total:      # a z and a y each, and length
+        raise ValueError(f"{file} says length {length:,}, but holds {entries:,} entries, where 2 a "
+                         f"latent and one more are expected: it was not finished, or is of another form.")
+    labels = np.array([number(f"y-{index}") for index in range(total)])
+    half = total // 2
+    same = total % 2 == 0 and np.array_equal(labels[:half], labels[half:])
+    if (mirrored or total > length) and not same:
+        raise ValueError(f"The labels of the second half of {file} are not those of the first, so that it holds no "
+                         f"mirrored copies.")
+    if mirrored is None and same and labels[0] == labels[-1] and total > 1:
+        raise ValueError(f"{file} has latents of one class, so that copies of flipped images cannot be "
+                         f"told from images: set mirrored=true or mirrored=false.")
+    in_order = bool((np.diff(labels[:half]) >= 0).all())      # as extract_latent.py goes through the classes, twice
+    copies = same and in_order if mirrored is None else mirrored
+    num_bytes = len(value("z-0"))
+    side = math.isqrt(num_bytes // 32)
+    if side == 0 or side * side * 32 != num_bytes:
+        raise ValueError(f"{file}: z-0 has {num_bytes} bytes, which is no float32 (8, R, R): MaskDiT "
+                         f"stores the mean and log-variance of a 4-channel VAE.")
+
+    def read(start: int, end: int) -> np.ndarray:
+        rows = [np.frombuffer(value(f"z-{index}"), "<f4") for index in range(start, end)]
+        if len(odd := np.flatnonzero([row.nbytes != num_bytes for row in rows])):
+            raise ValueError(f"{file}: z-{start + odd[0]} has {rows[odd[0]].nbytes} bytes, but z-0 {num_bytes}: one "
+                             f"data set has one shape.")
+        return np.concatenate(rows).reshape(-1, 8, side, side)
+
+    if not copies:
+        return Stored(labels, (8, side, side), read)
+    return Stored(labels[:half], (8, side, side), read, lambda start, end: read(start + half, end + half))
+
+
+# ---- LightningDiT's safetensors -------------------------------------------------------------------------------------
+
+
+def open_safetensors(source: Path, latent_norm: bool) -> Stored:
+    """Opens shards of latents, latents_flip (N, C, h, w) and labels (N,), and latents_stats.pt where it is due."""
+    from safetensors import SafetensorError, safe_open
+
+    files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"source={source} holds no .safetensors.")
+    starts, labels, form = [0], [], None
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as shard:
+                names = set(shard.keys())
+                parts = [name for name in ("latents", "latents_flip") if name in names]
+                sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
+                own = shard.get_tensor("labels").numpy() if "labels" in names else np.empty(0)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is no whole safetensors file ({error}): copy it again.") from error
+        if "latents" not in parts or any(len(size) != 4 or size[:1] != own.shape for size in sizes):
+            raise ValueError(f"{file} holds {', '.join(sorted(names))}: latents of {sizes}, labels of {own.shape}; "
+                             f"latents (N, C, h, w) and as many labels (N,) are expected.")
+        found = [(part, size[1:]) for part, size in zip(parts, sizes, strict=True)]
+        if found != (form := form or found) or len({size for _, size in found}) > 1:
+            raise ValueError(f"{file} holds {found}, but {files[0].name} {form}: one data set has one shape.")
+        labels.append(own)
+        starts.append(starts[-1] + len(own))
+
+    def reader(part: str) -> Callable[[int, int], torch.Tensor]:
+        def read(start: int, end: int) -> torch.Tensor:
+            rows = []
+            for file, first, last in zip(files, starts[:-1], starts[1:], strict=True):
+                if first < end and start < last:
+                    with safe_open(file, framework="pt") as shard:      # closed, so that its pages do not stay mapped
+                        rows.append(shard.get_slice(part)[max(start, first) - first : min(end, last) - first])
+            return torch.cat(rows)
+        return read
+
+    shape = form[0][1]
+    says = {"scale": SD_VAE_SCALE, "autoencoder": "sd_vae_ema", "decoder": "Stable Diffusion's VAE", "downsample": 8}
+    if latent_norm:
+        statistics = source / "latents_stats.pt"
+        if not statistics.is_file():
+            raise ValueError(f"source={source} has no latents_stats.pt, which LightningDiT's loader writes when it "
+                             f"first reads the set; set latent_norm=false for an SD-VAE's latents, which it does not "
+                             f"normalise.")
+        convention = read_statistics(statistics)
+        convention.require(shape[0], str(statistics))
+        says = {"latents_mean": convention.latents_mean, "latents_std": convention.latents_std}
+    return Stored(np.concatenate(labels), shape, reader("latents"), reader("latents_flip") if len(form) > 1 else None,
+                  says)
+
+
+# ---- TREAD's tars ---------------------------------------------------------------------------------------------------
+
+
+def open_tars(source: str, kind: str | None) -> Stored:
+    """Opens tars of <key>.latent.npy and <key>.cls; TREAD trains on the values as they are."""
+    tars = find_tars(source)
+    if not tars:
+        raise ValueError(f"source={source} names no .tar.")
+    refuse_pickles(tars[0])
+    if len({"train" in tar.name for tar in tars}) > 1:
+        raise ValueError(f"source={source} holds {len(tars)} tars, of which some have train in their names and some "
+                         f"have not; TREAD trains on the former: name them, as in \"source='{source}/*train*.tar'\".")
+    index = tar_index(tars)
+    shape, starts, rows = tuple(index["shape"].tolist()), index["starts"], open_rows(tars, index)
+    if kind is None and shape[0] != 4:
+        raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, and tars do not say of what: set "
+                         f"kind=moments for [mean, log-variance], or kind=sample.")
+
+    def read(start: int, end: int) -> np.ndarray:
+        shards = np.searchsorted(starts, np.arange(start, end), side="right") - 1
+        return np.stack([rows[shard][row - starts[shard]] for row, shard in enumerate(shards, start)])
+
+    return Stored(index["labels"], shape, read, form={"kind": kind or "sample", "scaled": kind != "moments",
+                                                      "log_variance": kind == "moments"})
+
+
+def refuse_pickles(tar: Path) -> None:
+    """Raises ValueError for a tar of MaskDiT's, whose latents are pickles."""
+    first = itertools.islice(tar_members(tar), 8)
+    if name := next((member.name for member in first if member.name.endswith(".latent")), None):
+        raise ValueError(f"{tar}: {name} is a pickle, and pickles are never loaded, since they can run code. "
+                         f"Import the lmdb that MaskDiT's lmdb2wds.py made the tars from (format=maskdit), or, if "
+                         f"you trust them, rewrite them with the lines in docs/interop.md.")
+
+
+# ---- which form -----------------------------------------------------------------------------------------------------
+
+
+def recognize(source: str) -> tuple[str, str]:
+    """Returns (format, why) of a source; raises ValueError where it could be two, or is none that is known."""
+    path = Path(source)
+    found: list[tuple[str, str]] = []
+    if path.is_dir():
+        if (path / "metadata.json").is_file():
+            raise ValueError(f"source={source} is a latent folder already: train on it with data.path={source}.")
+        if (folder := lmdb_folder(path)) is not None:
+            found.append(("maskdit", f"{folder / 'data.mdb'} is an lmdb"))
+        if shard := next(path.glob("*.safetensors"), None):
+            found.append(("lightningdit", f"{shard.name} is there"))
+        if (path / FEATURES).is_dir() and (path / LABELS).is_dir():
+            found.append(("fastdit", f"{FEATURES} and {LABELS} are there"))
+        for name, whose in (("vae-sd", "repa"), ("vae-in", "srdit")):
+            if (path / name).is_dir() or path.resolve().name == name:
+                found.append((whose, f"the folder is named {name}"))
+        if not found and (path / "dataset.json").is_file():
+            folder = next((path / name for name in sorted(os.listdir(path)) if (path / name).is_dir()), path)
+            found = by_name(os.listdir(folder), source)
+    elif path.is_file() and (path.suffix == ".zip" or zipfile.is_zipfile(path)):
+        found = by_name(open_zip(path).namelist(), source)
+    tars = [tar for tar in find_tars(source) if not found and re.search(r"\.(tar(\.\w+)?|tgz)$", tar.name)]
+    if tars:
+        refuse_pickles(tars[0])
+        found.append(("tread", f"{tars[0].name} is a tar"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        said = " and ".join(f"{format} ({why})" for format, why in found)
+        raise ValueError(f"source={source} could be {said}: set format= to one of them.")
+    if not tars and not path.exists():
+        raise ValueError(f"There is nothing at source={source}.")
+    known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
+    raise ValueError(f"source={source} is none of the forms that are known by their names ({known}). docs/interop.md "
+                     f"has how each looks; images go through scripts/prepare_latents.py.")
+
+
+def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
+    """Tells a set with a dataset.json by the names of its files; REPA's and EDM2's are the same."""
+    for name in names:
+        if "vae-sd" in (parts := name.split("/")) and name.endswith(".npy"):
+            return [("repa", f"{name} lies in vae-sd")]
+        if "vae-in" in parts or posixpath.basename(name).startswith("img-latents-"):
+            return [("srdit", f"{name} is named as SR-DiT names it")]
+        if posixpath.basename(name).startswith("img-mean-std-"):
+            raise ValueError(
+                f"source={source} holds {posixpath.basename(name)}, as REPA, SiT-REPA, Sprint and EDM2 write it, and "
+                f"nothing in it tells which: set format=repa (VAE input in -1..1) if REPA's preprocessing made it, "
+                f"format=edm2 (VAE input in 0..1, another normalisation) if EDM2's dataset_tool.py did.")
+    return []
+
+
+def open_stored(
+    format: str, source: str, kind: str | None, scale: float | None, latent_norm: bool, mirrored: bool | None,
+    autoencoder: str | None,
+) -> tuple[Stored, Form]:
+    """Opens a source of one of FORMS and completes its Form by what its files and the settings say."""
+    for key, given, of in (("kind", kind is not None, "tread"), ("latent_norm", not latent_norm, "lightningdit"),
+                           ("mirrored", mirrored is not None, "maskdit")):
+        if given and format != of:
+            raise ValueError(f"{key} is a setting of format={of}, and this is format={format}: leave it out.")
+    if format != "tread" and not Path(source).exists():
+        raise ValueError(f"There is nothing at source={source}.")
+    match format:
+        case "maskdit":
+            stored = open_lmdb(Path(source), mirrored)
+        case "lightningdit":
+            stored = open_safetensors(Path(source), latent_norm)
+        case "fastdit":
+            stored = open_pairs(Path(source))
+        case "tread":
+            stored = open_tars(source, kind)
+        case "repa" | "edm2":
+            stored = open_listed(Path(source), "vae-sd")
+        case "srdit":
+            stored = open_listed(Path(source), "vae-in")
+    form = replace(FORMS[format], **stored.form)
+    form = replace(form, scale=scale or form.scale, scaled=form.scaled and scale is None,
+                   autoencoder=autoencoder or form.autoencoder)
+    if len(stored.shape) != 3:
+        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, where one latent (channels, height, "
+                         f"width) is expected.")
+    channels, height, width = stored.shape
+    if form.channels not in (None, channels):
+        raise ValueError(f"source={source} holds latents of {channels} channels, but {form.whose} has {form.channels}: "
+                         f"it is of another form or autoencoder.")
+    if form.kind == "moments" and channels % 2:
+        raise ValueError(f"source={source} holds latents of {channels} channels, but moments have an even number.")
+    if height != width:
+        raise ValueError(f"source={source} holds latents of {height}x{width}; square ones are trained on.")
+    return stored, form

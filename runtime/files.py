@@ -1,0 +1,144 @@
+"""Files that a kill cannot halve: written beside and renamed; rows of JSON; the lock on a folder."""
+
+import contextlib
+import errno
+import hashlib
+import json
+import os
+import shutil
+from collections.abc import Iterator
+from pathlib import Path
+
+from filelock import FileLock, Timeout
+
+# ---- files that a kill cannot halve ---------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def beside(path: Path) -> Iterator[Path]:
+    """Yields a place beside `path` to write a file or a folder at, and renames it to `path` once it is whole.
+
+    Where writing fails, nothing stays behind and what was at `path` is untouched. A kill may leave `.<name>.<pid>.tmp`
+    and, between two renames, the folder that was at `path` as `.<name>.<pid>.old.tmp`.
+    """
+    if path.exists() and not (path.is_file() or path.is_dir()):      # as /dev/null, which a rename would replace
+        raise FileExistsError(errno.EEXIST, "it is not a file", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
+    remove(partial)
+    try:
+        with naming(path):
+            yield partial
+            for file in [partial, *partial.rglob("*")]:
+                if file.is_file():
+                    sync(file)
+            old = partial.with_suffix(".old.tmp")
+            if path.is_dir() and partial.is_dir():
+                os.rename(path, old)
+            os.replace(partial, path)
+            remove(old)
+            sync(path.parent)
+    finally:
+        remove(partial)
+
+
+def require_room(out: Path, needed: int, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, where the disk of `out` has less than `needed` bytes free."""
+    existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())
+    free = shutil.disk_usage(existing).free
+    if needed > free:
+        more, left = (f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB" for size in (needed, free))
+        raise ValueError(f"{out} needs {more} more and its disk has {left} free: {remedy}")
+
+
+@contextlib.contextmanager
+def naming(path: Path) -> Iterator[None]:
+    """Adds the path to an OSError that names none, as that of a full disk."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None or error.filename is not None:
+            raise
+        raise OSError(error.errno, error.strerror, str(path)) from error
+
+
+def remove(path: Path) -> None:
+    """Removes a file or a folder, if there is one."""
+    if path.is_dir() and not path.is_symlink():
+        shutil.rmtree(path, ignore_errors=True)
+    else:
+        path.unlink(missing_ok=True)
+
+
+def sync(path: Path) -> None:
+    """Makes a file, or the renames in a folder, outlast a power cut."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def write_text(path: Path, text: str) -> None:
+    """Writes a small file so that a kill leaves either the old content or the new one."""
+    with beside(path) as partial:
+        partial.write_text(text, encoding="utf-8")
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Adds a JSON line; one that a kill or a full disk has halved before it keeps a line of its own.
+
+    Raises OSError for a link, which in a run of somebody else's may lead anywhere.
+    """
+    if path.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link, and rows are added to files alone", str(path))
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with naming(path), open(path, "a+b") as file:
+        end = file.seek(0, os.SEEK_END)
+        file.seek(max(0, end - 1))
+        unfinished = file.read(1) not in (b"", b"\n")
+        file.write(b"\n" * unfinished + json.dumps(row).encode() + b"\n")
+
+
+def read_rows(path: Path) -> list[dict]:
+    """Reads a file of JSON lines, but for those that a kill has halved."""
+    rows = []
+    for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
+        with contextlib.suppress(ValueError, RecursionError):
+            if isinstance(row := json.loads(line), dict):
+                rows.append(row)
+    return rows
+
+
+def hold(folder: Path, mistake: str) -> FileLock:
+    """Holds a folder for this process until it ends, however it ends; raises ValueError(mistake) where another does.
+
+    Where the file system has no locks that is said, and nothing is held.
+    """
+    folder.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(folder / ".lock")
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        raise ValueError(mistake) from None
+    except (NotImplementedError, OSError) as error:
+        print(f"{folder} cannot be locked ({error}): nothing keeps a second process from writing there.")
+    return lock
+
+
+def require_same(folder: Path, before: os.stat_result) -> None:
+    """Raises OSError where `folder` is not the one that `before` was of, as when its disk has gone away meanwhile."""
+    with contextlib.suppress(FileNotFoundError):
+        if os.path.samestat(before, folder.stat()):
+            return
+    raise FileNotFoundError(errno.ENOENT, "the folder has gone away, and maybe another has come", str(folder))
+
+
+def sha256(path: Path) -> str:
+    with open(path, "rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
+
+
+def record_sha256(record: dict) -> str:
+    """Names a record by its content."""
+    return hashlib.sha256(json.dumps(record, sort_keys=True).encode()).hexdigest()[:16]

@@ -1,0 +1,147 @@
+"""Seeds -> images, over ranks; what a sampling costs."""
+
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import replace
+
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather
+from torch import Tensor
+from tqdm import tqdm
+
+import autoencoder as autoencoders
+from dit import DiT, multiply_adds
+from edm import EDM
+from guidance import Guidance
+from rf import RF
+from routing_module import Route
+from runtime.device import DTYPES
+from sampling.options import DrawingSettings
+from weights.loading import Trained
+
+DRAWING_VERSION = 1     # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
+
+# Seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8; or latents (B, C, h, w) float32 where not decoded.
+Batch = tuple[Tensor, Tensor, Tensor]
+
+
+# ---- what a sampling costs ------------------------------------------------------------------------------------------
+
+
+class Meter:
+    """Stands in for a network that is sampled, and counts the multiply-adds that its passes would take."""
+
+    def __init__(self, net: DiT):
+        self.net, self.passes, self.linear, self.attention = net, 0, 0, 0
+        self.known: dict[tuple[Route, ...], tuple[int, int]] = {}
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.net, name)
+
+    def __call__(
+        self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
+    ) -> Tensor:
+        if routes not in self.known:
+            self.known[routes] = multiply_adds(self.net, routes)
+        linear, attention = self.known[routes]
+        self.passes += len(x)
+        self.linear += len(x) * linear
+        self.attention += len(x) * attention
+        return x.new_zeros(len(x), self.net.out_channels, *x.shape[2:])
+
+
+def sampling_cost(
+    net: DiT, diffusion: EDM | RF, num_steps: int, guidance: Guidance | None = None, **sampler: float | str,
+) -> tuple[int, int, int]:
+    """Runs the sampler on nothing; returns one image's passes and multiply-adds, of linear layers and of attention."""
+    meters = [Meter(net)]
+    if guidance is not None and guidance.net2 is not None:
+        meters.append(Meter(guidance.net2))
+        guidance = replace(guidance, net2=meters[-1])
+    noise, y = torch.zeros(1, net.in_channels, net.input_size, net.input_size), torch.zeros(1, dtype=torch.int64)
+    diffusion.sample(meters[0], noise, y, num_steps=num_steps, guidance=guidance, randn_like=torch.zeros_like,
+                     **sampler)
+    return tuple(sum(getattr(meter, count) for meter in meters) for count in ("passes", "linear", "attention"))
+
+
+# ---- seeds -> images ------------------------------------------------------------------------------------------------
+
+
+class SeededNoise:
+    """One random generator per image, so that an image does not depend on its batch; drawn on the CPU, then moved."""
+
+    def __init__(self, seeds: list[int], device: torch.device | str):
+        self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]
+        self.device = device
+
+    def randn(self, shape: tuple[int, ...]) -> Tensor:
+        """Draws float32 unit noise (B, *shape)."""
+        return torch.stack([torch.randn(shape, generator=g) for g in self.generators]).to(self.device)
+
+    def randn_like(self, x: Tensor) -> Tensor:
+        return self.randn(x.shape[1:]).to(x.dtype)
+
+
+def generate(
+    net: DiT,
+    diffusion: EDM | RF,
+    decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> what is yielded, images (B, H, W, 3) uint8
+    seeds: list[int],                       # of all ranks; each is one image
+    labels: list[int],                      # one a seed
+    *,
+    batch_size: int,                        # images a rank draws at once
+    num_steps: int,
+    guidance: Guidance | None = None,
+    precision: str = "fp32",                # of the network, under autocast
+    progress: str | None = None,            # the bar's name; None: no bar
+    **sampler: float | str,                 # settings of `diffusion.sample`
+) -> Iterator[Batch]:
+    """Draws this rank's images batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
+
+    All batches are full, so that shapes, and with them the bits, are the same on one rank and on several: where seeds
+    run out the rest are copies, whose seed is given as -1. `gathered` puts the ranks' parts together in order and drops
+    the copies.
+    """
+    state = PartialState()
+    device = next(net.parameters()).device
+    silent = progress is None or not state.is_main_process
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)     # None: where it is no terminal
+    for start in range(0, len(seeds), batch_size * state.num_processes):
+        first = start + batch_size * state.process_index
+        drawn = seeds[first : first + batch_size]
+        pad = batch_size - len(drawn)
+        y = torch.tensor(labels[first : first + batch_size] + [labels[0]] * pad, device=device)
+        noise = SeededNoise(drawn + [seeds[0]] * pad, device)
+        unit = noise.randn((net.in_channels, net.input_size, net.input_size))
+        with torch.autocast(unit.device.type, DTYPES.get(precision), enabled=precision != "fp32"):
+            latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance,
+                                       randn_like=noise.randn_like, **sampler)
+        yield torch.tensor(drawn + [-1] * pad, device=device), y, decode(latents)
+        bar.update(min(batch_size * state.num_processes, len(seeds) - start))
+    bar.close()
+
+
+def gathered(batches: Iterable[Batch]) -> Iterator[Batch]:
+    """Brings all ranks' batches together on every rank's CPU, in the order of the seeds and without the copies."""
+    for batch in batches:
+        seeds, labels, images = (gather(part.contiguous()).cpu() for part in batch)
+        real = seeds >= 0
+        yield seeds[real], labels[real], images[real]
+
+
+def finite(latents: Tensor) -> Tensor:
+    """Returns latents as they are; raises ValueError where they are not finite."""
+    if not latents.isfinite().all():
+        raise ValueError("The latents drawn are not finite: bring scale= and the sampler's settings nearer to "
+                         "their usual values, set precision=fp32, or choose an earlier checkpoint.")
+    return latents
+
+
+def load_decoder(trained: Trained, cfg: DrawingSettings, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Loads what decodes a network's latents; raises ValueError where they are not the autoencoder's."""
+    net = trained.net
+    decoder = autoencoders.load_decoder(
+        trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, device,
+        DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, asked=cfg.autoencoder is not None,
+    )
+    return lambda latents: decoder.decode(finite(latents), strict=True)

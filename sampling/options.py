@@ -1,0 +1,235 @@
+"""What commands that draw may be asked: seeds, classes, a sampler's settings, guidance."""
+
+import inspect
+import math
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Annotated, Literal
+
+import torch
+from accelerate import PartialState
+from pydantic import Field
+
+from edm import EDM
+from guidance import Guidance
+from rf import RF
+from routing_module import Route
+from runtime.device import DTYPES
+from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Size, Steps, one_of
+from weights.loading import Trained, find_weights, load_trained
+from weights.others import FAMILIES
+from weights.records import Level
+
+# ---- settings -> sampler, guidance ----------------------------------------------------------------------------------
+
+
+class SamplerSettings(Settings):
+    """A diffusion's sampler; null: its own value. EDM's are those of arXiv 2206.00364, Algorithm 2."""
+
+    sigma_min: Level | None = None
+    sigma_max: Level | None = None
+    rho: Annotated[float, Field(ge=0.1, le=100)] | None = None
+    S_churn: NotNegative | None = None
+    S_min: NotNegative | None = None
+    S_max: Annotated[float, Field(ge=0)] | None = None      # infinity is its usual value
+    S_noise: NotNegative | None = None
+    solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
+    shift: Annotated[float, Field(ge=0.01, le=100)] | None = None
+
+
+def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
+    """Completes the settings of a diffusion's sampler, of which None is the sampler's own value.
+
+    Raises ValueError for a setting or a solver that the sampler lacks, or noise levels in the wrong order.
+    """
+    def settings_of(sample: Callable) -> dict[str, float | str | None]:
+        return {name: parameter.default for name, parameter in inspect.signature(sample).parameters.items()
+                if name not in ("net", "noise", "y", "num_steps", "guidance", "randn_like")}
+
+    own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
+    given = {name: value for name, value in given.items() if value is not None}
+    if "solver" in own and hasattr(diffusion, f"sample_{given.get('solver')}"):      # one with settings of its own
+        own = {"solver": None} | settings_of(getattr(diffusion, f"sample_{given['solver']}"))
+        sampler += f" with solver={given['solver']}"
+    for name, value in given.items():
+        if name not in own:
+            raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(own)}.")
+    settings = {name: value for name, value in (own | given).items() if value is not None}
+    if settings.get("sigma_min", 0) >= settings.get("sigma_max", math.inf):
+        raise ValueError(f"sampler.sigma_min={settings['sigma_min']} is not below "
+                         f"sampler.sigma_max={settings['sigma_max']}.")
+    if settings.get("S_min", 0) > settings.get("S_max", math.inf):
+        raise ValueError(f"sampler.S_min={settings['S_min']} is above sampler.S_max={settings['S_max']}: between them "
+                         f"lie the noise levels that churn acts on.")
+    return settings
+
+
+def noise_levels(diffusion: EDM | RF, sampler: SamplerSettings | None) -> tuple[float, float]:
+    """Returns the lowest and the highest noise level of a diffusion's sampler."""
+    given = sampler_settings(diffusion, sampler.model_dump() if sampler else {})
+    if "sigma_max" in given:
+        return given["sigma_min"], given["sigma_max"]
+    return (0.0, 1.0) if isinstance(diffusion, RF) else (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item())
+
+
+Ratio = Annotated[float, Field(ge=0, lt=1)]
+Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
+Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
+
+
+class GuidanceRoute(Settings):
+    """Where tokens leave and rejoin; their ratios are gamma1 and gamma2."""
+
+    start_layer_idx: int
+    end_layer_idx: int
+
+
+class GuidanceSettings(Settings):
+    """The keys of configs/guidance, which lie flat among a command's."""
+
+    scale: Number | None
+    gamma1: Gamma
+    gamma2: Gamma
+    drop_label: bool
+    weak: Location | None
+    interval: Pair | None
+    routes: list[GuidanceRoute] | None
+    channels: Size | None
+
+
+def build_guidance(
+    settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
+) -> tuple[Guidance | None, dict | None]:
+    """Builds guidance from its settings, loading the weak network where there is one; None where `scale` is None.
+
+    Returns it with its record: the settings, and which weights the weak network has. Raises ValueError, with the
+    numbers and the knob, for settings that cannot work with `trained`.
+    """
+    if settings.scale is None:
+        unguided = {"gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None,
+                    "channels": None}
+        if changed := [key for key, value in unguided.items() if getattr(settings, key) != value]:
+            raise ValueError(f"{', '.join(f'{key}={getattr(settings, key)}' for key in changed)} guides nothing "
+                             f"without a scale: give scale=1.5, say, or none of these.")
+        return None, None
+    if settings.weak == "required":
+        raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
+    is_flow = trained.recorded["diffusion"]["name"] == "rf"
+    if is_flow and settings.interval and 1 < settings.interval[1] < math.inf:
+        raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
+                         f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+    if settings.interval:
+        low, high = noise_levels(trained.diffusion, getattr(settings, "sampler", None))
+        if settings.interval[1] < low or settings.interval[0] > high:
+            raise ValueError(f"interval={list(settings.interval)} guides at no noise level: the sampler's run from "
+                             f"{high:g} to {low:g}. Choose some of these.")
+    weak = None
+    if settings.weak:      # one without a record is taken for what the strong one is
+        has_record = find_weights(Path(settings.weak), "ema")[1] is not None
+        name = None if has_record else trained.family or trained.recorded["diffusion"]["name"]
+        weak = load_trained(settings.weak, diffusion=name, device=device)
+    if weak is not None:
+        strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
+        if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
+            raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
+                             f"(sigma_data {weak_data}) and the checkpoint with {type(trained.diffusion).__name__} "
+                             f"(sigma_data {strong_data}): their predictions cannot be mixed.")
+    routes = None if settings.routes is None else tuple(
+        Route(route.start_layer_idx, route.end_layer_idx, 0.0) for route in settings.routes)
+    guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
+                        settings.interval, routes, settings.channels)
+    guidance.check(trained.net)
+    source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
+                       "weights_sha256": weak.weights_sha256}
+    return guidance, {**guidance.record(), "weak": source}
+GRID_CLASSES = 10       # a grid shows so many classes, the first, where none are named
+MOST_SEEDS = 10**7      # a range of more is a slip of the finger
+
+
+# ---- settings -------------------------------------------------------------------------------------------------------
+
+
+class DrawingSettings(GuidanceSettings):
+    """What every command that draws with a network is told: configs/drawing.yaml."""
+
+    checkpoint: Location | None
+    weights: one_of(["ema", "model"]) | None
+    classes: Selection | None
+    num_steps: Steps
+    sampler: SamplerSettings
+    batch_size: Count
+    precision: one_of(DTYPES)
+    decode_precision: one_of(DTYPES)
+    decode_batch_size: Count | None
+    diffusion_name: one_of(FAMILIES) | None
+    num_heads: Size | None
+    autoencoder: Location | None
+    tf32: bool
+    cpu: bool
+
+
+# ---- seeds and classes ----------------------------------------------------------------------------------------------
+
+
+def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
+    """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints. Raises ValueError for anything else."""
+    parts = str(given).split(",") if isinstance(given, str | int | None) else [str(part) for part in given]
+    given = "null" if given is None else given
+    form = f"write {key}=7, {key}=0-63 or {key}=[1,5,9]."
+    chosen: list[int] = []
+    for part in parts:
+        first, _, last = part.strip().partition("-")
+        last = last or first
+        if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()) or int(last) < int(first):
+            raise ValueError(f"{key}={given} is not understood at {part!r}: {form}")
+        if int(last) >= 2**63 or int(last) - int(first) >= MOST_SEEDS:
+            raise ValueError(f"{key}={given} names a number past 2^63, or more than {MOST_SEEDS:,} of them: {form}")
+        chosen.extend(range(int(first), int(last) + 1))
+    if not chosen:
+        raise ValueError(f"{key}={given} names no number: {form}")
+    return chosen
+
+
+def parse_classes(
+    key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
+) -> list[int]:
+    """Reads class names, indices and ranges of indices; None is `present`, the classes that have images.
+
+    Raises ValueError for a class there is not.
+    """
+    if given is None:
+        return present
+    index = {name: i for i, name in enumerate(class_names or [])}
+    parts = [str(given)] if str(given) in index or isinstance(given, int) else given
+    parts = parts.split(",") if isinstance(parts, str) else [str(part) for part in parts]
+    labels = []
+    for part in (part.strip() for part in parts):
+        if part not in index and not part[:1].isdigit():
+            names = f"; the names are {', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}" if index else ""
+            raise ValueError(f"{key}={given} asks for {part!r}, which is no class. Write indices, as in {key}=[0,5] "
+                             f"or {key}=0-9, or names{names}.")
+        labels += [index[part]] if part in index else parse_range(key, part)
+    if not labels or max(labels) >= num_classes:
+        wrong = f"class {max(labels)}" if labels else "none"
+        raise ValueError(f"{key}={given} asks for {wrong}; there are {num_classes}, numbered from 0.")
+    return labels
+
+
+def read_classes(cfg: DrawingSettings, trained: Trained, state: PartialState, most: int | None = None) -> list[int]:
+    """Reads the classes that a command draws, at `most` so many where none are given, and says which are empty."""
+    if empty := empty_classes(trained.classes, trained.net.num_classes):
+        state.print(empty)
+    return parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names, trained.classes[:most])
+
+
+def empty_classes(present: list[int], num_classes: int) -> str | None:
+    """Says how many of a network's classes have no images, and the first of them; None where all have some."""
+    if not (empty := sorted({*range(num_classes)} - {*present})):
+        return None
+    first = ", ".join(map(str, empty[:5])) + (" …" if len(empty) > 5 else "")
+    return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}); they are drawn only if named."
+
+
+def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:
+    """Gives each seed its class, balanced and by the seed alone, so that an image never depends on its neighbours."""
+    return [classes[seed % len(classes)] for seed in seeds]

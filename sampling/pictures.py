@@ -1,0 +1,128 @@
+"""Images -> a grid, PNG files, an npz."""
+
+import importlib.util
+import io
+import json
+import math
+import zipfile
+from collections.abc import Iterable
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from PIL import Image, ImageDraw, ImageFont
+from PIL.PngImagePlugin import PngInfo
+from torch import Tensor
+
+from runtime.device import describe_device
+from runtime.files import beside
+from sampling.generate import Batch
+
+# ---- images -> files ------------------------------------------------------------------------------------------------
+
+
+def caption_font() -> ImageFont.FreeTypeFont:
+    """Loads the font that comes with matplotlib, which has letters far beyond Latin."""
+    [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
+    return ImageFont.truetype(Path(folder) / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", size=12)
+
+
+def draw_grid(
+    images: Tensor,                         # (N, H, W, 3) uint8
+    labels: list[int],                      # one an image
+    display_names: list[str] | None,        # of the classes; None: their numbers
+    classes: Iterable[int] = (),            # in the order of the rows; others follow as they come
+) -> Image.Image:
+    """Lays out images in captioned rows, one a class; where each class has a single image, rows hold eight of them.
+
+    A name with letters that the font lacks gives way to the class's number.
+    """
+    images = images.numpy()
+    height, width = images.shape[1:3]
+    zoom = max(1, 64 // height)
+    present = [label for label in dict.fromkeys([*classes, *labels]) if label in labels]
+    rows = [[i for i, other in enumerate(labels) if other == label] for label in present]
+    columns = max(map(len, rows))
+    if columns == 1:
+        columns = min(8, len(labels))
+        rows = [list(range(i, min(i + columns, len(labels)))) for i in range(0, len(labels), columns)]
+
+    font = caption_font()
+    unknown = bytes(font.getmask("\U0010ffff"))      # the box that stands for a letter the font lacks
+
+    def caption(label: int) -> str:
+        name = display_names[label] if display_names and label < len(display_names) else ""
+        name = " ".join(name.split())      # the font writes one line
+        return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
+
+    texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]
+    texts = [text if len(text) <= 40 else text[:39] + "…" for text in texts]
+    margin = 12 + max(math.ceil(font.getlength(text)) for text in texts)
+    cell_w, cell_h = width * zoom + 2, height * zoom + 2
+    grid = Image.new("RGB", (margin + columns * cell_w, len(rows) * cell_h), "white")
+    pen = ImageDraw.Draw(grid)
+    for r, row in enumerate(rows):
+        pen.text((6, r * cell_h + cell_h / 2), texts[r], fill="black", font=font, anchor="lm")
+        for c, i in enumerate(row):
+            picture = Image.fromarray(images[i]).resize((width * zoom, height * zoom), Image.Resampling.NEAREST)
+            grid.paste(picture, (margin + c * cell_w + 1, r * cell_h + 1))
+    return grid
+
+
+def save_image(image: Image.Image, path: Path, record: dict[str, object] | None = None) -> None:
+    """Writes a PNG; `record` is kept in it as text, a line of JSON."""
+    info = PngInfo()
+    if record is not None:
+        info.add_text("drawn", json.dumps(record))
+    with beside(path) as partial:
+        image.save(partial, format="PNG", pnginfo=info)
+
+
+def write_grid(
+    batches: Iterable[Batch], path: Path, display_names: list[str] | None, classes: Iterable[int] = (),
+) -> None:
+    """Consumes the gathered batches of all ranks; the main one writes the grid."""
+    parts = list(batches)
+    if PartialState().is_main_process:
+        labels = torch.cat([labels for _, labels, _ in parts]).tolist()
+        grid = draw_grid(torch.cat([images for *_, images in parts]), labels, display_names, classes)
+        save_image(grid, path, describe_device(PartialState().device))
+
+
+def write_pngs(batches: Iterable[Batch], folder: Path) -> None:
+    """Consumes the gathered batches of all ranks; the main one writes each image as `<seed>_<label>.png`."""
+    for seeds, labels, images in batches:
+        if PartialState().is_main_process:
+            for seed, label, image in zip(seeds.tolist(), labels.tolist(), images.numpy(), strict=True):
+                save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png",
+                           describe_device(PartialState().device))
+
+
+def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str, str] = ("arr_0", "arr_1")) -> None:
+    """Consumes the gathered batches of all ranks; the main one streams them into an npz, by default in ADM's keys.
+
+    The first of `keys` are the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, the second the labels
+    (N,), `seeds` the seeds (N,), both int64. The archive's comment says by which device they were drawn.
+    """
+    if not PartialState().is_main_process:
+        for _ in batches:      # every rank draws its share
+            pass
+        return
+    labels_of_all, seeds_of_all, header_written = [], [], False
+    with beside(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+        archive.comment = json.dumps(describe_device(PartialState().device)).encode()
+        with archive.open(f"{keys[0]}.npy", "w", force_zip64=True) as file:
+            for seeds, labels, images in batches:
+                if not header_written:
+                    descr = np.lib.format.dtype_to_descr(images.numpy().dtype)
+                    header = {"descr": descr, "fortran_order": False, "shape": (count, *images.shape[1:])}
+                    np.lib.format.write_array_header_1_0(file, header)
+                    header_written = True
+                file.write(images.numpy().tobytes())
+                labels_of_all.append(labels.numpy())
+                seeds_of_all.append(seeds.numpy())
+        for key, values in ((keys[1], labels_of_all), ("seeds", seeds_of_all)):
+            buffer = io.BytesIO()
+            np.save(buffer, np.concatenate(values))
+            archive.writestr(f"{key}.npy", buffer.getvalue())

@@ -1,0 +1,1 @@
+"""Images -> features -> scores against a reference, and the record of them."""

@@ -1,0 +1,319 @@
+"""Images -> features: the Inception of 2015 as ADM's graph or in PyTorch, DINOv2, plain pixels, or a TorchScript file.
+
+Every extractor takes uint8 images (B, H, W, 3) as they are; resizing and scaling belong to it and are stated by it.
+"""
+
+import contextlib
+import os
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn.functional import adaptive_avg_pool2d, interpolate
+
+import autoencoder as autoencoders
+from runtime import files
+from runtime.schema import first_line
+from scoring.metrics import exact_float32
+
+EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
+ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
+INCEPTION_URL = ("https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
+                 "weights-inception-2015-12-05-6726825d.pth")     # the name ends in the first digits of its SHA-256
+DINOV2_REPO = "timm/vit_large_patch14_dinov2.lvd142m"
+NUM_SPATIAL = 7      # channels of mixed_6/conv that sFID looks at: 17 × 17 × 7 = 2023 values
+
+
+@dataclass(frozen=True)
+class Extractor:
+    """Named features of images, and what has to be known of them for two scores to compare.
+
+    `compute` maps uint8 images (B, H, W, 3), on any device, to float32 features: "pool" (B, D), which every distance
+    and neighbourhood is measured on, and of Inception also "spatial" (B, 2023) and "probs" (B, classes).
+    """
+
+    name: str
+    space: str                  # features compare within a space: those of adm and inception do
+    distance: str               # what a Fréchet distance between its "pool" features is called
+    sizes: dict[str, int]       # length of each feature
+    input: str                  # input size, resize rule and value range, in words
+    compute: Callable[[Tensor], dict[str, Tensor]]
+    weights: str | None = None  # path of the weights, None where there are none
+    sha256: str | None = None   # of the weights
+    library: str | None = None  # the package whose version matters
+
+
+def load(
+    name: str, weights: str | Path | None = None, sha256: str | None = None, device: torch.device | str = "cpu",
+) -> Extractor:
+    """Loads one of EXTRACTORS; `weights` is a local path, else they are downloaded once, and `sha256` must be theirs.
+
+    Draws no random numbers from the caller's generators. Raises ValueError for a name that is none, weights that
+    cannot be had, or a hash that differs.
+    """
+    if name not in EXTRACTORS:
+        raise ValueError(f"features={name} is not one of {', '.join(EXTRACTORS)}.")
+    if name == "pixels":
+        if weights or sha256:
+            raise ValueError("features=pixels has no weights: leave features_weights and sha256 at null.")
+        return pixels()
+    if weights is not None and not Path(weights).is_file():
+        raise ValueError(f"features_weights={weights} is not a file.")
+    with torch.random.fork_rng(devices=[]):      # a network is filled at random before its weights are read
+        return {"adm": adm, "inception": inception, "dinov2": dinov2, "torchscript": torchscript}[name](
+            weights and Path(weights), sha256, device)
+
+
+def extract(
+    extractor: Extractor, batches: Iterable[tuple[Tensor, Tensor]],
+) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+    """Turns (indices (B,), images (B, H, W, 3) uint8) into (indices, named features); those of index -1 are dropped.
+
+    Raises ValueError where a feature is not finite.
+    """
+    for indices, images in batches:
+        assert images.dtype == torch.uint8 and images.ndim == 4 and images.shape[3] == 3, (images.dtype, images.shape)
+        real = indices.to(images.device) >= 0
+        if not real.any():
+            continue
+        with torch.no_grad(), exact_float32():
+            features = extractor.compute(images[real])
+        indices = indices[indices >= 0].cpu()
+        for name, values in features.items():
+            if not (finite := values.isfinite().all(1).cpu()).all():
+                raise ValueError(
+                    f"The {extractor.name} features ({name}) of {int((~finite).sum())} of {len(finite)} images are not "
+                    f"finite, of image {int(indices[~finite][0])} first: the images or the weights are damaged."
+                )
+        yield indices, features
+
+
+# ---- the weights ----------------------------------------------------------------------------------------------------
+
+
+def fetch(url: str, name: str) -> Path:
+    """Downloads a file once into torch.hub's folder (TORCH_HOME moves it); raises ValueError where it cannot."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
+    if not path.is_file():
+        try:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            torch.hub.download_url_to_file(url, str(path))
+        except Exception as error:      # urllib, ssl and socket each have their own
+            raise ValueError(
+                f"{name} is not at {path} and could not be downloaded ({type(error).__name__}: {error}). On a machine "
+                f"with network fetch {url}, copy it here, and pass features_weights=path/to/{path.name}."
+            ) from error
+    return path
+
+
+def verified(path: Path, sha256: str | None, published: bool = True) -> str:
+    """Returns the SHA-256 of weights once it is the expected one; raises ValueError with both where it is not.
+
+    The expected one is `sha256` and, for a `published` file that never changes, what `record_hash` wrote beside it.
+    """
+    found, record = files.sha256(path), path.with_name(f"{path.name}.sha256")
+    if sha256 is not None and found != sha256.lower():
+        raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
+    if published and os.path.lexists(record):
+        recorded = (record.read_text(encoding="utf-8").split() or ["nothing"])[0]
+        if recorded != found:
+            raise ValueError(
+                f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded[:64]}, from its first use: "
+                f"the file has changed. Fetch it again; or, if the change was meant, delete {record}."
+            )
+    return found
+
+
+def record_hash(path: Path, found: str) -> None:
+    """Writes the SHA-256 of published weights into `<name>.sha256` at their first use, once they have proved right."""
+    record = path.with_name(f"{path.name}.sha256")
+    if not os.path.lexists(record):
+        try:
+            files.write_text(record, f"{found}  {path.name}\n")      # what `sha256sum -c` reads
+        except OSError as error:
+            print(f"The SHA-256 of {path} could not be recorded beside it ({error}): give sha256={found} to check it.")
+
+
+# ---- Inception, of 2015 ---------------------------------------------------------------------------------------------
+
+
+def adm(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
+    """Loads the frozen graph that OpenAI's evaluator runs; TensorFlow runs it on the CPU and never sees a GPU."""
+    path = weights or fetch(ADM_GRAPH_URL, "ADM's Inception graph")
+    digest = verified(path, sha256)
+    os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
+    try:
+        import tensorflow as tf
+    except ModuleNotFoundError as error:
+        raise ValueError("features=adm needs TensorFlow, which is not installed: pip install -r requirements.txt, or "
+                         "set features=inception, the same weights in PyTorch.") from error
+
+    if tf.config.get_visible_devices("GPU"):
+        tf.config.set_visible_devices([], "GPU")
+    with contextlib.suppress(RuntimeError):     # already running in this process
+        tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
+
+    def imported(images: object) -> list:
+        nodes = ["pool_3:0", "mixed_6/conv:0", "softmax/logits/MatMul"]
+        # The graph's own input is a batch of one; fed here, its resize to 299 and everything after take any batch.
+        return tf.graph_util.import_graph_def(graph, {"ExpandDims:0": images}, nodes, name="")
+
+    @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.float32)])
+    def run(images: object) -> tuple:
+        pool, spatial, product = imported(images)
+        pool = tf.reshape(pool, [-1, pool.shape[-1]])
+        logits = tf.matmul(pool, product.inputs[1])      # without the bias, as ADM does
+        return pool, tf.reshape(spatial[..., :NUM_SPATIAL], [tf.shape(pool)[0], -1]), tf.nn.softmax(logits)
+
+    try:
+        graph = tf.compat.v1.GraphDef.FromString(path.read_bytes())
+        sizes = [value.shape[1] for value in run(tf.zeros([1, 8, 8, 3]))]
+    except Exception as error:      # protobuf's DecodeError, or a graph without these nodes
+        raise ValueError(f"{path} is not the Inception graph that ADM's evaluator runs: "
+                         f"{first_line(error)}.") from error
+
+    def compute(images: Tensor) -> dict[str, Tensor]:
+        values = run(tf.constant(images.cpu().numpy(), tf.float32))
+        return {name: torch.from_numpy(value.numpy().copy()).to(device)
+                for name, value in zip(("pool", "spatial", "probs"), values, strict=True)}
+
+    record_hash(path, digest)
+    return Extractor(
+        "adm", "inception-2015", "fid", dict(zip(("pool", "spatial", "probs"), sizes, strict=True)),
+        "299x299 by TensorFlow 1's bilinear (no antialiasing, corners not aligned), (x - 128) / 128, inside the graph",
+        compute, str(path), digest, "tensorflow",
+    )
+
+
+def inception(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
+    """Loads torch-fidelity's inception-v3-compat: the weights and the resize of ADM's graph, on the training device."""
+    from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
+
+    path = weights or fetch(INCEPTION_URL, "torch-fidelity's Inception")
+    digest = verified(path, sha256)
+    if weights is None and not digest.startswith("6726825d"):
+        raise ValueError(f"{path} has SHA-256 {digest}, but its name promises one that begins with 6726825d: "
+                         f"delete it, and run again.")
+    try:
+        # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
+        autoencoders.require_unpacked(path)
+        torch.load(path, map_location="cpu", weights_only=True)
+        network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
+                                              feature_extractor_weights_path=str(path))
+    except Exception as error:
+        raise ValueError(f"{path} is not torch-fidelity's weights-inception-2015-12-05 as weights alone: "
+                         f"{first_line(error)}.") from error
+    network, caught = network.to(device), {}
+    # mixed_6/conv is the first branch of the third block after the reduction to 17 × 17, after its ReLU.
+    network.Mixed_6d.branch1x1.register_forward_hook(lambda module, args, output: caught.update(spatial=output))
+
+    def compute(images: Tensor) -> dict[str, Tensor]:
+        pool, logits = network(images.to(device).permute(0, 3, 1, 2).contiguous())
+        spatial = caught.pop("spatial")[:, :NUM_SPATIAL].permute(0, 2, 3, 1).flatten(1)     # channels last
+        return {"pool": pool, "spatial": spatial, "probs": logits.softmax(1)}
+
+    record_hash(path, digest)
+    return Extractor(
+        "inception", "inception-2015", "fid",
+        {"pool": 2048, "spatial": 17 * 17 * NUM_SPATIAL, "probs": len(network.fc.weight)},
+        "299x299 by TensorFlow 1's bilinear (no antialiasing, corners not aligned), (x - 128) / 128",
+        compute, str(path), digest, "torch-fidelity",
+    )
+
+
+# ---- other features -------------------------------------------------------------------------------------------------
+
+
+def dinov2(
+    weights: Path | None, sha256: str | None, device: torch.device | str,
+    architecture: str = "vit_large_patch14_dinov2",
+) -> Extractor:
+    """Loads DINOv2's ViT-L/14 through timm; its normalised class token (1024) is what FD-DINOv2 is measured on."""
+    import timm
+    from safetensors.torch import load_file
+
+    is_local = weights is not None      # the hub's cache keeps its own record
+    if weights is None:
+        from huggingface_hub import hf_hub_download
+
+        try:
+            weights = Path(hf_hub_download(DINOV2_REPO, "model.safetensors"))
+        except Exception as error:      # huggingface_hub and its HTTP client each have their own
+            raise ValueError(
+                f"features=dinov2 needs {DINOV2_REPO} from the Hugging Face hub, which is not in the cache and could "
+                f"not be fetched ({type(error).__name__}). On a machine with network run `hf download {DINOV2_REPO} "
+                f"model.safetensors --local-dir dinov2`, copy it here, and pass its path as features_weights."
+            ) from error
+    digest = verified(weights, sha256, published=is_local)
+    try:
+        state = load_file(weights)
+        state["pos_embed"] = positions_at_224(state["pos_embed"])
+        network = timm.create_model(architecture, pretrained=False, img_size=224, num_classes=0)
+        network.load_state_dict(state)
+    except Exception as error:
+        raise ValueError(f"{weights} is not timm's {architecture} in safetensors: "
+                         f"{first_line(error)}.") from error
+    if is_local:
+        record_hash(weights, digest)
+    network = network.to(device).eval().requires_grad_(False)
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1)
+                 for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
+
+    def compute(images: Tensor) -> dict[str, Tensor]:
+        x = images.to(device).permute(0, 3, 1, 2).float()
+        if x.shape[2:] != (224, 224):
+            x = interpolate(x, (224, 224), mode="bicubic", antialias=True).clamp(0, 255)
+        return {"pool": network((x / 255 - mean) / std)}
+
+    return Extractor("dinov2", "dinov2", "fd_dinov2", {"pool": network.num_features},
+                     "224x224 by antialiased bicubic, clipped to [0, 255], ImageNet's mean and std",
+                     compute, str(weights), digest, "timm")
+
+
+def positions_at_224(positions: Tensor) -> Tensor:
+    """Resamples DINOv2's position embeddings (1, 1 + 37², C) to 16 × 16 patches as its own code does.
+
+    That is bicubic without antialiasing at a scale of (16 + 0.1) / 37; timm's resampling gives other features.
+    """
+    token, grid = positions[:, :1], positions[:, 1:]
+    side = round(grid.shape[1] ** 0.5)
+    grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)
+    grid = interpolate(grid, scale_factor=(16 + 0.1) / side, mode="bicubic")
+    return torch.cat([token, grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
+
+
+def pixels() -> Extractor:
+    """Makes features of the image itself, averaged to 8 × 8: no weights, no semantics, and never to be called FID."""
+    def compute(images: Tensor) -> dict[str, Tensor]:
+        small = adaptive_avg_pool2d(images.permute(0, 3, 1, 2).float() / 255, 8)
+        return {"pool": small.permute(0, 2, 3, 1).flatten(1)}
+
+    return Extractor("pixels", "pixels-8x8", "fd_pixels", {"pool": 8 * 8 * 3},
+                     "8x8 by averaging over boxes, [0, 1]: 192 values", compute)
+
+
+def torchscript(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
+    """Loads a TorchScript file of the user's own: it maps uint8 (B, 3, H, W) of any size to features (B, D).
+
+    TorchScript is a program: loading one runs what its author wrote, so load only files that you trust.
+    """
+    if weights is None:
+        raise ValueError("features=torchscript needs features_weights=path/to/file.pt, a TorchScript file of your own.")
+    digest = verified(weights, sha256, published=False)
+    try:
+        network = torch.jit.load(weights, map_location=device).eval()
+        with torch.no_grad():
+            size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
+    except Exception as error:
+        raise ValueError(f"{weights} is not TorchScript that takes uint8 images (B, 3, H, W) of any size: "
+                         f"{first_line(error)}.") from error
+    if len(size) != 2 or size[0] != 2:
+        raise ValueError(f"{weights} maps two images to a tensor of shape {tuple(size)}; features are (B, D).")
+
+    def compute(images: Tensor) -> dict[str, Tensor]:
+        return {"pool": network(images.to(device).permute(0, 3, 1, 2).contiguous()).float()}
+
+    return Extractor("torchscript", f"torchscript {digest}", "fd_torchscript", {"pool": size[1]},
+                     "uint8 as it is; the file resizes and scales", compute, str(weights), digest)

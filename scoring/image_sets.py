@@ -1,0 +1,160 @@
+"""Images of any origin, by index."""
+
+import hashlib
+import math
+import zipfile
+import zlib
+from collections import Counter
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from torch import Tensor
+from tqdm import tqdm
+
+import autoencoder as autoencoders
+from latents.folder import open_latents
+from latents.images import UnreadableImage, open_image, open_source
+from runtime import files
+
+Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
+
+
+# ---- images, by index -----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Images:
+    """A set of images that are all of one size, read by index, and what a record says of them."""
+
+    count: int
+    read: Callable[[np.ndarray], Tensor]      # indices (B,) -> uint8 (B, H, W, 3)
+    record: dict
+
+
+def evenly(count: int, num: int) -> np.ndarray:
+    """Picks `num` of `count` indices, evenly spread: sources are sorted by class, and the first would be of few."""
+    return np.arange(num) * count // num
+
+
+def open_images(
+    key: str,                               # the option that the path came from, for the sentences
+    path: str,
+    resolution: int | None = None,
+    device: torch.device | str = "cpu",     # this and the others: of latents, which are decoded
+    autoencoder: str | None = None,         # None: as the folder says
+    decode_batch_size: int | None = None,
+) -> Images:
+    """Opens a folder or zip of images, an npz with `arr_0`, or a folder of latents, and looks at every image's size.
+
+    Raises ValueError for what cannot be scored.
+    """
+    if not Path(path).exists():
+        raise ValueError(f"{key}={path} does not exist (looked from {Path.cwd()}).")
+    if Path(path).suffix == ".npz":
+        if resolution is not None:
+            raise ValueError(f"resolution={resolution} is for folders and zips; {key}={path} is read as it is.")
+        return open_npz(key, path)
+    if (Path(path) / "metadata.json").is_file():
+        if resolution is not None:
+            raise ValueError(f"resolution={resolution} is for folders and zips; latents have their own.")
+        return open_decoded(path, device, autoencoder, decode_batch_size)
+    return open_files(key, path, resolution)
+
+
+def open_npz(key: str, path: str) -> Images:
+    """Opens the images of an npz, which are read out of the file when they are asked for."""
+    try:
+        file = zipfile.ZipFile(path).open("arr_0.npy")      # noqa: SIM115      (for as long as it is read)
+        np.lib.format.read_magic(file)
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)      # numpy's for every plain array
+    except KeyError:
+        raise ValueError(f"{key}={path} holds no images: it has no key arr_0.") from None
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
+        raise ValueError(f"{key}={path} is not a whole npz ({error}).") from error
+    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or 0 in shape:
+        raise ValueError(f"{key}={path}: arr_0 is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
+    first, size = file.tell(), math.prod(shape[1:])
+
+    def read(indices: np.ndarray) -> Tensor:
+        pixels = bytearray()
+        try:
+            for index in indices.tolist():
+                file.seek(first + index * size)      # which reads all between, and from the start to go back
+                pixels += file.read(size)
+            return torch.frombuffer(pixels, dtype=torch.uint8).view(len(indices), *shape[1:])
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+            raise ValueError(f"{key}={path} is damaged before image {indices[-1] + 1} ({error}).") from error
+
+    record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(shape[1:3])}
+    return Images(shape[0], read, record)
+
+
+def open_decoded(
+    path: str, device: torch.device | str, autoencoder: str | None = None, decode_batch_size: int | None = None,
+) -> Images:
+    """Opens a latent folder as the images that its autoencoder makes of it; of moments, those of the means."""
+    latents = open_latents(path)
+    decoder = autoencoders.load_decoder(autoencoder or latents.autoencoder, latents.shape, latents.convention, device,
+                                        batch_size=decode_batch_size, asked=autoencoder is not None)
+
+    def read(indices: np.ndarray) -> Tensor:
+        stored = torch.from_numpy(latents.read(indices)[0]).to(device).float()
+        return decoder.decode(stored[:, : latents.shape[0]])
+
+    side = [length * decoder.downsample for length in latents.shape[1:]]
+    record = {"path": str(path), "fingerprint": latents.fingerprint, "size": side, "autoencoder": decoder.name}
+    return Images(latents.count, read, record)
+
+
+def open_files(key: str, path: str, resolution: int | None) -> Images:
+    """Opens a folder or zip; reads each file once, for its size and for the hash of them all."""
+    try:
+        source = open_source(path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("source=", f"{key}=")) from error
+    if source.not_images and PartialState().is_main_process:
+        print(f"{key}={path}: {len(source.not_images)} files are no images by their names and are passed over: "
+              f"{', '.join(source.not_images[:5])}{' …' if len(source.not_images) > 5 else ''}.")
+    digest, sizes, broken = hashlib.sha256(), Counter(), []
+    for index in tqdm(range(len(source)), desc="looking at files", unit="img", delay=2, leave=False,
+                      disable=not PartialState().is_main_process or None):
+        try:
+            data = source.read(index)
+            with open_image(data) as image:     # the header only
+                sizes[image.size] += 1
+        except (UnreadableImage, OSError) as error:
+            broken.append(f"{source.names[index]} ({error})")
+            continue
+        digest.update(hashlib.sha256(data).digest())
+    if broken:
+        raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images: "
+                         f"{', '.join(broken[:5])}{' …' if len(broken) > 5 else ''}. Remove or replace them.")
+    if len(sizes) > 1 and resolution is None:
+        most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in sizes.most_common(3))
+        raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}{', …' if len(sizes) > 3 else ''}): "
+                         f"bring them to one, or set resolution= to scale and crop them by ADM's rule.")
+
+    def read(indices: np.ndarray) -> Tensor:
+        try:
+            return torch.from_numpy(np.stack(list(pool.map(lambda i: source.pixels(int(i), resolution), indices))))
+        except UnreadableImage as error:
+            raise ValueError(f"{key}={path}: one of the images {source.names[indices[0]]} to "
+                             f"{source.names[indices[-1]]} is damaged ({error}). Remove or replace it.") from error
+
+    pool = ThreadPoolExecutor(8)
+    size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
+    record = {"path": str(path), "sha256": digest.hexdigest(), "size": size, "not_images": len(source.not_images)}
+    return Images(len(source), read, record)
+
+
+def read_over_ranks(images: Images, chosen: np.ndarray, todo: np.ndarray, batch_size: int) -> Indexed:
+    """Reads this rank's share of images `chosen[todo]`, batch by batch, with their places in `chosen`."""
+    state = PartialState()
+    for start in range(state.process_index * batch_size, len(todo), batch_size * state.num_processes):
+        indices = todo[start : start + batch_size]
+        yield torch.from_numpy(indices), images.read(chosen[indices])

@@ -1,0 +1,120 @@
+"""A row of results.jsonl: what was scored, with what, and whether it was scored before."""
+
+import importlib.metadata
+import json
+import platform
+import time
+from pathlib import Path
+from typing import Annotated
+
+import torch
+from accelerate import PartialState
+from pydantic import Field
+
+from runtime import files
+from runtime.command import commit
+from runtime.device import describe_device
+from runtime.schema import Number, Settings, Size, Steps, Whole, one_of
+from sampling.options import Pair, SamplerSettings
+from scoring.features import Extractor
+from scoring.statistics import SCORING_VERSION, Reference
+from weights.records import DIFFUSIONS
+
+AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
+Metrics = Annotated[list[str], Field(min_length=1)]
+
+
+class Published(Settings):
+    """Scores that somebody has published and how the images were drawn: of configs/gauge, or of an experiment."""
+
+    where: str
+    scores: dict[str, Number]
+    tolerance: dict[str, Number] = {}               # how far from them ours may lie, where anybody knows
+    diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
+    step: Whole | None = None                       # after which they were drawn; None: whatever ours says
+    num_samples: AtLeastTwo = 50_000
+    num_steps: Steps | None = None                  # None where the images themselves are published
+    sampler: SamplerSettings = SamplerSettings()
+    scale: Number | None = None
+    interval: Pair | None = None
+    channels: Size | None = None
+
+
+def versions(extractor: Extractor) -> dict[str, str]:
+    names = ["numpy", "scipy", "accelerate", *([extractor.library] if extractor.library else [])]
+    return {"python": platform.python_version(), "torch": torch.__version__,      # with its CUDA, +cu130
+            **{name: importlib.metadata.version(name) for name in names}}
+
+
+def describe_extractor(extractor: Extractor) -> dict:
+    return {key: getattr(extractor, key) for key in ("name", "space", "input", "weights", "sha256")}
+
+
+def describe_autoencoder(name: str, decode_precision: str) -> dict:
+    vae = Path(name) if Path(name).is_file() else Path(name) / "diffusion_pytorch_model.safetensors"
+    return {"autoencoder": name, "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None,
+            "decode_precision": decode_precision}
+
+
+def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
+    """Records which classes are drawn: "all", a list, or in place of a long list its length and hash."""
+    if classes == list(range(num_classes)):
+        return "all"
+    if len(classes) <= 100:
+        return classes
+    return {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
+
+
+def result_row(
+    scores: dict[str, float | None],    # None where they are still to be had
+    count: int,                         # of images
+    source: dict,                       # what the images are, or were drawn of and how
+    extractor: Extractor,
+    reference: Reference,
+    *,
+    seconds: float,
+    batch_size: int,
+    image_rule: str,                    # how uint8 was made
+    resolution: int | None = None,      # that images were brought to
+    resumed_images: int = 0,            # of which kept features were found
+) -> dict:
+    """Puts scores beside all that they depend on: a row of results.jsonl."""
+    state = PartialState()
+    return {
+        "metrics": scores, "images": count, "source": source, "resumed_images": resumed_images,
+        "extractor": describe_extractor(extractor), "reference": reference.record, "image_rule": image_rule,
+        "resolution": resolution, "batch_size": batch_size, "processes": state.num_processes,
+        **describe_device(state.device),
+        "versions": versions(extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
+        "seconds": seconds, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
+    }
+
+
+def read_results(path: Path) -> list[dict]:
+    """Reads the rows of results.jsonl, but for those that are no scores of ours."""
+    return [row for row in files.read_rows(path)
+            if isinstance(row.get("source"), dict) and isinstance(row.get("metrics"), dict)]
+
+
+# What a row of another version of the code differs in, too; older rows lack the last two, and have a hash of all code.
+BY_CODE = ("versions", "source.drawing_version", "scoring_version")
+
+
+def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | None:
+    """Finds in results.jsonl a row whose scores are those that `row`, still without any, is going to have.
+
+    With `whatever_code` it may be of another version. What else an old row does not tell does not set it apart.
+    """
+    def facts(row: dict) -> dict:
+        found = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
+        compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
+        found |= {key: row[key] for key in compared if key in row}
+        return {key: value for key, value in found.items() if not (whatever_code and key in BY_CODE)}
+
+    wanted = facts(json.loads(json.dumps(row)))
+    for old in read_results(path):
+        found = facts(old)
+        if (found and all(found.get(key, None if key in BY_CODE else value) == value for key, value in wanted.items())
+                and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys()):
+            return old
+    return None

@@ -1,0 +1,237 @@
+"""What holds for every block that the frame can be filled with: exact routes, positions that follow them, training."""
+
+import copy
+import math
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT, run_command
+from torch import nn
+
+import train
+from blocks import BLOCKS
+from dit import DiT, multiply_adds
+from edm import EDM
+from guidance import Guidance
+from objectives import DiffusionLoss
+from rf import RF
+from routing_module import Route, Router
+from training import speed
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.records import build_network
+
+every_block = pytest.mark.parametrize("block", BLOCKS)
+RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4, init="xavier",
+              routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)])
+
+
+def network(block, **options):
+    """A random network whose condition opens the gates of its blocks, so that an error inside them is seen."""
+    torch.manual_seed(0)
+    net = build_network({**RECORD, "block": block, **options})
+    net.y_embedder.embedding_table.weight.data.mul_(25)
+    return net
+
+
+def batch(size=4):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator), torch.arange(size) % 5
+
+
+def through_all_blocks(block):
+    """A network whose route spans all of its blocks, and what its tokens came out as and which of them stayed."""
+    net, seen = network(block, routes=[dict(selection_ratio=0.4, start_layer_idx=0, end_layer_idx=-1)]), {}
+
+    class Watched(Router):
+        def start_route(self, x, ids_keep):
+            seen.update(embedded=x, ids_keep=ids_keep)
+            return super().start_route(x, ids_keep)
+
+        def end_route(self, x_kept, ids_keep, original_x):
+            seen.update(x_kept=x_kept, rejoined=super().end_route(x_kept, ids_keep, original_x))
+            return seen["rejoined"]
+
+    net.router = Watched()
+    return net, seen
+
+
+@every_block
+def test_tokens_on_a_route_come_out_as_if_no_others_had_ever_been_there(block):
+    net, seen = through_all_blocks(block)
+    x, t, y = batch()
+    net(x, t, y, routes=net.routes)
+    assert seen["x_kept"].shape == (4, 10, 32)
+    c, weights = net.t_embedder(t) + net.y_embedder(y), list(net.blocks.parameters())
+    for b, ids in enumerate(seen["ids_keep"]):      # each sample by itself, in a sequence of its kept tokens
+        alone = seen["embedded"][b : b + 1, ids]
+        for layer in net.blocks:
+            alone = layer(alone, c[b : b + 1], ids[None])
+        torch.testing.assert_close(seen["x_kept"][b : b + 1], alone, rtol=0, atol=1e-5)
+        ours, theirs = (torch.autograd.grad(out.square().sum(), weights, retain_graph=True) for out in (seen["x_kept"][b], alone))
+        for one, other in zip(ours, theirs, strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max().clamp(min=1)))
+
+
+@every_block
+@torch.no_grad()
+def test_tokens_that_left_come_back_with_exactly_the_value_they_left_with(block):
+    net, seen = through_all_blocks(block)
+    net(*batch(), routes=net.routes)
+    kept = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], True)
+    assert torch.equal(seen["rejoined"][~kept], seen["embedded"][~kept])
+    assert not torch.equal(seen["rejoined"][kept], seen["embedded"][kept])
+
+
+@every_block
+@torch.no_grad()
+def test_every_block_is_told_where_its_tokens_lie(block):
+    net, told = network(block, depth=5, routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2)]), []
+    for layer in net.blocks:
+        layer.register_forward_pre_hook(lambda layer, args: told.append(args[2]))
+    noise = torch.rand(4, 1, 16)
+    net(*batch(), routes=net.routes, mask_noise=noise)
+    ids_keep = Router().get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0])
+    expected = [torch.arange(16)[None], ids_keep, ids_keep, torch.arange(16)[None], torch.arange(16)[None]]
+    assert all(torch.equal(one, other) for one, other in zip(told, expected, strict=True))
+
+
+@pytest.mark.parametrize("block", ["lightning"])      # DiT's knows a token's place from pos_embed alone
+@torch.no_grad()
+def test_positions_that_do_not_follow_the_route_are_noticed(block):
+    net, (x, t, y) = network(block), batch()
+    noise = torch.rand(4, 1, 16)
+    exact = net(x, t, y, routes=net.routes, mask_noise=noise)
+    wrong = copy.deepcopy(net)
+    for layer in wrong.blocks:      # as if the first K places of the grid were those of the kept tokens
+        plain = layer.forward
+        layer.forward = lambda x, c, positions, plain=plain: plain(x, c, torch.arange(x.shape[1])[None])
+    assert torch.equal(wrong(x, t, y), net(x, t, y))
+    assert (wrong(x, t, y, routes=net.routes, mask_noise=noise) - exact).abs().max() > 1e-2
+
+
+@every_block
+@torch.no_grad()
+def test_ratio_0_is_the_dense_network_bit_for_bit_and_another_is_not(block):
+    net, (x, t, y) = network(block), batch()
+    dense = net(x, t, y)
+    assert torch.equal(net(x, t, y, routes=(Route(0, 2, 0.0),)), dense)
+    assert not torch.allclose(net(x, t, y, routes=(Route(0, 2, 0.5),)), dense, atol=1e-3)
+
+
+@pytest.mark.parametrize("block", ["dit", "lightning"])
+@torch.no_grad()
+def test_normalised_queries_and_keys_forget_how_long_they_were(block):
+    for qk_norm in (True, False):
+        net, (x, t, y) = network(block, qk_norm=qk_norm), batch()
+        before = net(x, t, y)
+        net.blocks[1].attn.qkv.weight[:64] *= 3
+        assert torch.allclose(net(x, t, y), before, atol=1e-4) == qk_norm
+
+
+@every_block
+def test_adaln_zero_starts_every_block_as_the_identity_and_the_network_as_zero(block):
+    net = network(block, init="adaln_zero")
+    h, c = torch.randn(2, 7, 32), torch.randn(2, 32)
+    assert torch.equal(net.blocks[1](h, c, torch.arange(7)[None]), h)
+    assert (net(*batch()) == 0).all()
+
+
+@every_block
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_gradients_reach_every_parameter_and_are_those_of_recomputed_activations(block, dtype):
+    gradients = []
+    for recomputed in (False, True):
+        net = network(block)
+        if recomputed:
+            speed.recompute_activations(net)
+        torch.manual_seed(2)
+        with torch.autocast("cpu", dtype, enabled=dtype != torch.float32):
+            net(*batch(), routes=net.routes).float().square().mean().backward()
+        assert all((parameter.grad != 0).any() and parameter.grad.isfinite().all() for parameter in net.parameters())
+        gradients.append([parameter.grad for parameter in net.parameters()])
+    assert all(torch.equal(one, other) for one, other in zip(*gradients, strict=True))
+
+
+@every_block
+def test_the_routed_network_is_one_graph_and_is_not_compiled_again(block, fresh_accelerator):
+    from torch._dynamo.testing import CompileCounter
+
+    net, counter = network(block), CompileCounter()
+    net.compile(backend=counter, dynamic=False, fullgraph=True)
+    called = Accelerator(mixed_precision="bf16", cpu=True).prepare(net)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        called(*batch(), routes=net.routes).sum().backward()
+    assert counter.frame_count == 1
+
+
+@every_block
+def test_the_loss_falls(block, fresh_accelerator):
+    """One picture a class, with the draws of three steps in turn, so that thirty steps tell."""
+    net, accelerator, losses = network(block, init="adaln_zero"), Accelerator(cpu=True), []
+    objective = DiffusionLoss(net, RF(cosine_weight=1))
+    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(net.parameters(), fused=True))
+    y = torch.arange(8) % 4
+    for step in range(30):
+        torch.manual_seed(step % 3)
+        losses.append(train.train_step(accelerator, called, objective, optimizer, 0.5 * batch()[0][y], y, {}, lr=2e-3,
+                                       label_dropout=0.1, clip_norm=None, num_parts=1)[0].item())
+    assert sum(losses[-3:]) < 0.7 * sum(losses[:3]) and all(map(math.isfinite, losses))
+
+
+@every_block
+def test_a_run_that_stops_and_goes_on_equals_one_that_did_not_bit_for_bit(block, tmp_path, fresh_accelerator):
+    folder = ROOT / "tests/before/latents"
+    settings = ["model=tread", "diffusion=rf_lightning", "data=folder", f"data.path={folder}", "samples.every=0", "precision=fp32",
+                f"model.backbone_type={next(iter(BLOCKS[block].models))}", "model.hidden_size=16", "model.num_heads=2", "model.depth=6",
+                "model.patch_size=2", "batch_size=6", "compile=false", "cpu=true"]
+    for run, ends in (("whole", [4]), ("parts", [2, 4])):
+        for steps in ends:
+            fresh_accelerator(reset_partial_state=True)
+            run_command(train.main, "train.py", *settings, f"steps={steps}", f"run_dir={tmp_path / run}")
+    whole, parts = (checkpoints.latest(tmp_path / run) for run in ("whole", "parts"))
+    for name in ("model", "ema", "training"):
+        one, other = (checkpoints.load(end, name) for end in (whole, parts))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+    trained = load_trained(tmp_path / "parts")
+    assert type(trained.net.blocks[0]) is BLOCKS[block].block and trained.diffusion.cosine_weight == 1
+    with pytest.raises(SystemExit, match=r"was trained with another network.*'qk_norm': False.*'qk_norm': True|block \w+ has none"):
+        run_command(train.main, "train.py", *settings, "steps=5", "model.qk_norm=true", f"run_dir={tmp_path / 'parts'}")
+
+
+@every_block
+@torch.no_grad()
+def test_both_samplers_take_the_network_guided_by_the_label_and_by_ratios(block):
+    net, noise, y = network(block).eval(), batch()[0], torch.arange(4) % 4
+    for path in (EDM(), RF()):
+        plain = path.sample(net, noise, y, num_steps=2)
+        for guidance in (Guidance(2.0), Guidance(2.0, 0.2, 0.6, drop_label=False)):
+            guided = path.sample(net, noise, y, num_steps=2, guidance=guidance)
+            assert guided.isfinite().all() and not torch.allclose(guided, plain, atol=1e-3)
+
+
+@every_block
+def test_float8_takes_all_that_tokens_pass_through_and_leaves_the_modulation(block):
+    pytest.importorskip("torchao")
+    net = network(block, hidden_size=96, num_heads=8)      # two thirds of four times 96 are 256
+    speed.multiply_in_float8(net, emulate=True)
+    for name, layer in net.blocks[0].named_modules():
+        if isinstance(layer, nn.Linear):
+            assert (type(layer).__name__ == "Float8Linear") == ("adaLN_modulation" not in name), name
+    net(*batch(), routes=net.routes).sum().backward()
+
+
+def test_multiply_adds_of_lightningdit_match_the_closed_form():
+    D, N, depth, C = 48, 16, 3, 3
+    net = DiT(input_size=8, in_channels=C, hidden_size=D, depth=depth, num_heads=2, num_classes=5, block="lightning")
+    per_token = depth * (4 * D * D + 3 * 128 * D) + 2 * D * 4 * C      # qkv, projection, SwiGLU; patches in and out
+    per_sample = 256 * D + D * D + (6 * depth + 2) * D * D      # noise level; modulations
+    assert multiply_adds(net) == (N * per_token + per_sample, depth * 2 * N * N * D)
+
+
+@every_block
+def test_no_weight_of_one_block_marks_another(block):
+    keys = network(block).blocks[0].state_dict()
+    assert [name for name, kind in BLOCKS.items() if kind.mark in keys] == [block]

@@ -1,0 +1,126 @@
+"""LightningDiT against numbers that hustvl/LightningDiT produced (tests/published/lightning.json), and its weights."""
+
+import math
+
+import pytest
+import torch
+from safetensors.torch import save_file
+from test_published_parity import amplitude_of, assert_equal, fill, names, phase, published, signature, wave
+from torch import Tensor, nn
+
+from blocks.transformer import rotary_angles, rotate
+from dit import DiT, DiT_models, infer_architecture
+from rf import RF
+from weights.loading import load_trained
+
+THEIRS = published("lightning")
+TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10, block="lightning")
+
+
+def filled(net: DiT) -> DiT:
+    """As fill, with one added to the weights of norms, as the published side did."""
+    for key, weight in fill(net).state_dict().items():
+        if "norm" in key:
+            weight += 1
+    return net
+
+
+def test_both_sides_used_the_closed_form_as_weights():
+    net = filled(DiT(**TINY, qk_norm=True)).state_dict()
+    keys = sorted(set(net) - {"pos_embed"})
+    assert {key for key, _, _ in THEIRS["probes"]} == set(keys)
+    for key, i, theirs in THEIRS["probes"]:
+        closed_form = amplitude_of(net[key]) * math.sin(phase(i, keys.index(key))) + ("norm" in key)
+        assert net[key].flatten()[i].item() == pytest.approx(closed_form, abs=2e-7)
+        assert theirs == pytest.approx(closed_form, abs=2e-7)
+
+
+@pytest.mark.parametrize("case", THEIRS["forward"], ids=names(THEIRS["forward"]))
+@torch.no_grad()
+def test_a_dense_forward_equals_hustvl_lightningdit(case):
+    net = filled(DiT(**TINY | case["config"]))
+    assert_equal(net(wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])), case["out"])
+
+
+@pytest.mark.parametrize("size", THEIRS["sizes"], ids=names(THEIRS["sizes"]))
+def test_keys_shapes_and_counts_equal_hustvl_lightningdit(size):
+    with torch.device("meta"):
+        net = DiT_models[size["model"]](**size["config"])
+    assert signature({key: weight.shape for key, weight in net.state_dict().items()}) == size["signature"]
+    assert sum(weight.numel() for weight in net.parameters()) == size["trainable"]
+
+
+def test_the_initial_weights_have_the_spread_of_the_published_ones():
+    torch.manual_seed(0)
+    for key, weight in DiT(**TINY, qk_norm=True).state_dict().items():
+        if THEIRS["init"][key]:
+            assert weight.std().item() == pytest.approx(THEIRS["init"][key], rel=0.1), key
+        else:
+            assert (weight == THEIRS["init_constant"][key]).all(), key
+
+
+class Pointwise(nn.Module):
+    """The network of the published side, where t is 1 at the data and the velocity points to it."""
+
+    def forward(self, z: Tensor, t: Tensor, y: Tensor, routes=()) -> Tensor:
+        return -(torch.sin(1.5 * z) + (0.3 * torch.cos(1 - t) + 0.1 * y).view(-1, 1, 1, 1))
+
+
+@pytest.mark.parametrize("case", THEIRS["loss"], ids=names(THEIRS["loss"]))
+def test_the_loss_with_its_cosine_term_equals_hustvl_lightningdit(case):
+    x, eps, t, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    for weight in (0, 0.25, 1):
+        loss = RF(cosine_weight=weight).loss(Pointwise(), x, y, t=1 - t, eps=eps)
+        expected = [squared + weight * cosine for squared, cosine in zip(case["squared"], case["cosine"], strict=True)]
+        assert loss.tolist() == pytest.approx(expected, rel=1e-5)
+
+
+def test_a_network_that_answers_zero_gets_a_gradient_that_an_optimizer_can_forget():
+    net = DiT(**TINY)
+    x, y = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64)
+    assert (net(x, torch.rand(4), y) == 0).all()
+    RF(cosine_weight=1).loss(net, x, y).mean().backward()
+    assert 0 < net.final_layer.linear.weight.grad.abs().max() < 10
+
+
+def test_a_product_of_turned_queries_and_keys_depends_on_how_far_apart_they_lie_alone():
+    q, k = torch.randn(2, 1, 1, 1, 16)
+
+    def product(at_q: tuple[int, int], at_k: tuple[int, int]) -> float:
+        turned = [rotate(each, rotary_angles(torch.tensor([[row * 9 + column]]), 9, 16)) for each, (row, column) in ((q, at_q), (k, at_k))]
+        return (turned[0] * turned[1]).sum().item()
+
+    assert product((1, 2), (4, 3)) == pytest.approx(product((5, 7), (8, 8)), abs=1e-5)
+    for other in ((4, 4), (5, 3), (3, 4)):      # one column further, one row further, rows and columns changed
+        assert abs(product((1, 2), (4, 3)) - product((1, 2), other)) > 1e-3
+
+
+@pytest.mark.parametrize("model", ["LightningDiT-B/1", "LightningDiT-L/2"])      # 2048 hidden units, and 2730 of 2730.67
+@pytest.mark.parametrize("options", [{}, {"qk_norm": True, "input_size": 16, "in_channels": 32}])
+def test_the_architecture_is_read_off_the_weights(model, options):
+    with torch.device("meta"):
+        net = DiT_models[model](**options)
+    read = infer_architecture(net.state_dict())
+    assert read == {**DiT_models[model].keywords, "mlp_ratio": 4.0, "input_size": 32, "in_channels": 4, "num_classes": 1000,
+                    "learn_sigma": False, "qk_norm": False, **options}
+
+
+@pytest.mark.parametrize("mlp_ratio", [1.0, 2.7, 4.0, 5.5])
+def test_any_mlp_ratio_is_read_off_the_weights(mlp_ratio):
+    for hidden_size in (32, 44, 64):
+        net = DiT(**TINY | dict(hidden_size=hidden_size, num_heads=1, mlp_ratio=mlp_ratio))
+        again = DiT(**infer_architecture(net.state_dict(), num_heads=1))
+        assert again.blocks[0].mlp.w3.weight.shape == net.blocks[0].mlp.w3.weight.shape
+
+
+def test_a_file_as_hustvl_saves_it_loads_with_its_tables_of_angles_left_out(tmp_path):
+    net = filled(DiT(**TINY))
+    tables = {f"feat_rope.freqs_{name}": torch.randn(16, 16) for name in ("cos", "sin")}
+    theirs = {f"module.{key}": value for key, value in (net.state_dict() | tables).items()}
+    torch.save({"model": {}, "ema": theirs, "opt": {}, "config": {"train": {"max_steps": 80000}}}, tmp_path / "0080000.pt")
+    loaded = load_trained(tmp_path / "0080000.pt", diffusion="rf", num_heads=4).net
+    x, t, y = torch.randn(2, 4, 8, 8), torch.rand(2), torch.tensor([1, 10])
+    assert torch.equal(loaded(x, t, y), net(x, t, y))
+    save_file({key: value for key, value in net.state_dict().items() if "w12" not in key}, tmp_path / "partial.safetensors")
+    with pytest.raises(ValueError, match="These weights are not a DiT's: they lack"):
+        load_trained(tmp_path / "partial.safetensors", num_heads=4)

@@ -1,0 +1,750 @@
+"""What `data.py` promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
+
+import gzip
+import itertools
+import json
+import os
+import subprocess
+import sys
+import tarfile
+import threading
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT
+
+from autoencoder import Convention
+from latents import folder as latent_folder
+from latents import loader
+from latents.folder import Latents, kept_tokens, open_latents
+from latents.loader import batches, to_latent
+from latents.tars import TAR_INDEX
+
+COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
+
+
+def write_folder(folder, latents, labels, mirrored=None, shard=40, **record):
+    """Writes a latent folder by its documented format, with no code of ours."""
+    folder.mkdir(parents=True, exist_ok=True)
+    shards = []
+    for s, start in enumerate(range(0, len(latents), shard)):
+        names = {"latents": f"latents-{s:05d}.npy", "labels": f"labels-{s:05d}.npy"}
+        parts = {"latents": latents, "labels": labels}
+        if mirrored is not None:
+            names["mirrored"], parts["mirrored"] = f"mirrored-{s:05d}.npy", mirrored
+        for part, name in names.items():
+            np.save(folder / name, parts[part][start : start + shard])
+        shards.append({**names, "count": len(latents[start : start + shard])})
+    channels = latents.shape[1] // (2 if record.get("kind") == "moments" else 1)
+    record = {
+        "format": 1, "count": len(latents), "shape": [channels, *latents.shape[2:]], "dtype": "float16",
+        "kind": "sample", "mirrored": mirrored is not None, "num_classes": 7, "class_names": None,
+        "autoencoder": "sd_vae_ema", "scale": 0.18215, "shift": 0.0, "resolution": 32, "shards": shards,
+        "source": "here", "unreadable": [], **record,
+    }  # fmt: skip
+    (folder / "metadata.json").write_text(json.dumps(record))
+    return folder
+
+
+def numbered(count=COUNT, channels=4, size=4, seed=0):
+    """Latents of unit spread whose first value tells the image's number, exactly in float16."""
+    latents = np.random.default_rng(seed).standard_normal((count, channels, size, size)).astype(np.float16)
+    latents[:, 0, 0, 0] = np.arange(count) / 512 - 1
+    return latents
+
+
+def numbers(stored):
+    """Tells which images of `numbered` these are."""
+    return np.rint((np.asarray(stored)[:, 0, 0, 0].astype(np.float64) + 1) * 512).astype(int).tolist()
+
+
+def labels_of(count=COUNT):
+    return np.arange(count, dtype=np.int64) * 5 % 7
+
+
+def take(latents, num, batch_size, **how):
+    return [batch[:2] for batch in take_weighted(latents, num, batch_size, **how)]
+
+
+def take_weighted(latents, num, batch_size, **how):
+    stream = batches(latents, batch_size, arrays=["weight"], **how)
+    taken = [(stored, y, *arrays.values()) for stored, y, arrays in itertools.islice(stream, num)]
+    stream.close()
+    return taken
+
+
+@pytest.fixture
+def folder(tmp_path):
+    return write_folder(tmp_path / "set", numbered(), labels_of())
+
+
+# --- folders and batches
+
+
+def test_a_folder_tells_what_it_holds(tmp_path):
+    names = ["a", "b", "c", "d", "e", "f", "g"]
+    latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), class_names=names))
+    assert (latents.count, latents.shape, latents.kind, latents.mirrored) == (COUNT, (4, 4, 4), "sample", False)
+    assert (latents.num_classes, latents.class_names, latents.autoencoder) == (7, names, "sd_vae_ema")
+    assert latents.convention == Convention(0.18215)
+
+
+def test_read_returns_the_rows_that_were_asked_for_in_their_order(folder):
+    indices = np.array([102, 3, 40, 39, 3, 80])
+    stored, labels = open_latents(folder).read(indices)
+    assert stored.dtype == np.float16 and labels.dtype == np.int64
+    [(x, y)] = take(open_latents(folder), 1, 8, seed=0)
+    assert (x.dtype, tuple(x.shape), y.dtype, tuple(y.shape)) == (torch.float16, (8, 4, 4, 4), torch.int64, (8,))
+    np.testing.assert_array_equal(stored, numbered()[indices])
+    np.testing.assert_array_equal(labels, labels_of()[indices])
+
+
+def test_every_image_is_seen_at_most_once_an_epoch_and_only_the_rest_is_dropped(folder):
+    for epoch in range(3):
+        taken = take(open_latents(folder), 10, 10, seed=3, start=10 * epoch)
+        seen = [n for stored, _ in taken for n in numbers(stored)]
+        assert len(set(seen)) == 100
+
+
+def test_every_image_is_seen_where_the_batch_divides_the_count(tmp_path):
+    latents = open_latents(write_folder(tmp_path / "set", numbered(100), labels_of(100)))
+    seen = [n for stored, _ in take(latents, 10, 20, seed=3) for n in numbers(stored)]
+    first, second = seen[:100], seen[100:]
+    assert sorted(first) == sorted(second) == list(range(100))
+    assert first != second and first != list(range(100))
+
+
+def test_labels_stay_with_their_images(folder):
+    for stored, y in take(open_latents(folder), 12, 10, seed=1):
+        np.testing.assert_array_equal(y.numpy(), labels_of()[numbers(stored)])
+
+
+def test_the_shuffle_is_global(folder):
+    first = numbers(take(open_latents(folder), 1, 30, seed=0)[0][0])
+    assert {n // 40 for n in first} == {0, 1, 2}  # one batch meets every shard
+
+
+def test_another_seed_is_another_order_and_the_same_seed_the_same(folder):
+    latents = open_latents(folder)
+    orders = [numbers(take(latents, 1, 100, seed=seed)[0][0]) for seed in (0, 0, 1)]
+    assert orders[0] == orders[1] != orders[2]
+
+
+@pytest.mark.parametrize("world", [2, 4])
+def test_ranks_partition_each_global_batch_of_the_one_rank_run(tmp_path, world):
+    latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=numbered(seed=9)))
+    whole = take(latents, 14, 8, seed=5)  # twelve batches an epoch
+    parts = [take(latents, 14, 8, seed=5, rank=rank, world=world) for rank in range(world)]
+    for g, (stored, y) in enumerate(whole):
+        assert torch.equal(torch.cat([part[g][0] for part in parts]), stored)
+        assert torch.equal(torch.cat([part[g][1] for part in parts]), y)
+
+
+@pytest.mark.parametrize("start", [1, 9, 10, 11, 25])
+def test_resuming_gives_the_batches_of_a_run_that_was_not_stopped(tmp_path, start):
+    latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=numbered(seed=9)))
+    unbroken = take(latents, 28, 10, seed=5)  # ten batches an epoch
+    resumed = take(latents, 28 - start, 10, seed=5, start=start)
+    for (stored, y), (stored_again, y_again) in zip(unbroken[start:], resumed, strict=True):
+        assert torch.equal(stored, stored_again) and torch.equal(y, y_again)
+
+
+def test_the_order_is_the_one_that_was_written_down(folder):
+    """A change here breaks the resumption of every run there is."""
+    assert numbers(take(open_latents(folder), 1, 8, seed=0)[0][0]) == [85, 37, 20, 5, 86, 16, 74, 96]
+
+
+# --- mirrored copies
+
+
+def test_mirrored_copies_are_chosen_about_half_the_time_and_never_change_the_order(tmp_path):
+    plain, copies = numbered(1000), numbered(1000)
+    plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
+    alone = open_latents(write_folder(tmp_path / "a", plain, labels_of(1000), shard=300))
+    both = open_latents(write_folder(tmp_path / "b", plain, labels_of(1000), mirrored=copies, shard=300))
+    flips = []
+    for (x, y), (x_both, y_both) in zip(take(alone, 20, 100, seed=2), take(both, 20, 100, seed=2), strict=True):
+        assert numbers(x) == numbers(x_both) and torch.equal(y, y_both)
+        flips.append(x_both[:, 1, 0, 0].numpy())
+    flips = np.concatenate(flips)
+    assert abs(flips.mean() - 0.5) < 4 * 0.5 / np.sqrt(len(flips))
+    assert (flips[:1000] != flips[1000:]).any()  # a fresh coin each epoch
+    assert flips[:16].astype(int).tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1]  # which a resumed run draws again
+
+
+def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
+    plain, copies = numbered(), numbered(seed=9)
+    latents = open_latents(write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies))
+    indices, mirror = np.array([90, 5, 41, 5]), np.array([True, False, True, True])
+    stored, labels = latents.read(indices, mirror)
+    np.testing.assert_array_equal(stored, np.where(mirror[:, None, None, None], copies[indices], plain[indices]))
+    np.testing.assert_array_equal(labels, labels_of()[indices])
+
+
+# --- moments
+
+
+@pytest.mark.parametrize("kind", ["folder", "mirrored", "masks", "mirrored with masks", "tars of samples", "tars of moments"])
+def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_path, monkeypatch, kind):
+    monkeypatch.setattr(latent_folder, "CHUNK", 32)  # four copies, the last one short
+    if kind.startswith("tars"):
+        logvar = [numbered(seed=1)] * kind.endswith("moments")
+        write_tars(tmp_path, np.concatenate([numbered() / 0.18215, *logvar], axis=1), labels_of())
+        latents = open_latents(tmp_path, kind="moments" if logvar else "sample", scale=0.18215)
+    else:
+        write_folder(tmp_path, numbered(), labels_of(), -numbered() if "mirrored" in kind else None)
+        latents = open_latents(write_masks(tmp_path, masks_of()) if "masks" in kind else tmp_path)
+    for start, rank in ((0, 0), (13, 1)):  # 10 batches an epoch
+        how = dict(seed=3, start=start, rank=rank, world=2)
+        for ours, theirs in zip(take_weighted(latents, 21, 10, device="cpu", **how), take_weighted(latents, 21, 10, **how), strict=True):
+            assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(ours, theirs, strict=True))
+    assert not readers()
+
+
+def test_moments_are_sampled_with_their_mean_and_standard_deviation():
+    stored = torch.empty(20_000, 2, 2, 2, dtype=torch.float16)
+    stored[:, 0], stored[:, 1] = 1.5, 0.25
+    torch.manual_seed(0)
+    x = to_latent(stored, "moments")
+    assert x.dtype == torch.float32 and x.shape == (20_000, 1, 2, 2)
+    assert abs(x.mean().item() - 1.5) < 0.005 and abs(x.std().item() - 0.25) < 0.005
+    torch.manual_seed(0)
+    assert torch.equal(to_latent(stored, "moments"), x)  # the default generator and nothing else
+    assert not torch.equal(to_latent(stored, "moments"), x)
+
+
+def test_samples_are_only_widened():
+    stored = torch.randn(3, 4, 2, 2).half()
+    x = to_latent(stored, "sample")
+    assert x.dtype == torch.float32 and torch.equal(x, stored.float())
+
+
+def test_a_folder_of_moments_has_half_the_channels_it_stores(tmp_path):
+    moments = np.concatenate([numbered(), np.full_like(numbered(), 0.1)], axis=1)
+    latents = open_latents(write_folder(tmp_path / "set", moments, labels_of(), kind="moments"))
+    assert latents.shape == (4, 4, 4)
+    stored, _ = take(latents, 1, 10, seed=0)[0]
+    assert stored.shape == (10, 8, 4, 4) and to_latent(stored, latents.kind).shape == (10, 4, 4, 4)
+
+
+# --- tars
+
+
+def write_tars(folder, latents, labels, maxcount=40):
+    """Writes tars as TREAD's users do, with webdataset's own writer."""
+    import webdataset
+
+    folder.mkdir(parents=True, exist_ok=True)
+    with webdataset.ShardWriter(str(folder / "shard-%06d.tar"), maxcount=maxcount, verbose=0) as writer:
+        for i, (latent, label) in enumerate(zip(latents, labels, strict=True)):
+            writer.write({"__key__": f"n{i:08d}", "latent.npy": latent, "cls": int(label), "json": {"i": i}})
+    return folder
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.float32])
+@pytest.mark.parametrize("kind", ["sample", "moments"])
+def test_webdataset_tars_read_back_as_the_folder_with_the_same_latents(tmp_path, kind, dtype):
+    raw = (numbered().astype(np.float64) / 0.18215).astype(dtype)
+    stored = torch.from_numpy(raw).float() * 0.18215
+    if kind == "moments":
+        logvar = np.random.default_rng(1).uniform(-20, 1, raw.shape).astype(dtype)
+        stored = torch.cat([stored, torch.from_numpy(logvar).float().div(2).exp() * 0.18215], dim=1)
+        raw = np.concatenate([raw, logvar], axis=1)
+    folder = open_latents(write_folder(tmp_path / "set", stored.half().numpy(), labels_of(), kind=kind))
+    tars = open_latents(write_tars(tmp_path / "tars", raw, labels_of()), kind=kind, scale=0.18215 if kind == "sample" else None)
+    assert (tars.count, tars.shape, tars.kind) == (COUNT, (4, 4, 4), kind)
+    assert (tars.num_classes, tars.convention) == (1000, Convention(0.18215))
+    for (x, y), (x_tar, y_tar) in zip(take(folder, 15, 10, seed=4), take(tars, 15, 10, seed=4), strict=True):
+        assert x_tar.dtype == torch.float16 and torch.equal(y, y_tar)
+        torch.testing.assert_close(x, x_tar, rtol=2e-3, atol=1e-6)
+
+
+@pytest.mark.parametrize("pattern", ["", "*.tar", "shard-{000000..000002}.tar", "shard-00000[0-2].tar"])
+def test_tars_are_named_by_a_folder_a_glob_or_braces(tmp_path, pattern):
+    write_tars(tmp_path, numbered(), labels_of())
+    latents = open_latents(f"{tmp_path}/{pattern}", kind="sample")      # which are the network's own as they are
+    np.testing.assert_array_equal(latents.read(np.arange(COUNT))[0], numbered())
+    np.testing.assert_array_equal(latents.read(np.arange(COUNT))[1], labels_of())
+
+
+def test_tar_values_are_scaled(tmp_path):
+    write_tars(tmp_path, numbered() * 2, labels_of())
+    latents = open_latents(tmp_path, kind="sample", scale=0.5, num_classes=7)
+    np.testing.assert_allclose(latents.read(np.arange(COUNT))[0], numbered(), atol=4e-3)
+    assert (latents.convention, latents.num_classes) == (Convention(0.5), 7)
+
+
+def test_the_tar_index_is_kept_and_made_again_when_the_tars_change(tmp_path, monkeypatch):
+    write_tars(tmp_path, numbered(), labels_of())
+    first = open_latents(tmp_path, kind="sample", scale=1)
+    with monkeypatch.context() as patch:
+        patch.setattr("latents.tars.tar_members", None)  # a second indexing would fail
+        assert open_latents(tmp_path, kind="sample", scale=1).fingerprint == first.fingerprint
+    write_tars(tmp_path, numbered(seed=8), labels_of()[::-1])  # files of the same names and sizes
+    stored, labels = open_latents(tmp_path, kind="sample", scale=1).read(np.arange(COUNT))
+    np.testing.assert_array_equal(stored, numbered(seed=8))
+    np.testing.assert_array_equal(labels, labels_of()[::-1])
+    (tmp_path / TAR_INDEX).write_bytes(b"half an index")
+    assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
+    assert sorted(file.suffix for file in tmp_path.iterdir()) == [".npz", ".tar", ".tar", ".tar"]
+
+
+def test_tars_in_a_folder_that_cannot_be_written_are_read_all_the_same(tmp_path, monkeypatch):
+    write_tars(tmp_path, numbered(), labels_of())
+
+    def refuse(*_, **__):
+        raise PermissionError("read-only")
+
+    monkeypatch.setattr(np, "savez", refuse)
+    assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
+    monkeypatch.undo()
+    monkeypatch.setattr("runtime.files.os.fsync", refuse)
+    assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
+    assert {file.suffix for file in tmp_path.iterdir()} == {".tar"}
+
+
+# --- masks
+
+
+def write_masks(folder, masks, shard=40):
+    """Writes masks beside the latents of `write_folder`."""
+    for s, start in enumerate(range(0, len(masks), shard)):
+        np.save(folder / f"masks-{s:05d}.npy", masks[start : start + shard])
+    return folder
+
+
+def masks_of(count=COUNT, dtype=np.float16):
+    """Masks (n, h, w) that tell the image's number in a corner, and are neither 0 nor symmetrical elsewhere."""
+    masks = np.random.default_rng(5).integers(0, 2, (count, 4, 4)).astype(dtype)
+    if dtype == np.float16:
+        masks[:, 0, 0] = np.arange(count) / 512
+    return masks
+
+
+@pytest.mark.parametrize("dtype", [np.float16, np.uint8])
+@pytest.mark.parametrize("channel", [False, True])
+def test_a_mask_stays_with_its_image(folder, dtype, channel):
+    masks = masks_of(dtype=dtype)
+    latents = open_latents(write_masks(folder, masks[:, None] if channel else masks))
+    assert [*latents.arrays] == ["weight"]
+    for stored, _, weights in take_weighted(latents, 12, 10, seed=1):
+        assert (weights.numpy().dtype, tuple(weights.shape)) == (dtype, (10, 1, 4, 4))
+        np.testing.assert_array_equal(weights[:, 0].numpy(), masks[numbers(stored)])
+
+
+@pytest.mark.parametrize(("mirror", "device"), [("same", None), ("flip", None), ("files", None), ("files", "cpu")])
+def test_an_array_beside_the_latents_stays_with_its_image_and_mirrors_as_its_record_says(tmp_path, mirror, device):
+    plain, copies = numbered(), numbered()
+    plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
+    out = write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies)
+    tokens = np.random.default_rng(0).normal(size=(2, COUNT, 3, 5)).astype(np.float16)      # of images and of their copies
+    for name, rows in (("teacher", tokens[0]), *[("teacher_mirrored", tokens[1])] * (mirror == "files")):
+        for s, start in enumerate(range(0, COUNT, 40)):
+            np.save(out / f"{name}-{s:05d}.npy", rows[start : start + 40])
+    meta = json.loads((out / "metadata.json").read_text())
+    meta["arrays"] = {"teacher": {"shape": [3, 5], "dtype": "float16", "mirror": mirror}}
+    before = open_latents(out).fingerprint
+    (out / "metadata.json").write_text(json.dumps(meta))
+    latents = open_latents(out)
+    assert latents.fingerprint != before
+    stream = batches(latents, 10, seed=1, arrays=["weight", "teacher"], device=device)
+    for stored, _, arrays in itertools.islice(stream, 12):
+        assert [*arrays] == ["teacher"] and arrays["teacher"].dtype == torch.float16
+        flipped, image = stored[:, 1, 0, 0].numpy().astype(int), numbers(stored)
+        wanted = {"same": tokens[0][image], "files": tokens[flipped, image],
+                  "flip": np.where(flipped[:, None, None] == 1, tokens[0][image][..., ::-1], tokens[0][image])}[mirror]
+        np.testing.assert_array_equal(arrays["teacher"].numpy(), wanted)
+        assert 0 < flipped.sum() < 10
+    stream.close()
+    np.save(out / "teacher-00001.npy", tokens[0][:39])
+    with pytest.raises(ValueError, match=r"teacher-00001.npy holds float16 \(39, 3, 5\), but metadata.json says float16 \(40, 3, 5\)"):
+        open_latents(out)
+
+
+def test_the_mask_of_a_mirrored_copy_is_mirrored(tmp_path):
+    plain, copies, masks = numbered(), numbered(), masks_of()
+    plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
+    latents = open_latents(write_masks(write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies), masks))
+    for stored, _, weights in take_weighted(latents, 10, 10, seed=1):
+        flipped = stored[:, 1, 0, 0].numpy()[:, None, None] == 1
+        mask = masks[numbers(stored)]
+        np.testing.assert_array_equal(weights[:, 0].numpy(), np.where(flipped, mask[..., ::-1], mask))
+        assert 0 < flipped.sum() < 10
+
+
+def test_a_resumed_run_sees_the_masks_of_one_that_was_not_stopped_on_any_number_of_ranks(folder):
+    latents = open_latents(write_masks(folder, masks_of()))
+    whole = take_weighted(latents, 12, 10, seed=5)
+    parts = [take_weighted(latents, 4, 10, seed=5, start=8, rank=rank, world=2) for rank in (0, 1)]
+    for g in range(4):
+        assert torch.equal(torch.cat([part[g][2] for part in parts]), whole[8 + g][2])
+
+
+def test_masks_are_part_of_the_data_set(folder):
+    prints = [open_latents(folder).fingerprint]
+    prints += [open_latents(write_masks(folder, masks)).fingerprint for masks in (masks_of(), 1 - masks_of())]
+    assert len(set(prints)) == 3
+
+
+def test_a_token_is_kept_where_more_than_half_of_its_patch_is():
+    masks = torch.zeros(2, 1, 4, 4)
+    masks[0, 0, :2, 2:] = 1                                  # the second patch of four
+    masks[1, 0, 2:, 0], masks[1, 0, 2, 2], masks[1, 0, 3, 2:] = 1, 1, 0.6      # half of the third, more of the fourth
+    assert kept_tokens(masks, 2).tolist() == [[False, True, False, False], [False, False, False, True]]
+
+
+def test_the_fullest_mask_is_found_in_all_of_the_data(folder, monkeypatch):
+    monkeypatch.setattr(latent_folder, "CHUNK", 32)
+    masks = np.zeros((COUNT, 4, 4), np.uint8)
+    masks[7, :2], masks[71] = 1, np.tri(4)
+    assert open_latents(write_masks(folder, masks)).most_kept(2) == (3, 71)
+
+
+# --- the record
+
+
+def test_a_moved_folder_is_the_same_data_set_and_other_content_is_not(tmp_path):
+    prints = [
+        open_latents(write_folder(tmp_path / "a", numbered(), labels_of())).fingerprint,
+        open_latents(write_folder(tmp_path / "b" / "c", numbered(), labels_of(), source="elsewhere")).fingerprint,
+        open_latents(write_folder(tmp_path / "d", numbered(seed=1), labels_of())).fingerprint,
+        open_latents(write_folder(tmp_path / "e", numbered(), labels_of()[::-1].copy())).fingerprint,
+        open_latents(write_folder(tmp_path / "f", numbered(), labels_of(), num_classes=8)).fingerprint,
+    ]
+    assert prints[0] == prints[1] and len(set(prints)) == 4 and int(prints[0], 16)
+
+
+def test_a_network_that_fits_is_accepted_and_another_refused_with_both_numbers(folder):
+    latents = open_latents(folder)
+    latents.require(shape=(4, 4, 4), num_classes=7)
+    latents.require(shape=(4, 4, 4), num_classes=1000)
+    for shape, num_classes, words in (
+        ((3, 4, 4), 7, ["(4, 4, 4)", "(3, 4, 4)", "data.channels=4", "data.input_size=4"]),
+        ((4, 8, 8), 7, ["(4, 4, 4)", "(4, 8, 8)", "data.channels=4", "data.input_size=4"]),
+        ((4, 4, 4), 6, ["7 classes", "set up for 6", "data.num_classes=7"]),
+    ):
+        refused(words, latents.require, shape=shape, num_classes=num_classes)
+
+
+def test_a_batch_that_cannot_be_is_refused_at_once(folder):
+    for how, words in (({"batch_size": 104}, ["104", "103", "batch_size"]), ({"batch_size": 0}, ["batch size is 0"]),
+                       ({"batch_size": 10, "world": 3}, ["10", "3 ranks"])):
+        refused(words, batches, open_latents(folder), seed=0, **how)  # not at the first next()
+
+
+# --- what is refused on opening
+
+
+def refused(words, function, *arguments, **options):
+    with pytest.raises(ValueError) as error:
+        function(*arguments, **options)
+    assert all(word in str(error.value) for word in words), error.value
+
+
+def cut(name, size):
+    return lambda folder: os.truncate(folder / name, size)
+
+
+def put(name, array):
+    return lambda folder: np.save(folder / name, array, allow_pickle=True)
+
+
+def write(name, content):
+    return lambda folder: (folder / name).write_bytes(content)
+
+
+def remove(name):
+    return lambda folder: (folder / name).unlink()
+
+
+def record(**changes):
+    def edit(folder):
+        plain = json.loads((folder / "metadata.json").read_text()) | changes
+        (folder / "metadata.json").write_text(json.dumps({key: value for key, value in plain.items() if value != "gone"}))
+    return edit
+
+
+def latents(values, mirrored=None, **record):
+    return lambda folder: write_folder(folder, values.astype(np.float16), labels_of(), mirrored, **record)
+
+
+def masks(array=None, name="masks-00001.npy"):
+    """Writes masks that are whole, and then one file of them anew, or none of it."""
+    def damage(folder):
+        file = write_masks(folder, masks_of()) / name
+        file.unlink() if array is None else np.save(file, array)
+    return damage
+
+
+def with_bad_row(value):
+    values = numbered()
+    values[41, 1, 2, 2] = value
+    return values
+
+
+def moments(mean, std):
+    return np.concatenate([mean, std], axis=1)
+
+
+def rename_in_tar(old, new):
+    def damage(folder):
+        with tarfile.open(folder / TAR) as tar, tarfile.open(folder / "new", "w") as out:
+            for member in tar.getmembers():
+                content = tar.extractfile(member)
+                member.name = member.name.replace(old, new)
+                out.addfile(member, content)
+        os.replace(folder / "new", folder / TAR)
+    return damage
+
+
+def compress(folder):
+    (folder / TAR).write_bytes(gzip.compress((folder / TAR).read_bytes()))
+
+
+def without_end_mark(folder):
+    """Cuts a tar exactly behind a member, where tarfile itself sees nothing wrong."""
+    with tarfile.open(folder / TAR) as tar:
+        cut = tar.getmembers()[30].offset
+    os.truncate(folder / TAR, cut)
+
+
+def one_more(latent):
+    return lambda folder: write_tars(folder, [*numbered(), latent], labels_of(COUNT + 1))
+
+
+LATENTS, LABELS, TAR = "latents-00001.npy", "labels-00001.npy", "shard-000001.tar"  # of the second shard, 40 images
+PIXELS, MOMENTS, SAMPLE = {"autoencoder": "identity", "scale": 1.0}, {"kind": "moments"}, {"kind": "sample", "scale": 1}
+WHOLE_TAR = [TAR, "not a whole uncompressed tar"]
+BAD = {
+    "shard missing": (remove(LATENTS), {}, ["latents-00001.npy is missing"]),
+    "labels missing": (remove(LABELS), {}, ["labels-00001.npy is missing"]),
+    "shard truncated": (cut(LATENTS, 3000), {}, ["latents-00001.npy is not a whole npy file", "copy the folder again"]),
+    "labels truncated": (cut(LABELS, 300), {}, ["labels-00001.npy is not a whole npy file"]),
+    "not npy": (write(LATENTS, b"x" * 9999), {}, ["latents-00001.npy is not a whole npy file", "magic"]),
+    "pickled": (put(LABELS, np.array([{}] * 40)), {}, ["not a whole npy file of numbers", "Python objects"]),
+    "float32": (put(LATENTS, numbered(40).astype(np.float32)), {}, ["float32", "float16"]),
+    "short labels": (put(LABELS, labels_of(39)), {}, ["(39,)", "(40,)"]),
+    "int32 labels": (put(LABELS, labels_of(40).astype(np.int32)), {}, ["int32", "int64"]),
+    "other shape": (put(LATENTS, numbered(40, size=8)), {}, ["(40, 4, 8, 8)", "(40, 4, 4, 4)"]),
+    "label too high": (put(LABELS, labels_of(40) + 1), {}, ["label 7 (row 4)", "0..6"]),
+    "label negative": (put(LABELS, labels_of(40) - 1), {}, ["label -1 (row 0)", "0..6"]),
+    "counts differ": (record(count=104), {}, ["104 images", "hold 103"]),
+    "moments shape": (record(kind="moments"), {}, ["(40, 4, 4, 4)", "(40, 8, 4, 4)"]),
+    "kind unknown": (record(kind="mean"), {}, ["metadata.json: kind=mean: it should be"]),
+    "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
+    "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
+    "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),
+    "unfinished": (remove("metadata.json"), {}, ["has not finished", "same command again"]),
+    "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
+    "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
+    "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
+    "no mirrored file": (record(mirrored=True), {}, ["not every shard names a file of mirrored latents"]),
+    "masks of another side": (masks(np.ones((40, 8, 8), np.uint8)), {}, ["masks-00001.npy holds uint8 (40, 8, 8)", "(40, 4, 4) or (40, 1, 4, 4)"]),
+    "too few masks": (masks(np.ones((39, 4, 4), np.uint8)), {}, ["(39, 4, 4)", "(40, 4, 4)"]),
+    "masks of float32": (masks(np.ones((40, 4, 4), np.float32)), {}, ["float32", "uint8 or float16"]),
+    "masks 0 to 255": (masks(np.full((40, 4, 4), 255, np.uint8)), {}, ["masks run from 0 to 255", "0..1", "mask / 255"]),
+    "negative masks": (masks(np.full((40, 4, 4), -1, np.float16)), {}, ["masks run from -1"]),
+    "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks run from nan"]),
+    "one file of masks missing": (masks(), {}, ["masks-00001.npy is missing"]),
+    "unscaled": (latents(numbered() * 4.7), {}, ["standard deviation 4.68", "unscaled", "0.18215 times that is 0.8"]),
+    "scaled twice": (latents(numbered() * 0.18215), {}, ["standard deviation 0.18", "scaled twice", "it is 1"]),
+    "NaN": (latents(with_bad_row(np.nan)), {}, ["1 hold NaN", "image 41 first"]),
+    "infinity in a mirrored copy": (latents(numbered(), with_bad_row(np.inf)), {}, ["1 hold NaN or infinity", "image 41 first"]),
+    "logvar for std": (latents(moments(numbered(), numbered() - 9), **MOMENTS), {}, ["never negative", "[mean, logvar]"]),
+    "unscaled moments": (latents(moments(numbered() * 4.7, abs(numbered()) * 0.01), **MOMENTS), {}, ["unscaled"]),
+    "bytes": (latents(abs(numbered()) * 50, **PIXELS), {}, ["pixels run from 0", "image / 127.5 - 1"]),
+    "latents as pixels": (latents(numbered(), **PIXELS), {}, ["pixels run from -3.", "-1..1"]),
+}
+BAD_TARS = {
+    "no kind": (None, {}, ["4 channels", "data.kind=moments for [mean, logvar], as 8 almost surely are", "data.kind=sample"]),
+    "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
+    "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale is 0.18215: set data.scale=1."]),
+    "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
+    "truncated": (cut(TAR, 20000), SAMPLE, WHOLE_TAR),
+    "truncated in a header": (cut(TAR, 51300), SAMPLE, WHOLE_TAR),
+    "truncated between members": (without_end_mark, SAMPLE, WHOLE_TAR),
+    "empty": (cut(TAR, 0), SAMPLE, WHOLE_TAR),
+    "not a tar": (write(TAR, b"x" * 9999), SAMPLE, WHOLE_TAR),
+    "compressed": (compress, SAMPLE, [*WHOLE_TAR, "decompress"]),
+    "one absent": (None, {**SAMPLE, "name": "shard-{000000..000003}.tar"}, ["names 4 tars, but 1 of them are absent, ", "shard-000003.tar first"]),
+    "images": (rename_in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", "prepare_latents"]),
+    "no label": (rename_in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
+    "label no number": (rename_in_tar("50.json", "50b.cls"), SAMPLE, ["n00000050b.cls", "class number"]),
+    "another shape": (one_more(np.zeros((4, 8, 8), np.float16)), SAMPLE, ["(4, 8, 8)", "(4, 4, 4)"]),
+    "another type": (one_more(np.zeros((4, 4, 4), np.float32)), SAMPLE, ["float32", "float16"]),
+    "two axes": (one_more(np.zeros((4, 4), np.float16)), SAMPLE, ["(4, 4)", "(channels, height, width)"]),
+    "float64": (one_more(np.zeros((4, 4, 4))), SAMPLE, ["float64", "float32"]),
+    "pickled": (one_more(np.array([{}])), SAMPLE, ["object", "float32"]),
+}
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_a_bad_folder_is_refused_in_a_sentence(folder, case):
+    damage, arguments, words = BAD[case]
+    if damage:
+        damage(folder)
+    refused(words, open_latents, folder, **arguments)
+
+
+@pytest.mark.parametrize("case", BAD_TARS)
+def test_bad_tars_are_refused_in_a_sentence(tmp_path, case):
+    damage, arguments, words = BAD_TARS[case]
+    write_tars(tmp_path, numbered(), labels_of())
+    if damage:
+        damage(tmp_path)
+    arguments = dict(arguments)
+    refused(words, open_latents, tmp_path / arguments.pop("name", ""), **arguments)
+
+
+def test_tars_of_moments_read_as_samples_are_told_so(tmp_path):
+    write_tars(tmp_path, numbered(channels=8), labels_of())
+    as_samples = open_latents(tmp_path, kind="sample", scale=1)
+    refused(["(8, 4, 4)", "(4, 4, 4)", "data.kind=moments"], as_samples.require, shape=(4, 4, 4), num_classes=1000)
+
+
+def test_a_folder_that_is_being_prepared_says_so(tmp_path):
+    (tmp_path / "preparing.json").write_text("{}")
+    refused(["has not finished"], open_latents, tmp_path)
+
+
+@pytest.mark.parametrize("name", ["data/imagenet256", "shards/*.tar", "s-{000..004}.tar", ""])
+def test_an_absent_data_set_tells_how_to_prepare_it_and_how_to_go_without(tmp_path, name):
+    refused([
+        str(tmp_path / name), "scripts/prepare_latents.py source=", "bash scripts/quickstart.sh", "data=shapes",
+        "python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16",
+    ], open_latents, tmp_path / name)  # fmt: skip
+
+
+def test_arguments_that_agree_with_the_folder_are_accepted(folder):
+    assert open_latents(folder, kind="sample", scale=0.18215, num_classes=1000).num_classes == 7
+
+
+@pytest.mark.parametrize("values, autoencoder", [
+    (numbered() * 0.1, "my/own_vae"),  # a local autoencoder may be so
+    (np.clip(abs(numbered()), 0, 1), "identity"),  # light pictures may be so
+])  # fmt: skip
+def test_what_may_be_right_is_only_warned_of(tmp_path, values, autoencoder):
+    with pytest.warns(UserWarning, match="looks"):
+        open_latents(write_folder(tmp_path / "set", values, labels_of(), autoencoder=autoencoder))
+
+
+def test_moments_of_a_two_channel_autoencoder_are_read_with_a_warning(tmp_path):
+    write_tars(tmp_path, numbered(), labels_of())
+    with pytest.warns(UserWarning, match="set data.kind=sample, unless they are the moments of a 2-channel autoencoder"):
+        latents = open_latents(tmp_path, kind="moments", scale=1)
+    assert latents.shape == (2, 4, 4)
+    with pytest.raises(ValueError, match="data.kind=sample if the channels are not"):
+        latents.require(shape=(4, 4, 4), num_classes=1000)
+
+
+@pytest.mark.parametrize("written", ["folder", "tars"])
+def test_a_data_set_knows_which_classes_have_images(tmp_path, written):
+    labels = np.array([4, 1, 1, 900, 4] * 20)
+    if written == "folder":
+        latents = open_latents(write_folder(tmp_path / "set", numbered(100), labels, num_classes=1000))
+    else:
+        latents = open_latents(write_tars(tmp_path / "set", numbered(100), labels), kind="sample")
+    assert (latents.num_classes, latents.classes) == (1000, [1, 4, 900])
+
+
+def test_classes_are_shown_by_their_display_names_or_their_own(tmp_path):
+    names, shown = list("abcdefg"), list("ABCDEFG")
+    without, own, both = (open_latents(write_folder(tmp_path / str(number), numbered(), labels_of(), **record))
+                          for number, record in enumerate(({}, {"class_names": names}, {"class_names": names, "display_names": shown})))
+    assert (without.display_names, own.display_names, both.display_names) == (None, names, shown)
+    assert both.class_names == names and both.fingerprint == own.fingerprint
+
+
+# --- the reading thread, and memory
+
+
+def readers():
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
+
+
+def test_the_reading_thread_runs_ahead_a_little_and_ends_with_the_iterator(folder, monkeypatch):
+    latents, reads, waiting = open_latents(folder), [], threading.Event()
+    read = latents.read
+    monkeypatch.setattr(latents, "read", lambda *a: (reads.append(1), waiting.set(), read(*a))[2])
+    stream = batches(latents, 10, seed=0)
+    assert not reads and not readers()  # nothing starts before the first batch is asked for
+    next(stream)
+    for _ in range(100):
+        threading.Event().wait(0.005)
+    assert 1 < len(reads) <= loader.NUM_AHEAD + 2 and len(readers()) == 1
+    stream.close()
+    assert not readers()
+
+
+def test_an_error_in_the_reading_thread_reaches_the_one_who_waits_for_the_batch(folder, monkeypatch):
+    latents, read, reads = open_latents(folder), Latents.read, []
+
+    def fail_at_the_third(*args):
+        reads.append(1)
+        if len(reads) == 3:
+            raise OSError("the disk went away")
+        return read(latents, *args)
+
+    monkeypatch.setattr(latents, "read", fail_at_the_third)
+    stream = batches(latents, 10, seed=0)
+    assert len([next(stream), next(stream)]) == 2  # what was read before is still good
+    with pytest.raises(OSError, match="the disk went away"):
+        next(stream)
+    assert not readers()
+
+
+def test_a_program_that_leaves_its_batches_open_still_ends(folder):
+    program = (
+        "import json\nfrom latents.folder import open_latents\nfrom latents.loader import batches\n"
+        f"stream = json.stream = batches(open_latents({str(folder)!r}), 10, seed=0)\n"  # outlives `data`
+        "next(stream)\n"
+        "print('left')"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
+def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_path):
+    count = 1_000_000  # 6 GB of latents in holes of a sparse file
+    write_folder(tmp_path, np.zeros((1, 3, 32, 32), np.float16), np.zeros(1, np.int64), **PIXELS)
+    for name, dtype, shape in (("latents", "<f2", (count, 3, 32, 32)), ("labels", "<i8", (count,))):
+        with open(tmp_path / f"{name}-00000.npy", "wb") as stream:
+            header = {"descr": dtype, "fortran_order": False, "shape": shape}
+            np.lib.format.write_array_header_1_0(stream, header)
+            stream.truncate(stream.tell() + np.dtype(dtype).itemsize * int(np.prod(shape)))
+    shard = {"latents": "latents-00000.npy", "labels": "labels-00000.npy", "count": count}
+    record(count=count, shards=[shard])(tmp_path)
+    program = (
+        "import resource\nfrom latents.folder import open_latents\nfrom latents.loader import batches\n"
+        "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux\n"
+        "before = peak()\n"
+        f"stream = batches(open_latents({str(tmp_path)!r}), 256, seed=0)\n"
+        "for _ in range(10): next(stream)\n"
+        "print(peak() - before)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    assert float(done.stdout) < 0.4, f"memory grew by {done.stdout} GB"
+
+
+def test_more_files_than_a_process_may_open_at_first_are_opened_all_the_same(tmp_path):
+    write_folder(tmp_path, numbered(300), labels_of(300), shard=1)
+    program = (
+        "import resource, numpy\nfrom latents.folder import open_latents\n"
+        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
+        f"print(open_latents({str(tmp_path)!r}).read(numpy.arange(300))[0].shape)"
+    )
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    assert done.stdout == "(300, 4, 4, 4)\n", done.stderr
+
+
+def test_the_data_configs_name_what_the_code_reads():
+    from omegaconf import OmegaConf
+
+    for name, fits in {"imagenet256": (4, 32, 1000), "shapes": (3, 16, 6), "cifar10": (3, 32, 10)}.items():
+        cfg = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "data" / f"{part}.yaml") for part in ("folder", name)))
+        assert (cfg.channels, cfg.input_size, cfg.num_classes) == fits
+        assert (cfg.kind, cfg.scale) == (None, None) and not Path(cfg.path).is_absolute()

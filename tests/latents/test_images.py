@@ -1,0 +1,474 @@
+"""Folders, zips, tars and shapes: RGB squares by ADM's rule in a fixed order, and nothing silently dropped."""
+
+import io
+import json
+import tarfile
+import warnings
+import zipfile
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from latents.images import SHAPES, UnreadableImage, center_crop, decode_image, draw_shape, open_source, to_rgb
+
+
+def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
+    return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
+
+
+def encoded(pixels: np.ndarray, kind: str = "png", **options) -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(pixels).save(buffer, kind, **options)
+    return buffer.getvalue()
+
+
+def write_files(root, files: dict[str, bytes]):
+    for name, data in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(data)
+    return root
+
+
+def write_zip(path, files: dict[str, bytes]):
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, data in files.items():
+            archive.writestr(name, data)
+    return path
+
+
+PETS = {f"{name}/{i}.png": encoded(noise(8, 8, seed=i)) for i, name in enumerate(["dog", "cat", "dog", "emu"])}
+
+
+# Listing
+
+
+def test_a_folder_is_sorted_by_class_and_name(tmp_path):
+    source = open_source(write_files(tmp_path, PETS))
+    assert source.class_names == ["cat", "dog", "emu"]
+    assert source.names == ["cat/1.png", "dog/0.png", "dog/2.png", "emu/3.png"]
+    assert source.labels.tolist() == [0, 1, 1, 2] and source.labels.dtype == np.int64
+    for index, seed in enumerate([1, 0, 2, 3]):
+        assert np.array_equal(source.pixels(index), noise(8, 8, seed))
+
+
+def test_a_zip_is_its_folder(tmp_path):
+    folder = open_source(write_files(tmp_path / "pets", PETS))
+    zipped = open_source(write_zip(tmp_path / "pets.zip", PETS))
+    assert zipped.names == folder.names and zipped.fingerprint() == folder.fingerprint()
+    for index in range(len(folder)):
+        assert np.array_equal(zipped.pixels(index), folder.pixels(index))
+
+
+@pytest.mark.parametrize("prefix", ["train/", "data/cifar/train/"])
+def test_a_common_top_folder_is_no_class(tmp_path, prefix):
+    source = open_source(write_zip(tmp_path / "pets.zip", {prefix + name: data for name, data in PETS.items()}))
+    assert source.class_names == ["cat", "dog", "emu"]
+    assert source.names[0] == f"{prefix}cat/1.png"
+
+
+def test_the_class_is_the_first_of_nested_folders(tmp_path):
+    nested = {
+        "cat/black/0.png": PETS["cat/1.png"],
+        "dog/big/old/0.png": PETS["dog/0.png"],
+        "dog/1.png": PETS["dog/2.png"],
+    }
+    source = open_source(write_files(tmp_path, nested))
+    assert source.class_names == ["cat", "dog"] and source.labels.tolist() == [0, 1, 1]
+
+
+def test_a_flat_folder_is_one_class_of_its_name(tmp_path):
+    flat = {f"{i}.png": encoded(noise(4, 4, i)) for i in range(3)}
+    for source in (
+        open_source(write_files(tmp_path / "cats", flat)),
+        open_source(write_zip(tmp_path / "cats.zip", flat)),
+    ):
+        assert source.class_names == ["cats"] and source.labels.tolist() == [0, 0, 0]
+
+
+def test_folders_named_by_numbers_are_ordered_as_numbers(tmp_path):
+    source = open_source(write_files(tmp_path, {f"{name}/x.png": encoded(noise(4, 4)) for name in (10, 9, 1)}))
+    assert source.class_names == ["1", "9", "10"]
+
+
+def test_files_that_are_no_images_are_named(tmp_path):
+    junk = {
+        "cat/notes.txt": b"",
+        "Thumbs.db": b"",
+        "dog/.hidden.png": b"",
+        "__MACOSX/dog/._0.png": b"",
+        ".git/x.png": b"",
+    }
+    for source in (
+        open_source(write_files(tmp_path / "a", PETS | junk)),
+        open_source(write_zip(tmp_path / "a.zip", PETS | junk)),
+    ):
+        assert len(source) == len(PETS) and source.class_names == ["cat", "dog", "emu"]
+        assert source.not_images == sorted(junk)
+    (tmp_path / "a" / "yak").mkdir()
+    assert "yak/" in open_source(tmp_path / "a").not_images
+
+
+def test_the_fingerprint_sees_names_labels_and_classes(tmp_path):
+    pets = open_source(write_zip(tmp_path / "a.zip", PETS)).fingerprint()
+    assert open_source(write_zip(tmp_path / "b.zip", dict(reversed(PETS.items())))).fingerprint() == pets
+    more = PETS | {"cat/9.png": PETS["cat/1.png"]}
+    assert open_source(write_zip(tmp_path / "c.zip", more)).fingerprint() != pets
+    renamed = open_source(tmp_path / "a.zip")
+    renamed.labels = renamed.labels[::-1]
+    assert renamed.fingerprint() != pets
+
+
+@pytest.mark.parametrize(
+    ("files", "sentence"),
+    [
+        ({"cat/a.txt": b""}, "holds no images; 1 other files are there, such as cat/a.txt"),
+    ],
+)
+def test_a_folder_that_cannot_be_a_data_set_is_refused(tmp_path, files, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        open_source(write_files(tmp_path, files))
+
+
+def test_a_file_that_vanishes_stops_the_run_and_a_dead_link_does_not(tmp_path):
+    source = open_source(write_files(tmp_path, PETS))
+    (tmp_path / "cat/1.png").unlink()
+    with pytest.raises(FileNotFoundError):
+        source.pixels(0)
+    (tmp_path / "cat/1.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(UnreadableImage, match="link"):
+        source.pixels(0)
+
+
+def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
+    write_files(tmp_path / "elsewhere", PETS)
+    (tmp_path / "set").mkdir()
+    for name in ("cat", "dog", "emu"):
+        (tmp_path / "set" / name).symlink_to(tmp_path / "elsewhere" / name, target_is_directory=True)
+    (tmp_path / "link").symlink_to(tmp_path / "set", target_is_directory=True)
+    for folder in ("set", "link"):
+        assert open_source(tmp_path / folder).fingerprint() == open_source(tmp_path / "elsewhere").fingerprint()
+
+
+@pytest.mark.parametrize("folders", [("train", "val"), ("Test", "Train", "extra"), ("a/b/train", "a/b/validation")])
+def test_the_splits_of_a_data_set_are_warned_of(tmp_path, folders):
+    files = {f"{folder}/{name}": data for folder in folders for name, data in PETS.items()}
+    likely = folders[1] if folders[1] == "Train" else folders[0]
+    with pytest.warns(UserWarning, match=rf"{len(folders)} classes named .*(train|Train).*: set source={tmp_path / 'set' / likely} for") as told:
+        source = open_source(write_files(tmp_path / "set", files))
+    assert len(told) == 1 and len(source.class_names) == len(folders)
+    with pytest.warns(UserWarning, match=f"zip {likely} alone"):
+        open_source(write_zip(tmp_path / "set.zip", files))
+
+
+@pytest.mark.parametrize("folders", [("train",), ("train/cat", "bus/old"), ("train", "test", "bus/old")])
+def test_classes_that_only_share_a_name_with_a_split_are_not_warned_of(tmp_path, folders, monkeypatch):
+    write_files(tmp_path, {f"{folder}/0.png": PETS["cat/1.png"] for folder in folders})
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        open_source(tmp_path)
+        monkeypatch.setenv("RANK", "1")  # rank 0 says it
+        open_source(write_files(tmp_path / "more", {"train/cat/0.png": b"", "val/cat/0.png": b""}))
+
+
+# Tars
+
+
+def test_tars_beside_class_folders_are_refused(tmp_path):
+    write_files(tmp_path, PETS)
+    write_webdataset(tmp_path / "left-over.tar", samples_of(range(2), "cls"))
+    with pytest.raises(ValueError, match=r"1 tars beside 4 images.*such as cat/1.png.*/\*.tar"):
+        open_source(tmp_path)
+
+
+def test_members_of_a_tar_may_begin_with_a_dot_and_a_slash(tmp_path):
+    (tmp_path / "set").mkdir()
+    write_files(tmp_path / "set", {"0.png": PETS["cat/1.png"], "0.cls": b"3", ".hidden.png": b""})
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tmp_path / "set", ".")
+    source = open_source(tmp_path / "a.tar")
+    assert source.names == ["a.tar/./0.png"] and source.labels.tolist() == [3]
+    assert source.not_images == ["a.tar/./.hidden.png"]
+
+
+def test_a_link_in_a_tar_is_named(tmp_path):
+    write_webdataset(tmp_path / "a.tar", samples_of(range(2), "cls"))
+    with tarfile.open(tmp_path / "a.tar", "a") as tar:
+        link = tarfile.TarInfo("0002.png")
+        link.type, link.linkname = tarfile.SYMTYPE, "0001.png"
+        tar.addfile(link)
+    source = open_source(tmp_path / "a.tar")
+    assert len(source) == 2 and source.not_images == ["a.tar/0002.png"]
+
+
+def write_webdataset(path, samples):
+    import webdataset
+
+    with webdataset.TarWriter(str(path)) as writer:
+        for sample in samples:
+            writer.write(sample)
+
+
+def samples_of(indices, label_kind: str):
+    for i in indices:
+        label = (
+            {"cls": 2 * i}
+            if label_kind == "cls"
+            else {"json": {"label": 2 * i}}
+            if label_kind == "json"
+            else {"txt": str(2 * i)}
+        )
+        yield {"__key__": f"{i:04d}", "png": noise(8, 8, i)} | label
+
+
+@pytest.mark.parametrize("label_kind", ["cls", "json", "txt"])
+def test_webdatasets_own_tars_are_read(tmp_path, label_kind):
+    write_webdataset(tmp_path / "set-000.tar", samples_of(range(3), label_kind))
+    write_webdataset(tmp_path / "set-001.tar", samples_of(range(3, 5), label_kind))
+    for pattern in (tmp_path, tmp_path / "set-*.tar", tmp_path / "set-{000..001}.tar"):
+        source = open_source(pattern)
+        assert source.names[0] == "set-000.tar/0000.png"
+        assert source.labels.tolist() == [0, 2, 4, 6, 8]  # the numbers are the indices themselves
+        assert source.class_names == [str(i) for i in range(9)]
+        for index in range(5):
+            assert np.array_equal(source.pixels(index), noise(8, 8, index))
+    assert len(open_source(tmp_path / "set-001.tar")) == 2
+    with pytest.raises(ValueError, match="names 3 tars, but 1 of them are absent, .*set-002.tar"):
+        open_source(tmp_path / "set-{000..002}.tar")
+
+
+def test_labels_with_names_are_numbered_by_name_and_other_members_are_named(tmp_path):
+    images = [("dog", "a"), ("cat", "b"), ("dog", "c")]
+    write_webdataset(
+        tmp_path / "x.tar",
+        [
+            {
+                "__key__": key,
+                "jpg": encoded(noise(8, 8), "jpeg"),
+                "json": {"label": label},
+                "txt": "a caption",
+                "bin": b"?",
+            }
+            for label, key in images
+        ],
+    )
+    source = open_source(tmp_path / "x.tar")
+    assert source.class_names == ["cat", "dog"] and source.labels.tolist() == [1, 0, 1]
+    assert source.not_images == ["x.tar/a.bin", "x.tar/b.bin", "x.tar/c.bin"]
+
+
+def test_a_class_number_beyond_a_million_is_refused_before_a_name_is_made_for_each(tmp_path):
+    write_webdataset(tmp_path / "x.tar", [{"__key__": key, "png": noise(8, 8), "cls": cls} for key, cls in (("a", "0"), ("b", "1700000000"))])
+    with pytest.raises(ValueError, match=r"label 1700000000 \(row 1\), outside 0..999999"):
+        open_source(tmp_path / "x.tar")
+
+
+def test_tars_without_classes_or_with_damage_are_refused(tmp_path):
+    write_webdataset(tmp_path / "bare.tar", [{"__key__": "n01_1", "jpg": encoded(noise(8, 8), "jpeg")}])
+    with pytest.raises(ValueError, match="has no class for n01_1.jpg"):
+        open_source(tmp_path / "bare.tar")
+    write_webdataset(tmp_path / "good.tar", samples_of(range(8), "cls"))
+    data = bytearray((tmp_path / "good.tar").read_bytes())
+    with tarfile.open(tmp_path / "good.tar") as archive:
+        offset = archive.getmembers()[6].offset
+    (tmp_path / "cut.tar").write_bytes(data[: offset - 700])
+    (tmp_path / "endless.tar").write_bytes(data[:offset])  # cut between two members
+    data[offset : offset + 100] = b"\xff" * 100
+    (tmp_path / "damaged.tar").write_bytes(data)
+    for name in ("cut.tar", "endless.tar", "damaged.tar"):
+        with pytest.raises(ValueError, match=f"{name} is not a whole uncompressed tar"):
+            open_source(tmp_path / name)
+
+
+# Pixels
+
+
+def test_every_kind_of_image_becomes_rgb():
+    rgb = Image.fromarray(noise(8, 8))
+    grey = rgb.convert("L")
+    assert np.array_equal(to_rgb(rgb), noise(8, 8))
+    assert np.array_equal(to_rgb(grey), np.repeat(np.asarray(grey)[..., None], 3, axis=2))
+    assert np.array_equal(np.unique(to_rgb(rgb.convert("1"))), [0, 255])
+    assert np.array_equal(to_rgb(rgb.quantize(16)), rgb.quantize(16).convert("RGB"))
+    buffer = io.BytesIO()
+    Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(buffer, "jpeg")
+    cyan = np.asarray(decode_image(buffer.getvalue())).astype(int)
+    assert cyan.shape == (8, 8, 3) and np.abs(cyan - [0, 255, 255]).max() < 8
+
+
+def test_transparency_is_laid_over_white():
+    red = np.array([255, 0, 0])
+    for alpha, expected in [(255, red), (0, [255, 255, 255]), (128, [255, 127, 127])]:
+        rgba = Image.new("RGBA", (2, 2), (255, 0, 0, alpha))
+        assert np.abs(np.asarray(to_rgb(rgba)).astype(int) - expected).max() <= 1
+    assert np.asarray(to_rgb(Image.new("LA", (2, 2), (0, 0)))).min() == 255
+    palette = Image.new("P", (2, 2), 1)
+    palette.putpalette([0, 0, 0, 255, 0, 0])
+    buffer = io.BytesIO()
+    palette.save(buffer, "png", transparency=1)
+    assert np.asarray(decode_image(buffer.getvalue())).min() == 255
+    buffer = io.BytesIO()
+    Image.new("RGB", (2, 2), (1, 2, 3)).save(buffer, "png", transparency=(1, 2, 3))  # a colour key
+    assert np.asarray(decode_image(buffer.getvalue())).min() == 255
+
+
+def test_16_bit_grey_is_scaled_not_clipped():
+    values = np.array([[0, 128, 129, 257, 32768, 65535]], dtype=np.uint16)
+    for kind in ("png", "tiff", "ppm"):
+        buffer = io.BytesIO()
+        Image.fromarray(values).save(buffer, kind)
+        pixels = np.asarray(decode_image(buffer.getvalue()))
+        assert pixels[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255], kind
+    for strange in (np.full((2, 2), 1e6, np.float32), np.full((2, 2), 1 << 20, np.int32)):
+        buffer = io.BytesIO()
+        Image.fromarray(strange).save(buffer, "tiff")
+        with pytest.raises(UnreadableImage, match="no known range"):
+            decode_image(buffer.getvalue())
+
+
+def test_the_exif_orientation_is_not_applied():
+    exif = Image.Exif()
+    exif[0x0112] = 6  # turn by 90 degrees
+    buffer = io.BytesIO()
+    Image.fromarray(noise(4, 8)).save(buffer, "png", exif=exif)
+    assert np.array_equal(decode_image(buffer.getvalue()), noise(4, 8))
+
+
+def test_broken_files_raise_one_exception():
+    whole = encoded(noise(64, 64), "jpeg")
+    for data in (
+        b"",
+        b"not an image",
+        whole[: len(whole) // 2],
+        encoded(noise(64, 64))[:500],
+        b"\x89PNG\r\n\x1a\n" + bytes(50),
+    ):
+        with pytest.raises(UnreadableImage):
+            decode_image(data)
+
+
+def test_a_damaged_zip_entry_is_one_unreadable_image(tmp_path):
+    path = write_zip(tmp_path / "a.zip", PETS)
+    source = open_source(path)
+    with zipfile.ZipFile(path) as archive:
+        offset = archive.getinfo("cat/1.png").header_offset
+    data = bytearray(path.read_bytes())
+    data[offset + 60] ^= 0xFF
+    path.write_bytes(data)
+    with pytest.raises(UnreadableImage, match="Bad CRC-32|invalid"):
+        source.pixels(0)
+    assert np.array_equal(source.pixels(1), noise(8, 8, 0))
+
+
+def test_the_crop_leaves_an_image_of_the_right_size_alone():
+    assert np.array_equal(center_crop(Image.fromarray(noise(32, 32)), 32), noise(32, 32))
+
+
+@pytest.mark.parametrize(("height", "width"), [(32, 47), (53, 32), (32, 60)])
+def test_the_crop_of_the_right_height_is_a_plain_cut_of_the_middle(height, width):
+    top, left = (height - 32) // 2, (width - 32) // 2
+    assert np.array_equal(
+        center_crop(Image.fromarray(noise(height, width)), 32),
+        noise(height, width)[top : top + 32, left : left + 32],
+    )
+
+
+def test_the_crop_of_twice_the_size_is_the_mean_of_each_four_pixels():
+    pixels = noise(64, 64)
+    means = pixels.reshape(32, 2, 32, 2, 3).mean(axis=(1, 3))
+    assert (
+        np.abs(np.asarray(center_crop(Image.fromarray(pixels), 32)) - means).max() <= 1
+    )  # Pillow rounds after each axis
+
+
+def test_the_crop_scales_by_the_shorter_side_in_adms_two_steps():
+    image = Image.fromarray(noise(150, 201))
+    halved = image.resize((100, 75), Image.Resampling.BOX)  # 150 >= 2 * 48, and 75 < 2 * 48
+    final = halved.resize((64, 48), Image.Resampling.BICUBIC)
+    assert np.array_equal(center_crop(image, 48), np.asarray(final)[:, 8:56])
+
+
+def test_a_small_image_is_enlarged():
+    flat = np.full((5, 9, 3), 77, np.uint8)
+    enlarged = np.asarray(center_crop(Image.fromarray(flat), 32))
+    assert enlarged.shape == (32, 32, 3) and (enlarged == 77).all()
+
+
+def test_a_sliver_is_unreadable_and_not_an_endless_enlargement():
+    with pytest.raises(UnreadableImage, match="64 times"):
+        center_crop(Image.fromarray(noise(1, 1000)), 256)
+
+
+# Shapes
+
+
+def test_a_shape_is_a_function_of_seed_and_index():
+    assert np.array_equal(draw_shape(3, 7, 16), draw_shape(3, 7, 16))
+    assert not np.array_equal(draw_shape(3, 7, 16), draw_shape(4, 7, 16))
+    source = open_source("shapes", shapes_count=20, shapes_seed=3)
+    assert source.class_names == list(SHAPES) and source.labels.tolist() == [i % 6 for i in range(20)]
+    assert np.array_equal(source.pixels(7), draw_shape(3, 7, 16))
+    assert source.pixels(7, 64).shape == (64, 64, 3)
+    assert (
+        source.fingerprint()
+        != open_source("shapes", 20, 4).fingerprint()
+        != open_source("shapes", 21, 4).fingerprint()
+    )
+
+
+def test_other_resolutions_draw_the_same_picture():
+    for index in range(12):
+        fine = draw_shape(0, index, 64).reshape(16, 4, 16, 4, 3).mean(axis=(1, 3))
+        assert np.abs(fine - draw_shape(0, index, 16)).mean() < 6
+
+
+def test_shapes_are_coloured_stand_out_and_stay_inside():
+    for index in range(120):
+        pixels = draw_shape(0, index, 32).astype(int)
+        background = pixels[0, 0]
+        assert np.ptp(background) == 0
+        for edge in (pixels[0], pixels[-1], pixels[:, 0], pixels[:, -1]):
+            assert np.abs(edge - background).max() < 60
+        ink = np.abs(pixels - background).max(axis=2) > 128
+        assert 0.08 < ink.mean() < 0.5
+        assert (np.ptp(pixels[ink], axis=1) > 100).all()
+
+
+def test_the_classes_differ_in_outline():
+    """A rule of thumb tells the six apart by the ink in the bounding box: its centre, ends, area and corner."""
+
+    def guess(pixels):
+        ink = np.abs(pixels.astype(int) - pixels[0, 0]).max(axis=2) > 100
+        rows, columns = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
+        box = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
+        height, width = box.shape
+        if not box[height // 2, width // 2]:
+            return "ring"
+        if box[:2].mean() < 0.3 and box[-2:].mean() > 0.8:
+            return "triangle"
+        filled = box.mean()
+        if filled > 0.95:
+            return "square"
+        if filled > 0.7:
+            return "circle"
+        return "diamond" if box[3 * height // 10, 3 * width // 10] else "cross"
+
+    labels = [guess(draw_shape(1, index, 64)) for index in range(120)]
+    expected = [SHAPES[index % 6] for index in range(120)]
+    assert labels == expected
+
+
+def test_json_labels_survive_odd_json(tmp_path):
+    with tarfile.open(tmp_path / "x.tar", "w") as archive:
+        for name, data in [
+            ("a.png", PETS["cat/1.png"]),
+            ("a.json", json.dumps([1]).encode()),
+            ("b.png", PETS["cat/1.png"]),
+            ("b.json", b"[" * 100_000),
+            ("b.txt", b"4"),
+            ("a.cls", b"3\n"),
+        ]:
+            member = tarfile.TarInfo(name)
+            member.size = len(data)
+            archive.addfile(member, io.BytesIO(data))
+    assert open_source(tmp_path / "x.tar").labels.tolist() == [3, 4]

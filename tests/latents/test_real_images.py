@@ -1,0 +1,91 @@
+"""CIFAR-10 and Imagenette through prepare_latents; skipped where the real data is absent."""
+
+import io
+import json
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+
+import autoencoder as autoencoders
+from latents.images import open_source
+from scripts.prepare_latents import prepare
+
+
+def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):
+    path = real_data / "cifar10-test.zip"
+    prepare(str(path), tmp_path, resolution=32, autoencoder="identity", num_workers=2)
+    metadata = json.loads((tmp_path / "metadata.json").read_text())
+    assert metadata["count"] == 10_000 and metadata["unreadable"] == [] and metadata["shape"] == [3, 32, 32]
+    assert metadata["class_names"] == [
+        "airplane",
+        "automobile",
+        "bird",
+        "cat",
+        "deer",
+        "dog",
+        "frog",
+        "horse",
+        "ship",
+        "truck",
+    ]
+    labels = np.concatenate([np.load(tmp_path / shard["labels"]) for shard in metadata["shards"]])
+    assert np.bincount(labels).tolist() == [1000] * 10
+
+    latents = np.load(tmp_path / "latents-00000.npy")[:50]
+    images = autoencoders.load("identity").decode(torch.from_numpy(latents)).numpy()
+    with zipfile.ZipFile(path) as archive:
+        names = sorted(name for name in archive.namelist() if name.endswith(".jpg"))[:50]
+        expected = np.stack(
+            [np.array(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]
+        )
+    assert np.array_equal(images, expected)
+
+
+def test_imagenette_goes_through_a_local_autoencoder(real_data, tmp_path):
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(0)
+    folder = str(tmp_path / "vae")
+    AutoencoderKL(
+        block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
+        up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4, latent_channels=4, layers_per_block=1,
+    ).save_pretrained(folder)  # fmt: skip
+    source = open_source(real_data / "imagenette-1000.zip")
+    prepare(
+        str(real_data / "imagenette-1000.zip"),
+        tmp_path / "out",
+        resolution=64,
+        autoencoder=folder,
+        mirror=True,
+        num_workers=2,
+    )
+    metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
+    assert (
+        metadata["count"] == 1000
+        and metadata["num_classes"] == 10
+        and metadata["class_names"][0] == "n01440764"
+    )
+    assert metadata["shape"] == [4, 8, 8] and metadata["kind"] == "moments" and metadata["unreadable"] == []
+
+    picked = [0, 333, 999]
+    images = torch.from_numpy(np.stack([source.pixels(index, 64) for index in picked]))
+    for name, side in (("latents", images), ("mirrored", images.flip(2))):
+        rows = torch.from_numpy(np.load(tmp_path / "out" / f"{name}-00000.npy")[picked]).float()
+        torch.testing.assert_close(
+            rows, torch.cat(autoencoders.load(folder).encode(side), dim=1), atol=2e-3, rtol=2e-3
+        )
+
+
+def test_grey_photographs_become_rgb(real_data):
+    source = open_source(real_data / "imagenette-1000.zip")
+    grey = 0
+    for index in range(len(source)):
+        if Image.open(io.BytesIO(source.read(index))).mode == "L":
+            pixels = source.pixels(index, 64)
+            assert pixels.shape == (64, 64, 3) and np.ptp(pixels, axis=2).max() == 0
+            grey += 1
+    if grey == 0:
+        pytest.fail("the Imagenette zip is said to hold grey photographs, and none was met")

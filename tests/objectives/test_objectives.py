@@ -1,0 +1,242 @@
+"""Objectives: version 1's loss, a loss of one's own as the page shows it, what is trained with it, hidden states."""
+
+import re
+from functools import partial
+
+import pytest
+import torch
+from conftest import ROOT
+from training_runs import assert_same_end, rows, train_here
+
+import objectives
+from dit import DiT
+from edm import EDM
+from objectives import DiffusionLoss, build_objective, trained_parameters
+from objectives.hidden import take_hidden
+from objectives.version1 import Version1
+from rf import RF
+from routing_module import Route, Router
+from training.optimizers import load_optimizer, optimizer_tensors, step_unless
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
+
+
+def routed_net():
+    torch.manual_seed(2)
+    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5, init="xavier",
+               routes=[Route(0, 1, 0.5, x_T=1.0), Route(3, 4, 0.25, x_T=1.0)])
+
+
+def plain(net, diffusion=None):
+    """The diffusion's loss with the signature of `Version1.loss`."""
+    diffusion = diffusion or EDM()
+    return lambda x, y, weight, mask_noise, **how: diffusion.loss(net, x, y, net.routes, weight=weight, mask_noise=mask_noise, **how)
+
+
+def version1(net, mae_weight=0.0):
+    return Version1(DiffusionLoss(net, EDM()), mae_weight).loss
+
+
+def loss_and_output_gradient(loss_of, net, mask_noise, weight=1.0, **how):
+    """Each sample's loss, and its gradient in the network's output."""
+    outputs = []
+    hook = net.register_forward_hook(lambda *args: outputs.append(args[2]))
+    torch.manual_seed(3)
+    loss = loss_of(torch.randn(4, 3, 8, 8), torch.arange(4), torch.as_tensor(weight), mask_noise, **how)
+    hook.remove()
+    return loss, torch.autograd.grad(loss.sum(), outputs[0])[0]
+
+
+def stays(noise, ratio):
+    """Which pixels belong to patches that stay: (B, 1, 8, 8) bool for patches of side 2."""
+    ids = Router().get_mask(torch.empty(4, 16, 1), ratio, noise)
+    return torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True).view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
+
+
+def test_the_loss_of_version_1_counts_the_patches_whose_tokens_stay():
+    net, noise = routed_net(), torch.rand(4, 2, 16)
+    _, gradient = loss_and_output_gradient(version1(net), net, noise)
+    weight = sum(stays(noise[:, r], route.selection_ratio) / (2 * 16 * (1 - route.selection_ratio)) for r, route in enumerate(net.routes))
+    assert ((gradient != 0) == (weight > 0)).all(), "patches that left count, or kept ones do not"
+    _, everywhere = loss_and_output_gradient(plain(net), net, noise, sigma=torch.ones(4))
+    _, kept = loss_and_output_gradient(version1(net), net, noise, sigma=torch.ones(4))
+    torch.testing.assert_close(kept, everywhere * 16 * weight)      # where all patches count, each has 1/16
+
+
+def test_version_1_hands_the_network_the_masks_that_its_loss_counts():
+    net, handed = routed_net(), []
+    net.register_forward_pre_hook(lambda _, args, kwargs: handed.append(kwargs["mask_noise"]), with_kwargs=True)
+    objective = Version1(DiffusionLoss(net, EDM()))
+    objective.loss = lambda x, y, weight, mask_noise, loss=objective.loss: handed.append(mask_noise) or loss(x, y, weight, mask_noise)
+    objective(torch.randn(4, 3, 8, 8), torch.arange(4))
+    assert torch.equal(*handed) and handed[0].shape == (4, 2, 16)
+
+
+def test_the_auxiliary_term_teaches_the_patches_that_left_alone():
+    net, noise = routed_net(), torch.rand(4, 2, 16)
+    (_, without), (_, with_term) = (loss_and_output_gradient(version1(net, w), net, noise) for w in (0.0, 0.5))
+    left_once = ~(stays(noise[:, 0], 0.5) & stays(noise[:, 1], 0.25))
+    assert ((with_term != without) == left_once).all()
+
+
+@pytest.mark.parametrize("loss_of", [plain, partial(version1, mae_weight=0.1), lambda net: plain(net, RF())], ids=["edm", "version1", "rf"])
+def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_where_it_is_one(loss_of):
+    net, noise, half = routed_net(), torch.rand(4, 2, 16), torch.ones(1, 1, 8, 8)
+    half[..., :4] = 0
+    loss, gradient = loss_and_output_gradient(loss_of(net), net, noise)
+    masked_loss, masked = loss_and_output_gradient(loss_of(net), net, noise, half)
+    assert (masked[..., :4] == 0).all() and (masked[..., 4:] != 0).any()
+    torch.testing.assert_close(masked[..., 4:], gradient[..., 4:])
+    ones, _ = loss_and_output_gradient(loss_of(net), net, noise, torch.ones(4, 1, 1, 1))
+    assert torch.equal(ones, loss) and (masked_loss < loss).all()
+
+
+@pytest.mark.parametrize("diffusion", [EDM(), RF()])
+def test_the_network_draws_its_masks_itself_where_nothing_else_must_know_them(diffusion):
+    net, handed = routed_net(), []
+    net.register_forward_pre_hook(lambda _, args, kwargs: handed.append(set(kwargs)), with_kwargs=True)
+    loss_and_output_gradient(plain(net, diffusion), net, None)
+    assert handed == [{"routes"}]
+
+
+@pytest.mark.parametrize(("parts", "says"), [
+    ({"version1": {"mae_weight": -1.0}}, "mae_weight=-1.0 may not be negative"), ({"version2": {}}, "there is no objectives/version2.py; choose one of"),
+    ({"version1": {"weight": 1}}, "objective.version1 has no setting weight; it has mae_weight"),
+])
+def test_objectives_that_cannot_be_are_refused(parts, says):
+    with pytest.raises(ValueError, match=says):
+        build_objective(routed_net(), EDM(), parts)
+
+
+# ---- a loss of one's own: the one that docs/training.md shows
+
+
+@pytest.fixture(scope="module", autouse=True)
+def page(tmp_path_factory):
+    """The lines of the page, as objectives/probe.py, and around them a loss with a teacher and one that fails."""
+    folder = tmp_path_factory.mktemp("objectives")
+    [code] = re.findall(r"```python\n(\"\"\"A linear probe.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    assert len([line for line in code.splitlines() if line]) <= 30
+    (folder / "probe.py").write_text(code)
+    (folder / "taught.py").write_text(TAUGHT)
+    objectives.__path__.append(str(folder))
+    yield code
+    objectives.__path__.remove(str(folder))
+
+
+TAUGHT = """
+import torch
+from torch import nn
+from objectives.diffusion import Objective
+
+class Taught(Objective):
+    def __init__(self, inner, bad_step: int = -1):
+        super().__init__(inner)
+        self.teacher = nn.Sequential(nn.Linear(2, 2), nn.BatchNorm1d(2)).requires_grad_(False)
+        self.shift, self.calls, self.bad_step = nn.Parameter(torch.ones(3)), 0, bad_step
+        self.register_buffer("seen", torch.zeros(()))
+
+    def forward(self, x, y, **arrays):
+        loss, terms = self.inner(x, y, **arrays)
+        self.calls += 1
+        self.seen += len(x)
+        bad = self.shift.sum() * float("nan") if self.calls == self.bad_step else 0.0
+        return loss + self.shift.square().sum() + bad, terms
+"""
+PROBE = "+objective.probe.weight=0.1"
+
+
+def end_of(run):
+    return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
+
+
+def test_the_pages_loss_trains_is_logged_and_resumes_bit_for_bit(shapes, tmp_path):
+    for name, steps in (("whole", [6]), ("parts", [3, 6])):
+        for last in steps:
+            result = train_here(tmp_path / name, shapes, PROBE, f"steps={last}", "optimizer.name=adamw")
+            assert result.returncode == 0, result.stderr
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    written = rows(tmp_path / "whole")
+    assert all(row["loss_probe"] > 0 for row in written) and "  probe " in result.stdout
+    end = end_of(tmp_path / "whole")
+    assert end["model"].keys() == end["ema"].keys() and not any("head" in key for key in end["model"])
+    head = {key for key in end["training"] if "head" in key}
+    assert {"objective.head.weight", "objective.head.weight.exp_avg", "objective.head.bias.step"} <= head
+    refused = train_here(tmp_path / "whole", shapes, "steps=9")
+    assert refused.returncode == 1 and "was trained with another objective" in refused.stderr
+
+
+def test_what_is_frozen_is_neither_saved_nor_taken_for_an_adapter_and_a_nan_skips_the_step(shapes, tmp_path):
+    runs = {"good": "-1", "bad": "2"}
+    for name, bad in runs.items():
+        assert train_here(tmp_path / name, shapes, f"+objective.taught.bad_step={bad}", "steps=3", "log.every=1", "checkpoint.every=1",
+                          "checkpoint.keep_last=9").returncode == 0
+    end = end_of(tmp_path / "good")
+    assert {key for key in end["training"] if key.startswith("objective.") and key.count(".") == 1} == {"objective.shift", "objective.seen"}
+    assert not any("teacher" in key for key in end["training"]) and end["training"]["objective.seen"] == 24
+    assert [row["skipped"] for row in rows(tmp_path / "bad")] == [0, 1, 1] and rows(tmp_path / "bad")[1]["loss"] is None
+    first, second = (checkpoints.load(checkpoints.step_folder(tmp_path / "bad", step), "training") for step in (1, 2))
+    moved = {key for key in first if not torch.equal(first[key], second[key])}
+    assert moved == {"objective.seen", "sums"}
+
+
+def test_a_frozen_part_of_the_network_is_saved_with_it():
+    net = routed_net()
+    net.y_embedder.requires_grad_(False)
+    assert adapters.tensors(net).keys() == net.state_dict().keys()
+    trained = trained_parameters(DiffusionLoss(net, EDM()))
+    assert trained.keys() == {name for name in net.state_dict() if not name.startswith(("y_embedder", "pos_embed"))}
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True),
+                                  lambda p: torch.optim.NAdam(p)], ids=["sgd", "fused", "nadam"])
+def test_a_skipped_step_changes_nothing_and_state_resumes_for_any_optimizer(make):
+    torch.manual_seed(0)
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    other.load_state_dict(one.state_dict())
+    makers = [(net, make(net.parameters())) for net in (one, other)]
+
+    def step(net, optimizer, seed, skipped):
+        net(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        if skipped:
+            for p in net.parameters():
+                p.grad.fill_(float("nan"))
+        step_unless(torch.tensor(skipped), optimizer)
+        optimizer.zero_grad()
+
+    for seed, skipped in ((0, True), (1, False), (2, True), (3, False)):
+        step(*makers[0], seed, skipped)
+        if not skipped:
+            step(*makers[1], seed, False)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+    again = torch.nn.Linear(3, 2)
+    again.load_state_dict(one.state_dict())
+    resumed = make(again.parameters())
+    saved = optimizer_tensors(dict(one.named_parameters()), makers[0][1])
+    load_optimizer(dict(again.named_parameters()), resumed, {key: value.clone() for key, value in saved.items()})
+    step(again, resumed, 4, False), step(*makers[0], 4, False)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+
+
+@pytest.mark.parametrize("how", [False, True])
+def test_hidden_states_are_those_of_the_tokens_that_stayed_compiled_or_not(how):
+    net, noise = routed_net(), torch.rand(4, 2, 16)
+    whole = []
+    net.blocks[1].register_forward_hook(lambda _, args, output: whole.append((output, args[2])))
+    hidden = take_hidden(net, [1, 2])
+    if how:
+        torch._dynamo.reset()
+        net.compile(backend="aot_eager", fullgraph=True)
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        whole.clear()
+        out = net(torch.randn(4, 3, 8, 8), torch.rand(4), torch.arange(4), routes=net.routes, mask_noise=noise)
+        ids = Router().get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0])
+        tokens, positions = hidden[1]
+        assert torch.equal(positions, ids) and tokens.shape == (4, 8, 32) and torch.equal(tokens, whole[0][0])
+        assert hidden[2][0].shape == (4, 16, 32) and hidden[2][1].tolist() == [[*range(16)]]
+        [gradient] = torch.autograd.grad(tokens.sum(), [net.x_embedder.proj.weight], retain_graph=True)
+        assert gradient.abs().sum() > 0 and out.shape == (4, 3, 8, 8)
+    with pytest.raises(ValueError, match="Block 6 is not in this network, which has 6 blocks"):
+        take_hidden(net, [6])

@@ -1,0 +1,368 @@
+"""Kills our commands and fails their writes: started again, each ends in the files of one that nothing disturbed.
+
+    python -m pytest -m rig tests/rigs/test_kills.py                                 # some minutes
+    RIG_KILLS=250 RIG_SEED=1 python -m pytest -m rig tests/rigs/test_kills.py        # so many kills of each command
+    RIG_WRITES=10 python -m pytest -m rig tests/rigs/test_kills.py -k train          # ten failed writes, not all
+
+A life is a forked child that runs a command as it is. Equal are all files, bit for bit, but for what a clock says.
+"""
+
+import builtins
+import contextlib
+import ctypes
+import errno
+import hashlib
+import importlib
+import io
+import json
+import os
+import random
+import re
+import resource
+import shutil
+import signal
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from forked import Ended, Life
+
+from latents import writer
+from runtime import files
+from runtime.command import commit
+from weights import checkpoint as checkpoints
+
+pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
+KILLS, SEED = int(os.environ.get("RIG_KILLS", 20)), int(os.environ.get("RIG_SEED", 0))
+WRITES = int(os.environ.get("RIG_WRITES", 10**6))
+COMMANDS = ("train", "prepare_latents", "import_latents", "fid")
+LIMIT = 300      # seconds of a life; one that takes longer hangs
+CLOCK = {"img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s", "seconds", "finished", "run_id",
+         "resumed_images"}      # what two equal runs differ in
+
+# ---- a command, and what it leaves ----------------------------------------------------------------------------------
+
+
+def last_step(run: Path) -> int:
+    """Finds the step of the newest checkpoint that is whole; 0: none."""
+    whole = [checkpoints.step_of(path) for path in checkpoints.all_steps(run) if not checkpoints.problem(path)]
+    return max(whole, default=0)
+
+
+@dataclass
+class Task:
+    """A command, where it writes, and how far it has come, which nothing but progress may change."""
+
+    program: str
+    arguments: tuple[str, ...]
+    out: Path
+    reached: Callable[[Path], int]
+    # Not where several may write at once: a kill may leave a hidden half, or half a row, and a row may come twice.
+    is_exact: bool = True
+    seconds: float = 0.0
+    changes: int = 0
+    wanted: dict[str, str] | None = None      # what an undisturbed life leaves
+
+    def __call__(self) -> None:
+        sys.argv = [f"{self.program.replace('.', '/')}.py", *self.arguments]
+        sys.modules[self.program].main()
+
+    def content(self) -> dict[str, str]:
+        """Hashes every file that the command has left, but for the lock, and without what a clock says."""
+        found = {}
+        for file in sorted(self.out.rglob("*")):
+            name = str(file.relative_to(self.out))
+            is_half = re.search(r"(^|/)\.[^/]*\.tmp(/|$)", name) is not None and not self.is_exact
+            if not file.is_file() or file.name == ".lock" or file.parent.name == "logs" or is_half:
+                continue
+            data = file.read_bytes()
+            with contextlib.suppress(ValueError):
+                if file.suffix == ".json":
+                    data = json.dumps(plain(json.loads(data))).encode()
+                elif file.suffix == ".jsonl":
+                    rows = map(json.loads, data.splitlines()) if self.is_exact else files.read_rows(file)
+                    rows = [json.dumps(plain(row)) for row in rows]
+                    data = "\n".join(rows if self.is_exact else dict.fromkeys(rows)).encode()
+            found[name] = hashlib.sha256(data).hexdigest()
+        return found
+
+    def differs_in(self) -> list[str]:
+        """Names the files that are not those of an undisturbed life."""
+        got, wanted = self.content(), self.wanted
+        return sorted(name for name in {*wanted, *got} if wanted.get(name) != got.get(name))
+
+    def clear(self) -> None:
+        shutil.rmtree(self.out, ignore_errors=True)
+
+
+def plain(value: object) -> object:
+    """Drops from what a record says what depends on the clock."""
+    if isinstance(value, dict):
+        return {key: plain(part) for key, part in value.items() if key not in CLOCK}
+    return [plain(part) for part in value] if isinstance(value, list) else value
+
+
+def start(task: Task, meet: Callable | None = None, *meddle: Callable[[], None]) -> Life:
+    """Begins a life of a command; `meet` is called before each change to a file, each of `meddle` at the beginning."""
+    def live() -> None:
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a rig that is killed leaves no one behind
+        for change in meddle:
+            change()
+        changes = Changes(task.out, meet or (lambda number, kind, half: None))
+        task()
+        print(f"{changes.number} changes")
+    return Life(live)
+
+
+def is_a_sentence(task: Task, ended: Ended) -> bool:
+    """Tells whether a life has ended in one sentence of its program's and a status that says so."""
+    program = f"{task.program.rpartition('.')[2]}.py: "
+    said = [line for line in ended.said.splitlines() if line.startswith(program)]
+    return ended.code > 0 and len(said) == 1 and not ended.out_of_time and not ended.has_traceback
+
+
+@pytest.fixture(scope="module")
+def tasks(tmp_path_factory) -> dict[str, Task]:
+    """The commands, each over in a second or two, with what they read and what they leave undisturbed."""
+    work = tmp_path_factory.mktemp("kills")
+    data, pairs, reference, images = (work / name for name in ("data", "pairs", "reference.npz", "images.npz"))
+    for part in ("features", "labels"):
+        (pairs / f"imagenet256_{part}").mkdir(parents=True)
+    rng = np.random.default_rng(0)
+    for index in range(24):
+        np.save(pairs / f"imagenet256_features/{index}.npy", rng.standard_normal((1, 4, 8, 8)).astype(np.float32))
+        np.save(pairs / f"imagenet256_labels/{index}.npy", np.array([index % 3]))
+    np.savez(images, arr_0=rng.integers(0, 256, (40, 16, 16, 3), np.uint8))
+    shapes = ("source=shapes", "resolution=16", "autoencoder=identity", "num_workers=1")
+    outs = {name: work / name / "out" for name in COMMANDS}
+    made = {
+        "train": Task("train", (
+            "experiment=quickstart", f"run_dir={outs['train']}", f"data.path={data}", "batch_size=8", "steps=4",
+            "cpu=true", "model.hidden_size=32", "model.num_heads=2", "model.depth=3", "optimizer.warmup_steps=2",
+            "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]", "log.every=2",
+            "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_every=4", "samples.every=4",
+            "samples.seeds=0-3", "samples.num_steps=1", "samples.batch_size=4", "evaluate.every=4",
+            f"evaluate.reference={reference}", "evaluate.metrics=[fd_pixels]", "evaluate.num_samples=4",
+            "evaluate.num_steps=1", "evaluate.batch_size=4"), outs["train"], last_step),
+        "prepare_latents": Task("scripts.prepare_latents", (
+            *shapes, "shapes.count=60", "shard_size=16", "batch_size=8", "mirror=true",
+            f"out={outs['prepare_latents']}"), outs["prepare_latents"], shards_done),
+        "import_latents": Task("scripts.import_latents", (
+            f"source={pairs}", "shard_size=8", f"out={outs['import_latents']}"), outs["import_latents"], shards_done),
+        "fid": Task("fid", (
+            f"images={images}", f"reference={reference}", "features=pixels", "keep_features=true", "batch_size=8",
+            "cpu=true", f"results={outs['fid'] / 'results.jsonl'}"), outs["fid"],
+            lambda out: len(list(out.glob("features/*/[!.]*.safetensors"))), is_exact=False),
+    }
+    commit()      # found out once: it must not change while somebody works in the checkout
+    for task in made.values():
+        importlib.import_module(task.program)
+    for task in (Task("scripts.prepare_latents", (*shapes, "shapes.count=64", f"out={data}"), data, shards_done),
+                 Task("fid", (f"reference_from={data}", f"out={reference}", "features=pixels", "reference_images=8"),
+                      reference, shards_done)):
+        assert Life(task).wait(LIMIT).code == 0
+    for name, task in made.items():
+        for _ in range(2):      # what follows is worth nothing where these two differ
+            task.clear()
+            ended = start(task).wait(LIMIT)
+            assert ended.code == 0, ended.said
+            task.wanted = task.wanted or task.content()
+            assert not task.differs_in(), name
+        task.seconds, task.changes = ended.seconds, int(re.search(r"(\d+) changes\n$", ended.said)[1])
+        print(f"{name}: {task.seconds:.1f} s and {task.changes} changes to files a life")
+    return made
+
+
+def shards_done(out: Path) -> int:
+    return 10**6 if (out / "metadata.json").is_file() else len(list(out.glob("record-*.json")))
+
+
+# ---- the changes that a process makes to files, one after the other -------------------------------------------------
+
+
+class Changes:
+    """Calls `meet(number, kind, half)` before each change to a file or folder at or below `folder`.
+
+    An audit hook hears Python's own calls; writing and fsync, which it does not hear, are replaced. What a library
+    writes by itself is heard as it opens the file, if at all. For a forked child: an audit hook cannot be taken away.
+    """
+
+    def __init__(self, folder: Path, meet: Callable):
+        self.folder, self.meet, self.number, self.is_quiet = str(folder), meet, 0, False
+        self.open, self.fsync = io.open, os.fsync
+        builtins.open = io.open = self.opened
+        os.fsync = self.synced
+        sys.addaudithook(self.heard)
+
+    def concerns(self, path: object, descriptor: int = -1) -> bool:
+        if isinstance(path, int):
+            return False
+        path = os.fsdecode(os.fspath(path))
+        if descriptor >= 0:      # what it is relative to, as in rmtree
+            path = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), path)
+        return os.path.abspath(path).startswith(self.folder)
+
+    def happens(self, kind: str, half: Callable[[], None] = lambda: None) -> None:
+        if not self.is_quiet:
+            self.number, self.is_quiet = self.number + 1, True      # what is done to meet it is no change of its own
+            try:
+                self.meet(self.number, kind, half)
+            finally:
+                self.is_quiet = False
+
+    def heard(self, event: str, arguments: tuple) -> None:
+        paths = {"open": 1, "os.mkdir": 1, "os.remove": 1, "os.rmdir": 1, "os.rename": 2}.get(event, 0)
+        if self.is_quiet or not paths:
+            return
+        if event == "open" and not arguments[2] & (os.O_WRONLY | os.O_RDWR | os.O_CREAT | os.O_TRUNC | os.O_APPEND):
+            return
+        descriptor = arguments[-1] if event in ("os.mkdir", "os.remove", "os.rmdir") else -1
+        if any(self.concerns(path, descriptor) for path in arguments[:paths]):
+            self.happens(event)
+
+    def opened(self, file, mode="r", buffering=-1, encoding=None, errors=None, newline=None, closefd=True, opener=None):
+        """Opens as `open` does; what is written below the folder is heard as the system gets it."""
+        if opener is not None or not set(mode) & set("wax+") or not self.concerns(file):
+            return self.open(file, mode, buffering, encoding, errors, newline, closefd, opener)
+        raw = Written(file, mode.replace("b", "").replace("t", ""))
+        raw.changes = self
+        if buffering == 0:
+            return raw
+        buffered = (io.BufferedRandom if "+" in mode else io.BufferedWriter)(raw)
+        return buffered if "b" in mode else io.TextIOWrapper(buffered, encoding, errors, newline)
+
+    def synced(self, descriptor: int) -> None:
+        if self.concerns(os.readlink(f"/proc/self/fd/{descriptor}")):
+            self.happens("fsync")
+        self.fsync(descriptor)
+
+
+class Written(io.FileIO):
+    """A file whose writes are heard before they reach the system."""
+
+    def write(self, data) -> int:
+        view = memoryview(data).cast("B")
+        self.changes.happens("write", lambda: super(Written, self).write(view[: len(view) // 2]) and None)
+        return super().write(view)
+
+
+def killing(at: int, number: int) -> Callable:
+    """Sends this process a signal at a change to a file, in the middle of it where it is a write and SIGKILL."""
+    def meet(change: int, kind: str, half: Callable[[], None]) -> None:
+        if change == at:
+            if number == signal.SIGKILL:
+                half()
+            os.kill(os.getpid(), number)
+    return meet
+
+
+def failing(at: int, number: int) -> Callable:
+    """Fails a change to a file, half written; a full disk fails all later ones that need room, too."""
+    def meet(change: int, kind: str, half: Callable[[], None]) -> None:
+        if change == at:
+            half()
+        needs_room = kind in ("open", "write", "fsync", "os.mkdir", "os.rename")
+        if change == at or (number == errno.ENOSPC and change > at and needs_room):
+            raise OSError(number, os.strerror(number))
+    return meet
+
+
+def small_files(size: int) -> Callable[[], None]:
+    """Lets no file grow beyond a size: a full disk for what libraries write by themselves, too."""
+    def limit() -> None:
+        signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+        resource.setrlimit(resource.RLIMIT_FSIZE, (size, size))
+    return limit
+
+
+# ---- what is tried --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "number"), [
+    *((name, signal.SIGKILL) for name in COMMANDS), ("train", signal.SIGTERM),
+])  # fmt: skip
+def test_a_command_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tasks, name, number):
+    task, rng = tasks[name], random.Random(f"{SEED} {name} {number}")
+    kills = runs = kills_of_run = 0
+    task.clear()
+    while kills < KILLS or kills_of_run:
+        before = task.reached(task.out)
+        spared = kills >= KILLS or kills_of_run >= 60
+        if spared or rng.random() < 0.5:
+            life, moment = start(task), rng.uniform(0, task.seconds)
+            tried = f"kill {kills + 1} after {moment:.3f} s"
+            if not spared:
+                time.sleep(max(0.0, life.began + moment - time.monotonic()))
+                life.signal(number)
+        else:
+            at = rng.randint(1, task.changes)
+            life, tried = start(task, killing(at, number)), f"kill {kills + 1} at change {at}"
+        ended = life.wait(LIMIT)
+        assert task.reached(task.out) >= before and not ended.has_traceback, f"{tried}: {ended.said}"
+        if ended.code in (-number, 128 + number) and not ended.out_of_time:      # training saves at SIGTERM
+            kills, kills_of_run = kills + 1, kills_of_run + 1
+            continue
+        differs = task.differs_in()
+        assert ended.code == 0 and not differs, f"{tried}, after {kills_of_run} others: {differs} {ended.said}"
+        runs, kills_of_run = runs + 1, 0
+        task.clear()
+    print(f"{name}: {kills} times {signal.Signals(number).name}, {runs} runs finished, all equal")
+
+
+def check_mended(task: Task, ended: Ended, tried: str) -> bool:
+    """Checks that a life with a fault has ended in a sentence or as if nothing were, and that the next one goes on."""
+    differs = [name for name in task.differs_in() if not re.search(r"(^|/)\.[^/]*\.tmp(/|$)", name)]
+    said = is_a_sentence(task, ended)
+    assert said or (ended.code == 0 and not differs), f"{tried}: {ended.code}, {differs} {ended.said}"
+    again = start(task).wait(LIMIT)
+    assert again.code == 0 and not task.differs_in(), f"{tried}, again: {task.differs_in()} {again.said}"
+    return said
+
+
+def fail_each_write(task: Task, number: int, most: int, *meddle: Callable[[], None]) -> None:
+    """Fails at least `most` changes to files, evenly spread, or all of them, each in a life of its own."""
+    sentences, tried = 0, range(1, task.changes + 1, max(1, task.changes // most))
+    for at in tried:
+        task.clear()
+        ended = start(task, failing(at, number), *meddle).wait(LIMIT)
+        sentences += check_mended(task, ended, f"{errno.errorcode[number]} at change {at} of {task.changes}")
+    fault = errno.errorcode[number]
+    print(f"{task.program}: {fault} at {len(tried)} changes, {sentences} sentences, the next life equal")
+
+
+@pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
+@pytest.mark.parametrize("name", COMMANDS)
+def test_each_write_that_fails_ends_in_a_sentence_and_the_next_life_in_equal_files(tasks, name, number):
+    fail_each_write(tasks[name], number, WRITES)
+
+
+@pytest.mark.parametrize("name", COMMANDS)
+def test_files_that_may_not_grow_end_in_a_sentence_and_nothing_is_lost(tasks, name):
+    task = tasks[name]
+    task.clear()
+    start(task).wait(LIMIT)
+    sizes = {path.stat().st_size for path in task.out.rglob("*") if path.is_file()}
+    sizes = sorted(size - 1 for size in sizes if size > 4096)      # what a life prints is in a file, too
+    sentences = 0
+    for size in sizes:
+        task.clear()
+        ended = start(task, None, small_files(size)).wait(LIMIT)
+        sentences += check_mended(task, ended, f"files of at most {size} bytes")
+    print(f"{name}: {len(sizes)} sizes that no file may exceed, {sentences} sentences, the next life equal")
+
+
+def test_a_command_whose_files_can_be_halved_is_found_out(tasks):
+    @contextlib.contextmanager
+    def in_place(path):
+        path.parent.mkdir(parents=True, exist_ok=True)
+        yield path
+
+    def write_in_place() -> None:
+        files.beside = writer.beside = in_place
+
+    with pytest.raises(AssertionError, match="ENOSPC at change"):
+        fail_each_write(tasks["import_latents"], errno.ENOSPC, 10**6, write_in_place)

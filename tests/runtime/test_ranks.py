@@ -1,0 +1,106 @@
+"""Several ranks: a stop that they agree on, and one that fails, by itself or by a kill, so that all of them end."""
+
+import json
+import os
+import signal
+import time
+from pathlib import Path
+
+import forked
+import pytest
+from training_runs import TWO_RANKS, command, rows, start, wait_until
+
+from runtime import ranks
+from runtime.device import join_ranks
+from training import speed
+from weights import checkpoint as checkpoints
+
+LONG = ("steps=100000", "log.every=1", "checkpoint.every=100000", "model.depth=3", "model.routes=[]", "compile=false", "cpu=true")
+
+
+def has_begun(run: Path) -> bool:
+    return (run / "metrics.jsonl").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) > 2
+
+
+def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step(shapes, tmp_path):
+    # A second group, of gloo, cannot be made where a node's name resolves to loopback.
+    program = "import sys, torch.distributed, train; torch.distributed.new_group = None; sys.argv[0] = 'train.py'; train.main()"
+    process = forked.Command("-c", program, *command(tmp_path, shapes, *LONG)[1:], ranks=2)
+    wait_until(lambda: has_begun(tmp_path), process)
+    os.kill(process.processes[1].pid, signal.SIGTERM)
+    said = process.communicate()
+    assert [ended.exitcode for ended in process.processes] == [143, 143], said
+    step = checkpoints.step_of(checkpoints.latest(tmp_path))
+    assert step % ranks.StopRequest.EVERY == 0 and rows(tmp_path)[-1]["step"] == step
+    assert said[0].count(f"Stopped by SIGTERM at step {step}") == 1
+
+
+FAIL_ON_ONE_RANK = """
+import os, sys, train
+step, taken = train.train_step, []
+def fail(*arguments, **options):
+    taken.append(1)
+    if os.environ["RANK"] == "1" and len(taken) == 3:
+        raise {error}("only this rank has it")
+    return step(*arguments, **options)
+train.train_step = fail
+sys.argv[0] = "train.py"
+train.main()
+"""
+
+
+@pytest.mark.parametrize(("error", "says"), [("ValueError", "train.py: only this rank has it"), ("KeyError", "KeyError: 'only this rank has it'")])
+def test_an_error_on_one_rank_ends_all_and_is_printed_once(shapes, tmp_path, error, says):
+    line = command(tmp_path, shapes, *LONG)[1:]
+    process = forked.Command("-c", FAIL_ON_ONE_RANK.format(error=error), *line, ranks=2, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    _, said = process.communicate()
+    assert process.processes[1].exitcode == 1 and process.processes[0].exitcode != 0
+    assert said.count(says) == 1 and said.count("Traceback") == (error == "KeyError"), said
+    if error == "KeyError":      # a fault, which the launcher prints as the root cause
+        recorded = json.loads((tmp_path / "error.json").read_text())["message"]
+        assert recorded["message"].startswith(error) and "in fail" in recorded["extraInfo"]["py_callstack"]
+
+
+
+def children(pid: int) -> dict[str, int]:
+    """The ranks that a launcher has started: rank -> process."""
+    found = {}
+    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
+        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
+        found |= {variable[5:].decode(): int(child) for variable in variables if variable.startswith(b"RANK=")}
+    return found
+
+
+def test_the_launcher_ends_the_others_when_a_rank_is_killed(shapes, tmp_path):
+    launcher = start(tmp_path, shapes, *LONG, launcher=TWO_RANKS)
+    wait_until(lambda: has_begun(tmp_path), launcher)
+    processes = children(launcher.pid)
+    os.kill(processes["1"], signal.SIGKILL)
+    began = time.monotonic()
+    said = launcher.communicate(timeout=100)[0]
+    assert launcher.returncode != 0 and "Signal 9 (SIGKILL)" in said and "rank      : 1" in said, said
+    assert not Path(f"/proc/{processes['0']}").exists() and time.monotonic() - began < 45
+
+
+def test_usr1_is_a_request_to_stop_and_a_second_signal_does_not_look_like_a_saved_run():
+    handlers = {number: signal.getsignal(number) for number in ranks.StopRequest.SIGNALS}
+    try:
+        stop = ranks.StopRequest()
+        os.kill(os.getpid(), signal.SIGUSR1)
+        assert stop.agreed(1, join_ranks(True, True)) == signal.SIGUSR1
+        assert {signal.getsignal(number) for number in handlers} == {ranks.leave_unsaved}
+    finally:
+        for number, handler in handlers.items():
+            signal.signal(number, handler)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+        with pytest.raises(SystemExit, match="^1$"):
+            ranks.leave_unsaved(signal.SIGTERM, None)
+
+
+@pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
+def test_a_config_of_accelerate_that_wraps_the_network_itself_is_refused(monkeypatch, name):
+    monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
+    for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: join_ranks(True, False)):
+        with pytest.raises(ValueError, match="accelerate's config turns .* torchrun, or turn it off by `accelerate config`"):
+            make()

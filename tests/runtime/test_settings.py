@@ -1,0 +1,274 @@
+"""Settings are declared once: a value of another type or range is a sentence, and so is all that ends a command."""
+
+import importlib
+import json
+import os
+import sys
+from typing import Annotated, Literal
+
+import pytest
+import torch
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from pydantic import Field
+from test_tf32 import commands
+
+from runtime import ranks, schema
+from runtime.command import command
+from runtime.schema import (
+    Count,
+    Location,
+    NotNegative,
+    Number,
+    Positive,
+    Record,
+    Selection,
+    Settings,
+    Share,
+    Size,
+    Text,
+    Whole,
+    one_of,
+    read,
+    read_record,
+)
+
+
+class Part(Settings):
+    start: int
+    share: Annotated[float, Field(ge=0, lt=1)]
+
+
+class Everything(Settings):
+    count: Count
+    whole: Whole
+    number: Number
+    share: Share
+    not_negative: NotNegative
+    positive: Positive
+    text: Text
+    place: Location | None
+    pick: Selection | None
+    flag: bool
+    choice: one_of(["a", "b"])
+    maybe: one_of(["a", "b"]) | None
+    mode: bool | one_of(["fast", "small"])
+    counts: list[Count]
+    named: list[str] | None
+    trackers: list[one_of(["tensorboard", "wandb"])]
+    betas: Annotated[tuple[Share, Share], Field(strict=False)]
+    part: Part
+    parts: list[Part]
+    other: dict
+    size: Size
+
+
+GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "positive": 1e-9, "text": "a", "place": None,
+        "pick": [1, "0-3"], "flag": True, "choice": "a", "maybe": None, "mode": "fast", "counts": [1], "named": None, "trackers": [],
+        "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "other": {}, "size": 1}
+
+
+@pytest.mark.parametrize(("key", "value", "sentence"), [
+    ("count", 0, "count=0: it should be greater than or equal to 1."), ("count", 1.0, "count=1.0: it should be a valid integer."),
+    ("count", None, "count=null: it should be a valid integer."), ("number", float("nan"), "number=NaN: it should be a finite number."),
+    ("number", "x", "number=x: it should be a valid number."), ("share", 1.5, "share=1.5: it should be less than or equal to 1."),
+    ("text", "", "text=: it should have at least 1 character."), ("flag", "yes", "flag=yes: it should be a valid boolean."),
+    ("choice", "c", "choice=c: it should be 'a' or 'b'."), ("maybe", "c", "maybe=c: it should be 'a' or 'b'."),
+    ("mode", "slow", "mode=slow: it should be a valid boolean; or it should be 'fast' or 'small'."),
+    ("counts", [1, 0], "counts.1=0: it should be greater than or equal to 1."), ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
+    ("betas", [0.9], "betas.1 is missing."), ("part", {"start": 1}, "part.share is missing."),
+    ("part", {"start": 1.5, "share": 0}, "part.start=1.5: it should be a valid integer."),
+    ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: there are start, share."),
+    ("part", {"strat": 1, "share": 0, "start": 1}, "There is no setting part.strat: did you mean start?"),
+    ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."), ("size", 2**17, "size=131072: it should be less than or equal to 65536."),
+    ("pick", 1.5, "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a valid list."),
+])  # fmt: skip
+def test_a_value_of_another_type_or_range_is_a_sentence(key, value, sentence):
+    with pytest.raises(ValueError) as error:
+        read(Everything, {**GOOD, key: value})
+    assert str(error.value) == sentence
+
+
+def test_what_is_allowed_is_read():
+    assert read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
+    assert read(Everything, {**GOOD, "text": 123, "place": 7, "mode": False}).place == "7"  # a folder named by digits
+
+
+def test_unknown_missing_and_no_settings_at_all_are_sentences():
+    class Two(Settings):
+        a: Count
+        b: Literal["x"]
+
+    for plain, sentence in (({"a": 1, "b": "x", "c": 2}, "There is no setting c: there are a, b."), ({"a": 1}, "b is missing."),
+                            ([1], "The settings=[1]: it should be a valid dictionary or instance of Two.")):
+        with pytest.raises(ValueError) as error:
+            read(Two, plain, "here: ")
+        assert str(error.value) == f"here: {sentence}"
+
+
+def test_a_long_value_is_cut_short():
+    with pytest.raises(ValueError) as error:
+        read(Everything, {**GOOD, "flag": list(range(1000))})
+    assert len(str(error.value)) < 300 and "…" in str(error.value)
+
+
+class Note(Record):
+    count: Count
+
+
+@pytest.mark.parametrize(("text", "words"), [
+    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), (b"\xff\xfe", "is not JSON"), ("3", "note.json: The settings=3: "),
+    ("{}", "note.json: count is missing."), ('{"count": 1e999}', "count=Infinity: it should be"),
+])  # fmt: skip
+def test_a_record_that_cannot_be_read_is_a_sentence_with_the_remedy(tmp_path, text, words):
+    (tmp_path / "note.json").write_text(text)
+    with pytest.raises(ValueError) as error:
+        read_record(Note, tmp_path / "note.json", "Write it again.")
+    assert words in str(error.value) and str(error.value).endswith(" Write it again.")
+
+
+def test_a_record_may_say_more_than_is_read(tmp_path):
+    (tmp_path / "note.json").write_text(json.dumps({"count": 2, "new": 1}))
+    assert read_record(Note, tmp_path / "note.json", "").count == 2
+
+
+# ---- the frame of a command -----------------------------------------------------------------------------------------
+
+
+class Small(Settings):
+    steps: Count
+    place: Selection | None
+
+
+@pytest.fixture
+def call(tmp_path, monkeypatch, capsys):
+    """Runs a command of configs/small.yaml in this process -> (exit code, last line that it says)."""
+    (tmp_path / "small.yaml").write_text(
+        "steps: 5\nplace: null\ndefaults: [_self_, {override hydra/job_logging: disabled}, {override hydra/hydra_logging: disabled}]\n"
+        "hydra: {run: {dir: .}, output_subdir: null}\n")
+    (tmp_path / "presets/group").mkdir(parents=True)
+    monkeypatch.setattr(schema, "CONFIGS", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.delenv("RANK", raising=False)
+    monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
+
+    def call(main, *arguments):
+        monkeypatch.setattr(sys, "argv", ["folder/small.py", *arguments])
+        try:
+            command("small", Small)(main)()
+        except SystemExit as stop:
+            return (stop.code, capsys.readouterr().err.strip()) if isinstance(stop.code, int) else (1, stop.code)
+        return 0, capsys.readouterr().out.strip()
+
+    return call
+
+
+def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line(call):
+    seen = []
+    assert call(seen.append, "place='sea lion'") == (0, "") and seen == [Small(steps=5, place="sea lion")]
+    call(seen.append, "steps=7", "place=[ring,sea lion]")
+    assert seen[-1] == Small(steps=7, place=["ring", "sea lion"])
+
+
+def fail_by(error):
+    def main(cfg):
+        raise error
+
+    return main
+
+
+@pytest.mark.parametrize(("arguments", "sentence"), [
+    (["steps=0"], "small.py: steps=0: it should be greater than or equal to 1."), (["steps=inf"], "small.py: steps=Infinity: it should be a valid integer."),
+    (["step=3"], "small.py: Could not override 'step': configs/small.yaml names all settings."),
+    (["steps"], "small.py: steps is no setting: write key=value, as in steps=100."),
+    (["größe=3"], "small.py: größe=3 is no setting: write key=value, as in steps=100."),
+    (["place=größe"], """"place='größe'"."""), (["place=[ring,größe,sea lion]"], """"place=['ring','größe','sea lion']"."""),
+    (["place=it's"], r""""place='it\'s'"."""), (["place=a (1)"], """"place='a (1)'"."""), (["place=[a"], """"place=['a']"."""),
+    (["place=a,b"], """small.py: place=a,b gives several values: write 'place=[a,b]' for a list, or "place='a,b'" for one text."""),
+    (["group=[one,two]"], "group=[one,two] gives several names and only the last would count: write group=two."),
+    (["place=${nothing}"], "small.py: Interpolation key 'nothing' not found: configs/small.yaml names all settings."),
+])  # fmt: skip
+def test_a_mistake_on_the_command_line_ends_in_a_sentence(call, arguments, sentence):
+    code, said = call(lambda cfg: None, *arguments)
+    assert code == 1 and said.startswith("small.py: ") and said.endswith(sentence) and "\n" not in said
+
+
+@pytest.mark.parametrize("written", ["größe", "[größe,sea lion]", "it's", "a=b", "a{b", "[a#b,it's]", "shape[1]", "folder/a (1)/b"])
+def test_the_quoting_that_the_sentence_shows_works(call, written):
+    seen = []
+    said = call(seen.append, f"place={written}")[1]
+    assert call(seen.append, said.rpartition(': "')[2].removesuffix('".')) == (0, "")
+    assert seen[0].place == (written.strip("[]").split(",") if written.startswith("[") else written)
+
+
+def test_all_that_the_sentence_says_may_stand_as_it_is(call):
+    seen = []
+    assert call(seen.append, "place=aZ09 _-+./:%*?@$|") == (0, "") and seen[0].place == "aZ09 _-+./:%*?@$|"
+
+
+def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
+    assert call(fail_by(ValueError("Too many."))) == (1, "small.py: Too many.")
+    said = f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory."
+    assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, said)
+    assert call(fail_by(KeyboardInterrupt())) == (130, "small.py: stopped by Ctrl-C.")
+    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")):
+        code, said = call(fail_by(error))
+        assert code == 1 and "Memory is full: " in said and said.endswith("What helps: less at once.")
+    with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
+        call(lambda cfg: 1 / 0)
+    assert "HYDRA_FULL_ERROR" not in os.environ  # which a command sets for itself, and for none that it starts
+
+
+@pytest.mark.parametrize(("main", "argument", "error"), [
+    (fail_by(ValueError("Too many.")), "steps=1", ValueError), (fail_by(OSError("Full.")), "steps=1", OSError), (print, "steps=0", ValueError),
+    (print, "step=1", Exception),
+])  # fmt: skip
+def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, error):
+    monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
+    with pytest.raises(error):
+        call(main, argument)
+
+
+def test_a_rank_but_the_first_waits_before_it_says_the_same(call, monkeypatch):
+    waits = []
+    monkeypatch.setattr(ranks.time, "sleep", waits.append)
+    monkeypatch.setattr(ranks.signal, "signal", lambda *_: None)
+    for rank in ("0", "1"):
+        monkeypatch.setenv("RANK", rank)
+        assert call(fail_by(ValueError("Too many.")))[0] == 1
+    assert waits == [5]
+
+
+def test_help_and_the_shown_config_run_nothing(call):
+    for argument in ("--help", "--cfg=job"):
+        assert call(fail_by(AssertionError()), argument)[0] == 0
+
+
+# ---- what is declared and what stands in configs/ -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_the_keys_declared_are_those_of_the_config(name):
+    file, declared = commands()[name]
+    declared = getattr(importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)), declared)
+    with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
+        plain = OmegaConf.to_container(compose(name))
+    assert keys_of(declared) == keys_in(plain, declared)
+    read(declared, OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
+
+
+def groups_of(declared):
+    """The keys of a declaration that stand for groups of keys, and their declarations."""
+    fields = declared.model_fields.items()
+    return {key: field.annotation for key, field in fields if isinstance(field.annotation, type) and issubclass(field.annotation, Settings)}
+
+
+def keys_of(declared):
+    groups = {key: keys_of(group) for key, group in groups_of(declared).items()}
+    return {key: groups.get(key) for key in declared.model_fields}
+
+
+def keys_in(plain, declared):
+    groups = groups_of(declared)
+    return {key: keys_in(value, groups[key]) if key in groups else None for key, value in plain.items()}

@@ -1,0 +1,390 @@
+"""A sharded run is the same run: losses, pictures, scores and checkpoints are DDP's, on a part of the memory."""
+
+import json
+import os
+import socket
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+import torch._dynamo  # these three once, for all the ranks that are forked
+import torch.distributed.fsdp
+import torch.distributed.tensor
+from accelerate.state import AcceleratorState
+from conftest import ROOT, run_command
+from forked import Ended, Life
+from PIL import Image
+from training_runs import command, rows, train_here
+
+import fid
+import objectives
+import train
+from edm import EDM
+from latents.folder import open_latents
+from latents.loader import batches
+from objectives import DiffusionLoss, Objective, trained_parameters
+from runtime import sharding
+from scripts import forks, plan
+from training import speed
+from training.optimizers import optimizer_tensors
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
+from weights.loading import load_trained
+from weights.records import build_network
+
+STEPS = 50
+SMALL = ("model.depth=3", "model.routes=[{start_layer_idx:1,end_layer_idx:1,selection_ratio:0.5}]")
+LIMIT = 240      # seconds after which ranks that wait for each other are ended
+
+
+def free_port() -> int:
+    with socket.socket() as held:
+        held.bind(("127.0.0.1", 0))
+        return held.getsockname()[1]
+
+
+def on_ranks(world: int, *runs, before=lambda rank: None) -> list[Ended]:
+    """Trains one run after the other on forked ranks; each of `runs` is the overrides of a command."""
+    ports = [free_port() for _ in runs]
+
+    def live(rank: int) -> None:
+        before(rank)
+        for port, overrides in zip(ports, runs, strict=True):
+            os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                              MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+            AcceleratorState._reset_state(reset_partial_state=True)
+            torch._dynamo.reset()
+            run_command(train.main, "train.py", *overrides)
+
+    lives = [Life(partial(live, rank)) for rank in range(world)]
+    return [life.wait(LIMIT) for life in lives]
+
+
+def all_well(ended: list[Ended]) -> None:
+    for one in ended:
+        assert one.code == 0, one.said[-3000:]
+
+
+def losses(run: Path) -> torch.Tensor:
+    return torch.tensor([[row["loss"], row["grad_norm"]] for row in rows(run)], dtype=torch.float64)
+
+
+def assert_same_losses(run: Path, other: Path, steps: int) -> None:
+    one, two = losses(run), losses(other)
+    assert len(one) == steps and (one - two).abs().max() <= 1e-6, (one - two).abs().max()
+
+
+def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
+    return {f"{name}/{key}": value for name in ("model", "ema", "training") for key, value in checkpoints.load(folder, name).items()}
+
+
+# ---- what ranks do beside training ----------------------------------------------------------------------------------
+
+
+def echo_what_is_loaded(rank: int) -> None:
+    """Writes what a run has loaded into a checkpoint of its own, `<run>/echo-<step>-<ranks>-<sharding>`."""
+    resume = train.resume
+
+    def resume_and_echo(run):
+        folder = resume(run)
+        if folder is not None:
+            world = run.accelerator.num_processes
+            echo = run.folder / f"echo-{run.step}-{world}-{run.cfg.sharding}"
+            state = {"sums": run.sums.values / world}      # of all ranks
+            tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model),
+                       "training": optimizer_tensors(trained_parameters(run.objective), run.optimizer) | state}
+            with sharding.gathering(checkpoints.stored(tensors)) as values:
+                if run.accelerator.is_main_process:
+                    checkpoints.save(echo, tensors, {}, values)
+        return folder
+
+    train.resume = resume_and_echo
+
+
+def weigh(rank: int) -> None:
+    """Writes the bytes that a rank holds of gradients, and at a save of the rest, into `<run>/bytes-<rank>.json`."""
+    held, total_norm, save = {}, torch.nn.utils.get_total_norm, train.save
+
+    def bytes_of(tensors) -> int:
+        storages = {local.untyped_storage().data_ptr(): local.untyped_storage().nbytes()
+                    for local in (getattr(tensor, "_local_tensor", tensor) for tensor in tensors)}
+        return sum(storages.values())
+
+    def measure(gradients):
+        held["gradients"] = bytes_of(gradients)
+        return total_norm(gradients)
+
+    def measure_and_save(run):
+        state = [value for of_one in run.optimizer.state.values() for value in of_one.values() if value.ndim]
+        held["rest"] = bytes_of([*run.model.parameters(), *run.ema.parameters(), *state])
+        (run.folder / f"bytes-{rank}.json").write_text(json.dumps(held))
+        save(run)
+
+    torch.nn.utils.get_total_norm, train.save = measure, measure_and_save
+
+
+def compile_quickly(rank: int) -> None:
+    """Traces and checks what torch.compile would make, and runs it without making kernels; breaks are errors."""
+    torch.compile = partial(torch.compile, backend="aot_eager", fullgraph=True)
+
+
+def tell_what_is_taken(home: Path, rank: int) -> None:
+    """Writes the seed and the labels of each step that a rank takes into `<home>/taken-<rank>.json`."""
+    step, taken = train.train_step, []
+
+    def tell(*arguments, **options):
+        taken.append((torch.initial_seed(), arguments[5].tolist()))
+        (home / f"taken-{rank}.json").write_text(json.dumps(taken))
+        return step(*arguments, **options)
+
+    train.train_step = tell
+
+
+# ---- the same run ---------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def pixel_reference(shapes, tmp_path_factory) -> Path:
+    out = tmp_path_factory.mktemp("reference") / "pixels.npz"
+    run_command(fid.main, "fid.py", reference_from=str(shapes), features="pixels", out=str(out))
+    return out
+
+
+def pair_of(folder: Path, data: Path, world: int, *overrides: str, before=lambda rank: None) -> Path:
+    """Trains the same run with DDP and with FSDP, in `none` and `fsdp` of the folder."""
+    all_well(on_ranks(world, *(command(folder / how, data, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1",
+                                       "checkpoint.every=100", *overrides)[1:] for how in ("none", "fsdp")), before=before))
+    return folder
+
+
+@pytest.fixture(scope="module")
+def routed(shapes, pixel_reference, tmp_path_factory) -> Path:
+    drawn = [f"samples.every={STEPS}", "samples.seeds=0-4", "samples.num_steps=2",
+             f"evaluate.every={STEPS}", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=7", "evaluate.num_steps=2",
+             "evaluate.batch_size=2", "evaluate.guidance_scales=[null,1.5]"]
+
+    return pair_of(tmp_path_factory.mktemp("routed"), shapes, 2, *drawn, before=weigh)
+
+
+@pytest.fixture(scope="module")
+def dense(shapes, tmp_path_factory) -> Path:
+    return pair_of(tmp_path_factory.mktemp("dense"), shapes, 4, "model=dit", "model.routes=[]", "model.depth=2")
+
+
+@pytest.mark.parametrize("kind", ["routed", "dense"])      # on two ranks and on four
+def test_losses_and_norms_are_ddps_and_so_is_the_checkpoint(request, kind):
+    pair = request.getfixturevalue(kind)
+    assert_same_losses(pair / "none", pair / "fsdp", STEPS)
+    assert losses(pair / "none")[-5:, 0].mean() < 0.95 * losses(pair / "none")[:5, 0].mean()
+    one, two = (checkpoints.latest(pair / how) for how in ("none", "fsdp"))
+    assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
+    ddp, fsdp = tensors_of(one), tensors_of(two)
+    assert ddp.keys() == fsdp.keys()
+    for key, value in ddp.items():
+        assert (value.shape, value.dtype) == (fsdp[key].shape, fsdp[key].dtype), key
+        difference = (value - fsdp[key]).abs()
+        if ".qkv.bias" in key and value.ndim:
+            difference.chunk(3)[1].zero_()      # keys' biases have no gradient but rounding, which Adam makes as large as others'
+        assert difference.max() <= 1e-6, key
+
+
+def test_ranks_share_out_each_batch_and_draw_from_seeds_of_their_own(shapes, tmp_path):
+    all_well(on_ranks(2, command(tmp_path / "run", shapes, *SMALL, "steps=4", "checkpoint.every=100")[1:],
+                      before=partial(tell_what_is_taken, tmp_path)))
+    first, second = (json.loads((tmp_path / f"taken-{rank}.json").read_text()) for rank in (0, 1))
+    assert len({seed for seed, _ in (*first, *second)}) == 2 * 4
+    of_one_process = batches(open_latents(shapes), 8, seed=0)
+    for (_, one), (_, two) in zip(first, second, strict=True):
+        assert one + two == next(of_one_process)[1].tolist()
+    of_one_process.close()
+
+
+def test_grids_and_scores_of_the_sharded_average_are_ddps(routed):
+    grids = [torch.tensor(list(Image.open(routed / how / f"samples/step-{STEPS:08d}.png").convert("L").getdata())).float()
+             for how in ("none", "fsdp")]
+    assert (grids[0] - grids[1]).abs().max() <= 1 and grids[0].std() > 0
+    scores = [[json.loads(line) for line in (routed / how / "results.jsonl").read_text().splitlines()] for how in ("none", "fsdp")]
+    assert [(row["source"]["step"], row["source"]["guidance"] and row["source"]["guidance"]["scale"]) for row in scores[1]] == [
+        (step, scale) for step in (0, STEPS) for scale in (None, 1.5)]
+    for ddp, fsdp in zip(*scores, strict=True):
+        assert ddp["source"]["multiply_adds"] == fsdp["source"]["multiply_adds"]
+        assert fsdp["metrics"] == pytest.approx(ddp["metrics"], rel=1e-3)
+
+
+# ---- memory ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_rank_holds_its_part_and_no_more(routed):
+    net = load_trained(routed / "fsdp").net
+    held = [[sum(json.loads((routed / how / f"bytes-{rank}.json").read_text()).values()) for rank in (0, 1)] for how in ("none", "fsdp")]
+    assert held[0] == 2 * [sharding.bytes_a_rank(net, 1)] == 2 * [20 * sharding.size(net)]
+    assert held[1][0] == sharding.bytes_a_rank(net, 2)      # of two ranks the second has a row less of 7 labels
+    assert 0.49 * held[0][0] < held[1][1] < held[1][0] < 0.51 * held[0][0]
+
+
+def test_the_table_of_the_page_is_what_the_command_prints():
+    page = (ROOT / "docs/reliability.md").read_text()
+    assert all(line in page for line in plan.memory().splitlines())
+
+
+# ---- from one to the other ------------------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes, tmp_path):
+    run = tmp_path / "run"
+
+    def on(steps: int, sharded: str, run=run, *more: str) -> list[str]:
+        return command(run, shapes, *SMALL, f"steps={steps}", f"sharding={sharded}", "checkpoint.every=100", "checkpoint.keep_last=9", *more)[1:]
+
+    all_well(on_ranks(2, on(1, "none"), before=echo_what_is_loaded))
+    all_well(on_ranks(4, on(2, "fsdp"), before=echo_what_is_loaded))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(train, "resume", train.resume)      # which is taken back
+        echo_what_is_loaded(0)
+        result = train_here(run, shapes, *SMALL, "steps=3", "checkpoint.every=100", "checkpoint.keep_last=9")
+        assert result.returncode == 0, result.stderr
+    child = on(1, "fsdp", tmp_path / "child", f"init_from={run}", "optimizer.lr=0")      # which ends as it began
+    all_well(on_ranks(2, on(4, "fsdp"), child, before=echo_what_is_loaded))
+
+    echoes = {1: (4, "fsdp"), 2: (1, "none"), 3: (2, "fsdp")}
+    assert {path.name for path in run.glob("echo-*")} == {f"echo-{step}-{world}-{how}" for step, (world, how) in echoes.items()}
+    for step, (world, how) in echoes.items():
+        saved, loaded = (tensors_of(folder) for folder in (checkpoints.step_folder(run, step), run / f"echo-{step}-{world}-{how}"))
+        saved.pop("training/sums"), loaded.pop("training/sums")
+        assert saved.keys() == loaded.keys()
+        assert [key for key, value in saved.items() if not torch.equal(value, loaded[key])] == [], (step, world, how)
+    parent, begun = checkpoints.load(checkpoints.step_folder(run, 4), "ema"), checkpoints.load(checkpoints.latest(tmp_path / "child"), "model")
+    assert all(torch.equal(value, begun[key]) for key, value in parent.items())
+
+
+def spoil(rank: int) -> None:
+    """The first images of the second rank are no numbers, and the disk is full in the middle of the second save."""
+    write, to_latent, taken = checkpoints.write_tensors, train.to_latent, []
+
+    def fail(path, named, values):
+        if "step-00000002" in str(path) and path.stem == "model":
+            next(values)
+            raise OSError(28, "No space left on device")
+        write(path, named, values)
+
+    def no_numbers(stored, kind):
+        taken.append(stored)
+        return to_latent(stored, kind) * (float("nan") if rank == 1 and len(taken) == 1 else 1)
+
+    checkpoints.write_tensors, train.to_latent = fail, no_numbers
+
+
+@pytest.fixture(scope="module")
+def spoiled(shapes, tmp_path_factory) -> tuple[Path, list[Ended]]:
+    run = tmp_path_factory.mktemp("spoiled") / "run"
+    return run, on_ranks(2, command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1", "checkpoint.every=1")[1:], before=spoil)
+
+
+def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(spoiled):
+    run, _ = spoiled
+    first, second = rows(run)[:2]
+    assert (first["skipped"], first["loss"], second["skipped"]) == (1, None, 1) and second["loss"] > 0
+    saved = checkpoints.load(checkpoints.step_folder(run, 1), "model")
+    torch.manual_seed(0)
+    initial = build_network(checkpoints.read_meta(checkpoints.step_folder(run, 1))["network"]).state_dict()
+    assert all(torch.equal(value, initial[key]) for key, value in saved.items())      # those of DDP, too
+
+
+def test_a_disk_that_is_full_ends_all_ranks_and_earlier_checkpoints_stay(spoiled):
+    run, (main, other) = spoiled
+    assert main.code == 1 and "MiB are free" in main.said and "Free some room" in main.said and not main.has_traceback
+    assert other.code != 0 and not (main.out_of_time or other.out_of_time)
+    assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
+    assert checkpoints.problem(run / "checkpoints/step-00000001") is None
+
+
+# ---- with weights beside the network's ------------------------------------------------------------------------------
+
+
+class Slope(Objective):
+    """A diffusion's loss without noise and a head whose gradient is known; its teacher is frozen."""
+
+    own_terms = ("slope",)
+
+    def __init__(self, inner, width: int = 3):
+        super().__init__(inner)
+        self.head = torch.nn.Linear(width, 1)
+        self.teacher = torch.nn.Linear(5, 5).requires_grad_(False)
+
+    def forward(self, x, y, **arrays):
+        out = self.net(x, x.new_ones(len(x)), y).square().mean(dim=(1, 2, 3))
+        slope = (self.head(x.mean(dim=(2, 3)))[:, 0] - y).square()
+        return out + slope, {"slope": slope}
+
+
+def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: int) -> None:
+    """Takes a step of gradient descent on this rank's half of a batch and writes what the weights are then."""
+    os.environ.update(RANK=str(rank), LOCAL_RANK=str(rank), WORLD_SIZE=str(world), LOCAL_WORLD_SIZE=str(world),
+                      MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port))
+    AcceleratorState._reset_state(reset_partial_state=True)
+    accelerator = speed.make_accelerator("fp32", 1, tf32=False, cpu=True)
+    torch.manual_seed(0)
+    net = build_network(dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=4, init="xavier"))
+    x, y = torch.randn(8, 3, 4, 4), torch.arange(8) % 4
+    if sharded == "fsdp":
+        sharding.shard(net, accelerator.device, torch.float32)
+    objective = Slope(DiffusionLoss(net, EDM()))
+    if sharded == "fsdp":
+        sharding.shard_rest(objective, net, accelerator.device)
+    called = accelerator.prepare_model(objective, evaluation_mode=sharded == "fsdp")
+    optimizer = accelerator.prepare(torch.optim.SGD(trained_parameters(objective).values(), lr=1.0))
+    share = slice(rank * 8 // world, (rank + 1) * 8 // world)
+    _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {}, lr=0.1,
+                                               label_dropout=0.0, clip_norm=1.0, num_parts=1)
+    assert not skipped
+    tensors = {name: sharding.whole(p).detach().clone() for name, p in trained_parameters(objective).items()}
+    assert not any("teacher" in name for name in tensors) and not sharding.is_sharded(objective.teacher.weight)
+    torch.save(tensors | {"norm": norm}, folder / f"{sharded}-{world}-{rank}.pt")
+
+
+def test_a_heads_gradients_are_averaged_over_ranks_as_the_networks_are(tmp_path):
+    for sharded, world in (("none", 2), ("fsdp", 2)):
+        lives = [forks.Life(partial(step_of_two_ranks, tmp_path, sharded, port, world, rank)) for port in [free_port()] for rank in range(world)]
+        all_well([life.wait(LIMIT) for life in lives])
+    all_well([forks.Life(partial(step_of_two_ranks, tmp_path, "none", free_port(), 1, 0)).wait(LIMIT)])
+    whole = torch.load(tmp_path / "none-1-0.pt", weights_only=True)
+    for name in ("none-2-0", "none-2-1", "fsdp-2-0", "fsdp-2-1"):
+        part = torch.load(tmp_path / f"{name}.pt", weights_only=True)
+        assert part.keys() == whole.keys() >= {"objective.head.weight", "norm"}
+        for key, value in whole.items():
+            torch.testing.assert_close(part[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key, name=name: f"{name} {key}: {text}")
+
+
+def test_a_sharded_run_with_a_head_saves_and_resumes_ddps_checkpoint(shapes, tmp_path, monkeypatch):
+    (tmp_path / "objectives").mkdir()
+    (tmp_path / "objectives" / "slope.py").write_text("from test_sharding import Slope\n")
+    monkeypatch.setattr(objectives, "__path__", [*objectives.__path__, str(tmp_path / "objectives")])
+    for how in ("none", "fsdp"):
+        all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, f"sharding={how}", f"steps={steps}", "log.every=1", "label_dropout=0",
+                                       "checkpoint.every=100", "+objective.slope.width=3")[1:] for steps in (2, 4))))
+    assert_same_losses(tmp_path / "none", tmp_path / "fsdp", 4)
+    ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
+    assert ddp.keys() == fsdp.keys() >= {"training/objective.head.weight", "training/objective.head.weight.exp_avg"}
+    assert not any("teacher" in key for key in ddp)
+    for key in (key for key in ddp if "head" in key):
+        assert (ddp[key] - fsdp[key]).abs().max() <= 1e-6, key
+
+
+# ---- together with what makes it fast -------------------------------------------------------------------------------
+
+
+def test_bf16_parts_clipping_recomputation_and_compiled_blocks_are_the_same_run(shapes, tmp_path):
+    lightning = ["model.backbone_type=LightningDiT-B/2", "model.patch_size=4", "model.qk_norm=true", "model.init=xavier", "precision=bf16",
+                 "log.every=1", "steps=3", "grad_accum_steps=2", "optimizer.clip_norm=0.1", *SMALL]
+    fast = ["sharding=fsdp", "compile=true", "activation_checkpointing=true"]
+    runs = {"plain": [], "fast": fast}
+    all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
+                      before=compile_quickly))
+    assert_same_losses(tmp_path / "plain", tmp_path / "fast", 3)
+
+
+def test_on_meta_memory_is_counted_without_any():
+    with torch.device("meta"):
+        net = build_network(dict(input_size=32, patch_size=2, in_channels=4, hidden_size=1152, depth=28, num_heads=16, num_classes=1000))
+    assert sharding.bytes_a_rank(net, 8) == pytest.approx(20 * sharding.size(net) / 8, rel=1e-3)

@@ -1,0 +1,112 @@
+"""How float32 is multiplied is set in the same way by every command and recorded with every result."""
+
+import ast
+import functools
+import importlib
+import json
+import re
+import zipfile
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, run_command
+from omegaconf import OmegaConf
+from PIL import Image
+from training_runs import train_here
+
+import fid
+import sample
+from runtime.device import describe_device, set_float32
+from scripts import benchmark, prepare_latents
+from training import speed
+
+PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py")])
+SETS = re.compile(r"\b(set_float32_matmul_precision|allow_tf32|fp32_precision)\b")
+# What computes: joins ranks, names a device, or has a network there.
+COMPUTES = re.compile(r"join_ranks\(|make_accelerator\(|\bcuda\b|\.to\([^)]*device|PartialState\(")
+WITHOUT = {"plan", "cifar10_features"}      # scripts with no settings of this kind; a GPU is not theirs
+
+
+@functools.cache
+def commands() -> dict[str, tuple[str, str]]:
+    """Config and declared settings of every function that is a command, by config; with its file."""
+    found = {}
+    for file in PROGRAMS:
+        for node in ast.walk(ast.parse(file.read_text())):
+            for call in getattr(node, "decorator_list", []):
+                if isinstance(call, ast.Call) and getattr(call.func, "id", "") == "command":
+                    found[call.args[0].value] = (file, call.args[1].id)
+    return found
+
+
+def test_every_yaml_is_the_config_of_a_command_or_part_of_one():
+    names = {file.stem for file in (ROOT / "configs").glob("*.yaml")}
+    assert names - {"drawing"} == set(commands())
+
+
+@pytest.mark.parametrize("config", sorted(commands()))
+def test_a_command_that_computes_has_the_setting_and_hands_it_on(config):
+    file, declared = commands()[config]
+    source = file.read_text()
+    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    has_it = "tf32" in getattr(module, declared).model_fields
+    assert has_it == (COMPUTES.search(source) is not None), f"{file.name} computes and has no tf32, or has it for nothing"
+    if has_it:
+        file_of = ROOT / "configs" / (f"{config}.yaml" if "tf32" in OmegaConf.load(ROOT / "configs" / f"{config}.yaml") else "drawing.yaml")
+        assert OmegaConf.load(file_of).tf32 is True, "true is the default of each"
+        calls = re.findall(r"(?:join_ranks|make_accelerator)\(([^)]*)\)", source)
+        assert calls and all("tf32" in call for call in calls), calls
+
+
+def test_scripts_that_are_no_commands_compute_on_no_gpu():
+    files = {file for file, _ in commands().values()}
+    for file in (ROOT / "scripts").glob("*.py"):
+        if file not in files:
+            assert file.stem in WITHOUT or not COMPUTES.search(file.read_text()), file.name
+            assert not re.search(r"\bcuda\b|join_ranks|make_accelerator", file.read_text()), file.name
+
+
+def test_one_file_sets_it_and_features_alone_set_it_aside():
+    assert {file.name for file in PROGRAMS if SETS.search(file.read_text())} == {"speed.py", "metrics.py"}
+
+
+@pytest.mark.parametrize("tf32", [True, False])
+def test_the_setting_reaches_matrix_products_and_convolutions_and_the_record(tf32, monkeypatch):
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    try:
+        set_float32(tf32)
+        assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
+        assert torch.backends.cudnn.allow_tf32 is tf32
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        assert describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": tf32}
+        assert describe_device(torch.device("cpu")) == {"device": "cpu", "tf32": False}
+    finally:
+        torch.set_float32_matmul_precision(before[0])
+        torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def test_every_result_says_it(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(speed, "multiplies_in_tf32", lambda device: "said")
+    run = tmp_path / "run"
+    result = train_here(run, shapes, "steps=1", "model.depth=3", "model.routes=[]", "compile=false", "samples.every=1", "samples.seeds=0-1",
+                        "samples.num_steps=1")
+    assert result.returncode == 0, result.stderr
+    assert json.loads((run / "checkpoints/step-00000001/meta.json").read_text())["history"][0]["tf32"] == "said"
+    assert json.loads(Image.open(run / "samples/step-00000001.png").text["drawn"])["tf32"] == "said"
+    drawing = {"checkpoint": run, "cpu": True, "num_steps": 1, "seeds": "0-3"}
+    for out in ("grid.png", "images.npz", "folder"):
+        run_command(sample.main, "sample.py", **drawing, out=tmp_path / out)
+    assert json.loads(Image.open(tmp_path / "grid.png").text["drawn"])["tf32"] == "said"
+    assert json.loads(Image.open(next((tmp_path / "folder").iterdir())).text["drawn"])["tf32"] == "said"
+    with zipfile.ZipFile(tmp_path / "images.npz") as archive:
+        assert json.loads(archive.comment)["tf32"] == "said"
+    assert len(np.load(tmp_path / "images.npz")["arr_0"]) == 4
+    run_command(prepare_latents.main, "prepare_latents.py", "source=shapes", "shapes.count=8", f"out={tmp_path}/latents")
+    assert json.loads((tmp_path / "latents/metadata.json").read_text())["tf32"] == "said"
+    run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={tmp_path}/reference.npz", "cpu=true")
+    run_command(fid.main, "fid.py", f"images={shapes}", f"reference={tmp_path}/reference.npz", "features=pixels", "cpu=true", "num_samples=8",
+                f"results={tmp_path}/results.jsonl")
+    assert json.loads((tmp_path / "results.jsonl").read_text())["tf32"] == "said"
+    accelerator = type("Accelerator", (), {"device": torch.device("cpu"), "num_processes": 1})
+    assert benchmark.describe(benchmark.BenchmarkSettings.model_construct(mode="train"), accelerator)["tf32"] == "said"

@@ -1,0 +1,382 @@
+"""An image is a function of its seed, its label and the weights; checkpoints of every kind load."""
+
+import argparse
+import contextlib
+import json
+import shutil
+import subprocess
+import sys
+
+import forked
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, run_command
+from PIL import Image
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dit import DiT, DiT_models
+from edm import DDPM, EDM
+from runtime import files
+from sample import main
+from sampling.generate import generate
+from sampling.options import labels_of, parse_classes, parse_range
+from sampling.pictures import draw_grid
+from scripts import export
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained, read_weights
+from weights.records import build_network
+
+NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4,
+               routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)], init="xavier")
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run with two checkpoints of an untrained network."""
+    folder = tmp_path_factory.mktemp("runs") / "tiny"
+    for step in (1, 2):
+        torch.manual_seed(step)
+        state = build_network(NETWORK).state_dict()
+        meta = {"step": step, "network": NETWORK, "diffusion": {"name": "edm", "sigma_data": 0.6},
+                "data": {"autoencoder": "identity", "class_names": ["ant", "bee", "cat", "dog"]}}
+        checkpoints.save(checkpoints.step_folder(folder, step), {"ema": state, "model": state}, meta)
+    return folder
+
+
+def draw(trained, seeds, labels, batch_size, **options):
+    batches = generate(trained.net, trained.diffusion, lambda x: x, seeds, labels, batch_size=batch_size, num_steps=4, **options)
+    drawn = [(seed, image) for s, _, images in batches for seed, image in zip(s.tolist(), images, strict=True) if seed >= 0]
+    assert [seed for seed, _ in drawn] == seeds
+    return torch.stack([image for _, image in drawn])
+
+
+@pytest.mark.parametrize("options", [{}, {"S_churn": 10}])
+def test_an_image_does_not_depend_on_its_batch(run, options):
+    trained, seeds = load_trained(run), list(range(10, 17))
+    labels = labels_of(seeds, [0, 1, 2])
+    whole = draw(trained, seeds, labels, 7, **options)
+    assert torch.allclose(whole, draw(trained, seeds, labels, 3, **options), atol=1e-4)
+    assert torch.allclose(whole[2:4], draw(trained, seeds[2:4], labels[2:4], 1, **options), atol=1e-4)
+    assert (whole[0] - whole[3]).abs().max() > 0.1      # the same class, another seed
+
+
+def test_images_drawn_in_bf16_are_other_ones_and_not_by_much(run):
+    trained, seeds = load_trained(run), list(range(8))
+    fp32, bf16 = (draw(trained, seeds, labels_of(seeds, [0, 1]), 8, precision=precision) for precision in ("fp32", "bf16"))
+    assert 1e-4 < (fp32 - bf16).abs().mean() / fp32.std() < 0.02
+
+
+def test_sampling_leaves_the_random_state_alone(run):
+    trained, before = load_trained(run), torch.get_rng_state()
+    draw(trained, [1, 2], [0, 0], 2, S_churn=10)
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_a_run_a_checkpoint_folder_and_a_weights_file_in_it_load_the_same(run):
+    newest = run / "checkpoints" / "step-00000002"
+    loaded = [load_trained(path) for path in (run, newest, newest / "ema.safetensors")]
+    for trained in loaded:
+        assert trained.step == 2 and trained.diffusion.sigma_data == 0.6 and trained.autoencoder == "identity"
+        assert all(torch.equal(a, b) for a, b in zip(loaded[0].net.parameters(), trained.net.parameters(), strict=True))
+    assert load_trained(newest.with_name("step-00000001")).step == 1
+
+
+def test_a_damaged_newest_checkpoint_gives_way_to_the_one_before(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    (copy / "checkpoints/step-00000002/ema.safetensors").write_bytes(b"broken")
+    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
+        assert load_trained(copy).step == 1
+    with pytest.raises(ValueError, match="is damaged"):
+        load_trained(copy / "checkpoints/step-00000002")
+
+
+def published(learn_sigma):
+    torch.manual_seed(0)
+    return DiT_models["DiT-S/8"](learn_sigma=learn_sigma, init="xavier").state_dict()
+
+
+@pytest.mark.parametrize(("layout", "learn_sigma"), [
+    ("facebookresearch/DiT's download", True), ("DiT's train.py", True), ("CompVis/tread", False), ("CompVis/tread, January 2025", False),
+])
+def test_official_weights_load_from_pt_files(tmp_path, layout, learn_sigma):
+    state, other = published(learn_sigma), {key: torch.zeros_like(value) for key, value in published(learn_sigma).items()}
+    content = {
+        "facebookresearch/DiT's download": state,
+        "DiT's train.py": {"model": other, "ema": state, "opt": {"state": {}}, "args": argparse.Namespace(lr=1e-4)},
+        "CompVis/tread": {"model": {f"module.{k}": v for k, v in other.items()}, "ema": {f"_orig_mod.{k}": v for k, v in state.items()}},
+        "CompVis/tread, January 2025": {"model_state_dict": {f"model.{k}": v for k, v in other.items()},
+                                        "ema_state_dict": {f"model.{k}": v for k, v in state.items()}, "step": 7},
+    }[layout]
+    torch.save(content, tmp_path / "weights.pt")
+    tells = layout == "CompVis/tread, January 2025"
+    trained = load_trained(tmp_path / "weights.pt", diffusion=None if tells else "dit" if learn_sigma else "edm")
+    assert type(trained.diffusion) is (DDPM if learn_sigma else EDM) and trained.autoencoder == "sd_vae_ema"
+    assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in state.items())
+    assert draw(trained, [3], [999], 1).shape == (1, 4, 32, 32)
+
+
+def test_seeds_and_classes_are_read_as_people_write_them():
+    assert parse_range("seeds", "0-3,7") == parse_range("seeds", [0, "1-3", 7]) == [0, 1, 2, 3, 7]
+    assert parse_range("seeds", 5) == [5]
+    names = ["ant", "bee", "cat"]
+    assert parse_classes("classes", None, 3, names, [0, 2]) == [0, 2]
+    assert parse_classes("classes", "bee", 3, names, [0, 2]) == parse_classes("classes", 1, 3, names, [0, 2]) == [1]
+    assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names, [1]) == [2, 0]
+    assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
+    assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
+    assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
+
+
+def test_files_of_the_old_format_load_and_truncated_ones_are_a_sentence(tmp_path):
+    state = published(learn_sigma=True)
+    torch.save(state, tmp_path / "legacy.pt", _use_new_zipfile_serialization=False)
+    assert torch.equal(load_trained(tmp_path / "legacy.pt", diffusion="dit").net.state_dict()["pos_embed"], state["pos_embed"])
+    save_file(state, tmp_path / "whole.safetensors")
+    (tmp_path / "half.safetensors").write_bytes((tmp_path / "whole.safetensors").read_bytes()[:1000])
+    with pytest.raises(ValueError, match="no whole safetensors file"):
+        load_trained(tmp_path / "half.safetensors")
+
+
+def test_the_recorded_diffusion_keeps_its_settings_when_named_again_and_another_is_refused(run, tmp_path):
+    assert load_trained(run, diffusion="edm").diffusion.sigma_data == 0.6
+    for entry, settings in ((main, ["seeds=0", "num_steps=1"]), (export.main, ["to=dit", f"out={tmp_path / 'x.pt'}"])):
+        with pytest.raises(SystemExit, match="diffusion_name=rf is for weights without a record; .* records edm"):
+            run_command(entry, "sample.py", f"checkpoint={run}", "diffusion_name=rf", *settings)
+    assert not list(tmp_path.iterdir()) and not (run / "samples").exists()
+
+
+def test_a_weights_file_that_lacks_a_tensor_is_a_sentence(tmp_path):
+    state = DiT(input_size=8, hidden_size=384, depth=12, num_heads=6).state_dict()
+    del state["final_layer.linear.bias"]
+    save_file(state, tmp_path / "partial.safetensors")
+    with pytest.raises(ValueError, match="1 are missing or of another shape"):
+        load_trained(tmp_path / "partial.safetensors")
+
+
+def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp_path):
+    def options(name):
+        return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3", f"out={tmp_path / name}"]
+
+    results = [forked.run("sample.py", *options(name), ranks=2 if name == "two.npz" else 1) for name in ("one.npz", "two.npz", "pngs", "grid.png")]
+    for result in results:
+        assert result.returncode == 0, result.stderr
+    one, both = (np.load(tmp_path / f"{name}.npz") for name in ("one", "two"))
+    assert one["arr_0"].shape == (10, 8, 8, 3) and one["arr_0"].dtype == np.uint8
+    assert one["seeds"].tolist() == list(range(10)) and one["arr_1"].tolist() == [0, 1, 2, 3, 0, 1, 2, 3, 0, 1]
+    assert all(np.array_equal(one[key], both[key]) for key in ("arr_0", "arr_1", "seeds"))
+    assert len(list((tmp_path / "pngs").iterdir())) == 10
+    assert np.array_equal(np.asarray(Image.open(tmp_path / "pngs" / "000005_1.png")), one["arr_0"][5])
+    assert Image.open(tmp_path / "grid.png").height == 4 * (8 * 8 + 2)      # enlarged eightfold, a row a class
+    assert not list(tmp_path.glob(".*.tmp"))
+
+
+def test_a_mistake_shows_no_traceback(run):
+    result = forked.run("sample.py", f"checkpoint={run}", "batch_size=0")
+    assert result.returncode == 1 and "at least 1" in result.stderr and "Traceback" not in result.stderr
+
+
+def test_a_command_says_nothing_but_its_own(run, tmp_path):
+    command = [sys.executable, "sample.py", f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/x.png"]
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    assert result.stderr == "", "no library greets, and no bar fills a log"
+    assert result.stdout == f"4 images from {run}/checkpoints/step-00000002: {tmp_path}/x.png\n"
+
+
+def test_ctrl_c_ends_a_command_in_a_sentence(run, tmp_path, monkeypatch, capsys):
+    def interrupted(*_, **__):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("sample.open_sampling", interrupted)
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "sample.py", f"checkpoint={run}", "cpu=true")
+    assert ended.value.code == 130 and capsys.readouterr().err == "\nsample.py: stopped by Ctrl-C.\n"
+
+
+# ---- what is drawn with: files, hashes, records
+
+
+def test_a_weights_file_of_a_checkpoint_is_recorded_and_drawn_under_its_own_name(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    folder = copy / "checkpoints/step-00000002"
+    for name in ("ema", "model"):
+        trained = load_trained(folder / f"{name}.safetensors")
+        assert trained.weights == name and trained.step == 2
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={folder}/{name}.safetensors", "seeds=0", "num_steps=1")
+    assert {path.name for path in (copy / "samples").iterdir()} == {"step-00000002-ema.png", "step-00000002-model.png"}
+    with pytest.raises(ValueError, match="is the file of weights=model, not of weights=ema"):
+        load_trained(folder / "model.safetensors", weights="ema")
+    with pytest.raises(ValueError, match="num_heads=2 is for weights without a record"):
+        load_trained(folder, num_heads=2)
+
+
+def test_a_weights_file_given_by_itself_is_checked_against_its_hash(run, tmp_path):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    file = copy / "checkpoints/step-00000002/model.safetensors"
+    content = file.read_bytes()
+    file.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+    with pytest.raises(ValueError, match="SHA-256 differs"):
+        load_trained(file)
+
+
+def test_of_a_pt_file_the_weights_that_are_asked_for_are_loaded(tmp_path):
+    state = published(learn_sigma=False)
+    ema, model = ({key: value + shift for key, value in state.items()} for shift in (0, 1))
+    torch.save({"model": model, "ema": ema}, tmp_path / "both.pt")
+    for weights, which, expected in ((None, "ema", ema), ("ema", "ema", ema), ("model", "model", model)):
+        trained = load_trained(tmp_path / "both.pt", weights, "edm")
+        assert trained.weights == which
+        assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in expected.items())
+    torch.save({"model": model}, tmp_path / "one.pt")
+    with pytest.raises(ValueError, match="holds model, and no weights=ema"):
+        load_trained(tmp_path / "one.pt", "ema")
+
+
+def test_what_is_read_off_bare_weights_is_said_and_the_heads_can_be_given(tmp_path, capsys):
+    save_file(published(learn_sigma=True), tmp_path / "dit.safetensors")
+    for given, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
+        with pytest.raises(SystemExit):      # Stable Diffusion's autoencoder is not here
+            run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/dit.safetensors", "seeds=0", "num_steps=1", "autoencoder=nowhere", *given)
+        assert f"1000 steps), {heads} heads, decoded by nowhere" in capsys.readouterr().out
+    assert load_trained(tmp_path / "dit.safetensors", diffusion="dit", num_heads=8).net.blocks[0].attn.num_heads == 8
+
+
+@pytest.mark.parametrize("stray", ["step-00000010-best", "step-5.txt", "step-00000002 copy", "step-3", "step-xyz"])
+def test_stray_names_among_checkpoints_are_let_be(run, tmp_path, stray):
+    copy = shutil.copytree(run, tmp_path / "copy")
+    place = copy / "checkpoints" / stray
+    place.write_text("notes") if stray.endswith("txt") else shutil.copytree(copy / "checkpoints/step-00000001", place)
+    assert load_trained(copy).step == 2
+    checkpoints.set_aside_after(copy, 2)
+    checkpoints.prune(copy, keep_last=1, keep_every=0)
+    assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-00000002", stray}
+
+
+@pytest.mark.parametrize("reader", ["checkpoint.problem", "trained.read_weights"])
+def test_a_checkpoint_that_training_prunes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch, recwarn, reader):
+    module, name = reader.split(".")
+    copy, read, pruned = shutil.copytree(run, tmp_path / "copy"), getattr(sys.modules[module], name), []
+
+    def train_on(*args, **options):
+        if not pruned:
+            pruned.append(shutil.copytree(checkpoints.step_folder(copy, 2), checkpoints.step_folder(copy, 3)))
+            checkpoints.prune(copy, keep_last=1, keep_every=0)
+        return read(*args, **options)
+    monkeypatch.setattr(reader, train_on)
+    assert load_trained(copy).folder == checkpoints.step_folder(copy, 3) and not recwarn.list
+
+
+def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_path):
+    trained = load_trained(shutil.copytree(run, tmp_path / "copy"))
+    expected = files.sha256(trained.file)
+    shutil.rmtree(trained.folder)
+    assert trained.weights_sha256 == expected
+    with pytest.raises(ValueError, match="There is no checkpoint .*step-00000002. Training deletes all but the newest"):
+        load_trained(trained.folder)
+
+
+# ---- what is written
+
+
+@pytest.mark.parametrize("out", ["x.png", "x.npz", "folder"])
+def test_channels_are_checked_before_anything_is_drawn(tmp_path, out):
+    network = NETWORK | {"in_channels": 4}
+    state = build_network(network).state_dict()
+    meta = {"step": 1, "network": network, "diffusion": {"name": "edm"}, "data": {"autoencoder": "identity", "class_names": None}}
+    checkpoints.save(checkpoints.step_folder(tmp_path / "four", 1), {"ema": state}, meta)
+    with pytest.raises(SystemExit, match="decodes latents of 3 channels, and these have 4"):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1", f"out={tmp_path}/{out}")
+    assert not (tmp_path / out).exists()
+
+
+def test_a_full_disk_is_a_sentence_and_leaves_nothing_behind(run, tmp_path):
+    result = forked.run("sample.py", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", file_size=1024)
+    assert result.returncode == 1 and result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
+    assert not list(tmp_path.iterdir())
+
+
+def test_a_folder_that_may_not_be_written_is_a_sentence(run, tmp_path, monkeypatch):
+    def denied(*_, **__):
+        raise PermissionError(13, "Permission denied", str(tmp_path / "x.png"))
+
+    monkeypatch.setattr("checkpoint.os.replace", denied)
+    with pytest.raises(SystemExit, match=f"reading or writing {tmp_path}/x.png failed: Permission denied"):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png")
+    assert not list(tmp_path.iterdir())
+
+
+@pytest.mark.parametrize(("given", "works"), [
+    ("classes=Vögel", "classes='Vögel'"), ("classes=[Vögel,ant]", "classes=['Vögel','ant']"),
+    ("classes=ant,bee", "classes='ant,bee'"), ("classes=tench, Tinca tinca", "classes='tench, Tinca tinca'"),
+])
+def test_class_names_that_need_quotes_are_shown_with_them(run, tmp_path, given, works):
+    with pytest.raises(SystemExit) as ended:
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", given)
+    assert f'"{works}"' in str(ended.value)
+    with pytest.raises(SystemExit, match="which is no class") if "ant,bee" not in given else contextlib.nullcontext():
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png", works)
+
+
+# ---- the grid
+
+
+def squares(count):
+    return torch.arange(count).view(-1, 1, 1, 1).expand(-1, 8, 8, 3).to(torch.uint8) * 10
+
+
+def rows_of(grid, columns):
+    """The grey value that each cell of a grid has."""
+    cell, left = 8 * 8 + 2, grid.width - columns * (8 * 8 + 2)
+    return [[grid.getpixel((left + c * cell + 20, r * cell + 20))[0] // 10 for c in range(columns)] for r in range(grid.height // cell)]
+
+
+def test_six_seeds_of_three_classes_are_three_rows_in_the_order_asked():
+    assert rows_of(draw_grid(squares(6), [1, 0, 2, 1, 0, 2], None, [2, 0, 1]), 2) == [[2, 5], [1, 4], [0, 3]]
+    assert rows_of(draw_grid(squares(6), [1, 0, 2, 1, 0, 2], None), 2) == [[0, 3], [1, 4], [2, 5]]
+
+
+def test_ten_classes_of_one_image_each_share_rows_of_eight():
+    assert [row[:2] for row in rows_of(draw_grid(squares(10), list(range(10)), None), 8)] == [[0, 1], [8, 9]]
+
+
+def caption(*names):
+    grid = draw_grid(squares(4), [0, 0, 1, 1], list(names))
+    return np.asarray(grid.crop((0, 0, grid.width - 2 * 66, grid.height)))
+
+
+@pytest.mark.parametrize(("one", "other"), [("Łódź", "Łódż"), ("кошка", "кошко"), ("γάτα", "γάτη")])
+def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
+    assert not np.array_equal(caption(one, "x"), caption(other, "x"))
+
+
+def test_a_name_of_two_lines_is_written_on_one():
+    assert np.array_equal(caption("sea\nlion", "x"), caption("sea lion", "x"))
+
+
+def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():
+    assert np.array_equal(caption("猫", "x"), caption("0", "x"))
+
+
+def test_display_names_come_with_the_checkpoint(tmp_path):
+    state = build_network(NETWORK).state_dict()
+    meta = {"step": 1, "network": NETWORK, "diffusion": {"name": "edm"},
+            "data": {"autoencoder": "identity", "class_names": ["n1", "n2", "n3", "n4"], "display_names": ["ant", "bee", "cat", "dog"]}}
+    checkpoints.save(checkpoints.step_folder(tmp_path / "run", 1), {"ema": state}, meta)
+    trained = load_trained(tmp_path / "run")
+    assert trained.class_names == ["n1", "n2", "n3", "n4"] and trained.display_names == ["ant", "bee", "cat", "dog"]
+
+
+def test_a_meta_json_is_plain_json(run):
+    assert json.loads((run / "checkpoints/step-00000002/meta.json").read_text())["step"] == 2
+
+
+@pytest.mark.parametrize("change", [
+    Tensor.long, Tensor.bool, lambda value: value.to(torch.complex64), lambda value: value.to(torch.float8_e4m3fn), Tensor.to_sparse,
+    lambda value: value.to("meta"), lambda value: value[:0], lambda value: torch.tensor(1.0), Tensor.flatten,
+])  # fmt: skip
+def test_weights_of_another_kind_or_shape_are_refused_in_a_sentence(run, tmp_path, change):
+    state, *_ = read_weights(next(run.rglob("ema.safetensors")))
+    torch.save({key: change(value) for key, value in state.items()}, tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match="plain floating-point numbers|not a DiT's"):
+        load_trained(tmp_path / "weights.pt", num_heads=2)

@@ -1,0 +1,252 @@
+"""Extractors: what they are fed, which weights they take, and what they refuse."""
+
+import hashlib
+import random
+import urllib.error
+from pathlib import Path
+
+import pytest
+import torch
+
+from scoring.evaluation import features
+from scoring.features import Extractor, extract, load
+
+
+def pictures(count, side=32, seed=0):
+    return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+
+
+def sha256(path):
+    return hashlib.sha256(path.read_bytes()).hexdigest()
+
+
+# ---- pixels, and what all share
+
+
+def test_pixels_are_the_means_of_boxes():
+    images = pictures(3)
+    boxes = images.view(3, 8, 4, 8, 4, 3).double().mean((2, 4)) / 255
+    pool = load("pixels").compute(images)["pool"]
+    assert pool.shape == (3, load("pixels").sizes["pool"])
+    assert torch.allclose(pool.double(), boxes.flatten(1), atol=1e-6)
+
+
+def test_only_inceptions_distance_is_called_fid():
+    assert load("pixels").distance == "fd_pixels"
+
+
+def test_copies_are_dropped_and_the_rest_keep_their_numbers():
+    images = pictures(4)
+    (numbers, found), = extract(load("pixels"), [(torch.tensor([7, -1, 3, -1]), images), (torch.tensor([-1]), images[:1])])
+    assert numbers.tolist() == [7, 3]
+    assert torch.equal(found["pool"], load("pixels").compute(images[[0, 2]])["pool"])
+
+
+def test_a_feature_that_is_not_finite_is_named_with_its_image():
+    broken = Extractor("mine", "mine", "fd_mine", {"pool": 1}, "", lambda x: {"pool": torch.tensor([[1.0], [torch.nan]])})
+    with pytest.raises(ValueError, match=r"mine features \(pool\) of 1 of 2 images are not finite, of image 9 first"):
+        list(extract(broken, [(torch.tensor([4, 9]), pictures(2))]))
+
+
+def test_extraction_runs_without_tf32_and_puts_the_setting_back():
+    seen = []
+
+    def compute(images):
+        seen.append((torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32))
+        return {"pool": torch.zeros(len(images), 1)}
+
+    torch.set_float32_matmul_precision("high")
+    cudnn = torch.backends.cudnn.allow_tf32
+    try:
+        list(extract(Extractor("mine", "mine", "fd_mine", {"pool": 1}, "", compute), [(torch.tensor([0]), pictures(1))]))
+        assert seen == [("highest", False)]
+        assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32 == cudnn
+    finally:
+        torch.set_float32_matmul_precision("highest")
+
+
+@pytest.mark.parametrize(("options", "sentence"), [
+    ({"name": "pixels", "sha256": "0" * 64}, "has no weights"),
+    ({"name": "adm", "weights": "nowhere.pb"}, "nowhere.pb is not a file"),
+])
+def test_bad_choices_are_sentences(options, sentence):
+    with pytest.raises(ValueError, match=sentence):
+        load(**options)
+
+
+@pytest.mark.parametrize("name", ["adm", "inception"])
+def test_weights_that_cannot_be_downloaded_are_a_sentence(name, tmp_path, monkeypatch):
+    def offline(*args, **kwargs):
+        raise urllib.error.URLError("no network")
+
+    monkeypatch.setenv("TORCH_HOME", str(tmp_path))
+    monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
+    with pytest.raises(ValueError, match=r"could not be downloaded .*features_weights=path/to/"):
+        load(name)
+
+
+def test_dinov2_without_network_is_a_sentence(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a, **k: (_ for _ in ()).throw(OSError("offline")))
+    with pytest.raises(ValueError, match="features=dinov2 needs timm/vit_large"):
+        load("dinov2")
+
+
+# ---- ADM's graph
+
+
+@pytest.fixture(scope="module")
+def graph(tmp_path_factory):
+    """A graph with the nodes of the Inception graph, of a few operations: image means -> 2048, 192 and 5 values."""
+    import tensorflow as tf
+
+    path = tmp_path_factory.mktemp("graph") / "graph.pb"
+    rng = torch.Generator().manual_seed(0)
+    with tf.Graph().as_default() as made:
+        image = tf.compat.v1.placeholder(tf.float32, [1, None, None, 3], name="ExpandDims")
+        x = tf.compat.v1.image.resize_bilinear(image, [17, 17])
+        spatial = tf.nn.conv2d(x, torch.randn(1, 1, 3, 192, generator=rng).numpy(), 1, "SAME", name="mixed_6/conv")
+        pool = tf.reduce_mean(tf.nn.conv2d(spatial, torch.randn(1, 1, 192, 2048, generator=rng).numpy(), 1, "SAME"), [1, 2], True)
+        pool = tf.identity(pool, name="pool_3")
+        tf.matmul(tf.reshape(pool, [-1, 2048]), torch.randn(2048, 5, generator=rng).numpy() / 1e5, name="softmax/logits/MatMul")
+        path.write_bytes(made.as_graph_def().SerializeToString())
+    return path
+
+
+def test_the_adm_graph_takes_any_batch_and_gives_seven_channels(graph):
+    adm = load("adm", graph)
+    assert adm.sizes == {"pool": 2048, "spatial": 2023, "probs": 5} and adm.distance == "fid"
+    images = pictures(3)
+    found = adm.compute(images)
+    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (3, size) for name, size in adm.sizes.items()}
+    assert torch.allclose(found["probs"].sum(1), torch.ones(3), atol=1e-5)
+    one = adm.compute(images[2:])
+    assert all(torch.allclose(found[name][2:], one[name], rtol=1e-4, atol=1e-4) for name in found)
+
+
+def test_tensorflow_sees_no_gpu(graph):
+    import tensorflow as tf
+
+    load("adm", graph)
+    assert not tf.config.get_visible_devices("GPU")
+
+
+def test_a_graph_that_changed_since_its_first_use_is_refused_with_both_hashes(graph, tmp_path):
+    path = tmp_path / "graph.pb"
+    path.write_bytes(graph.read_bytes())
+    first = load("adm", path).sha256
+    assert first == sha256(path) and (tmp_path / "graph.pb.sha256").read_text().split() == [first, "graph.pb"]
+    path.write_bytes(path.read_bytes() + b"\0")
+    with pytest.raises(ValueError, match=f"(?s){sha256(path)}.*{first}"):
+        load("adm", path)
+
+
+def test_a_wrong_hash_is_refused_with_both_hashes(graph, tmp_path):
+    path = tmp_path / "graph.pb"
+    path.write_bytes(graph.read_bytes())
+    with pytest.raises(ValueError, match=f"{sha256(path)}.*sha256={'0' * 64}"):
+        load("adm", path, "0" * 64)
+    assert not (tmp_path / "graph.pb.sha256").exists()
+    assert load("adm", path, sha256(path).upper()).sha256 == sha256(path)
+
+
+def test_what_is_no_inception_graph_is_refused(tmp_path):
+    (tmp_path / "graph.pb").write_bytes(b"<html>not found</html>")
+    with pytest.raises(ValueError, match="not the Inception graph"):
+        load("adm", tmp_path / "graph.pb")
+    assert not (tmp_path / "graph.pb.sha256").exists()      # nothing is recorded of a file that is another's
+
+
+# ---- Inception in PyTorch
+
+
+@pytest.fixture(scope="module")
+def inception_weights(tmp_path_factory):
+    """Random weights in the layout of torch-fidelity's file."""
+    from torch_fidelity import feature_extractor_inceptionv3 as module
+
+    path = tmp_path_factory.mktemp("inception") / "weights.pth"
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(module, "load_state_dict_from_url", lambda *args, **kwargs: {})
+        patch.setattr(module.FeatureExtractorInceptionV3, "load_state_dict", lambda self, state: None)
+        torch.manual_seed(0)
+        torch.save(module.FeatureExtractorInceptionV3("random", ["2048"]).state_dict(), path)
+    return path
+
+
+def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
+    before = torch.get_rng_state()
+    net = load("inception", inception_weights)
+    assert torch.equal(torch.get_rng_state(), before)      # loading draws nothing from the caller's generator
+    found = net.compute(pictures(2))
+    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (2, size) for name, size in net.sizes.items()}
+    assert net.sizes["spatial"] == 2023 and (found["spatial"] >= 0).all()      # after the ReLU
+    assert torch.allclose(found["probs"].sum(1), torch.ones(2), atol=1e-5)
+    assert net.space == "inception-2015" and net.sha256 == sha256(inception_weights)
+    assert Path(f"{inception_weights}.sha256").read_text().split()[0] == net.sha256
+
+
+class RunsCode:
+    def __reduce__(self):
+        return random.seed, (1,)
+
+
+def test_inception_weights_that_would_run_code_are_refused(tmp_path):
+    torch.save({"fc.weight": RunsCode()}, tmp_path / "weights.pth")
+    before = random.getstate()
+    with pytest.raises(ValueError, match="as weights alone"):
+        load("inception", tmp_path / "weights.pth")
+    assert random.getstate() == before and not (tmp_path / "weights.pth.sha256").exists()
+
+
+# ---- DINOv2 and TorchScript
+
+
+def test_dinov2_is_fed_224_and_gives_its_class_token(tmp_path):
+    import timm
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    save_file(timm.create_model("vit_small_patch14_dinov2", num_classes=0).state_dict(), tmp_path / "model.safetensors")
+    net = features.dinov2(tmp_path / "model.safetensors", None, "cpu", "vit_small_patch14_dinov2")
+    images = pictures(2, side=224)
+    found = net.compute(images)["pool"]
+    assert found.shape == (2, 384) and net.distance == "fd_dinov2"
+    assert torch.allclose(net.compute(images[1:])["pool"], found[1:], atol=1e-4)
+    assert torch.allclose(net.compute(torch.full((1, 64, 64, 3), 9, dtype=torch.uint8))["pool"],
+                          net.compute(torch.full((1, 224, 224, 3), 9, dtype=torch.uint8))["pool"], atol=1e-4)
+
+
+def test_dinov2s_positions_are_resampled_and_its_class_token_is_not():
+    positions = torch.cat([torch.full((1, 1, 4), 5.0), torch.full((1, 37 * 37, 4), 2.0)], dim=1)
+    found = features.positions_at_224(positions)
+    assert found.shape == (1, 1 + 16 * 16, 4)
+    assert torch.allclose(found[:, 0], torch.tensor(5.0)) and torch.allclose(found[:, 1:], torch.tensor(2.0))
+
+
+class Mean(torch.nn.Module):
+    def forward(self, images):
+        return images.float().mean((2, 3))
+
+
+class Flat(torch.nn.Module):
+    def forward(self, images):
+        return images.float().mean()
+
+
+def test_a_torchscript_file_is_fed_channels_first(tmp_path):
+    torch.jit.script(Mean()).save(tmp_path / "mean.pt")
+    mine = load("torchscript", tmp_path / "mean.pt")
+    images = pictures(2)
+    assert torch.allclose(mine.compute(images)["pool"], images.float().mean((1, 2)))
+    assert mine.sizes == {"pool": 3} and mine.distance == "fd_torchscript"
+    assert not list(tmp_path.glob("*.sha256"))      # a user's own file may change
+
+
+def test_a_torchscript_file_of_another_kind_is_refused(tmp_path):
+    torch.jit.script(Flat()).save(tmp_path / "flat.pt")
+    with pytest.raises(ValueError, match=r"features are \(B, D\)"):
+        load("torchscript", tmp_path / "flat.pt")
+    (tmp_path / "no.pt").write_bytes(b"no")
+    with pytest.raises(ValueError, match="is not TorchScript"):
+        load("torchscript", tmp_path / "no.pt")

@@ -1,0 +1,212 @@
+"""Every mode of the benchmark on a tiny network; what is counted is right, and what is timed is never asserted on."""
+
+import json
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT
+from hydra import compose, initialize_config_dir
+from omegaconf import OmegaConf
+from torch import nn
+
+from dit import DiT, DiT_models, multiply_adds
+from routing_module import Route
+from runtime import schema
+from scripts import benchmark
+
+TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8", "rounds=2", "steps=1",
+        "warmup=1", "device=cpu", "autoencoder=identity", "num_steps=2", "image_size=16", "feature_size=8", "images=20", "reference_images=10",
+        "routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]", "token_counts=[4,16]", "ranks=[]"]
+TRAIN = {"images/s", "s/step", "TFLOP/s a rank", "MFU", "over dense", "FLOP ceiling", "peak GiB", "largest batch", "first step s", "graph breaks",
+         "recompiles", "rounds s/step"}
+PARTS = ["data wait", "forward", "backward", "optimizer", "EMA", "sums"]
+
+
+def load(*overrides):
+    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
+        cfg = compose("benchmark", overrides=[*TINY, *overrides])
+    return schema.read(benchmark.BenchmarkSettings, OmegaConf.to_container(cfg, resolve=True))
+
+
+@pytest.fixture(autouse=True)
+def small_products_and_settings_put_back(monkeypatch):
+    monkeypatch.setitem(benchmark.SQUARES, "cpu", (32, 64))
+    before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
+    yield
+    torch.set_float32_matmul_precision(before[0])
+    torch.backends.cudnn.allow_tf32 = before[1]
+
+
+def run(tmp_path, *overrides):
+    """Runs a mode; returns what its JSON holds once table and plot are there too."""
+    record = benchmark.run(load(f"out={tmp_path}/made/it", *overrides))
+    assert sorted(path.name for path in (tmp_path / "made").iterdir()) == ["it.json", "it.png"]
+    assert (tmp_path / "made" / "it.png").read_bytes().startswith(b"\x89PNG")
+    read = json.loads((tmp_path / "made" / "it.json").read_text())
+    assert read == json.loads(json.dumps(record)) and read["versions"]["torch"] == torch.__version__ and read["device"]
+    return read
+
+
+def test_training_steps_are_timed_whole_and_in_parts_beside_the_matrix_products(tmp_path, capsys):
+    record = run(tmp_path, "mode=train", "variants=[dit,tread,tread-eager]")
+    assert [row["variant"] for row in record["rows"]] == ["dit", "tread", "tread-eager"]
+    for row in record["rows"]:
+        assert row.keys() >= TRAIN and list(row["parts"]) == PARTS and len(row["rounds s/step"]) == 2
+        assert row["images/s"] == pytest.approx(4 / row["s/step"]) and row["largest batch"] is None
+        assert row["MFU"] * max(record["matmul FLOP/s"].values()) == pytest.approx(row["GFLOP/image"] * 1e9 * row["images/s"])
+    assert record["rows"][0]["over dense"] == 1 and record["rows"][1]["FLOP ceiling"] > 1
+    assert record["rows"][1]["over dense"] == record["ratios"]["tread over dit"]
+    assert record["rows"][2]["over dense"] is None      # there is no dit-eager to compare with
+    told = capsys.readouterr().out
+    assert "| tread-eager | 4 |" in told and "not measured" in told and "MFU is the share of the best" in told
+
+
+def test_a_first_step_on_code_that_an_earlier_try_compiled_is_marked(tmp_path, capsys):
+    assert not run(tmp_path, "mode=train", "variants=[dit]", f"compile_cache={tmp_path}/cache")["first step is warm"]
+    (tmp_path / "cache/triton").mkdir(parents=True)
+    (tmp_path / "cache/triton/kernel").write_text("")
+    assert "first step is warm" not in capsys.readouterr().out
+    assert run(tmp_path, "mode=train", "variants=[dit]", f"compile_cache={tmp_path}/cache")["first step is warm"]
+    assert "The first step is warm: compile_cache=" in capsys.readouterr().out
+
+
+# Stands for Python: a part takes two tries, of which the first compiles.
+COMPILES_FIRST = f"""#!{sys.executable}
+import pathlib, sys
+if sys.argv[1] == "-c":
+    sys.exit()
+given = dict(text.split("=", 1) for text in sys.argv[2:])
+cache = pathlib.Path(given["compile_cache"])
+if not cache.is_dir():
+    cache.mkdir(parents=True)
+    (cache / "kernel").touch()
+    sys.exit(1)
+pathlib.Path(given["out"] + ".json").touch()
+"""
+
+
+def test_what_a_part_has_compiled_on_a_gpu_is_kept_until_it_succeeds(tmp_path):
+    (tmp_path / "python").write_text(COMPILES_FIRST)
+    (tmp_path / "python").chmod(0o755)
+    env = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": str(tmp_path / "python")}
+    codes = [subprocess.run(["bash", ROOT / "scripts/benchmark_gpu.sh"], env=env, capture_output=True).returncode for _ in range(2)]
+    assert codes == [1, 0] and (tmp_path / "out/train_xl2.json").is_file() and not list((tmp_path / "out/cache").iterdir())
+
+
+@pytest.mark.parametrize("name", ["LightningDiT-B/1", "Mamba-B/2", "RWKV-L/2"])
+def test_another_block_is_timed_like_dits(tmp_path, name):
+    dense, routed = run(tmp_path, "mode=train", f"backbone_type={name}", "diffusion=rf_lightning")["rows"]
+    assert dense["multiply-adds"]["linear"] > routed["multiply-adds"]["linear"] and routed["FLOP ceiling"] > 1.1
+
+
+def test_a_ratio_is_of_two_variants_in_the_same_round(tmp_path, monkeypatch):
+    seconds = iter([1, 1, 1, 1, 2, 1, 9, 9, 8, 2, 9, 9])      # dit and tread: first step and warm-up, then rounds of 2 and 1, 8 and 2
+    monkeypatch.setattr(benchmark.Variant, "measure", lambda self, count, watch=None: self.take_steps(count, watch) or next(seconds))
+    rows = run(tmp_path, "mode=train")["rows"]
+    assert [row["s/step"] for row in rows] == [5, 1.5] and rows[1]["over dense"] == 3
+
+
+@pytest.mark.parametrize(("options", "passes"), [
+    (["guidance=cfg", "scale=2"], 6), ([], 3), (["diffusion=rf"], 2), (["diffusion=rf", "guidance=cfg", "scale=2"], 4),
+])
+def test_sampling_tells_the_share_of_the_network_and_what_an_image_costs(tmp_path, options, passes):
+    rows = run(tmp_path, "mode=sample", "variants=[dit,tread,dit-eager]", *options)["rows"]
+    assert [row["variant"] for row in rows] == ["dit", "dit-eager"]      # routed networks are sampled dense
+    for row in rows:
+        assert set(row["parts"]) == {"sampler", "network", "decode"} and 0 < row["share in network"] < 1
+        assert row.keys() >= {"images/s", "s/batch", "MFU in network", "peak GiB", "first batch s"}
+        assert row["GFLOP/image"] == pytest.approx(passes * 2e-9 * sum(multiply_adds(benchmark.make_network(load(), "dit", "meta"))))
+
+
+def test_matrix_products_are_measured_in_every_precision():
+    for precision in benchmark.speed.PRECISIONS:
+        assert min(benchmark.matmul_flops(torch.device("cpu"), precision).values()) > 0
+
+
+def test_guidance_by_selection_ratio_is_timed_and_costs_less_than_by_label(tmp_path):
+    cost = {name: run(tmp_path / name, "mode=sample", "variants=[tread]", f"guidance={name}", "scale=2")["rows"][0]["GFLOP/image"]
+            for name in ("cfg", "tread")}
+    assert 0.5 < cost["tread"] / cost["cfg"] < 1
+
+
+def test_data_and_scoring_are_timed(tmp_path):
+    rows = run(tmp_path / "data", "mode=data", "pause=0.001")["rows"]
+    assert [row["variant"] for row in rows] == ["at once", "beside steps", "on the device"]
+    assert all(row.keys() >= {"latents/s", "MB/s", "longest wait s"} and list(row["parts"]) == ["data wait"] for row in rows)
+    rows = run(tmp_path / "score", "mode=score")["rows"]
+    assert [row["variant"] for row in rows] == ["features pixels", "Fréchet distance", "precision and recall"]
+    assert rows[0]["features/s"] > 0 and all(row["parts"]["one run"] > 0 for row in rows)
+
+
+def test_tokens_scale_at_equal_tokens_a_step(tmp_path):
+    rows = run(tmp_path, "mode=scaling", "batch_size=1")["rows"]
+    assert [(row["variant"], row["tokens"], row["batch"]) for row in rows] == [("dit", 4, 64), ("tread", 4, 64), ("dit", 16, 16), ("tread", 16, 16)]
+    assert rows[3]["FLOP ceiling"] > 1 and all(row.keys() >= TRAIN | {"scales"} for row in rows)
+
+
+def test_ranks_scale_in_processes_of_their_own(tmp_path, monkeypatch):
+    asked = ["token_counts=[]", "ranks=[2]", "rounds=1", "variants=[tread]"]
+    monkeypatch.setattr(sys, "argv", ["benchmark.py", *TINY, "mode=scaling", *asked])
+    row, = run(tmp_path, "mode=scaling", *asked)["rows"]
+    assert (row["ranks"], row["batch"], row["per rank"], list(row["parts"])) == (2, 8, 1, PARTS)
+    assert row["threads"] * 2 <= max(2, len(os.sched_getaffinity(0)))      # the cores are not oversubscribed
+
+
+@pytest.mark.parametrize(("name", "end", "linear", "total", "ceiling"), [
+    ("DiT-B/2", 8, 21.8, 23.0, 1.43), ("DiT-L/2", 20, 77.5, 80.7, 1.67), ("DiT-XL/2", 24, 114.4, 118.6, 1.72),
+])
+def test_multiply_adds_are_the_published_ones_and_a_route_saves_its_share(name, end, linear, total, ceiling):
+    with torch.device("meta"):
+        net = DiT_models[name](routes=[Route(2, end, 0.5)])
+    dense, routed = multiply_adds(net), multiply_adds(net, net.routes)
+    assert (round(dense[0] / 1e9, 1), round(sum(dense) / 1e9, 1)) == (linear, total)
+    assert round(sum(dense) / sum(routed), 2) == ceiling
+
+
+def test_multiply_adds_match_the_closed_form():
+    D, N, depth, C = 32, 16, 3, 3
+    net = DiT(input_size=8, in_channels=C, hidden_size=D, depth=depth, num_heads=2, num_classes=5)
+    per_token = depth * 12 * D * D + 2 * D * 4 * C      # qkv, projection, MLP; patches in and out
+    per_sample = 256 * D + D * D + (6 * depth + 2) * D * D      # noise level; modulations
+    assert multiply_adds(net) == (N * per_token + per_sample, depth * 2 * N * N * D)
+    assert all(parameter.device.type == "cpu" for parameter in net.parameters())
+
+
+def test_a_compiled_routed_step_is_one_graph_without_breaks_and_is_never_compiled_again(monkeypatch):
+    def compile_without_a_compiler(net, **options):
+        nn.Module.compile(net, backend="aot_eager", **options)
+
+    monkeypatch.setattr(DiT, "compile", compile_without_a_compiler)
+    batch = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1, 1, 1)
+    variant = benchmark.Variant(load("compile=true"), Accelerator(cpu=True), "tread", iter([batch] * 9), "sample")
+    variant.measure(3)
+    assert (variant.graphs, variant.breaks, variant.later_graphs) == (1, 0, 0)
+    variant.loader = iter([tuple(part[:2] for part in batch)])      # what would be counted, were it so
+    variant.measure(1)
+    assert variant.later_graphs == 1
+
+
+@pytest.mark.parametrize("room", [0, 1, 2, 7, 100, 256, 1000])
+def test_the_largest_batch_is_found_to_an_eighth_and_fits(room):
+    tried = []
+    found = benchmark.find_largest_batch(lambda size: tried.append(size) or size <= room, 16)
+    assert found <= room <= found + max(1, found // 8) and len(tried) <= 10 and len(set(tried)) == len(tried)
+
+
+def test_a_stopwatch_charges_time_to_the_mark_that_ends_it(monkeypatch):
+    clock = iter([0, 1, 3, 7, 8])
+    monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
+    watch = benchmark.Stopwatch(torch.device("cpu"))
+    for name in ("a", "b", "a", "b"):
+        watch.mark(name)
+    assert watch.parts(2) == {"a": 2.5, "b": 1.5}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
+def test_a_gpu_that_is_not_there_is_a_sentence():
+    with pytest.raises(ValueError, match="torch sees no GPU"):
+        benchmark.run(load("device=cuda"))

@@ -1,0 +1,360 @@
+"""What is exported is read by those that it is for, with the same numbers, and by us again."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, run_command
+from diffusers import AutoencoderKL, DiTTransformer2DModel
+from safetensors.torch import load_file
+
+import sample
+from runtime import files
+from scripts import export
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.others import from_diffusers, to_diffusers
+from weights.records import build_network
+
+NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=5, init="xavier",
+               routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=-1)])
+EDM = {"name": "edm", "P_mean": -1.0, "P_std": 1.2, "sigma_data": 0.4, "routed_loss": "all", "mae_weight": 0.0}
+RF = {"name": "rf", "timestep_sampling": "uniform", "cosine_weight": 0.0}
+
+
+def network(**changes):
+    torch.manual_seed(0)
+    net = build_network(NETWORK | changes)
+    for p in net.parameters():      # biases too, and modulations that do something
+        torch.nn.init.normal_(p, std=0.15)
+    return net.eval()
+
+
+def save_run(run, diffusion, autoencoder="identity", convention=None, **changes):
+    net = network(**changes)
+    recorded = {"network": NETWORK | changes, "diffusion": diffusion, "step": 7,
+                "data": {"autoencoder": str(autoencoder), "class_names": list("abcde"), "display_names": None, "convention": convention}}
+    other = {name: value + 0.01 for name, value in net.state_dict().items()}
+    checkpoints.save(checkpoints.step_folder(run, 7), {"ema": net.state_dict(), "model": other}, recorded)
+    return run
+
+
+@pytest.fixture(scope="module")
+def vae(tmp_path_factory):
+    """A tiny autoencoder of Stable Diffusion's kind, random."""
+    folder = tmp_path_factory.mktemp("vae")
+    torch.manual_seed(1)
+    AutoencoderKL(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=4, sample_size=16, scaling_factor=0.5,
+                  down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2).save_pretrained(folder)
+    return folder
+
+
+def exported(run, to, out, **settings):
+    run_command(export.main, "export.py", f"checkpoint={run}", f"to={to}", f"out={out}", **settings)
+    return out
+
+
+def drawn(checkpoint, out, *overrides):
+    """What sample.py draws of seeds 0 to 4, uint8."""
+    run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0-4", f"out={out}", "batch_size=5", *overrides)
+    return np.load(out)["arr_0"]
+
+
+# What somebody does who has diffusers and folders alone.
+ELSEWHERE = """
+import json, sys
+import numpy as np, torch
+from diffusers import DiffusionPipeline
+found = {}
+for name, (folder, call) in json.loads(sys.argv[1]).items():
+    pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
+    x = torch.randn(6, pipe.transformer.config.in_channels, 8, 8, generator=torch.Generator().manual_seed(3))
+    t = torch.tensor([-3.3, -1.0, 0.0, 0.25, 7.5, 999.0])
+    with torch.no_grad():
+        found[f"{name} network"] = pipe.transformer(x, timestep=t, class_labels=torch.arange(6), return_dict=False)[0].numpy()
+    generator = [torch.Generator().manual_seed(seed) for seed in range(5)]
+    found[f"{name} images"] = np.stack([np.asarray(image) for image in pipe([0, 1, 2, 3, 4], generator, **call).images])
+ours = {"dit", "blocks", "sample", "trained", "settings", "edm"} & {*sys.modules}
+assert not ours and not any("timm" in name for name in sys.modules), ours
+np.savez("found.npz", **found)
+"""
+CASES = {      # diffusion, changes of the network, what the pipeline is told and what sample.py is
+    "edm": (EDM, {}, {"num_inference_steps": 4}, ["num_steps=4"]),
+    "guided": (EDM, {}, {"num_inference_steps": 3, "guidance_scale": 2.0, "interval": [0.1, 20.0],
+                         "sampler": {"S_churn": 2.0, "sigma_max": 40.0}},
+               ["num_steps=3", "guidance=cfg", "scale=2.0", "interval=[0.1,20.0]", "sampler.S_churn=2.0", "sampler.sigma_max=40.0"]),
+    "rf": (RF, {}, {"num_inference_steps": 3, "guidance_scale": 1.5, "sampler": {"solver": "heun"}},
+           ["num_steps=3", "guidance=cfg", "scale=1.5", "sampler.solver=heun"]),
+    "pixels": ({"name": "ddpm"}, {"in_channels": 3, "learn_sigma": True},
+               {"num_inference_steps": 3, "guidance_scale": 1.5, "channels": 2, "sampler": {"solver": "ancestral"}},
+               ["num_steps=3", "guidance=cfg", "scale=1.5", "channels=2", "sampler.solver=ancestral"]),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def elsewhere(vae, tmp_path_factory):
+    """Runs and what is made of their exports in a process, in another folder, whose path has nothing of ours."""
+    home = tmp_path_factory.mktemp("elsewhere")
+    folders = {}
+    for name, (diffusion, changes, call, _) in CASES.items():
+        by_channel = {"scale": 2.0, "shift": 0.1, "latents_mean": [0.5, 0.0, -0.5, 0.1], "latents_std": [1.0, 2.0, 0.5, 1.5]}
+        run = save_run(home / "runs" / name, diffusion, "identity" if changes else vae, by_channel if name == "rf" else None, **changes)
+        folders[name] = (str(exported(run, "diffusers", home / f"folder-{name}")), call)
+    shutil.move(home / "runs", home / "gone")
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
+    result = subprocess.run(
+        [sys.executable, "-c", ELSEWHERE, json.dumps(folders)], cwd=home, text=True, capture_output=True,
+        env=environment | {"HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1"})
+    assert result.returncode == 0, result.stderr
+    return home / "gone", np.load(home / "found.npz")
+
+
+def outputs_of(net):
+    x = torch.randn(6, net.in_channels, net.input_size, net.input_size, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        return net(x, torch.tensor([-3.3, -1.0, 0.0, 0.25, 7.5, 999.0]), torch.arange(6)).numpy()
+
+
+# ---- to=diffusers ---------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_diffusers_alone_loads_the_folder_and_draws_our_images(name, elsewhere, tmp_path):
+    runs, found = elsewhere
+    _, changes, _, overrides = CASES[name]
+    expected = outputs_of(network(**changes))
+    assert abs(found[f"{name} network"] - expected).max() < 1e-5 * abs(expected).max()
+    images = drawn(runs / name, tmp_path / "ours.npz", *overrides).astype(int)
+    assert abs(found[f"{name} images"] - images).max() <= 1 and images.std() > 5
+
+
+def test_diffusers_own_class_would_give_other_numbers(tmp_path):
+    folder = exported(save_run(tmp_path / "run", EDM, in_channels=3), "diffusers", tmp_path / "folder")
+    config = json.loads((folder / "transformer" / "config.json").read_text())
+    stock = DiTTransformer2DModel(**{key: value for key, value in config.items() if key != "_class_name"}).eval()
+    lacking = stock.load_state_dict(load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors"), strict=False)
+    assert not lacking.missing_keys and lacking.unexpected_keys == ["pos_embed.pos_embed"]
+    expected = outputs_of(network(in_channels=3))
+    x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(3))
+    with torch.no_grad():
+        given = stock(x, torch.tensor([-3.3, -1.0, 0.0, 0.25, 7.5, 999.0]), torch.arange(6), return_dict=False)[0].numpy()
+    assert abs(given - expected).max() > 1e-2 * abs(expected).max()      # and so there is a class in the folder
+
+
+def test_the_names_of_diffusers_and_back_are_the_same_tensors():
+    state = network().state_dict()
+    theirs = to_diffusers(state, 3)
+    stock = DiTTransformer2DModel(2, 16, 4, num_layers=3, sample_size=8, num_embeds_ada_norm=5).state_dict()
+    assert {name: value.shape for name, value in theirs.items() if name != "pos_embed.pos_embed"} == {
+        name: value.shape for name, value in stock.items()}
+    back = from_diffusers(theirs)
+    assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
+    with pytest.raises(ValueError, match="but transformer_blocks.1.attn1.to_k.bias is not among them"):
+        from_diffusers({name: value for name, value in theirs.items() if name != "transformer_blocks.1.attn1.to_k.bias"})
+
+
+@pytest.mark.parametrize("to", ["diffusers", "hub"])
+def test_what_is_exported_is_sampled_again_by_us(to, vae, tmp_path):
+    run = save_run(tmp_path / "run", RF, vae)
+    folder = exported(run, to, tmp_path / "folder", weights="model")
+    trained = load_trained(folder)
+    assert (trained.step, trained.weights, trained.class_names) == (7, "model", list("abcde"))
+    assert trained.recorded == load_trained(run).recorded
+    images = [drawn(each, tmp_path / "x.npz", "num_steps=2", *more) for each, more in ((folder, ()), (run, ["weights=model"]), (run, ()))]
+    assert np.array_equal(images[0], images[1]) and not np.array_equal(images[0], images[2])
+    with pytest.raises(ValueError, match="holds weights=model alone, not weights=ema"):
+        load_trained(folder, "ema")
+
+
+# ---- to=dit ---------------------------------------------------------------------------------------------------------
+
+
+def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, capsys):
+    run = save_run(tmp_path / "run", {"name": "edm"}, in_channels=3)
+    state = torch.load(exported(run, "dit", tmp_path / "x.pt"), weights_only=True)
+    of_a_block = ["adaLN_modulation.1", "attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2"]
+    layers = ["final_layer.adaLN_modulation.1", "final_layer.linear", "t_embedder.mlp.0", "t_embedder.mlp.2", "x_embedder.proj",
+              *(f"blocks.{i}.{name}" for i in range(3) for name in of_a_block)]
+    assert {*state} == {"pos_embed", "y_embedder.embedding_table.weight", *(f"{name}.{kind}" for name in layers for kind in ("weight", "bias"))}
+    assert isinstance(state, dict) and all(torch.equal(value, network(in_channels=3).state_dict()[name]) for name, value in state.items())
+    said = capsys.readouterr().out
+    assert "cannot say the diffusion, the number of heads, routes" in said and "it draws noise of this network, which is EDM's" in said
+    words = said.split("sample.py checkpoint=")[1].split()
+    assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"), drawn(run, tmp_path / "2.npz", "num_steps=2"))
+    exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
+    assert "P_mean=-1.0, sigma_data=0.4 cannot be given there" in capsys.readouterr().out
+
+
+def test_an_adapter_is_exported_merged(tmp_path):
+    pytest.importorskip("peft")
+    run = save_run(tmp_path / "run", EDM, in_channels=3)
+    base = checkpoints.latest(run) / "ema.safetensors"
+    shapes = {"lora_A.weight": (2, 32), "lora_B.weight": (96, 2)}
+    torch.manual_seed(2)
+    tensors = {f"blocks.1.attn.qkv.{part}": torch.randn(shape) for part, shape in shapes.items()}
+    meta = checkpoints.read_meta(base.parent) | {"lora": {"rank": 2, "alpha": 2, "targets": ["attn.qkv"], "base": str(base)},
+                                                 "parent": {"weights_sha256": files.sha256(base)}}
+    checkpoints.save(checkpoints.step_folder(tmp_path / "lora", 7), {"ema": tensors, "model": tensors}, meta)
+    state = torch.load(exported(tmp_path / "lora", "dit", tmp_path / "x.pt"), weights_only=True)
+    key = "blocks.1.attn.qkv.weight"
+    change = tensors["blocks.1.attn.qkv.lora_B.weight"] @ tensors["blocks.1.attn.qkv.lora_A.weight"]
+    assert torch.allclose(state[key], network(in_channels=3).state_dict()[key] + change, atol=1e-5)
+
+
+# ---- to=hub ---------------------------------------------------------------------------------------------------------
+
+
+def scored_run(tmp_path):
+    run = save_run(tmp_path / "run", EDM, in_channels=3)
+    (run / "samples").mkdir()
+    shutil.copy(ROOT / "docs" / "quickstart_grid.png", run / "samples" / "step-00000007.png")
+    digest = files.sha256(checkpoints.latest(run) / "ema.safetensors")
+    for step, fid, weights in ((6, 9.0, digest), (7, 8.0, "of before it was trained anew"), (7, 4.25, digest)):
+        files.append_row(run / "results.jsonl", {
+            "metrics": {"fid": fid}, "images": 50_000, "commit": "abc", "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"},
+            "source": {"step": step, "weights": "ema", "weights_sha256": weights, "guidance": {"scale": 1.5}, "num_steps": 40}})
+    files.append_row(run / "results.jsonl", {
+        "metrics": {"fid": 7.5}, "images": 1000, "source": {"step": 7, "weights": "ema", "in_training": True, "guidance": None, "num_steps": 18}})
+    return run
+
+
+def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
+    monkeypatch.setattr("huggingface_hub.HfApi", None)      # nothing is uploaded without a word
+    folder = exported(scored_run(tmp_path), "hub", tmp_path / "x", repo="user/x", license="mit")
+    card = (folder / "README.md").read_text()
+    assert card.startswith("---\nlicense: mit\n") and "![one row a class](grid.png)" in card and (folder / "grid.png").is_file()
+    assert "| fid | 4.25 | 50,000 | scale 1.5 | 40 | adm | ref.npz |" in card and "| 9 |" not in card
+    assert "| fid | 7.5 | 1,000 |" in card and "| 8 |" not in card
+    assert "blocks 1 to -1 without 50% of the tokens" in card and "hf download user/x --local-dir x" in card and "EDM, P_mean -1.0" in card
+    assert [row["commit"] for row in files.read_rows(folder / "scores.jsonl") if "commit" in row] == ["abc"]
+    assert {file.name for file in folder.iterdir()} == {"README.md", "grid.png", "scores.jsonl", "weights.safetensors", "meta.json"}
+    weights = shutil.copy(checkpoints.latest(tmp_path / "run") / "model.safetensors", tmp_path)
+    bare = exported(weights, "hub", tmp_path / "bare", diffusion_name="rf", num_heads=2)
+    assert load_trained(bare).step is None and load_trained(bare).recorded["diffusion"] == {"name": "rf"}
+    assert "have not been scored" in (bare / "README.md").read_text() and not (bare / "grid.png").exists()
+
+
+def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys):
+    calls = []
+
+    class Hub:
+        def create_repo(self, repo, **options):
+            calls.append((repo, options))
+
+        def upload_folder(self, *, repo_id, folder_path, commit_message):
+            assert (tmp_path / "x" / "meta.json").is_file()
+            calls.append((repo_id, folder_path))
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    exported(scored_run(tmp_path), "hub", tmp_path / "x", repo="user/x", upload=True)
+    assert calls == [("user/x", {"private": True, "exist_ok": True}), ("user/x", str(tmp_path / "x"))]
+    assert "https://huggingface.co/user/x" in capsys.readouterr().out
+
+    def refuse(self, repo, **options):
+        raise OSError("no login")
+
+    monkeypatch.setattr(Hub, "create_repo", refuse)
+    with pytest.raises(SystemExit, match=r"is written, but repo=user/x took no upload \(no login\)"):
+        exported(tmp_path / "run", "hub", tmp_path / "x", repo="user/x", upload=True, overwrite=True)
+
+
+# ---- mistakes and kills ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    (dict(to="diffusers", out="x", autoencoder="python:mine.decode"), "is code of your own, which the folder cannot hold"),
+    (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, and these have 3"),
+    (dict(to="hub", out="x", autoencoder="no_such_thing"), "autoencoder=no_such_thing is neither one of identity"),
+    (dict(to="hub", out="x", license='"mit\\ntags: [x]"'), "is not a licence as huggingface.co abbreviates it"),
+])  # fmt: skip
+def test_a_mistake_is_a_sentence_and_writes_nothing(settings, says, vae, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    save_run(tmp_path / "run", EDM, in_channels=3)
+    (tmp_path / "there").mkdir()
+    settings = {key: value.format(vae=vae) if isinstance(value, str) else value for key, value in settings.items()}
+    with pytest.raises(SystemExit) as ended:
+        run_command(export.main, "export.py", checkpoint="run", **settings)
+    assert says in str(ended.value)
+    assert sorted(os.listdir(tmp_path)) == ["run", "there"] and not os.listdir(tmp_path / "there")
+
+
+@pytest.mark.parametrize(("to", "changes"), [
+    ("dit", dict(block="lightning")), ("diffusers", dict(block="lightning")), ("dit", dict(qk_norm=True)), ("diffusers", dict(mlp_ratio=2.0))])
+def test_what_the_form_cannot_hold_is_refused(to, changes, tmp_path):
+    run = save_run(tmp_path / "run", EDM, in_channels=3, **changes)
+    with pytest.raises(SystemExit, match=f"to={to} holds DiT's own block.*to=hub takes any"):
+        exported(run, to, tmp_path / ("x.pt" if to == "dit" else "x"))
+    key, value = next(iter(changes.items()))
+    assert load_trained(exported(run, "hub", tmp_path / "hub")).recorded["network"][key] == value
+
+
+@pytest.mark.parametrize("theirs", ["weights", "a pickle", "no pickle"])
+def test_overwriting_replaces_a_pt_that_an_export_made_and_no_other(theirs, tmp_path):
+    run, out = save_run(tmp_path / "run", EDM, in_channels=3), tmp_path / "x.pt"
+    before = exported(run, "dit", out).stat().st_ino
+    assert exported(run, "dit", out, overwrite=True).stat().st_ino != before
+    if theirs == "no pickle":
+        out.write_bytes(b"precious")
+    else:
+        torch.save({"model": torch.ones(3)} if theirs == "weights" else {"model": Path("x")}, out)
+    precious = out.read_bytes()
+    with pytest.raises(SystemExit, match="is nothing that an export has made"):
+        exported(run, "dit", out, overwrite=True)
+    assert out.read_bytes() == precious
+
+
+def test_the_weights_themselves_are_never_replaced(tmp_path):
+    folder = exported(save_run(tmp_path / "run", EDM, in_channels=3), "hub", tmp_path / "x")
+    with pytest.raises(SystemExit, match="holds the weights that are to be exported"):
+        exported(folder, "hub", folder, overwrite=True)
+    assert checkpoints.problem(folder) is None
+
+
+# Every call that may change a folder ends the process once, in a child of its own.
+KILLED = """
+import os, sys
+from pathlib import Path
+import checkpoint
+out, state = Path(sys.argv[1]), {"left": 0, "on": False}
+def call(*_):
+    if state["on"]:
+        state["left"] -= 1
+        if state["left"] == 0:
+            os._exit(9)
+sys.addaudithook(lambda event, _: call() if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") else None)
+ended, at = None, 0
+while ended != 0:
+    at += 1
+    for name in ("a", "sub/b"):
+        place = out.parent / str(at) / out.name / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("old")
+    pid = os.fork()
+    if pid == 0:
+        state |= {"left": at, "on": True}
+        with checkpoint.beside(out.parent / str(at) / out.name) as partial:
+            (partial / "sub").mkdir(parents=True)
+            for name in ("a", "sub/b"):
+                (partial / name).write_text("new")
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended in (0, 9), ended
+"""
+
+
+def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    found, rounds = [], sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
+    for folder in rounds:
+        place = folder / "out"
+        if not place.is_dir():      # between two renames the old one is there by another name
+            [place] = folder.glob(".out.*.old.tmp")
+        [content] = {(place / name).read_text() for name in ("a", "sub/b")}      # of one kind
+        found.append(content)
+    assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True) and os.listdir(rounds[-1]) == ["out"]

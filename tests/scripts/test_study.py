@@ -1,0 +1,435 @@
+"""A study: runs that go on after a kill, scores gathered over seeds, crossings by interpolation, equal draws for dense and routed."""
+
+import json
+import os
+import shutil
+import signal
+import sys
+import threading
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import forked
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+
+import fid
+from dit import DiT
+from edm import EDM
+from latents.folder import open_latents
+from latents.loader import batches, to_latent
+from objectives import DiffusionLoss
+from rf import RF
+from routing_module import Route
+from runtime.schema import read, read_record
+from scripts import comparison, study
+from scripts.benchmark import write_latents
+from train import step_seed, train_step
+from weights.records import RouteSettings
+
+TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "steps=4", "samples.every=0",
+        "log.every=2", "checkpoint.every=2", "evaluate.every=2", "evaluate.num_samples=4", "evaluate.num_steps=2"]
+MATRIX = {"name": "tiny", "train": TINY, "score": ["num_steps=2", "features=pixels"], "seeds": [0, 1],
+          "variants": {"dit": {"train": ["model=dit"], "at_end": ["cfg"]}, "tread": {"train": ["model=tread"], "seeds": [0]},
+                       "tuned": {"train": ["model=dit", "init_from={runs}/tread-seed{seed}", "steps=1"], "seeds": [0]}},
+          "at_end": {"cfg": [["num_samples=4", "guidance=cfg_tread", "scale=2", "gamma1=0", "gamma2=0.5",
+                              "routes=[{start_layer_idx: 1, end_layer_idx: 3}]"]]}, "compare": [["dit", "tread"]]}
+GUIDED = "label, scale 2, gamma2 0.5, on 1→3"
+TIMING = {"device": "one", "commit": "abc", "torch": "2.11.0", "rounds": {"dit": [3.0, 1.0, 2.0]}}
+
+
+def settings(out, **changed) -> study.StudySettings:
+    return read(study.StudySettings, {"study": MATRIX, "out": str(out), "rows": [], "also": [], "part": None, "tasks": ["train", "score", "report"], "rounds": 1,
+                                      "steps_timed": 1, "timed": None, "nice": 0, "threads": 1, **changed})
+
+
+def test_every_run_is_in_exactly_one_part(tmp_path):
+    runs = study.runs_of(settings(tmp_path))
+    # Those that are compared a seed at a time, so that an early end leaves a comparison.
+    assert [(run.variant, run.seed) for run in runs] == [("dit", 0), ("tread", 0), ("dit", 1), ("tuned", 0)]
+    assert study.waits_for(runs[3], runs) == runs[1] and study.waits_for(runs[0], runs) is None
+    assert runs[3].train[-5] == f"init_from={tmp_path}/runs/tread-seed0"
+    parts = [run for part in ("1/3", "2/3", "3/3") for run in study.share(runs, part)]
+    assert sorted(run.folder for run in parts) == sorted(run.folder for run in runs)
+    for wrong in ("0/3", "4/3", "x", "2"):
+        with pytest.raises(ValueError, match="write part=2/6"):
+            study.share(runs, wrong)
+    with pytest.raises(ValueError, match=r"part=1/3 is one of several processes.*set tasks=\[train,score\]"):
+        study.main.__wrapped__(settings(tmp_path, part="1/3", tasks=["train", "score", "time", "report"]))
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"compare": [["dit", "dot"]]}, "names dot, but the variants are dit, tread"),
+    ({"variants": {"dit": {"train": [], "at_end": ["sg"]}}, "compare": []}, "names sg; study.at_end has cfg"),
+    ({"train": ["grad_accum_steps=2"]}, "would see other noise. Set grad_accum_steps=1"),
+    ({"train": ["+seed=5"]}, "seed=5: a study sets seed, name, run_dir of each run itself. Set study.seeds"),
+    ({"train": ["evaluate.metrics=[sfid,recall]"]}, "by a Fréchet distance, fid or one whose name begins with fd_"),
+])
+def test_a_name_that_is_none_is_a_sentence(tmp_path, changed, says):
+    with pytest.raises(ValueError, match=says):
+        study.runs_of(settings(tmp_path, study=MATRIX | changed))
+    with pytest.raises(ValueError, match="seed=5: a study sets seed"):
+        study.runs_of(settings(tmp_path, also=["seed=5"]))
+
+
+def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Command:
+    """Starts what a study calls, without the seconds of its imports."""
+    assert line[:4] == ["nice", "-n", "0", sys.executable] and process_group == 0
+    return forked.Command(*line[4:], **env)
+
+
+def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=popen))
+    data, reference = tmp_path / "shapes", tmp_path / "reference.npz"
+    for line in (["scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={data}"],
+                 ["fid.py", f"reference_from={data}", "features=pixels", f"out={reference}"]):
+        done = forked.run(*line)
+        assert done.returncode == 0, done.stderr
+    matrix = MATRIX | {"train": [*TINY, f"data.path={data}", f"evaluate.reference={reference}"], "seeds": [0],
+                       "score": [*MATRIX["score"], f"reference={reference}"], "floor": [[f"images={data}", "num_samples=4"]]}
+    cfg = settings(tmp_path / "study", study=matrix)
+    study.main.__wrapped__(cfg)
+    told = json.loads((tmp_path / "study/study.json").read_text())
+    assert {run["variant"]: [score["step"] for score in run["scores"]] for run in told["runs"]} == {
+        "dit": [0, 2, 4, 4], "tread": [0, 2, 4], "tuned": [0, 1]}
+    assert told["runs"][0]["history"] == [{"step": 0, "commit": fid.commit(), "device": told["runs"][0]["history"][0]["device"],
+                                           "torch": torch.__version__, "tf32": False}]
+    assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
+    for score in (*told["runs"][0]["scores"], *told["floor"]):
+        assert (score["commit"], score["device"], score["torch"]) == (fid.commit(), "cpu", torch.__version__)
+    assert [score["guidance"] for score in told["runs"][0]["scores"]] == ["unguided"] * 3 + [GUIDED]
+    dense, routed = ({score["step"]: score["flops"] for score in run["scores"]} for run in told["runs"][:2])
+    assert dense[4] == 2 * dense[2] > routed[4] > 0
+    assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
+    page = (tmp_path / "study/study.md").read_text()
+    assert "## Real images, the floor\n\n* fd_pixels of 4 images: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
+    with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
+        study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
+    before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
+    study.main.__wrapped__(cfg)
+    assert {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()} == before
+
+    # A run of other settings under a name of the study is not reported as the study's.
+    foreign = settings(tmp_path / "study", study=matrix | {"train": [*matrix["train"], "optimizer.lr=1e-3"]}, tasks=["report"])
+    (tmp_path / "study/study.json").unlink()
+    for tasks in (["report"], ["train"]):      # nor trained on
+        with pytest.raises(ValueError, match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 in"):
+            study.main.__wrapped__(foreign.model_copy(update={"tasks": tasks}))
+
+    # Nor is a score that somebody made of one of its runs.
+    results = tmp_path / "study/runs/dit-seed0/results.jsonl"
+    row = json.loads(results.read_text().splitlines()[0])
+    with results.open("a") as file:
+        file.write(json.dumps(row | {"images": 2, "source": row["source"] | {"in_training": False}}) + "\n")
+    study.main.__wrapped__(settings(tmp_path / "study", study=matrix, tasks=["report"]))
+
+    # A run that was killed between its last save and the score of it is not finished.
+    routed = next(run for run in study.runs_of(cfg) if run.variant == "tread")
+    whole = (routed.folder / "results.jsonl").read_text()
+    assert study.finished(routed)
+    (routed.folder / "results.jsonl").write_text("".join(whole.splitlines(keepends=True)[:-1]))
+    assert not study.finished(routed)
+    (routed.folder / "results.jsonl").write_text(whole)
+
+    # A point that the study asks for later is not taken for one that was scored.
+    told_study, [run, *_] = read_record(study.ToldStudy, tmp_path / "study/study.json", ""), study.runs_of(cfg)
+    assert study.complete(run, [told_study])
+    assert not study.complete(run.model_copy(update={"at_end": [["guidance=cfg", "scale=3"]]}), [told_study])
+
+    # Scores of more steps are not those of fewer.
+    for home, rows in (("study", []), ("other", [str(tmp_path / "study/study.json")])):
+        with pytest.raises(ValueError, match="holds dit, seed 0, after 4 steps, and this study asks for steps=2"):
+            study.collect(settings(tmp_path / home, study=matrix, also=["steps=2"], rows=rows))
+
+    # Nor are scores of weights that have gone those of the weights that the run has now.
+    folder = study.checkpoints.latest(run.folder)
+    tensors, meta = {name: study.checkpoints.load(folder, name) for name in ("ema", "model")}, study.checkpoints.read_meta(folder)
+    shutil.rmtree(folder)
+    study.checkpoints.save(folder, {name: {key: value + 0.1 for key, value in each.items()} for name, each in tensors.items()}, meta)
+    assert not study.complete(run, [told_study])
+    assert [score["guidance"] for score in study.collect(cfg)["runs"][0]["scores"]] == ["unguided"] * 3
+    rows = [(results.read_text(), study.score_at_end(cfg, run))[0].count("\n") for _ in range(3)]
+    assert rows[1] == rows[2] == rows[0] + 1
+    again = study.collect(cfg)["runs"][0]["scores"]
+    assert [score["guidance"] for score in again] == ["unguided"] * 3 + [GUIDED] and again[-1]["value"] != told["runs"][0]["scores"][-1]["value"]
+
+    # The weights go, the scores stay, and nothing is trained again; nor where another machine goes on from the scores.
+    shutil.rmtree(tmp_path / "study/runs")
+    study.main.__wrapped__(cfg)
+    assert json.loads((tmp_path / "study/study.json").read_text()) == told and not (tmp_path / "study/runs").exists()
+    study.main.__wrapped__(settings(tmp_path / "other", study=matrix, rows=[str(tmp_path / "study/study.json")], tasks=["train", "report"]))
+    assert json.loads((tmp_path / "other/study.json").read_text()) == told and not (tmp_path / "other/runs").exists()
+
+
+def recorded(path, *runs, **changed):
+    """Writes a study.json; returns its path."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    path.write_text(json.dumps({"name": "tiny", "runs": [{"step": 4, "steps": 4, "train": TINY, **run} for run in runs], **changed}))
+    return str(path)
+
+
+def test_of_two_records_of_a_run_the_one_that_came_further_stays(tmp_path):
+    early = recorded(tmp_path / "early.json", of("dit", 0, (8, 5.0)) | {"step": 1})
+    late = recorded(tmp_path / "late.json", of("dit", 0, (8, 5.0), (16, 4.0)), of("dit", 7, (8, 1.0)))
+    result = study.collect(settings(tmp_path / "study", rows=[early, late]))
+    assert [(run["variant"], run["seed"], run["step"], len(run["scores"])) for run in result["runs"]] == [
+        ("dit", 0, 4, 2), ("tread", 0, 0, 0), ("dit", 1, 0, 0), ("tuned", 0, 0, 0), ("dit", 7, 4, 1)]      # of a seed that has left
+    assert "tread, seed 0: not finished, 0 of 4 steps" in comparison.tables(result)
+
+
+@pytest.mark.parametrize(("changed", "says"), [
+    ({"name": "big"}, "is of the study big, and this one is tiny"), ({"runs": 5}, "runs=5 is not a list"),
+    ({"runs": [{"variant": "dit", "seed": 0, "step": 4}]}, "runs.0.steps is missing"),
+    ({"runs": [{"variant": "dit", "seed": 0, "step": 4, "steps": 4, "scores": [], "train": ["model.depth=9"]}]},
+     "model.depth=9 there, model.depth=6 in this study")])
+def test_rows_that_are_not_of_this_study_are_a_sentence(tmp_path, changed, says):
+    path = recorded(tmp_path / "rows.json", **changed)
+    with pytest.raises(ValueError, match=says):
+        study.collect(settings(tmp_path / "study", rows=[path]))
+
+
+def test_seconds_are_those_of_one_machine_and_say_which(tmp_path):
+    other = TIMING | {"device": "two", "rounds": {"dit": [9.0], "tread": [9.0]}}
+    scores = {variant: of(variant, 0, (8, 5.0)) | {"scores": [{**of(variant, 0, (8, 5.0))["scores"][0], "seconds": 77.0}]}
+              for variant in ("dit", "tread")}
+    rows = [recorded(tmp_path / "rows.json", *scores.values(), timing=other)]
+    result = study.collect(settings(tmp_path / "study", rows=rows))
+    assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [9.0, 9.0] and result["timing"]["device"] == "two"
+    (tmp_path / "study").mkdir()
+    (tmp_path / "study/timing.json").write_text(json.dumps(TIMING))
+    result = study.collect(settings(tmp_path / "study", rows=rows))      # tread was not timed here, and has no seconds
+    assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [2.0, None] and result["timing"]["device"] == "one"
+    assert "timed in turns on one machine, one, torch 2.11.0, commit abc" in comparison.tables(result)
+    result["timing"]["rounds"] = {"dit": [1.2, 3.0, 1.0], "tread": [0.6, 1.0]}
+    assert "dit over tread, turn by turn: 1.2 / 0.6 = 2.00, 3 / 1 = 3.00; median 2.50." in comparison.tables(result)
+    (tmp_path / "study/timing.json").write_text(json.dumps({"dit": {"rounds": [1.0], "median": 1.0}}))
+    with pytest.raises(ValueError, match="device is missing.*time again with tasks=.time."):
+        study.collect(settings(tmp_path / "study"))
+
+
+def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, monkeypatch):
+    called, machine = [], {"device": "one", "commit": "abc", "torch": "2"}
+
+    def timed(cfg, program, overrides):
+        folder = Path(next(text for text in reversed(overrides) if text.startswith("run_dir=")).removeprefix("run_dir="))
+        called.append(folder.name)
+        if len(called) == 4:
+            raise KeyboardInterrupt
+        folder.mkdir(parents=True)
+        (folder / "metrics.jsonl").write_text(json.dumps({"step": 4, "sec_per_step": float(len(called))}) + "\n")
+
+    monkeypatch.setattr(study, "call", timed)
+    monkeypatch.setattr(study.checkpoints, "latest", lambda folder: folder)
+    monkeypatch.setattr(study.checkpoints, "read_meta", lambda folder: {"history": [{"step": 0, **machine}]})
+    cfg = settings(tmp_path, tasks=["time"], rounds=2, steps_timed=2, timed=["dit", "tread"])
+    with pytest.raises(KeyboardInterrupt):
+        study.time_in_turns(cfg)
+    study.time_in_turns(cfg)
+    study.time_in_turns(cfg)
+    assert called == ["dit", "tread", "dit", "tread", "tread"]
+    told = json.loads((tmp_path / "timing.json").read_text())
+    assert told == {**machine, "steps": 2, "conditions": told["conditions"], "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
+    monkeypatch.setattr(study.platform, "node", lambda: "another machine")
+    study.time_in_turns(cfg)      # whole, whoever made it
+    study.time_in_turns(cfg.model_copy(update={"rounds": 3}))
+    assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
+
+
+def test_a_signal_reaches_what_the_study_runs_once_and_the_study_waits_for_it(tmp_path):
+    (tmp_path / "stub.py").write_text("""if True:
+        import pathlib, signal, sys, time
+        heard = []
+        signal.signal(signal.SIGTERM, lambda *_: heard.append(1))
+        pathlib.Path(sys.argv[1]).write_text("ready")
+        while not heard:
+            time.sleep(0.01)
+        time.sleep(0.3)      # as long as a run takes to save
+        pathlib.Path(sys.argv[1]).write_text(f"saved after {len(heard)} signal")
+        sys.exit(143)""")
+
+    def stop() -> None:
+        while not (tmp_path / "told").is_file():
+            time.sleep(0.01)
+        for _ in range(2):      # as timeout does
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(0.05)
+
+    handler = signal.getsignal(signal.SIGTERM)
+    threading.Thread(target=stop).start()
+    with pytest.raises(SystemExit, match="143"):
+        study.call(settings(tmp_path), str(tmp_path / "stub.py"), [str(tmp_path / "told")])
+    assert (tmp_path / "told").read_text() == "saved after 1 signal" and signal.getsignal(signal.SIGTERM) == handler
+
+
+def of(variant: str, seed: int, *scores: tuple[int, float]) -> dict:
+    return {"variant": variant, "seed": seed, "scores": [
+        {"step": images // 8, "images": images, "seconds": None, "flops": images, "metric": "fd", "value": value, "num_samples": 9,
+         "guidance": "unguided"} for images, value in scores]}
+
+
+def three(variant: str, *scores: tuple[int, float]) -> list[dict]:
+    """Three seeds with equal scores, whose every difference is sure."""
+    return [of(variant, seed, *scores) for seed in range(3)]
+
+
+def curve_of(runs, variant):
+    return comparison.curve(*comparison.unguided(runs, variant), "images")
+
+
+def test_a_crossing_is_where_the_lines_between_the_scores_meet():
+    runs = [*three("a", (0, 9), (10, 5), (20, 3)), *three("b", (0, 9), (10, 7), (20, 2))]
+    found = comparison.crossing(runs, "a", "b", "images")
+    assert abs(found["at"] - 10 * 2 ** (2 / 3)) < 1e-9 and found["better_at_the_end"] == "b"
+    assert comparison.crossing(runs, "b", "a", "images")["at"] == found["at"]      # whoever is named first
+    never = [*three("a", (10, 5), (20, 3)), *three("b", (10, 7), (20, 4))]
+    assert comparison.crossing(never, "a", "b", "images") == {
+        "between": ["a", "b"], "axis": "images", "at": None, "better_at_the_end": "a", "verdict": "a (+1.000 to +1.000, n=3)",
+        "difference": 1, "interval": [1, 1], "n": 3, "seeds_lower": [3, 0]}
+    assert comparison.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
+    assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
+
+
+def test_of_several_crossings_the_last_one_counts():
+    runs = [*three("a", (5, 9), (10, 5), (20, 6), (40, 3)), *three("b", (5, 8), (10, 6), (20, 5), (40, 4))]
+    found = comparison.crossing(runs, "a", "b", "images")
+    assert found["at"] == pytest.approx(20 * 2**0.5) and found["better_at_the_end"] == "a"
+
+
+def test_only_scores_of_one_metric_and_the_fewest_images_are_compared():
+    runs = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 2))]
+    runs[0]["scores"] += [runs[0]["scores"][1] | {"num_samples": 999, "value": 1.0}, runs[0]["scores"][1] | {"metric": "of others", "value": 0.5}]
+    assert curve_of(runs, "a") == [(10, 5, None, 1), (20, 3, None, 1)]
+    assert comparison.measure_in_words(*comparison.unguided(runs, "a", "b")) == "fd of 9 images"
+
+
+@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
+def test_lines_that_begin_at_one_point_or_only_touch_do_not_cross(names):
+    for b, at in (((10, 5), (20, 2)), None), (((10, 4), (20, 3), (40, 1)), None), (((10, 4), (20, 3), (40, 4)), 20):
+        runs = [*three("a", (10, 5), (20, 3), (40, 2)), *three("b", *b)]
+        assert comparison.crossing(runs, *names, "images")["at"] == at
+
+
+def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
+    """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
+    runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
+    assert comparison.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
+    ahead = [*three("a", (10, 7), (40, 5)), *three("b", (5, 7), (20, 5), (30, 4))]      # of what both have reached: 10 to 30
+    assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in comparison.compared(ahead, "a", "b", "images")] == [
+        (10, True), (20, True), (30, True)]
+    assert comparison.crossing(ahead, "a", "b", "images")["at"] is None      # lower from the first place on
+
+
+def test_a_seed_that_ends_early_makes_no_crossing():
+    """Of seeds 0 to 2 a is lower throughout; of seed 3, which ended at 20, b is, by more."""
+    runs = [*three("a", (10, 7), (20, 6), (40, 5)), *three("b", (10, 8), (20, 7), (40, 6)),
+            of("a", 3, (10, 19), (20, 18)), of("b", 3, (10, 5), (20, 4))]
+    found = comparison.crossing(runs, "a", "b", "images")
+    assert (found["at"], found["better_at_the_end"], found["n"]) == (None, "a", 3)
+
+
+def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
+    asked = study.settings_of(["model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: 8}]"])["model.routes"]
+    route = RouteSettings(start_layer_idx=2, end_layer_idx=8, selection_ratio=0.25)
+    assert study.leaf({"model": {"routes": [route.model_dump()]}}, "model.routes") == asked
+    assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
+
+
+def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
+    runs = [of("a", 0, (10, 4), (20, 1)), of("a", 1, (10, 6), (20, 3)), of("a", 2, (10, 99))]
+    assert curve_of(runs, "a") == [(10, 5, 2**0.5, 2), (20, 2, 2**0.5, 2)]
+    assert curve_of(runs[:1], "a") == [(10, 4, None, 1), (20, 1, None, 1)]
+    assert curve_of(runs, "b") == []
+
+
+@pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
+def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
+    """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
+    rng, trials, found = np.random.default_rng(seeds), 2000, []
+    moved = rng.normal(0, 5, (trials, seeds)) * (np.arange(trials)[:, None] % 2)
+    for common, noise in zip(moved, rng.normal(0, 1, (trials, 2, 3, seeds)), strict=True):
+        runs = [of(name, seed, *((10 * 2**i, common[seed] + noise[v, i, seed]) for i in range(3)))
+                for v, name in enumerate("ab") for seed in range(seeds)]
+        found.append(comparison.crossing(runs, "a", "b", "images"))
+    named = [one["better_at_the_end"] is not None for one in found]
+    assert sum(named) == 0 if not share else abs(sum(named) / trials - share) < 0.015      # three standard deviations
+    assert sum(one["at"] is not None for one in found) <= 0.01 * trials      # two verdicts, one against the other
+
+
+def test_what_a_seed_does_to_both_does_not_hide_a_difference():
+    """b is lower by 0.9 to 1.1 in each of three seeds, which lie 10 apart; and first higher, so the two cross."""
+    runs = [*(of("a", seed, (10, 40 + 10 * seed), (20, 20 + 10 * seed)) for seed in range(3)),
+            *(of("b", seed, (10, 41 + 10 * seed), (20, 19.1 + 9.9 * seed)) for seed in range(3))]
+    found = comparison.crossing(runs, "a", "b", "images")
+    assert found["better_at_the_end"] == "b" and found["difference"] == pytest.approx(-1) and 10 < found["at"] < 20
+    half = 4.302653 * 0.1 / 3**0.5      # the quantile of t with two degrees of freedom, from a table
+    assert found["interval"] == pytest.approx([-1 - half, -1 + half], abs=1e-6) and found["seeds_lower"] == [0, 3]
+    result = {"name": "x", "runs": [run | {"step": 2, "steps": 2} for run in runs], "crossings": [found], "floor": [], "timing": None}
+    assert "lower at the end: b (-1.248 to -0.752, n=3)." in comparison.tables(result) and "the last at 14" in comparison.tables(result)
+    for count, says in ((2, "b in 2 of 2 seeds, no verdict"), (1, "b in 1 of 1 seed, no verdict")):
+        some = [run for run in result["runs"] if run["seed"] < count]
+        found = comparison.crossing(some, "a", "b", "images")
+        assert (found["better_at_the_end"], found["interval"], found["at"]) == (None, None, None)
+        page = comparison.tables(result | {"runs": some, "crossings": [found]})
+        assert f"none shown; lower at the end: {says}." in page and f"| {says} |" in page
+
+
+def test_no_two_ways_to_guide_have_the_same_name():
+    plain = {"scale": 1.5, "gamma1": 0, "gamma2": 0.7, "drop_label": False, "interval": None, "routes": None, "weak": None}
+    route = {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.0}
+    ways = [None, plain, plain | {"scale": 2.0}, plain | {"drop_label": True}, plain | {"routes": [route]},
+            plain | {"routes": [route | {"start_layer_idx": 1}]}, plain | {"interval": [0.2, 3]}, plain | {"gamma1": [0.0, 0.6]},
+            plain | {"weak": {"checkpoint": "x", "step": 5, "weights_sha256": "abcdef0123"}}]
+    assert len({study.guidance_name(way) for way in ways}) == len(ways)
+    assert study.guidance_name(ways[4]) == "scale 1.5, gamma2 0.7, on 2→-4"
+
+
+def test_a_guided_score_stands_beside_the_unguided_one_with_its_cost():
+    run = of("a", 0, (16, 4.0)) | {"step": 2, "steps": 2}
+    [plain] = run["scores"]
+    plain["multiply_adds_an_image"] = 100
+    run["scores"].append(plain | {"guidance": "label, scale 2", "value": 3.5, "multiply_adds_an_image": 172})
+    [row] = [line for line in comparison.guided_scores({"runs": [run]}) if "scale 2" in line]
+    assert row == "| a | 2 | label, scale 2 | 3.500 (n=1) | -0.500, lower: guided in 1 of 1 seed, no verdict | 1.72 |"
+
+
+@pytest.mark.parametrize("diffusion", [EDM(), RF()])
+def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fresh_accelerator, tmp_path, diffusion):
+    write_latents(tmp_path, 64, (4, 8, 8), 4)
+    latents, seen = open_latents(tmp_path), {}
+    for name, routes in (("dit", []), ("tread", [Route(1, 2, 0.5)])):
+        torch.manual_seed(0)
+        model = DiT(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=4, routes=routes)
+        accelerator = Accelerator(cpu=True)
+        objective = DiffusionLoss(model, diffusion)
+        called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
+        seen[name] = [model.state_dict()["x_embedder.proj.weight"].clone()]
+        model.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].extend(inputs))
+        loader = batches(latents, 16, seed=7)
+        for step in range(5):      # into the second epoch
+            torch.manual_seed(step_seed(7, step, 0))
+            stored, y, _ = next(loader)
+            x = to_latent(stored, latents.kind)      # moments: a draw, too
+            seen[name] += [stored, x, y]
+            train_step(accelerator, called, objective, optimizer, x, y, {}, lr=1e-3, label_dropout=0.5, clip_norm=None, num_parts=1)
+        loader.close()
+    assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()      # some labels are dropped
+    assert all(torch.equal(one, other) for one, other in zip(seen["dit"], seen["tread"], strict=True))
+
+
+ON_TERM = """
+import os, signal, sys
+signal.signal(signal.SIGTERM, lambda *_: sys.exit(int(sys.argv[1])))
+os.kill(os.getppid(), signal.SIGTERM)
+signal.pause()
+"""
+
+
+@pytest.mark.parametrize(("code", "ends"), [("143", SystemExit), ("0", SystemExit), ("1", ValueError)])
+def test_a_run_that_fails_when_it_is_told_to_stop_is_a_failure_and_no_stop(tmp_path, code, ends):
+    (tmp_path / "program.py").write_text(ON_TERM)
+    with pytest.raises(ends) as ended:
+        study.call(settings(tmp_path), str(tmp_path / "program.py"), [code])
+    assert ends is ValueError or ended.value.code == 143

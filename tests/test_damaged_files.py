@@ -1,0 +1,196 @@
+"""The smallest damage that ever did harm, one row each; tests/rigs/ looks for more, on request."""
+
+import io
+import os
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from test_data import labels_of, numbered, write_tars
+from test_import_latents import write_fastdit
+
+from dit import DiT
+from latents import folder, images, tars
+from runtime import schema
+from scoring.evaluation import features, statistics
+from scripts import export, import_latents
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
+from weights.loading import read_weights
+
+
+def refusal(call, *arguments) -> str:
+    """Calls what must refuse, and returns the one sentence that it says."""
+    with pytest.raises((ValueError, OSError)) as error:
+        call(*arguments)
+    assert "\n" not in str(error.value).strip()
+    return str(error.value)
+
+
+# ---- foreign code ---------------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """A pickle of it makes a file named `executed` where it is loaded by a reader that trusts it."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+@pytest.mark.parametrize("place", [
+    lambda state: Harm(), lambda state: [Harm()], lambda state: {"ema": state, "opt": Harm()},
+    lambda state: {"ema": Harm(), "model": state}, lambda state: {**state, "pos_embed": Harm()},
+])  # fmt: skip
+@pytest.mark.parametrize("is_new", [True, False])
+def test_a_pickle_among_weights_is_refused_and_never_run(place, is_new, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    tiny = DiT(input_size=4, patch_size=2, in_channels=4, hidden_size=8, depth=1, num_heads=2, num_classes=2)
+    torch.save(place(tiny.state_dict()), "x.pt", _use_new_zipfile_serialization=is_new)
+    assert refusal(read_weights, tmp_path / "x.pt").startswith(str(tmp_path / "x.pt"))
+    assert not (tmp_path / "executed").exists()
+    torch.load("x.pt", weights_only=False)      # our own pickle: else the line above could not fail
+    assert (tmp_path / "executed").exists()
+
+
+@pytest.mark.parametrize("argument", ["--experimental-rerun=x.pkl", "--experimental-rerun", "--exp=x"])
+def test_a_pickle_of_a_run_is_not_run_again(argument, monkeypatch):
+    monkeypatch.setattr("sys.argv", ["train.py", argument])
+    assert "pickle" in refusal(schema.compose, "config")
+
+
+def test_a_file_that_pillow_would_hand_to_another_program_is_no_image():
+    postscript = b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%EndComments\n"
+    assert Image.open(io.BytesIO(postscript)).format == "EPS"
+    with pytest.raises(images.UnreadableImage, match="of a known kind"):
+        images.decode_image(postscript)
+
+
+# ---- data -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["latents-00000.npy", "labels-00000.npy", "record-00000.json"])
+@pytest.mark.parametrize("change", [lambda content: content[:-8], lambda content: b"", lambda content: None],
+                         ids=["cut", "empty", "gone"])
+def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, change):
+    source, _ = write_fastdit(tmp_path)
+    out, whole = tmp_path / "out", tmp_path / "whole"
+    for place in (out, whole):
+        import_latents.import_latents(str(source), place, "fastdit", shard_size=5)
+    (out / "metadata.json").unlink()      # as a kill leaves it, with a shard to be written
+    (out / "latents-00002.npy").unlink()
+    for number in range(2):
+        (out / f"record-{number:05d}.json").write_text('{"count": 5, "unreadable": []}')
+    content = change((out / name).read_bytes())
+    (out / name).unlink() if content is None else (out / name).write_bytes(content)
+    import_latents.import_latents(str(source), out, "fastdit", shard_size=5)
+    got, wanted = ({file.name: file.read_bytes() for file in place.iterdir()} for place in (out, whole))
+    assert got == wanted
+
+
+def test_a_kept_index_of_tars_that_does_not_fit_is_made_again(tmp_path):
+    write_tars(tmp_path, numbered(), labels_of())
+    first = folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint
+    for content in (b"", b"words", (tmp_path / tars.TAR_INDEX).read_bytes()[:-100]):
+        (tmp_path / tars.TAR_INDEX).write_bytes(content)
+        assert folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint == first
+
+
+# ---- checkpoints and records ----------------------------------------------------------------------------------------
+
+
+class Note(schema.Record):
+    text: str
+
+
+@pytest.mark.parametrize(("content", "words"), [(b"\xff", "UTF-8"), (b'{"text"', "JSON"), (b"[]", "is not a group")])
+def test_a_record_that_is_none_is_a_sentence(content, words, tmp_path):
+    (tmp_path / "x.json").write_bytes(content)
+    assert words in refusal(schema.read_record, Note, tmp_path / "x.json", "Make it anew.")
+
+
+@pytest.mark.parametrize(("tensors", "words"), [
+    ({"a": torch.ones(2)}, "b is missing"),
+    ({"a": torch.ones(2), "b": torch.ones(()), "c": torch.ones(1)}, "c is unknown"),
+    ({"a": torch.ones(3), "b": torch.ones(())}, "(3,)"),
+    ({"a": torch.ones(2, dtype=torch.int64), "b": torch.ones(())}, "int64"),
+    ({"a": torch.tensor([1, torch.nan]), "b": torch.ones(())}, "not finite"), ({}, "a is missing"),
+    (b"", "safetensors"),
+])  # fmt: skip
+def test_a_training_state_of_another_run_is_a_sentence(tensors, words, tmp_path):
+    if isinstance(tensors, bytes):
+        (tmp_path / "x.safetensors").write_bytes(tensors)
+    else:
+        save_file(tensors, tmp_path / "x.safetensors")
+    assert words in refusal(checkpoints.load, tmp_path, "x", {"a": torch.zeros(2), "b": torch.zeros(())})
+
+
+def test_the_outline_of_an_optimizer_is_what_a_step_makes_of_it():
+    net = torch.nn.Linear(3, 2)
+    optimizer = torch.optim.AdamW(net.parameters(), fused=True)
+    net(torch.ones(1, 3)).sum().backward()
+    optimizer.step()
+    made, outline = checkpoints.optimizer_tensors(net, optimizer), checkpoints.optimizer_outline(net)
+    assert {key: value.shape for key, value in made.items()} == {key: value.shape for key, value in outline.items()}
+
+
+def test_a_link_in_a_checkpoints_place_is_passed_over_and_set_aside(tmp_path):
+    checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(1)}}, {"step": 2})
+    place = checkpoints.step_folder(tmp_path, 4)
+    place.symlink_to("nothing")
+    with pytest.warns(UserWarning, match="step-00000004 is damaged"):
+        assert checkpoints.latest(tmp_path) == checkpoints.step_folder(tmp_path, 2)
+    checkpoints.set_aside_after(tmp_path, 2)
+    checkpoints.save(place, {"model": {"a": torch.ones(1)}}, {"step": 4})
+    assert checkpoints.problem(place) is None and place.with_name("damaged-step-00000004").is_symlink()
+
+
+@pytest.mark.parametrize("adapter", [
+    {"x.lora_A.weight": torch.ones(2, 3)}, {"x.lora_A.weight": torch.ones(2, 3), "x.lora_B.weight": torch.ones(4, 1)},
+    {"x.lora_A.weight": torch.ones(2, 3), "x.lora_B.weight": torch.ones(4, 2), "odd": torch.ones(1)},
+    {"y.lora_A.weight": torch.ones(2, 3)},
+])  # fmt: skip
+def test_an_adapter_of_other_layers_is_a_sentence(adapter):
+    assert refusal(adapters.merge, {"x.weight": torch.zeros(4, 3)}, adapter, 1.0).startswith("The adapter")
+
+
+# ---- references and scores ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("content", ["", " \n"])
+def test_a_hash_beside_weights_that_says_nothing_is_a_sentence_and_stays(content, tmp_path):
+    (tmp_path / "w").write_text("weights")
+    (tmp_path / "w.sha256").write_text(content)
+    refusal(features.verified, tmp_path / "w", None)
+    assert (tmp_path / "w.sha256").read_text() == content
+
+
+@pytest.mark.parametrize(("sigma", "is_one"), [
+    (np.eye(3), True), (np.zeros((3, 3)), True), (np.ones((3, 3)), True), (np.ones((3, 3)) - 1e-7 * np.eye(3), True),
+    (-np.eye(3), False), (np.diag([1.0, 1, -1e-3]), False), (np.ones((3, 3)) - np.eye(3), False),
+    (np.eye(3) + np.triu(np.full((3, 3), 1e-3), 1), False), (1e300 * np.eye(3), True), (np.diag([1e-300, 0, 0]), True),
+])  # fmt: skip
+def test_a_covariance_is_symmetric_and_has_no_negative_eigenvalue(sigma, is_one):
+    assert statistics.is_covariance(sigma) is is_one
+
+
+def test_kept_features_that_are_damaged_are_passed_over(tmp_path, capsys, fresh_accelerator):
+    keep = statistics.Kept(tmp_path, {}, {"pool": 3}, 6)
+    for first in (0, 2, 4):
+        keep.save(torch.arange(first, first + 2), {"pool": torch.ones(2, 3)})
+    good = {"indices": torch.arange(4, 6), "pool": torch.ones(2, 3)}
+    for wrong in (good | {"pool": torch.ones(2, 4)}, {"pool": torch.ones(2, 3)}, good | {"odd": torch.ones(1)},
+                  good | {"indices": torch.tensor([4, 9])}, good | {"pool": torch.full((2, 3), torch.nan)}):
+        save_file(wrong, keep.folder / "00000004.safetensors")
+        again = statistics.Kept(tmp_path, {}, {"pool": 3}, 6)
+        assert again.missing(6).tolist() == [4, 5] and "00000004.safetensors is damaged" in capsys.readouterr().out
+        assert [indices.tolist() for indices, _ in again.load()] == [[0, 1], [2, 3]]
+
+
+@pytest.mark.parametrize("row", [
+    {"metrics": {"fid": "x"}, "source": {}}, {"metrics": {"fid": float("nan")}, "source": {}},
+    {"metrics": {"fid": 1.0}, "source": 3}, {"metrics": {"fid": 1.0}, "source": {}, "images": "many"},
+])  # fmt: skip
+def test_a_row_that_is_no_score_does_not_stand_in_a_card(row):
+    assert not export.is_score(row) and export.is_score({"metrics": {"fid": 1.0}, "source": {}})

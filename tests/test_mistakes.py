@@ -1,0 +1,358 @@
+"""The mistakes that people make: each ends its command in one sentence, before anything is written.
+
+A row of TYPED is what somebody types over GIVEN, which works, and words of the sentence: a setting, its value.
+A row of SPOILT is what is wrong with a file or folder, and such words. The commands run in the folder `world`.
+"""
+
+import json
+import os
+import shutil
+import tarfile
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from world import EMA, STEP, make, run, seen
+
+TYPED = {
+    "train": [
+        # no such setting, or none at all
+        ("step=3", "'step'"), ("optimizer.learning_rate=1", "learning_rate"), ("data.chanels=3", "chanels"),
+        ("steps", "key=value"),
+        ("model=tredd", "tredd"), ("diffusion=rf", "+diffusion.sigma_data=1", "sigma_data"),
+        ("batch_size=8,16", "batch_size=8,16"),
+        ("name=größe", "'größe'"),
+        # another type, or out of range
+        ("steps=abc", "steps=abc"), ("seed=1.5", "seed=1.5"), ("batch_size=0", "batch_size=0"),
+        ("optimizer.lr=-1", "optimizer.lr=-1"),
+        ("optimizer.lr=null", "optimizer.lr=null"), ("optimizer.lr=inf", "optimizer.lr="),
+        ("optimizer.betas=0.9", "optimizer.betas=0.9"),
+        ("optimizer.schedule=step", "cosine"), ("ema.warmup=banana", "ema.warmup=banana"),
+        ("label_dropout=1.5", "label_dropout=1.5"),
+        ("log.every=0", "log.every=0"), ("log.trackers=tensorboard", "log.trackers=tensorboard"),
+        ("samples.num_steps=1000000000", "1000000000"),
+        ("precision=int4", "bf16"), ("compile=fast", "reduce-overhead"), ("sharding=zero", "fsdp"),
+        ("data.on_device=maybe", "data.on_device=maybe"),
+        ("evaluate.metrics=[]", "evaluate.metrics="), ("diffusion.P_mean=banana", "P_mean=banana"),
+        ("diffusion.sigma_data=0", "sigma_data=0"),
+        ("diffusion=rf", "+diffusion.cosine_weight=-1", "cosine_weight=-1"),
+        # the network
+        ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("model.hidden_size=0", "model.hidden_size=0"),
+        ("model.hidden_size=1048576", "1048576"),
+        ("model.num_heads=3", "num_heads 3"), ("model.patch_size=3", "patch size 3"),
+        ("model.routes=null", "model.routes=null"),
+        ("model.routes.0.end_layer_idx=9", "with 7 blocks"), ("model.routes=[{start_layer_idx: 2}]", "end_layer_idx"),
+        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 1.5}]", "selection_ratio=1.5"),
+        ("model.routes=[{start_layer_idx: 4, end_layer_idx: 2, selection_ratio: 0.5}]", "4"),
+        ("model.selection=l2", "model.selection=l2"),
+        ("model=dit", "diffusion=edm_v1", "model.routes"), ("+diffusion.mae_weight=0.1", "mae_weight=0.1"),
+        # the data
+        ("data.path=nowhere", "nowhere"), ("data.path=null", "data.path"), ("data.input_size=32", "data.input_size=8"),
+        ("data.num_classes=5", "data.num_classes=6"), ("data.kind=moments", "moments"), ("keep_masked=true", "masks"),
+        ("batch_size=7", "grad_accum_steps=2", "multiple of 2"), ("batch_size=301", "12 latents"),
+        ("samples.every=5", "samples.seeds=x", "samples.seeds=0-63"),
+        ("samples.every=5", "samples.classes=fish", "circle"),
+        ("samples.every=5", "data.autoencoder=no/folder", "no/folder"), ("evaluate.every=5", "evaluate.reference"),
+        ("evaluate.every=5", "evaluate.reference=no.npz", "no.npz"),
+        # where it starts, and what it writes
+        ("run_dir=.", "current folder"), ("run_dir=images.npz/run", "images.npz"), ("init_from=nowhere", "nowhere"),
+        ("init_from=flow", "diffusion"),
+        ("init_from=run", "model.depth=8", "{'depth': 7} there, {'depth': 8} here"),
+        ("init_from=weights.pt", "diffusion_name="),
+        ("lora.rank=4", "init_from="), ("init_from=run", "lora.rank=33", "lora.rank=33"),
+        ("init_from=run", "lora.alpha=2", "lora.rank=null"),
+        ("init_from=run", "lora.rank=2", "lora.targets=[attn.query]", "attn.query"),
+        # what this machine, or the mode, has not
+        ("precision=fp8", "precision=fp8"), ("sharding=fsdp", "single process"),
+        ("sharding=fsdp", "precision=fp16", "precision=fp16"),
+        ("sharding=fsdp", "compile=reduce-overhead", "compile=reduce-overhead"),
+        ("sharding=fsdp", "init_from=run", "lora.rank=2", "lora.rank=2"),
+    ],
+    "sample": [
+        ("checkpoint=null", "checkpoint="), ("checkpoint=nowhere", "nowhere"), ("checkpoint=latents", "latents"),
+        ("weights=best", "weights=best"),
+        ("classes=fish", "circle"), ("classes=9", "class 9"), ("classes=ant,bee", "'ant,bee'"),
+        ("seeds=3-1", "seeds=0-63"),
+        ("num_steps=1000000000", "num_steps=1000000000"), ("batch_size=0", "batch_size=0"), ("out=grid.jpg", ".png"),
+        ("out=images.npz/x.png", "images.npz"),
+        ("latents=true", "latents=true"), ("autoencoder=nowhere", "nowhere"), ("autoencoder=python:decode", "python:"),
+        ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),
+        ("num_heads=2", "num_heads=2"),
+        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
+        ("checkpoint=weights.pt", "num_heads=3", "diffusion_name=edm", "3"),
+        ("sampler.S_chrun=3", "S_chrun"), ("sampler.rho=many", "sampler.rho=many"),
+        ("sampler.solver=euler", "solver"), ("sampler.sigma_min=0", "sigma_min=0"),
+        ("scale=much", "scale=much"), ("scale=1e308", "scale="), ("gamma2=0.5", "scale"), ("channels=2", "scale"),
+        ("guidance=sg", "sg"),
+        ("guidance=cfg", "channels=4", "channels=4"), ("guidance=autoguidance", "weak="),
+        ("guidance=cfg", "weak=nowhere", "nowhere"),
+        ("guidance=tread", "gamma1=1.5", "gamma1=1.5"), ("guidance=tread", "gamma1=0.9", "gamma2=0.5", "gamma1=0.9"),
+        ("guidance=interval", "interval=[3,1]", "interval=[3"),
+        ("guidance=tread", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]", "with 7 blocks"),
+    ],
+    "rf": [
+        ("checkpoint=run", "edm"), ("guidance=none", "guidance"), ("out=x.npz", ".png"),
+        ("checkpoint=dense", "no route"),
+        ("interval=[0.28,2.9]", "interval="), ("sampler.S_churn=1", "solver"),
+        ("guidance=autoguidance", "weak=run", "mixed"),
+    ],
+    "fid": [
+        ("seed=1", "images="), ("checkpoint=run", "images=four", "images"),
+        ("images=four", "reference=null", "reference="),
+        ("reference_from=four", "reference=null", "out="), ("images=four", "reference=no.npz", "no.npz"),
+        ("images=nowhere", "nowhere"),
+        ("images=empty", "empty"), ("images=mixed", "resolution="), ("images=four", "num_samples=5", "4 images"),
+        ("images=four", "features=vgg", "inception"), ("images=four", "metrics=[fid]", "fd_pixels"),
+        ("images=four", "features=torchscript", "features_weights="),
+        ("images=four", "out=x.npz", "out=x.npz"), ("checkpoint=run", "resolution=8", "resolution=8"),
+        ("checkpoint=nowhere", "nowhere"),
+        ("images=four", "results=images.npz/x.jsonl", "images.npz"),
+    ],
+    "sweep_guidance": [
+        ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1]", "grid.gamma2"),
+        ("grid.gamma1=[0.95]", "gamma1"),
+        ("num_steps=2,3", "num_steps=2,3"),
+    ],
+    "prepare_latents": [
+        ("source=null", "source"), ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"),
+        ("resolution=0", "resolution=0"),
+        ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"), ("out=images.npz", "images.npz"),
+        ("out=pets", "pets"), ("out=latents", "latents"),
+        ("label_map=no.json", "no.json"), ("words=no.txt", "no.txt"),
+        ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "unpack"),
+    ],
+    "import_latents": [
+        ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "maskdit"),
+        ("source=latents", "latents"),
+        ("kind=moments", "kind"), ("mirrored=true", "mirrored"), ("format=srdit", "dataset.json"),
+        ("num_classes=2", "num_classes"),
+    ],
+    "export": [
+        ("checkpoint=null", "checkpoint="), ("to=null", "diffusers"), ("to=onnx", "to=onnx"), ("to=dit", ".pt"),
+        ("out=x.pt", "folder"),
+        ("out=null", "out="), ("to=dit", "out=x.pt", "repo=a/b", "to=hub"), ("repo=b", "user/name"),
+        ("upload=true", "repo="),
+        ("out=pets", "overwrite=true"), ("out=pets", "overwrite=true", "pets"),
+    ],
+    "merge_lora": [("checkpoint=null", "merge"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
+    "choose_routes": [("speedup=1", "speedup=1"), ("tokens=[200]", "200"), ("tokens=[]", "tokens="),
+    ("model.depth=4", "speedup=1.2", "no route")],
+    "study": [("part=0/3", "part=2/6"), ("tasks=[time]", "timed=[dot]", "dot"),
+    ("rows=[nowhere.json]", "nowhere.json"), ("also=[steps]", "steps")],
+    "benchmark": [
+        ("mode=speed", "mode=speed"), ("precision=fp8", "precision=fp8"), ("tokens=200", "200"),
+        ("variants=[dit,sit]", "variants"), ("ranks=[0]", "ranks"),
+        ("num_latents=1", "batch_size=5", "grad_accum_steps=2", "multiple of 2"), ("data_path=nowhere", "nowhere"),
+    ],
+}
+
+
+# ---- files ----------------------------------------------------------------------------------------------------------
+
+
+def cut(name: str = "", share: float = 0.5) -> Callable:
+    """Keeps the first part of a file, as a download that was stopped."""
+    return lambda path: os.truncate(path / name, int(share * (path / name).stat().st_size))
+
+
+def gone(name: str) -> Callable:
+    return lambda path: (path / name).unlink()
+
+
+def text(content: str | bytes, name: str = "") -> Callable:
+    """Writes something else in the place of a file."""
+    return lambda path: (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
+
+
+def array(change: Callable, name: str) -> Callable:
+    """Changes the values of an npy."""
+    return lambda path: np.save(path / name, change(np.load(path / name)), allow_pickle=True)
+
+
+def record(name: str, **changes) -> Callable:
+    return lambda path: (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | changes))
+
+
+def arrays(**changes) -> Callable:
+    """Writes another npz, with no arrays but these."""
+    return lambda path: np.savez(path, **changes)
+
+
+def pickled(path: Path) -> None:
+    torch.save({"ema": Harm()}, path)
+
+
+class Harm:
+    def __reduce__(self) -> tuple:
+        return os.system, ("touch new-executed",)
+
+
+def both(*spoils: Callable) -> Callable:
+    return lambda path: [spoil(path) for spoil in spoils]
+
+
+def put(value: float) -> Callable:
+    """Writes a value into the middle of an array."""
+    def change(values: np.ndarray) -> np.ndarray:
+        values.flat[values.size // 2] = value
+        return values
+    return change
+
+
+def packed(name: str, how: str = "") -> Callable:
+    """Packs the files of a folder into a tar of another form."""
+    def pack(path: Path) -> None:
+        files = sorted(path.iterdir())
+        with tarfile.open(path / name, f"w{how}") as tar:
+            for file in files:
+                tar.add(file, file.name)
+                file.unlink()
+    return pack
+
+
+LATENTS, LABELS, META = "latents-00000.npy", "labels-00000.npy", "metadata.json"
+VAE = {"autoencoder": "sd_vae_ema", "scale": 0.18215}
+IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
+FEATURE, PAIR = "imagenet256_features/3.npy", "imagenet256_labels/3.npy"
+
+SPOILT = {
+    # a latent folder, and tars
+    ("train", "data.path", "latents"): [
+        (gone(META), "new-latents"), (text("{", META), META), (gone(LATENTS), LATENTS), (cut(LATENTS), LATENTS),
+        (cut(LABELS), LABELS),
+        (text("<html>", LATENTS), LATENTS), (array(lambda a: a.astype(np.float32), LATENTS), "float32"),
+        (array(lambda a: a[1:], LABELS), "11"),
+        (array(lambda a: a.astype(np.int32), LABELS), "int32"), (array(lambda a: a + 1, LABELS), "label 6"),
+        (array(put(np.nan), LATENTS), "NaN"),
+        (array(lambda a: a * 99, LATENTS), "127.5"), (record(META, count=13), "13"),
+        (record(META, kind="moments"), "(12, 6, 8, 8)"),
+        (record(META, scale=0), "scale=0"), (record(META, class_names=["a"]), "class_names"),
+        (record(META, mirrored=True), "mirrored"),
+        (both(record(META, **VAE), array(lambda a: a * 9, LATENTS)), "unscaled"),
+        (both(record(META, **VAE), array(lambda a: a * 0.2, LATENTS)), "scaled twice"),
+        (lambda path: np.save(path / "masks-00000.npy", np.ones((12, 4, 4), np.uint8)), "masks-00000.npy"),
+        (lambda path: np.save(path / "masks-00000.npy", np.full((12, 8, 8), 255, np.uint8)), "255"),
+    ],
+    ("train", "data.path", "tars"): [
+        (both(), "data.kind"), (packed("a.tar", ":gz"), "a.tar"), (cut("train-0000.tar"), "train-0000.tar"),
+        (text("<html>", "train-0001.tar"), "train-0001.tar"),
+    ],
+    # others' latents
+    ("import_latents", "source", "pairs"): [
+        (gone(FEATURE), "3.npy"), (gone(PAIR), "3.npy"), (cut(FEATURE), FEATURE),
+        (array(put(np.nan), FEATURE), "latent 3"),
+        (array(lambda a: a[:, :3], FEATURE), "3.npy"), (array(lambda a: a - 9, PAIR), "label -9"),
+        (array(lambda a: a + 0.5, PAIR), "labels"),
+        (array(lambda a: np.array([Harm()], object), FEATURE), "pickle"),
+    ],
+    ("import_latents", "source", "repa"): [(gone("vae-sd/dataset.json"), "dataset.json"),
+    (text("{", "vae-sd/dataset.json"), "dataset.json")],
+    ("import_latents", "source", "repa.zip"): [(cut(), "repa.zip"), (text("<html>"), "repa.zip")],
+    ("import_latents", "source", "lmdb"): [(cut("train/data.mdb"), "lmdb"), (text("", "train/data.mdb"), "lmdb")],
+    ("import_latents", "source", "vavae"): [
+        (cut("latents_rank00_shard000.safetensors"), "safetensors"), (gone("latents_stats.pt"), "latent_norm=false"),
+        (cut("latents_stats.pt"), "latents_stats.pt"),
+    ],
+    # images
+    ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
+    ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip"), (text("<html>"), "pets.zip")],
+    ("prepare_latents", "source", "bare.tar"): [(both(), "class"), (cut(), "bare.tar")],
+    ("prepare_latents", "label_map", "map.json"): [
+        (text("{"), "map.json"), (text('{"ant": 0}'), "bee"), (text('{"ant": 0, "bee": 2}'), "0 to 1"),
+        (text('["ant", "bee"]'), "object"),
+    ],
+    ("prepare_latents", "words", "map.json"): [(text("cow Bos"), "ant")],
+    ("fid", "images", "four"): [(text("<html>", "0.png"), "0.png")],
+    ("fid", "images", "images.npz"): [
+        (cut(), "images.npz"), (arrays(x=IMAGES), "arr_0"), (arrays(arr_0=IMAGES / 255), "float64"),
+        (arrays(arr_0=IMAGES[:1]), "1 images"),
+    ],
+    # a reference, and weights of features
+    ("fid images=four", "reference", "images.npz"): [
+        (cut(), "images.npz"), (arrays(mean=np.zeros(192)), "mu"),
+        (arrays(mu=np.zeros(2048), sigma=np.eye(2048)), "2048"),
+        (arrays(mu=np.full(192, np.nan), sigma=np.eye(192)), "mu"),
+        (arrays(mu=np.zeros(192), sigma=np.eye(192), space="dinov2"), "dinov2"),
+        (arrays(mu=np.zeros(192), sigma=-np.eye(192)), "sigma"),
+        (arrays(mu=np.array([Harm()], object), sigma=np.eye(192)), "images.npz"),
+    ],
+    ("fid images=four features=inception", "features_weights", "weights.pt"): [(pickled, "weights.pt"),
+    (cut(), "weights.pt")],
+    # checkpoints, and anybody's weights
+    ("sample", "checkpoint", "run"): [
+        (cut(EMA), "checkpoint"), (gone(EMA), "checkpoint"), (text("{", f"{STEP}/meta.json"), "checkpoint"),
+        (lambda path: shutil.rmtree(path / STEP), "checkpoint"),
+    ],
+    ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"): [
+        (pickled, "weights.pt"), (cut(), "weights.pt"), (text("<html>"), "weights.pt"),
+        (lambda path: torch.save({"epoch": 3}, path), "state dict"),
+        (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
+        (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path)["ema"].items()}, path), "finite"),
+    ],
+    ("sample", "autoencoder", "weights.pt"): [(both(), "AutoencoderKL"), (pickled, "weights.pt"),
+    (cut(), "weights.pt")],
+    # a run that goes on
+    ("train", "run_dir", "run"): [(cut(EMA), "None of the checkpoints"), (both(), "steps=1")],
+    ("train model.hidden_size=16", "run_dir", "run"): [(both(), "another network")],
+    ("train diffusion=rf", "run_dir", "run"): [(both(), "diffusion")],
+    ("train", "init_from", "run"): [(cut(EMA), "checkpoint")],
+    ("study", "rows", "study.json"): [(text("{"), "study.json"), (text("{}"), "name")],
+}
+
+
+# ---- how they are tried ---------------------------------------------------------------------------------------------
+
+
+def check_refusal(place: Path, command: str, typed: list[str], words: str) -> None:
+    """Runs a command, which must leave all as it is and end in its one sentence, which holds `words`."""
+    before = seen(place)
+    with pytest.raises(SystemExit) as ended:
+        run(place, command, typed)
+    said = str(ended.value.code)
+    assert said.startswith(f"{command}.py: ") and words in said and len(said) < 1000, said
+    assert seen(place) == before
+    assert not [path for path in place.glob("new/**/*") if path.suffix in (".safetensors", ".npy", ".png", ".jsonl")]
+    assert not list(place.glob("new-executed"))
+
+
+@pytest.fixture(scope="module")
+def world(tmp_path_factory) -> Path:
+    return make(tmp_path_factory.mktemp("world"))
+
+
+@pytest.fixture
+def place(world, fresh_accelerator) -> Iterator[Path]:
+    yield world
+    for path in world.glob("new*"):
+        shutil.rmtree(path) if path.is_dir() else path.unlink()
+
+
+@pytest.mark.parametrize(("command", "typed"), [
+    ("train", []), ("sample", []), ("rf", []), ("fid", ["images=four"]), ("prepare_latents", []),
+    ("import_latents", []), ("export", []),
+])  # fmt: skip
+def test_without_a_mistake_the_command_works(place, command, typed):
+    before = seen(place)
+    run(place, command, typed)
+    assert list(place.glob("new*")) and seen(place) == before
+
+
+@pytest.mark.parametrize(("command", "row"), [(command, row) for command, rows in TYPED.items() for row in rows],
+                         ids=lambda part: " ".join(part[:-1]) if isinstance(part, tuple) else part)
+def test_what_is_typed_wrong_is_a_sentence(place, command, row):
+    *typed, words = row
+    check_refusal(place, command, typed, words)
+
+
+@pytest.mark.parametrize(("where", "spoil", "words"), [(where, *row) for where, rows in SPOILT.items() for row in rows],
+                         ids=lambda part: " ".join(part) if isinstance(part, tuple) else "" if callable(part) else part)
+def test_a_file_that_is_wrong_is_a_sentence(place, where, spoil, words):
+    line, setting, source = where
+    command, *typed = line.split()
+    copy = place / f"new-{source}"
+    shutil.copytree(place / source, copy) if (place / source).is_dir() else shutil.copy(place / source, copy)
+    spoil(copy)
+    given = f"[{copy.name}]" if setting == "rows" else copy.name
+    check_refusal(place, command, [f"{setting}={given}", *typed], words)

@@ -1,0 +1,72 @@
+"""A training step on CUDA without a GPU: fake tensors know shapes and devices, and have no values that could be read.
+
+So a tensor on another device raises, and so does `.item()` or an `if` on a tensor, which would wait for the GPU. What
+needs a driver is the backward pass alone: in its place every parameter gets an empty gradient.
+"""
+
+import itertools
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import DataDependentOutputException, FakeTensorMode
+
+from dit import DiT
+from edm import EDM
+from objectives import build_objective
+from rf import RF
+from routing_module import Route, Router
+from train import train_step, update_ema
+from training import speed
+from training.run import Sums
+
+CUDA = torch.device("cuda")
+ROUTES = [Route(1, 1, 0.5)]
+LOSSES = {"edm": (EDM(), {}), "version1": (EDM(), {"version1": {"mae_weight": 0.1}}), "rf": (RF(cosine_weight=1.0), {})}
+
+
+def fill_gradients(model, loss):
+    assert loss.requires_grad and loss.shape == ()
+    for p in model.parameters():
+        p.grad = torch.empty_like(p)
+
+
+def take_step(block="dit", loss="edm", selection="random", keep_masked=False, num_parts=1):
+    """Takes the step of train.py's loop on fake tensors of a GPU, with optimizer, EMA and sums; returns all that is left."""
+    accelerator = speed.make_accelerator("fp32", num_parts, tf32=False, cpu=True)
+    with FakeTensorMode():
+        with CUDA:      # not around the step, which would else make its own tensors there, too
+            model, ema = (DiT(input_size=8, hidden_size=32, depth=3, num_heads=2, num_classes=4, routes=ROUTES, block=block,
+                              router=Router(selection)) for _ in range(2))      # a copy of fake tensors is of another mode
+            x, y, weight, sums = torch.randn(4, 4, 8, 8), torch.randint(4, (4,)), torch.rand(4, 1, 8, 8), Sums(CUDA)
+        accelerator.backward = lambda loss: fill_gradients(model, loss)
+        diffusion, parts = LOSSES[loss]
+        objective = build_objective(model, diffusion, parts, keep_masked)
+        optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(model.parameters(), fused=True), device_placement=False)
+        taken = train_step(accelerator, objective, objective, optimizer, x, y, {"weight": weight}, lr=1e-4, label_dropout=0.1,
+                           clip_norm=1.0, num_parts=num_parts)
+        update_ema(ema, model, 0.99)
+        sums.add(*taken)
+    moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
+    assert len(moments) == 3 * len([*model.parameters()])
+    return [*taken, *model.parameters(), *ema.parameters(), *moments, sums.values]
+
+
+@pytest.mark.parametrize("block", ["dit", "lightning", "mamba", "rwkv"])
+def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, fresh_accelerator):
+    for loss, selection, keep_masked, num_parts in itertools.product(LOSSES, ["random", "l1"], [False, True], [1, 2]):
+        if selection == "random" or not (keep_masked or loss == "version1"):      # which must know the masks beforehand
+            fresh_accelerator(reset_partial_state=True)
+            assert {tensor.device.type for tensor in take_step(block, loss, selection, keep_masked, num_parts)} == {"cuda"}
+
+
+def test_a_step_with_a_tensor_on_the_cpu_fails(monkeypatch, fresh_accelerator):
+    monkeypatch.setattr(torch, "randn_like", lambda x: torch.randn(x.shape))
+    with pytest.raises(RuntimeError, match="found two different devices cuda:0, cpu"):
+        take_step()
+
+
+def test_a_step_that_waits_for_the_gpu_fails(monkeypatch, fresh_accelerator):
+    norm = torch.nn.utils.get_total_norm
+    monkeypatch.setattr(torch.nn.utils, "get_total_norm", lambda gradients: norm(gradients).item())
+    with pytest.raises(DataDependentOutputException):
+        take_step()

@@ -1,0 +1,96 @@
+"""Training with the blocks' large linear layers in float8, emulated: what is saved, and how the loss fares."""
+
+import copy
+
+import pytest
+import torch
+from accelerate import Accelerator
+from torch import nn
+
+import train
+from edm import EDM
+from objectives import DiffusionLoss
+from training import speed
+from weights.records import build_network
+
+pytest.importorskip("torchao")
+
+
+def network(hidden_size=32):
+    torch.manual_seed(0)
+    return build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=hidden_size, depth=3, num_heads=2, num_classes=4,
+                              init="xavier", routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)]))
+
+
+def trained(precision, forget, steps=30):
+    """Trains on one batch with the same draws; returns the loss of each step, the first step's gradients, and the network."""
+    forget(reset_partial_state=True)
+    model, accelerator = network(), Accelerator(mixed_precision=speed.PRECISIONS[precision], cpu=True)
+    if precision == "fp8":
+        speed.multiply_in_float8(model, emulate=True)
+    adamw, gradients = torch.optim.AdamW(model.parameters(), fused=True), {}
+    adamw.register_step_pre_hook(lambda *_: gradients.update({} if gradients else {k: p.grad.clone() for k, p in model.named_parameters()}))
+    objective = DiffusionLoss(model, EDM())
+    called, optimizer = accelerator.prepare(objective, adamw)
+    y = torch.arange(16) % 4
+    x = 0.5 * torch.randn(4, 4, 8, 8, generator=torch.Generator().manual_seed(1))[y]
+    losses = []
+    for step in range(steps):
+        torch.manual_seed(step % 3)
+        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, lr=2e-3, label_dropout=0.1, clip_norm=None,
+                                       num_parts=1)[0].item())
+    return losses, gradients, model
+
+
+def test_only_the_blocks_large_layers_are_converted_and_the_parameters_stay_what_they_were():
+    model = network()
+    before, ema = dict(model.named_parameters()), copy.deepcopy(model)
+    speed.multiply_in_float8(model, emulate=True)
+    converted = {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"}
+    assert converted == {f"blocks.{i}.{name}" for i in range(3) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert all(parameter is before[name] and parameter.dtype == torch.float32 for name, parameter in model.named_parameters())
+    assert list(model.state_dict()) == list(ema.state_dict()) and isinstance(model.blocks[0].attn.qkv, nn.Linear)
+    ema.load_state_dict(model.state_dict())
+    train.update_ema(ema, model, 0.5)
+    assert type(ema.blocks[0].attn.qkv) is nn.Linear
+
+
+def test_the_loss_in_float8_falls_as_it_does_in_bf16_and_in_float32(fresh_accelerator):
+    (fp32, exact, _), (bf16, *_), (fp8, rough, model) = (trained(precision, fresh_accelerator) for precision in ("fp32", "bf16", "fp8"))
+    print("".join(f"\nstep {step:2}: loss in fp32 {fp32[step]:.5f}, bf16 {bf16[step]:.5f}, fp8 {fp8[step]:.5f}" for step in (0, 14, 29)))
+    assert fp8[0] == pytest.approx(bf16[0], rel=0.02) and fp8[0] != bf16[0]
+    assert fp8[-1] < 0.7 * fp8[0] and fp8[-1] == pytest.approx(fp32[-1], rel=0.02)
+    assert list(rough) == list(exact) and all(gradient.isfinite().all() for gradient in rough.values())
+    for name in ("blocks.1.attn.qkv.weight", "blocks.0.mlp.fc2.weight"):      # in the route, and before it
+        assert torch.cosine_similarity(rough[name].flatten(), exact[name].flatten(), dim=0) > 0.95
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("batch", [4, 3])      # three times the eight tokens in the route are padded to a multiple of 16
+def test_what_is_emulated_is_what_products_of_float8_give(batch):
+    results = []
+    for emulate in (True, False):
+        model = network()
+        speed.multiply_in_float8(model, emulate)
+        x, t = torch.randn(batch, 4, 8, 8), torch.randn(batch)
+        answer = model(x, t, torch.arange(batch), routes=model.routes)
+        answer.square().mean().backward()
+        results.append((answer.detach(), model.blocks[1].attn.qkv.weight.grad))
+    for one, other in zip(*results, strict=True):
+        torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
+
+
+def test_the_compiled_routed_network_is_one_graph_in_float8_too():
+    from torch._dynamo.testing import CompileCounter
+
+    model, counter = network(), CompileCounter()
+    speed.multiply_in_float8(model, emulate=True)
+    model.compile(backend=counter, dynamic=False, fullgraph=True)
+    for _ in range(2):
+        model(torch.randn(4, 4, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
+    assert counter.frame_count == 1
+
+
+def test_layers_that_do_not_divide_by_16_are_a_sentence():
+    with pytest.raises(ValueError, match="attn.qkv is 40 × 120: change model.hidden_size"):
+        speed.multiply_in_float8(network(40))

@@ -1,0 +1,162 @@
+"""A checkpoint is whole or it is not there."""
+
+import warnings
+
+import pytest
+import torch
+from safetensors import SafetensorError
+
+from runtime import files
+from training.optimizers import load_optimizer, optimizer_tensors
+from weights import checkpoint as checkpoints
+
+
+def tensors(value: float = 1.0):
+    return {"model": {"a": torch.full((3, 2), value), "b": torch.arange(4).to(torch.bfloat16)},
+            "ema": {"a": torch.full((3, 2), -value)}}
+
+
+def save(run, step, value=1.0, **meta):
+    checkpoints.save(checkpoints.step_folder(run, step), tensors(value), {"step": step, **meta})
+    return checkpoints.step_folder(run, step)
+
+
+def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
+    folder = save(tmp_path, 3)
+    assert checkpoints.read_meta(folder)["step"] == 3
+    for name, named in tensors().items():
+        loaded = checkpoints.load(folder, name)
+        assert loaded.keys() == named.keys()
+        assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in named.items())
+
+
+def test_the_latest_is_by_number_not_by_name(tmp_path):
+    for step in (5, 99_999_999, 100_000_000):
+        save(tmp_path, step)
+    assert checkpoints.latest(tmp_path).name == "step-100000000"
+    assert checkpoints.latest(tmp_path / "nothing") is None
+
+
+@pytest.mark.parametrize("damage", ["truncate", "flip a bit", "delete a file", "delete the meta", "garble the meta"])
+def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, damage):
+    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    path = bad / ("meta.json" if "meta" in damage else "ema.safetensors")
+    content = path.read_bytes()
+    match damage:
+        case "truncate":
+            path.write_bytes(content[:-4])
+        case "flip a bit":
+            path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "garble the meta":
+            path.write_bytes(content[: len(content) // 2])
+        case _:
+            path.unlink()
+    with pytest.warns(UserWarning, match="step-00000002 is damaged"):
+        assert checkpoints.latest(tmp_path) == good
+
+
+def test_a_save_that_was_killed_leaves_nothing_that_counts_and_does_not_disturb_the_next(tmp_path):
+    good = save(tmp_path, 1)
+    half = tmp_path / "checkpoints" / ".step-00000002.tmp"
+    half.mkdir()
+    (half / "ema.safetensors").write_bytes(b"half")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert checkpoints.latest(tmp_path) == good
+    assert checkpoints.latest(tmp_path) == good and checkpoints.problem(save(tmp_path, 2)) is None
+
+
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_whole_one_left_alone(tmp_path):
+    folder = save(tmp_path, 1)
+    before = (folder / "meta.json").stat().st_mtime_ns
+    save(tmp_path, 1, value=5.0)
+    assert (folder / "meta.json").stat().st_mtime_ns == before
+    (folder / "model.safetensors").write_bytes(b"")
+    save(tmp_path, 1, value=5.0)
+    assert checkpoints.problem(folder) is None and checkpoints.load(folder, "model")["a"][0, 0] == 5
+
+
+@pytest.mark.parametrize(("where", "error"), [
+    ("os.fsync", OSError(28, "No space left on device")), ("weights.checkpoint.save_file", SafetensorError("I/O error: No space left on device (os error 28)"))])
+def test_a_save_that_fails_leaves_no_trace_and_says_what_it_needed(tmp_path, monkeypatch, where, error):
+    good = save(tmp_path, 1)
+
+    def full(*_):
+        raise error
+
+    monkeypatch.setattr(where, full)
+    with pytest.raises(OSError, match="MiB are free") as raised:
+        save(tmp_path, 2)
+    assert raised.value.__cause__.errno == 28      # by which training tells a full disk
+    monkeypatch.undo()
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+    assert checkpoints.problem(good) is None
+
+
+def test_damaged_checkpoints_that_were_passed_over_do_not_crowd_out_good_ones(tmp_path):
+    good, bad = save(tmp_path, 10), save(tmp_path, 20)
+    (bad / "ema.safetensors").write_bytes(b"")
+    checkpoints.set_aside_after(tmp_path, 10)
+    save(tmp_path, 13)
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert [p.name for p in checkpoints.all_steps(tmp_path)] == [good.name, "step-00000013"]
+    assert (tmp_path / "checkpoints/damaged-step-00000020").is_dir()
+
+
+def test_pruning_sweeps_what_killed_saves_left(tmp_path):
+    save(tmp_path, 1)
+    (tmp_path / "checkpoints/.step-00000007.tmp").mkdir()
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
+
+
+def test_the_last_sound_checkpoint_is_older_than_the_trouble_and_whole(tmp_path):
+    one, two, *_ = [save(tmp_path, step, sound=step != 3) for step in (1, 2, 3, 4)]
+    assert checkpoints.last_sound(tmp_path, before=4) == two
+    (two / "model.safetensors").write_bytes(b"")
+    assert checkpoints.last_sound(tmp_path, before=4) == one
+    assert checkpoints.last_sound(tmp_path, before=1) is None
+
+
+def test_rows_do_not_follow_a_link_out_of_a_run(tmp_path):
+    (tmp_path / "elsewhere").write_text("mine\n")
+    (tmp_path / "results.jsonl").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(OSError, match="it is a link"):
+        files.append_row(tmp_path / "results.jsonl", {"step": 1})
+    assert (tmp_path / "elsewhere").read_text() == "mine\n"
+
+
+def test_pruning_keeps_the_last_k_and_every_mth(tmp_path):
+    for step in range(1, 11):
+        save(tmp_path, step)
+    checkpoints.prune(tmp_path, keep_last=2, keep_every=4)
+    assert [int(p.name[5:]) for p in checkpoints.all_steps(tmp_path)] == [4, 8, 9, 10]
+    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    assert [int(p.name[5:]) for p in checkpoints.all_steps(tmp_path)] == [10]
+
+
+def test_an_optimizer_goes_on_from_a_file_as_if_it_had_not_stopped(tmp_path):
+    def fresh():
+        torch.manual_seed(0)
+        model = torch.nn.Linear(4, 3)
+        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
+
+    def step(model, optimizer, seed):
+        torch.manual_seed(seed)
+        model(torch.randn(5, 4)).square().sum().backward()
+        optimizer.step()
+        optimizer.zero_grad()
+
+    straight, optimizer = fresh()
+    for seed in range(4):
+        step(straight, optimizer, seed)
+        if seed == 1:
+            saved = {"model": {k: v.clone() for k, v in straight.state_dict().items()},
+                     "training": {k: v.clone() for k, v in optimizer_tensors(dict(straight.named_parameters()), optimizer).items()}}
+            checkpoints.save(tmp_path / "c", saved, {})
+    again, optimizer = fresh()
+    again.load_state_dict(checkpoints.load(tmp_path / "c", "model"))
+    load_optimizer(dict(again.named_parameters()), optimizer, checkpoints.load(tmp_path / "c", "training"))
+    for seed in (2, 3):
+        step(again, optimizer, seed)
+    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), again.parameters(), strict=True))

@@ -1,0 +1,283 @@
+"""LoRA: the base stays as it is, the adapter alone is trained, saved and averaged, and both together draw."""
+
+import copy
+import importlib.util
+import json
+import shutil
+import sys
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from conftest import ROOT, run_command
+from safetensors.torch import load_file
+
+import fid
+import sample
+import train
+from edm import EDM
+from objectives import DiffusionLoss, trained_parameters
+from runtime import files
+from scripts import benchmark, merge_lora
+from weights import checkpoint as checkpoints
+from weights import lora
+from weights.loading import load_trained
+from weights.records import build_network
+
+pytest.importorskip("peft")
+NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4, init="xavier",
+               routes=[dict(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-2)])
+LAYERS = {f"blocks.{i}.{name}" for i in range(4) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+
+
+def network():
+    torch.manual_seed(0)
+    return build_network(NETWORK)
+
+
+def inputs(batch=3):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(batch, 3, 8, 8, generator=generator), torch.rand(batch, generator=generator), torch.arange(batch)
+
+
+def adapted(rank=4, **options):
+    """A network and a copy of it that wears an adapter."""
+    base = network()
+    net = copy.deepcopy(base)
+    lora.attach(net, rank, **options)
+    return base, net
+
+
+def shaken(net):
+    """The same with an adapter that does something."""
+    for name, p in net.named_parameters():
+        if "lora_B" in name:
+            torch.nn.init.normal_(p, std=0.1)
+    return net
+
+
+def test_an_adapter_begins_as_nothing_bit_for_bit_on_every_linear_layer_but_the_modulations():
+    base, net = adapted()
+    assert {name.split(".lora_")[0] for name, p in net.named_parameters() if p.requires_grad} == LAYERS
+    noise = torch.rand(3, 1, 16, generator=torch.Generator().manual_seed(2))
+    for options in ({}, {"routes": net.routes, "mask_noise": noise}):
+        assert torch.equal(net(*inputs(), **options), base(*inputs(), **options))
+    assert not torch.equal(shaken(net)(*inputs()), base(*inputs()))
+
+
+def test_targets_name_ends_of_layers():
+    _, net = adapted(targets=["attn.qkv", "adaLN_modulation.1"])
+    names = {name.split(".lora_")[0].split(".", 2)[2] for name, p in net.named_parameters() if p.requires_grad}
+    assert names == {"attn.qkv", "adaLN_modulation.1"}
+
+
+@pytest.mark.parametrize("alpha", [None, 12.0])
+def test_base_and_adapter_give_what_the_merged_weights_give(alpha):
+    base, net = adapted(alpha=alpha)
+    saved = lora.tensors(shaken(net))
+    merged = build_network(NETWORK)
+    merged.load_state_dict(lora.merge(base.state_dict(), saved, (alpha or 4) / 4))
+    given, expected = merged(*inputs()), net(*inputs())
+    assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item()) and not torch.equal(given, base(*inputs()))
+
+
+def test_what_is_saved_is_the_adapter_and_loads_again():
+    _, net = adapted()
+    saved = {name: value.clone() for name, value in lora.tensors(shaken(net)).items()}
+    assert {name.rsplit(".lora_", 1)[0] for name in saved} == LAYERS and all(name.endswith((lora.DOWN, lora.UP)) for name in saved)
+    _, other = adapted()
+    lora.load(other, saved)
+    assert torch.equal(other(*inputs()), net(*inputs()))
+    plain = network()
+    assert lora.tensors(plain).keys() == plain.state_dict().keys()
+    with pytest.raises(ValueError, match="The adapter has blocks.3.attn.qkv, and its base has no such layer"):
+        lora.merge({k: v for k, v in plain.state_dict().items() if "blocks.3" not in k}, saved, 1.0)
+
+
+def test_steps_and_their_average_move_the_adapter_alone(fresh_accelerator):
+    base, model = adapted()
+    ema, begun = copy.deepcopy(model), copy.deepcopy(model.state_dict())
+    accelerator = Accelerator(cpu=True)
+    objective = DiffusionLoss(model, EDM())
+    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(trained_parameters(objective).values(), fused=True, weight_decay=0.1))
+    x, _, y = inputs(4)
+    for _ in range(3):
+        train.train_step(accelerator, called, objective, optimizer, x, y, {}, lr=1e-2, label_dropout=0.1, clip_norm=1.0, num_parts=2)
+        train.update_ema(ema, model, 0.5)
+    for name, value in model.state_dict().items():
+        moves = ".lora_" in name
+        assert torch.equal(value, begun[name]) != moves and torch.equal(ema.state_dict()[name], begun[name]) != moves, name
+        assert moves or torch.equal(value, base.state_dict()[name.replace(".base_layer.", ".")])
+    assert {name for name, p in model.named_parameters() if optimizer.state[p]} == {name for name in begun if ".lora_" in name}
+
+
+def test_the_network_with_an_adapter_is_one_graph():
+    from torch._dynamo.testing import CompileCounter
+
+    _, net = adapted(targets=["attn.qkv"])
+    counter = CompileCounter()
+    net.compile(backend=counter, dynamic=False, fullgraph=True)
+    for _ in range(2):
+        net(*inputs(), routes=net.routes)
+    assert counter.frame_count == 1
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def data(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("data")
+    benchmark.write_latents(folder, 16, (3, 8, 8), 4)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def parent(tmp_path_factory):
+    """A run that has trained already."""
+    folder, state = tmp_path_factory.mktemp("parent") / "run", network().state_dict()
+    meta = {"step": 7, "network": NETWORK, "diffusion": {"name": "edm", "sigma_data": 0.5}, "data": {"autoencoder": "identity", "class_names": None}}
+    checkpoints.save(checkpoints.step_folder(folder, 7), {"ema": state, "model": state}, meta)
+    return folder
+
+
+@pytest.fixture
+def command(data, fresh_accelerator):
+    """Trains an adapter in this process."""
+    def call(run, parent, *overrides, **settings):
+        settings = {"init_from": parent, "lora.rank": 4, "lora.alpha": 2, "steps": 4, **settings}
+        fresh_accelerator(reset_partial_state=True)
+        run_command(train.main, "train.py", "data=folder", "routes=balanced", "cpu=true", f"data.path={data}", "data.autoencoder=identity",
+                    f"run_dir={run}", "model.backbone_type=DiT-S/2", "model.hidden_size=32", "model.depth=4", "model.num_heads=2",
+                    "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false", "samples.every=0", "log.every=2",
+                    "checkpoint.every=2", "optimizer.lr=1e-2", "ema.decay=0.5", *overrides, **settings)
+    return call
+
+
+@pytest.fixture(scope="module")
+def run(parent, tmp_path_factory):
+    return tmp_path_factory.mktemp("lora") / "run"      # filled by the first test that asks for it
+
+
+@pytest.fixture
+def trained_run(run, parent, command):
+    if not run.exists():
+        command(run, parent)
+    return run
+
+
+def test_a_run_holds_the_adapter_alone_and_says_what_it_is_for(trained_run, parent):
+    folder, base = checkpoints.latest(trained_run), checkpoints.latest(parent) / "ema.safetensors"
+    meta, saved = checkpoints.read_meta(folder), {name: load_file(folder / f"{name}.safetensors") for name in ("ema", "model", "training")}
+    assert meta["lora"] == {"rank": 4, "alpha": 2.0, "targets": None, "base": str(base)}
+    assert meta["parent"] == {"step": 7, "weights_sha256": files.sha256(base)} and meta["step"] == 4
+    assert saved["ema"].keys() == saved["model"].keys() and all(".lora_" in key or key == "sums" for each in saved.values() for key in each)
+    assert any(not torch.equal(saved["ema"][key], value) for key, value in saved["model"].items())
+    assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < base.stat().st_size
+    whole = load_trained(trained_run, "model").net.state_dict()
+    for key, value in load_file(base).items():
+        assert torch.equal(whole[key], value) != (key.removesuffix(".weight") in LAYERS), key
+    _, net = adapted(alpha=2.0)
+    lora.load(net, saved["model"])
+    given, expected = load_trained(trained_run, "model").net(*inputs()), net(*inputs())
+    assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item())
+
+
+def test_a_step_at_a_learning_rate_of_0_leaves_the_base_bit_for_bit(parent, command, tmp_path):
+    command(tmp_path / "run", parent, **{"optimizer.lr": 0.0, "steps": 1})
+    begun, base = load_trained(tmp_path / "run").net.state_dict(), load_trained(parent).net.state_dict()
+    assert all(torch.equal(begun[key], value) for key, value in base.items())
+
+
+def test_a_run_that_was_killed_ends_as_one_that_was_not_though_its_parent_has_gone_on(trained_run, parent, command, tmp_path):
+    killed = shutil.copytree(trained_run, tmp_path / "run")
+    shutil.rmtree(checkpoints.step_folder(killed, 4))
+    checkpoints.save(checkpoints.step_folder(parent, 8), {"ema": {key: value + 1 for key, value in network().state_dict().items()}},
+                     checkpoints.read_meta(checkpoints.latest(parent)) | {"step": 8})
+    try:
+        command(killed, parent)
+    finally:
+        shutil.rmtree(checkpoints.step_folder(parent, 8))
+    for name in ("ema", "model", "training"):
+        one, other = (load_file(checkpoints.step_folder(folder, 4) / f"{name}.safetensors") for folder in (killed, trained_run))
+        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+
+
+def drawn(checkpoint, out):
+    run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0-7", "num_steps=2", f"out={out}")
+    return np.load(out)["arr_0"]
+
+
+def test_nothing_is_merged_into_the_checkpoints_of_a_run(trained_run, tmp_path):
+    with pytest.raises(SystemExit, match="is among a run's checkpoints, from which training resumes"):
+        run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={trained_run}/checkpoints/step-00000099")
+    assert not (trained_run / "checkpoints/step-00000099").exists()
+    (tmp_path / "checkpoints").mkdir()      # of no run
+    run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={tmp_path}/checkpoints/mine")
+
+
+def test_what_base_and_adapter_draw_the_merged_folder_draws_without_a_base(trained_run, parent, tmp_path):
+    run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={tmp_path}/merged")
+    assert checkpoints.problem(tmp_path / "merged") is None and "lora" not in checkpoints.read_meta(tmp_path / "merged")
+    images = [drawn(each, tmp_path / f"{i}.npz") for i, each in enumerate((trained_run, tmp_path / "merged", parent))]
+    assert np.array_equal(images[0], images[1]) and not np.array_equal(images[0], images[2])
+    scores = []
+    for reference in (1, 2):      # images of the merged weights, and of the base alone
+        run_command(fid.main, "fid.py", "cpu=true", f"checkpoint={trained_run}", f"reference={tmp_path}/{reference}.npz", "features=pixels",
+                    "metrics=[fd_pixels]", "num_samples=8", "num_steps=2", "seed=0", f"results={tmp_path}/results.jsonl")
+        scores.append(files.read_rows(tmp_path / "results.jsonl")[-1]["metrics"]["fd_pixels"])
+    assert abs(scores[0]) < 1e-6 < scores[1]
+    for weights in ("ema", "model"):
+        one, other = (load_trained(each, weights).net.state_dict() for each in (trained_run, tmp_path / "merged"))
+        assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_an_adapter_may_be_trained_on_an_adapter(trained_run, command, tmp_path):
+    command(tmp_path / "run", trained_run, steps=1, **{"optimizer.lr": 0.0, "lora.rank": 2})
+    one, other = (load_trained(each).net.state_dict() for each in (tmp_path / "run", trained_run))
+    assert all(torch.equal(one[key], other[key]) for key in one)
+
+
+def test_a_base_that_is_gone_or_has_changed_is_a_sentence(trained_run, parent, command, tmp_path, capsys):
+    own = shutil.copytree(parent, tmp_path / "parent")
+    run = shutil.copytree(trained_run, tmp_path / "run")
+    base = checkpoints.latest(own) / "ema.safetensors"
+    for folder in checkpoints.all_steps(run):
+        meta = checkpoints.read_meta(folder)
+        meta["lora"]["base"] = str(base)
+        (folder / "meta.json").write_text(json.dumps(meta))
+    base.write_bytes(base.read_bytes()[:-1] + b"\1")
+    for says in ("is not the file that it was trained on: its SHA-256 differs", "is not there: put it back"):
+        with pytest.raises(ValueError, match=says):
+            load_trained(run)
+        with pytest.raises(SystemExit) as ended:
+            command(run, parent, steps=6)
+        assert says in str(ended.value) and str(base) in str(ended.value)
+        base.unlink(missing_ok=True)
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"lora.alpha": 0}, "lora.alpha=0"), ({"precision": "fp8"}, "set precision=bf16"), ({"lora.targets": []}, "lora.targets="),
+])
+def test_what_cannot_work_is_a_sentence_before_anything_starts(parent, command, tmp_path, settings, says):
+    with pytest.raises(SystemExit) as ended:
+        command(tmp_path / "run", parent, **settings)
+    assert says in str(ended.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
+
+
+def test_a_run_goes_on_with_its_own_adapter_only(trained_run, parent, command):
+    for rank in (2, None):
+        with pytest.raises(SystemExit) as ended:
+            command(trained_run, parent, steps=6, **{"lora.rank": rank, "lora.alpha": rank})
+        assert "was trained with another adapter, so it cannot go on: it has {'rank': 4" in str(ended.value)
+
+
+def test_without_peft_there_is_a_sentence_and_drawing_goes_on(trained_run, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
+        monkeypatch.setitem(sys.modules, name, None)
+    with pytest.raises(ValueError, match=f"lora.rank=4 needs PEFT, which is not installed: pip install peft=={lora.PEFT}"):
+        lora.attach(network(), 4)
+    assert load_trained(trained_run).net is not None
+    assert f"peft=={lora.PEFT}\n" in (ROOT / "requirements-dev.txt").read_text()

@@ -1,0 +1,326 @@
+"""Others' weights become an ordinary network of ours, and their samplers give their numbers (tests/published)."""
+
+import argparse
+import json
+import re
+
+import numpy as np
+import pytest
+import torch
+from conftest import run_command
+from safetensors.torch import save_file
+from test_lightning import TINY as LIGHTNING_TINY
+from test_lightning import filled
+from test_published_parity import DDPM_, TINY, CountedNoise, amplitude_of, assert_equal, fill, names, published, wave
+from torch import nn
+
+import fid
+import sample
+from dit import DiT
+from edm import DDPM, EDM
+from guidance import Guidance
+from rf import RF
+from sampling.options import sampler_settings
+from training.run import open_parent
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.others import onto_our_time
+from weights.records import build_network
+
+SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
+ARGS = dict(results_dir="results", image_size=256, num_classes=1000)
+SIT_ARGS = argparse.Namespace(**ARGS, model="SiT-XL/2", path_type="Linear", prediction="velocity", loss_weight=None)
+DIT_ARGS = argparse.Namespace(**ARGS, model="DiT-XL/2", vae="ema")
+FAMILIES = ("sit", "repa", "repa, legacy", "lightning")
+
+
+def weights_of(family: str) -> dict:
+    """The weights with which the published side ran, under the keys of its file."""
+    if family == "sit":
+        return fill(DiT(**TINY, learn_sigma=True)).state_dict()
+    if family == "lightning":
+        tables = {f"feat_rope.freqs_{name}": torch.randn(16, 16) for name in ("cos", "sin")}
+        return filled(DiT(**LIGHTNING_TINY)).state_dict() | tables
+    shapes = {key: value.shape for key, value in DiT(**TINY).state_dict().items()}
+    layers = [(32, 64), (32, 32), (24, 32)]
+    for i, (rows, columns) in zip((0, 2, 4), layers, strict=True):
+        shapes |= {f"projectors.0.{i}.weight": (rows, columns), f"projectors.0.{i}.bias": (rows,)}
+    assert sorted(shapes) == REPA["keys"]
+    empty = {key: torch.empty(shape) for key, shape in shapes.items() if key != "pos_embed"}
+    state = {key: wave(tuple(value.shape), k, amplitude_of(value)) for k, (key, value) in enumerate(sorted(empty.items()))}
+    state["pos_embed"] = DiT(**TINY).pos_embed
+    if family == "repa, legacy":
+        state = {re.sub(r"^blocks\.([12])\.", lambda found: f"decoder_blocks.{int(found[1]) - 1}.", key): value for key, value in state.items()}
+        assert any(key.startswith("decoder_blocks.1.") for key in state) and not any(key.startswith("blocks.1.") for key in state)
+    return state
+
+
+def published_file(family: str, folder):
+    """Writes a file as the family's train.py does."""
+    ema = weights_of(family)
+    other = {key: torch.zeros_like(value) for key, value in ema.items()}
+    beside = {"sit": {"args": SIT_ARGS}, "lightning": {"config": {"transport": {"path_type": "Linear", "prediction": "velocity"}}}}
+    if family == "lightning":
+        ema = {f"module.{key}": value for key, value in ema.items()}
+    path = folder / "0400000.pt"
+    torch.save({"model": other, "ema": ema, "opt": {}, **beside.get(family, {"steps": 400000})}, path)
+    return path
+
+
+def loaded(family: str, folder) -> nn.Module:
+    return load_trained(published_file(family, folder), num_heads=4)
+
+
+# ---- weights --------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@torch.no_grad()
+def test_a_published_file_says_whose_it_is_and_its_velocity_is_ours(family, tmp_path):
+    case = {"sit": SIT, "lightning": {"velocity": LIGHTNING["forward"][0]}}.get(family, REPA)["velocity"]
+    trained = loaded(family, tmp_path)
+    assert type(trained.diffusion) is RF and trained.family == family.partition(",")[0] and trained.family in trained.inferred
+    assert (trained.net.in_channels, trained.net.out_channels, trained.weights) == (4, 4, "ema")
+    sign, t = (1, torch.tensor(case["t"])) if "repa" in family else (-1, 1 - torch.tensor(case["t"]))
+    v = RF().velocity(trained.net, wave(case["shape"], amplitude=1.4), t, torch.tensor(case["y"]))
+    assert_equal(sign * v, case["out"])
+
+
+@torch.no_grad()
+def test_turned_weights_answer_for_any_time_as_the_originals_do_for_the_time_left():
+    net, turned = fill(DiT(**TINY)), DiT(**TINY).eval()
+    turned.load_state_dict(onto_our_time(net.state_dict()))
+    z, y, t = torch.randn(64, 4, 8, 8), torch.arange(64) % 11, torch.rand(64)
+    assert torch.allclose(turned(z, t, y), -net(z, 1 - t, y), atol=1e-5)
+    assert not torch.allclose(turned(z, t, y), -net(z, t, y), atol=1e-2)
+    twice = onto_our_time(onto_our_time(net.state_dict()))
+    assert all(torch.allclose(twice[key], value, atol=1e-6) for key, value in net.state_dict().items())
+
+
+@pytest.mark.parametrize("container, family, diffusion", [
+    (lambda state: {"model": {}, "ema": state, "opt": {}, "args": DIT_ARGS}, "dit", DDPM),
+    (lambda state: {"ema_state_dict": {f"model.{key}": value for key, value in state.items()}, "step": 7}, "tread", EDM),
+    (lambda state: {"ema_state_dict": {f"_orig_mod.model.{key}": value for key, value in state.items()}}, "tread", EDM),
+])
+def test_weights_of_dit_and_of_tread_are_taken_as_they_are(container, family, diffusion, tmp_path):
+    state = fill(DiT(**TINY, learn_sigma=diffusion is DDPM)).state_dict()
+    torch.save(container(state), tmp_path / "weights.pt")
+    trained = load_trained(tmp_path / "weights.pt", num_heads=4)
+    assert trained.family == family and type(trained.diffusion) is diffusion
+    assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in state.items())
+
+
+@pytest.mark.parametrize("state, choices", [
+    (lambda: DiT(**TINY, learn_sigma=True).state_dict(), "dit (facebookresearch/DiT"),
+    (lambda: DiT(**TINY).state_dict(), "edm (weights of this project, diffusion=edm); rf ("),
+    (lambda: DiT(**LIGHTNING_TINY).state_dict(), "lightning (hustvl/LightningDiT"),
+])
+def test_bare_weights_are_never_guessed_and_the_question_says_how_to_know(state, choices, tmp_path):
+    save_file(state(), tmp_path / "bare.safetensors")
+    with pytest.raises(ValueError, match="carries no record.*train.py that wrote it") as refused:
+        load_trained(tmp_path / "bare.safetensors", num_heads=4)
+    assert choices in str(refused.value) and "diffusion_name=" in str(refused.value)
+
+
+@torch.no_grad()
+def test_the_same_bare_file_is_another_network_for_dit_and_for_sit(tmp_path):
+    state = weights_of("sit")
+    save_file(state, tmp_path / "bare.safetensors")
+    dit, sit = (load_trained(tmp_path / "bare.safetensors", diffusion=name, num_heads=4) for name in ("dit", "sit"))
+    assert type(dit.diffusion) is DDPM and dit.net.out_channels == 8 and dit.recorded["diffusion"] == {"name": "ddpm"}
+    assert type(sit.diffusion) is RF and sit.net.out_channels == 4 and not sit.recorded["network"]["learn_sigma"]
+    save_file({key: value.half() for key, value in state.items()}, tmp_path / "half.safetensors")
+    assert load_trained(tmp_path / "half.safetensors", diffusion="sit", num_heads=4).net.pos_embed.dtype == torch.float32
+
+
+@pytest.mark.parametrize("content, says", [
+    (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"path_type": "GVP"})}, "path_type=GVP, and only linear is read"),
+    (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"prediction": "score"})}, "prediction=score, and only velocity"),
+    (lambda: {"ema": weights_of("lightning"), "config": {"transport": {"path_type": "VP"}}}, "path_type=VP"),
+    (lambda: {key: value for key, value in weights_of("repa, legacy").items() if not key.startswith("blocks.")}, "encoder depth is not known"),
+    (lambda: {key: value for key, value in weights_of("repa").items() if not key.startswith("blocks.1.attn")}, "are missing or of another shape"),
+])
+def test_files_that_cannot_be_read_aright_are_refused_in_a_sentence(content, says, tmp_path):
+    torch.save(content(), tmp_path / "weights.pt")
+    with pytest.raises(ValueError, match=says):
+        load_trained(tmp_path / "weights.pt", num_heads=4)
+
+
+def test_training_on_from_a_bare_file_asks_whose_it_is_and_refuses_another_diffusion(tmp_path):
+    save_file(weights_of("sit"), tmp_path / "bare.safetensors")
+    network = TINY | {"routes": [], "learn_sigma": False}
+    record = {"network": network, "diffusion": {"name": "rf"}}
+    with pytest.raises(ValueError, match="say whose they are with diffusion_name="):
+        open_parent(str(tmp_path / "bare.safetensors"), record, None)
+    parent = open_parent(str(tmp_path / "bare.safetensors"), record, "sit")
+    assert parent.family == "sit" and parent.net.out_channels == 4
+    with pytest.raises(ValueError, match="was trained with another diffusion"):
+        open_parent(str(tmp_path / "bare.safetensors"), record | {"diffusion": {"name": "edm"}}, "sit")
+
+
+# ---- samplers -------------------------------------------------------------------------------------------------------
+
+
+def guidance_of(case: dict) -> Guidance | None:
+    return case["scale"] and Guidance(case["scale"], interval=case.get("interval"), channels=case.get("channels"))
+
+
+def sampled(diffusion: RF | DDPM, net: nn.Module, case: dict, solver: str, **settings):
+    return diffusion.sample(net, wave(case["shape"], 2, 1.4), torch.tensor(case["y"]), num_steps=case["num_steps"], solver=solver,
+                            guidance=guidance_of(case), randn_like=CountedNoise(), **settings)
+
+
+@pytest.mark.parametrize("family, case", [*(("sit", case) for case in SIT["sde"]), *(("repa", case) for case in REPA["sde"])],
+                         ids=[*(f"sit-{name}" for name in names(SIT["sde"])), *(f"repa-{name}" for name in names(REPA["sde"]))])
+def test_euler_maruyama_equals_sit_and_repa(family, case, tmp_path):
+    assert_equal(sampled(RF(), loaded(family, tmp_path).net, case, "euler_maruyama"), case["out"])
+
+
+@pytest.mark.parametrize("case", REPA["ode"], ids=names(REPA["ode"]))
+def test_euler_and_heun_equal_repa(case, tmp_path):
+    assert_equal(sampled(RF(), loaded("repa", tmp_path).net, case, case["solver"]), case["out"])
+
+
+@pytest.mark.parametrize("case", LIGHTNING["ode"], ids=names(LIGHTNING["ode"]))
+def test_shifted_steps_and_the_interval_equal_lightningdit(case, tmp_path):
+    # Their n points are n - 1 steps, their time is 1 - t, and a shift there is its inverse here.
+    start = case["cfg_interval_start"]
+    ours = case | {"num_steps": case["num_sampling_steps"] - 1, "interval": start and (0.0, 1 - start)}
+    z = sampled(RF(), loaded("lightning", tmp_path).net, ours, "euler", shift=1 / case["timestep_shift"])
+    assert_equal(z, case["out"])
+
+
+class NearNoise(nn.Module):
+    """Mostly the state itself, which is mostly noise, as a random network is far from predicting it."""
+
+    def __init__(self):
+        super().__init__()
+        self.net, self.num_classes, self.in_channels, self.input_size = fill(DiT(**TINY, learn_sigma=True)), 10, 4, 8
+
+    def forward(self, x, t, y, routes=()):
+        return torch.cat([x, torch.zeros_like(x)], dim=1) + 0.1 * self.net(x, t, y)
+
+
+@pytest.mark.parametrize("case", DDPM_["ancestral"], ids=names(DDPM_["ancestral"]))
+def test_ancestral_sampling_equals_facebookresearch_dit(case):
+    assert_equal(sampled(DDPM(), NearNoise(), case, "ancestral"), case["out"])
+
+
+def test_the_steps_are_respaced_as_in_facebookresearch_dit():
+    seen = []
+
+    class Watch(NearNoise):
+        def forward(self, x, t, y, routes=()):
+            seen.append(int(t[0]))
+            return torch.zeros_like(torch.cat([x, x], dim=1))
+
+    for num_steps, steps in DDPM_["steps"].items():
+        seen.clear()
+        DDPM().sample(Watch(), torch.zeros(1, 4, 8, 8), torch.tensor([0]), num_steps=int(num_steps), solver="ancestral")
+        assert seen == steps[::-1]
+
+
+class ExactVelocity(nn.Module):
+    """Of data N(0.7, 0.5²)."""
+
+    def forward(self, z, t, y, routes=()):
+        t = t.view(-1, 1, 1, 1)
+        return -0.7 + (t - (1 - t) * 0.25) / ((1 - t)**2 * 0.25 + t**2) * (z - (1 - t) * 0.7)
+
+
+def test_the_sde_draws_the_distribution_of_the_data():
+    torch.manual_seed(0)
+    z = torch.randn(20_000, 1, 1, 1)
+    x = RF().sample(ExactVelocity(), z, torch.zeros(20_000, dtype=torch.int64), num_steps=100, solver="euler_maruyama")
+    assert x.mean().item() == pytest.approx(0.7, abs=0.02) and x.std().item() == pytest.approx(0.5, rel=0.03)
+    assert abs(torch.corrcoef(torch.stack([x.flatten(), z.flatten()]))[0, 1]) < 0.9, "its noise is drawn anew on the way"
+
+
+def test_shift_1_is_no_shift_bit_for_bit_and_a_shift_moves_steps_to_the_noise():
+    net, y, z = ExactVelocity(), torch.zeros(3, dtype=torch.int64), torch.randn(3, 1, 2, 2)
+    assert torch.equal(RF().sample(net, z, y, 5), RF().sample(net, z, y, 5, shift=1.0))
+    seen = []
+    net.register_forward_pre_hook(lambda net, args: seen.append(args[1][0].item()))
+    RF().sample(net, z, y, 2, shift=3.0)
+    assert seen == [1.0, 0.75]
+
+
+# ---- guidance on the first channels -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diffusion", [RF(), EDM()], ids=["rf", "edm"])
+@torch.no_grad()
+def test_channels_beyond_those_guided_are_the_strong_passs_bit_for_bit(diffusion):
+    net, noise, y = fill(DiT(**TINY)), torch.randn(2, 4, 8, 8), torch.tensor([1, 2])
+    predict = diffusion.velocity if isinstance(diffusion, RF) else diffusion.denoise
+    three, all_, none = (guidance.guide(predict, net, noise, y, 4)(noise, 0.5, 0)
+                         for guidance in (Guidance(3, channels=3), Guidance(3), Guidance(3, interval=(0.8, 0.9))))
+    assert torch.equal(three[:, :3], all_[:, :3]) and torch.allclose(three[:, 3], none[:, 3], atol=1e-6)
+    assert not torch.allclose(all_[:, 3], none[:, 3], atol=1e-2)
+    assert torch.equal(Guidance(3, channels=4).guide(predict, net, noise, y, 4)(noise, 0.5, 0), all_)
+
+
+def test_channels_are_recorded_where_they_are_given():
+    assert Guidance(2, channels=3).record()["channels"] == 3 and "channels" not in Guidance(2).record()
+
+
+# ---- mistakes -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("call, says", [
+    (lambda: Guidance(2, channels=0), "channels=0 guides nothing"),
+    (lambda: Guidance(2, channels=5).check(DiT(**TINY)), "channels=5 is more than the 4 channels"),
+    (lambda: RF().sample(None, None, None, solver="ancestral"), "neither euler, heun nor euler_maruyama"),
+    (lambda: RF().sample(None, None, None, solver="euler_maruyama", shift=2.0), "shift=2.0 is for solver=euler and heun"),
+    (lambda: DDPM().sample(None, None, None, solver="euler"), "neither heun nor ancestral"),
+    (lambda: DDPM().sample(NearNoise(), None, None, num_steps=1001, solver="ancestral"), "more than the 1000 steps"),
+    (lambda: DDPM().sample(fill(DiT(**TINY)), torch.zeros(1, 4, 8, 8), torch.tensor([0]), 2, solver="ancestral"), "set sampler.solver=heun"),
+    (lambda: sampler_settings(RF(), {"solver": "euler_maruyama", "shift": 2.0}), "RF with solver=euler_maruyama has no such setting; it has solver"),
+    (lambda: sampler_settings(DDPM(), {"solver": "ancestral", "rho": 7.0}), "DDPM with solver=ancestral has no such setting"),
+    (lambda: sampler_settings(EDM(), {"solver": "euler_maruyama"}), "EDM has no such setting"),
+])
+def test_what_does_not_fit_is_a_sentence(call, says):
+    with pytest.raises(ValueError, match=says):
+        call()
+
+
+# ---- commands -------------------------------------------------------------------------------------------------------
+
+PIXELS = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=3, init="xavier")
+
+
+def pixel_weights(folder, learn_sigma: bool):
+    torch.manual_seed(0)
+    state = build_network(PIXELS | {"learn_sigma": learn_sigma}).state_dict()
+    torch.save({"ema": state}, folder / "weights.pt")
+    return [f"checkpoint={folder}/weights.pt", "num_heads=2", "cpu=true", "num_steps=4"]
+
+
+@pytest.mark.parametrize("family, solver", [("sit", "euler_maruyama"), ("dit", "ancestral")])
+def test_an_image_of_a_stochastic_sampler_is_a_function_of_its_seed(family, solver, tmp_path):
+    given = [*pixel_weights(tmp_path, learn_sigma=True), f"diffusion_name={family}", f"sampler.solver={solver}", "classes=[1]"]
+    for name, seeds, batch_size in (("together", "4-7", 4), ("alone", "6", 1), ("others", "5,6", 2)):
+        seeds = f"[{seeds}]" if "," in seeds else seeds
+        run_command(sample.main, "sample.py", *given, f"seeds={seeds}", f"batch_size={batch_size}", f"out={tmp_path}/{name}.npz")
+    together, alone, others = (np.load(tmp_path / f"{name}.npz")["arr_0"].astype(int) for name in ("together", "alone", "others"))
+    assert np.abs(together[2] - alone[0]).max() <= 1 and np.abs(together[1:3] - others).max() <= 1
+    assert np.abs(together[0] - together[1]).max() > 10
+
+
+def test_a_score_says_whose_weights_which_solver_and_which_channels(tmp_path):
+    np.savez(tmp_path / "ref.npz", arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
+    given = [*pixel_weights(tmp_path, learn_sigma=True), "num_samples=4", "features=pixels", f"reference={tmp_path}/ref.npz", f"results={tmp_path}/r.jsonl"]
+    run_command(fid.main, "fid.py", *given, "diffusion_name=sit", "sampler.solver=euler_maruyama", "guidance=cfg", "channels=2")
+    run_command(fid.main, "fid.py", *given, "diffusion_name=dit", "sampler.solver=ancestral")
+    sit, dit = (json.loads(line)["source"] for line in (tmp_path / "r.jsonl").read_text().splitlines())
+    assert (sit["family"], sit["diffusion"], sit["sampler"], sit["evaluations"]) == ("sit", "RF", {"solver": "euler_maruyama"}, 8)
+    assert sit["guidance"]["channels"] == 2 and dit["guidance"] is None
+    assert (dit["family"], dit["diffusion"], dit["sampler"], dit["evaluations"]) == ("dit", "DDPM", {"solver": "ancestral"}, 4)
+
+
+def test_another_code_bases_name_says_nothing_of_a_checkpoint_with_a_record(tmp_path):
+    meta = {"step": 1, "network": PIXELS, "diffusion": {"name": "rf"}, "data": {"autoencoder": "identity", "class_names": None}}
+    checkpoints.save(checkpoints.step_folder(tmp_path, 1), {"ema": build_network(PIXELS).state_dict()}, meta)
+    assert load_trained(tmp_path).family is None
+    with pytest.raises(ValueError, match="diffusion_name=sit is for weights without a record"):
+        load_trained(tmp_path, diffusion="sit")

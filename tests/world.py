@@ -1,0 +1,88 @@
+"""A folder of runs, latents, images and weights, all small, as users have them; and the commands that work in it."""
+
+import contextlib
+import importlib
+import json
+import shutil
+import tarfile
+import zipfile
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from conftest import ROOT, run_command
+from PIL import Image
+from safetensors.torch import load_file
+from test_import_latents import write_fastdit, write_lightningdit, write_maskdit, write_repa, write_tread
+
+EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
+NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
+GIVEN = {      # settings with which each command works
+    "train": ["data=folder", "data.path=latents", "run_dir=new", "steps=1", "batch_size=6", "samples.every=0",
+              "precision=fp32", "compile=false", "cpu=true", "evaluate.features=pixels", *NETWORK],
+    "sample": ["checkpoint=run", "out=new.png", "num_steps=1", "seeds=0-1", "cpu=true"],
+    "rf": ["checkpoint=flow", "out=new.png", "num_steps=1", "cpu=true"],
+    "fid": ["reference=images.npz", "features=pixels", "results=new.jsonl", "num_samples=4", "num_steps=1", "cpu=true"],
+    "sweep_guidance": ["checkpoint=flow", "reference=images.npz", "features=pixels", "results=new.jsonl",
+                       "picture=new.png", "num_samples=4", "num_steps=1", "grid.scale=[1.5]", "cpu=true"],
+    "prepare_latents": ["source=pets", "out=new", "resolution=8", "autoencoder=identity", "num_workers=1"],
+    "import_latents": ["source=pairs", "out=new"],
+    "export": ["checkpoint=run", "to=hub", "out=new"],
+    "merge_lora": ["checkpoint=run", "out=new"],
+    "choose_routes": ["tokens=[16]"],
+    "study": ["study=rehearsal", "out=new", "tasks=[report]"],
+    "benchmark": ["out=new", "device=cpu"],
+    "report": ["out=new"],
+}
+
+
+def make(place: Path) -> Path:
+    """Fills a folder with all that the commands read; returns it."""
+    for name in ("run", "latents"):
+        shutil.copytree(ROOT / "tests/before" / name, place / name)
+    shutil.copy(ROOT / "tests/before/images.npz", place)
+    for name, changes in {"flow": {}, "dense": {"routes": []}}.items():
+        shutil.copytree(place / "run", place / name)
+        meta = json.loads((place / name / STEP / "meta.json").read_text())
+        meta["diffusion"], meta["network"] = {"name": "rf"}, meta["network"] | changes
+        (place / name / STEP / "meta.json").write_text(json.dumps(meta))
+    torch.save({"ema": load_file(place / "run" / EMA)}, place / "weights.pt")
+
+    for file in (*(f"four/{i}.png" for i in range(4)), "mixed/0.png", "pets/ant/0.png", "pets/bee/1.png"):
+        (place / file).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (8, 8)).save(place / file)
+    Image.new("RGB", (9, 8)).save(place / "mixed/1.png")
+    (place / "empty").mkdir()
+    with zipfile.ZipFile(place / "pets.zip", "w") as archive, tarfile.open(place / "bare.tar", "w") as tar:
+        for name in ("ant/0.png", "bee/1.png"):
+            archive.write(place / "pets" / name, name)
+            tar.add(place / "pets" / name, Path(name).name)
+    (place / "pets.tar.gz").touch()
+    (place / "map.json").write_text('{"ant": 0, "bee": 1}')
+    (place / "study.json").write_text('{"name": "study-rehearsal", "runs": []}')
+    for write in (write_fastdit, write_tread, write_repa, write_lightningdit, write_maskdit):
+        write(place)      # fast, tars, repa, vavae, lmdb
+    (place / "fast").rename(place / "pairs")
+    write_repa(place, zipped=True)
+    (place / "vae.zip").rename(place / "repa.zip")
+    return place
+
+
+def seen(place: Path) -> dict[Path, tuple]:
+    """Sizes and times of all that a command is not to change: new, new-latents and the like are its own."""
+    kept = [path for top in place.iterdir() if not top.name.startswith("new") for path in (top, *top.rglob("*"))]
+    return {path: (path.stat().st_size, path.stat().st_mtime_ns) for path in kept}
+
+
+def entry_of(command: str) -> Callable[[], None]:
+    """Imports a command and returns its entry."""
+    if command == "rf":      # whose entry is in sample.py, which knows every diffusion
+        return importlib.import_module("sample").compare_guided
+    return importlib.import_module(command if (ROOT / f"{command}.py").is_file() else f"scripts.{command}").main
+
+
+def run(place: Path, command: str, typed: list[str]) -> None:
+    """Runs a command in the folder with what is given and what is typed over it."""
+    given = [each for each in GIVEN[command] if each.partition("=")[0] not in {one.partition("=")[0] for one in typed}]
+    with contextlib.chdir(place):
+        run_command(entry_of(command), f"{command}.py", *given, *typed)

@@ -1,0 +1,184 @@
+"""What configs/config.yaml and its groups may say."""
+
+from pathlib import Path
+from typing import Annotated
+
+from pydantic import Field
+
+from dit import DiT_models
+from latents.folder import KINDS
+from runtime.device import DTYPES
+from runtime.schema import (
+    Classes,
+    Count,
+    Depth,
+    Location,
+    NotNegative,
+    Number,
+    Positive,
+    Selection,
+    Settings,
+    Share,
+    Size,
+    Steps,
+    Text,
+    Whole,
+    one_of,
+)
+from scoring.evaluation import results
+from scoring.features import EXTRACTORS
+from training import speed
+from training.optimizers import OPTIMIZERS
+from weights.others import FAMILIES
+from weights.records import RouteSettings
+
+Decay = Annotated[float, Field(ge=0, lt=1)]
+
+# ---- settings: what configs/config.yaml and its groups may say ------------------------------------------------------
+
+
+class ModelSettings(Settings):
+    name: Text
+    backbone_type: one_of(DiT_models)
+    init: one_of(["adaln_zero", "xavier"])
+    qk_norm: bool
+    routes: list[RouteSettings]
+    selection: one_of(["random", "l1"])
+    l1_reg: Share
+    inverse: bool
+    hidden_size: Size | None
+    depth: Depth | None
+    num_heads: Size | None
+    patch_size: Size | None
+
+
+class DataSettings(Settings):
+    name: Text
+    path: Location | None
+    channels: Size | None
+    input_size: Size | None
+    num_classes: Classes | None
+    kind: one_of(KINDS) | None
+    scale: Positive | None
+    on_device: bool
+    autoencoder: Location | None
+    grid_classes: Selection | None
+
+
+class LoRASettings(Settings):
+    rank: Count | None
+    alpha: Positive | None
+    targets: Annotated[list[Text], Field(min_length=1)] | None
+
+
+class OptimizerSettings(Settings):
+    name: one_of(OPTIMIZERS)
+    lr: NotNegative
+    betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
+    eps: Annotated[float, Field(ge=1e-20, le=1)]      # at 0 a gradient of 0 makes weights that are no numbers
+    weight_decay: NotNegative
+    warmup_steps: Whole
+    schedule: one_of(["constant", "cosine"])
+    clip_norm: Positive | None
+
+
+class EMASettings(Settings):
+    decay: Share
+    warmup: bool
+
+
+class LogSettings(Settings):
+    every: Count
+    trackers: list[one_of(["tensorboard", "wandb"])]
+
+
+class CheckpointSettings(Settings):
+    every: Count
+    keep_last: Count
+    keep_every: Whole
+
+
+class SamplesSettings(Settings):
+    every: Whole
+    seeds: Selection
+    classes: Selection | None
+    num_steps: Steps
+    batch_size: Count
+
+
+class EvaluateSettings(Settings):
+    every: Whole
+    reference: Location | None
+    features: one_of(EXTRACTORS)
+    features_weights: Location | None
+    sha256: str | None
+    metrics: results.Metrics | None
+    num_samples: results.AtLeastTwo
+    seed: Whole
+    guidance_scales: Annotated[list[Number | None], Field(min_length=1)]
+    num_steps: Steps
+    batch_size: Count
+
+
+class TrainSettings(Settings):
+    name: Text
+    run_dir: Location
+    init_from: Location | None
+    diffusion_name: one_of(FAMILIES) | None
+    lora: LoRASettings
+    seed: Whole
+    steps: Whole | None
+    batch_size: Count | None
+    grad_accum_steps: Count
+    label_dropout: Share
+    keep_masked: bool
+    max_skipped_in_row: Count
+    precision: one_of(speed.PRECISIONS)
+    decode_precision: one_of(DTYPES)
+    decode_batch_size: Count | None
+    tf32: bool
+    sharding: one_of(["none", "fsdp"])
+    compile: bool | one_of(speed.COMPILE_MODES)
+    activation_checkpointing: bool
+    cpu: bool
+    model: ModelSettings
+    data: DataSettings
+    diffusion: dict
+    objective: dict[str, dict]
+    optimizer: OptimizerSettings
+    ema: EMASettings
+    log: LogSettings
+    checkpoint: CheckpointSettings
+    samples: SamplesSettings
+    evaluate: EvaluateSettings
+    published: results.Published | None
+
+
+# ---- what a user may have got wrong ---------------------------------------------------------------------------------
+
+
+def check_settings(cfg: TrainSettings) -> None:
+    """Raises ValueError for settings that are right by themselves and wrong together."""
+    if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it; a run wants one of its "
+                         f"own, as runs/{cfg.name}.")
+    lora = cfg.lora
+    if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
+        raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} are an adapter's, and lora.rank=null "
+                         f"asks for none: give lora.rank=16, say.")
+    if lora.rank is not None and cfg.init_from is None:
+        raise ValueError(f"lora.rank={lora.rank} adapts weights that are trained already: give init_from=<a run, a "
+                         f"checkpoint or a weights file>.")
+    if lora.rank is not None and cfg.precision == "fp8":
+        raise ValueError(f"precision=fp8 multiplies whole weights and lora.rank={lora.rank} trains an adapter beside "
+                         f"them; together they are not supported: set precision=bf16.")
+    if cfg.sharding == "fsdp":
+        if lora.rank is not None:
+            raise ValueError(f"sharding=fsdp shares out what is trained, and of lora.rank={lora.rank} that is next to "
+                             f"nothing: set sharding=none.")
+        if cfg.precision not in ("fp32", "bf16"):
+            raise ValueError(f"sharding=fsdp trains in bf16 or fp32, not in precision={cfg.precision}: set "
+                             f"precision=bf16, or sharding=none.")
+        if cfg.compile in speed.CUDA_GRAPHS:
+            raise ValueError(f"compile={cfg.compile} records CUDA graphs, which want weights that stay in one place, "
+                             f"and sharding=fsdp gathers them anew in each pass: set compile=true.")

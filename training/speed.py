@@ -1,0 +1,92 @@
+"""Speed, applied to a plain network from outside: recomputation, torch.compile, float8, autocast and replicas.
+
+Nothing here changes what is saved: parameters keep their names and their float32 values.
+"""
+
+import functools
+import importlib.util
+
+import torch
+from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
+from accelerate.utils import GradientAccumulationPlugin
+from torch import nn
+
+from dit import DiT
+from runtime import ranks, sharding
+from runtime.device import require_plain_launch, set_float32
+
+# What training knows: each precision's autocast.
+PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
+COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
+TORCHAO = "0.18.0"     # fits torch 2.11
+
+
+def recompute_activations(model: DiT) -> None:
+    """Makes each block forget its activations and compute them again in the backward pass."""
+    for block in model.blocks:
+        block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
+
+
+def compile_network(model: DiT, how: bool | str) -> None:
+    """Compiles the forward pass in place, as one graph with static shapes; `how` is a truth or one of COMPILE_MODES.
+
+    Of a sharded network each block is a graph, as FSDP gathers and lets go between them.
+    """
+    options = {"dynamic": False, "mode": None if how is True else how}
+    if how and sharding.is_sharded(next(model.parameters())):
+        for block in model.blocks:
+            block.forward = torch.compile(block.forward, **options)
+    elif how:
+        model.compile(**options)
+
+
+def check_float8(device: torch.device) -> None:
+    """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"precision=fp8 needs torchao, which is not installed: pip install torchao=={TORCHAO}, or set "
+                         f"precision=bf16.")
+    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
+    if has is None or has < (8, 9):
+        here = "this is a CPU" if has is None else f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}"
+        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), but "
+                         f"{here}: set precision=bf16.")
+
+
+def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
+    """Makes the linear layers that tokens pass through in a block multiply in float8, both ways; the rest stays.
+
+    Parameters and their names stay, too: weights are float32 and are cast anew in each pass, as are activations and
+    gradients, each tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling,
+    arXiv 2209.05433). `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for
+    layers whose sides are no multiples of 16.
+    """
+    from torchao.float8 import Float8LinearConfig, convert_to_float8_training
+
+    def large(layer: nn.Module, name: str) -> bool:
+        return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name      # which is small: one row a sample
+
+    for name, layer in model.blocks[0].named_modules():
+        if large(layer, name) and (layer.in_features % 16 or layer.out_features % 16):
+            raise ValueError(f"precision=fp8 needs layers whose sides are multiples of 16, but {name} is "
+                             f"{layer.in_features} × {layer.out_features}: change model.hidden_size, or set "
+                             f"precision=bf16.")
+    # Padding matters to no published size: only where batch · tokens is no multiple of 16.
+    config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
+    convert_to_float8_training(model.blocks, module_filter_fn=large, config=config)
+
+
+def make_accelerator(
+    precision: str, grad_accum_steps: int, tf32: bool, cpu: bool = False, **options: object,
+) -> Accelerator:
+    """Makes what knows of ranks, device, autocast and accumulated parts, for training."""
+    set_float32(tf32)
+    require_plain_launch()
+    return Accelerator(
+        mixed_precision=PRECISIONS[precision],
+        cpu=cpu or not torch.cuda.is_available(),
+        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
+        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+                         InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
+        **options,
+    )

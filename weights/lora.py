@@ -1,0 +1,101 @@
+"""LoRA (arXiv 2106.09685), put on a plain network from outside by PEFT: what is trained, saved, merged into weights.
+
+Only the adapter has gradients: each linear layer adds alpha / rank · B·A·x to what it gives, and B begins at zero.
+Whoever draws merges the two, so that nothing else knows of adapters.
+"""
+
+import importlib.util
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from runtime import sharding
+from runtime.schema import Count, Location, Positive, Settings
+
+PEFT = "0.21.2"
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"      # of a saved adapter, after the layer's name: A (r, in), B (out, r)
+
+
+class LoRARecord(Settings):
+    """What a checkpoint that holds an adapter alone says of it; `base` is the file of the weights below it."""
+
+    rank: Count
+    alpha: Positive
+    targets: list[str] | None
+    base: Location
+
+
+def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[str] | None = None) -> int:
+    """Puts an adapter on linear layers of the blocks and freezes everything else; returns how many layers have one.
+
+    `targets` are ends of the layers' names, such as attn.qkv; None is all of a block's linear layers but those of its
+    modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, for a target that no layer has, and for
+    a rank above the smaller side of a layer.
+    """
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(f"lora.rank={rank} needs PEFT, which is not installed: pip install peft=={PEFT}, or set "
+                         f"lora.rank=null.")
+    layers = {name: layer for name, layer in net.named_modules()
+              if name.startswith("blocks.") and isinstance(layer, nn.Linear)}
+    for target in targets or []:
+        if not any(name.endswith(f".{target}") for name in layers):
+            ends = dict.fromkeys(name.split(".", 2)[2] for name in layers)
+            raise ValueError(f"lora.targets names {target}, and no block has such a linear layer: they have "
+                             f"{', '.join(ends)}.")
+    chosen = [name for name in layers if (
+        "adaLN" not in name if targets is None else name.endswith(tuple(f".{target}" for target in targets)))]
+    for name in chosen:
+        sides = layers[name].in_features, layers[name].out_features
+        if rank > min(sides):
+            raise ValueError(f"lora.rank={rank} is more than {name} can have, which is {sides[0]} × {sides[1]}: at "
+                             f"most {min(sides)}.")
+    from peft import LoraConfig, inject_adapter_in_model  # which takes seconds
+
+    inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha or rank, target_modules=chosen), net)
+    return len(chosen)
+
+
+def trained_names(net: nn.Module) -> dict[str, str]:
+    """Maps what a checkpoint calls each tensor of a network that it holds, to what the network calls it.
+
+    Of a network that wears an adapter it holds the adapter alone, under PEFT's names for files.
+    """
+    names = {name: name for name in net.state_dict()}
+    return {name.replace(".default.", "."): name for name in names if ".lora_" in name} or names
+
+
+def tensors(net: nn.Module) -> dict[str, Tensor]:
+    """Returns what a checkpoint holds of a network, by name: its state dict, or its adapter's where it wears one."""
+    state = net.state_dict()
+    return {saved: state[name] for saved, name in trained_names(net).items()}
+
+
+def load(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
+    """Restores what `tensors` gave."""
+    names = trained_names(net)
+    assert names.keys() == saved.keys()
+    sharding.load(net, {names[name]: value for name, value in saved.items()})
+
+
+def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
+    """Loads a plain network's state dict into one that may wear an adapter, which is left as it is."""
+    names = {name: name.replace(".base_layer.", ".") for name in net.state_dict() if ".lora_" not in name}
+    assert {*names.values()} == state.keys()
+    sharding.load(net, {name: state[plain] for name, plain in names.items()})
+
+
+@torch.no_grad()
+def merge(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
+    """Adds a saved adapter to a state dict, W + scale · B·A; raises ValueError for one of other layers."""
+    merged = dict(base)
+    for name in dict.fromkeys(key.removesuffix(DOWN).removesuffix(UP) for key in adapter):
+        weight, up, down = base.get(f"{name}.weight"), adapter.get(name + UP), adapter.get(name + DOWN)
+        if weight is None or up is None or down is None:
+            raise ValueError(f"The adapter has {name}, and its base has no such layer, or it lacks a half of it.")
+        if (up.ndim, down.ndim) != (2, 2) or (*up.shape, *down.shape) != (
+                weight.shape[0], len(down), up.shape[1], weight.shape[1]):
+            raise ValueError(f"The adapter's {name} is {tuple(up.shape)} by {tuple(down.shape)}, and does not fit its "
+                             f"base's, which is {tuple(weight.shape)}.")
+        merged[f"{name}.weight"] = weight + scale * (up @ down)
+    return merged
