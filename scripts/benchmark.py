@@ -55,7 +55,7 @@ from sampling import (
     pictures,
 )
 from sampling.options import GuidanceSettings, build_guidance
-from scoring.evaluation import metrics, results
+from scoring import metrics, results
 from scoring.features import EXTRACTORS, load
 from training import speed
 from training.run import Sums, check_batch_size, describe_network

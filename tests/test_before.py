@@ -12,7 +12,7 @@ import sample
 import train
 from latents.folder import open_latents
 from runtime import files
-from scoring.evaluation import results
+from scoring import results
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 

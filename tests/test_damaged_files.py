@@ -14,7 +14,7 @@ from test_import_latents import write_fastdit
 from dit import DiT
 from latents import folder, images, tars
 from runtime import schema
-from scoring.evaluation import features, statistics
+from scoring import features, statistics
 from scripts import export, import_latents
 from weights import checkpoint as checkpoints
 from weights import lora as adapters

@@ -21,7 +21,7 @@ import train
 from autoencoder import Convention
 from latents.folder import open_latents
 from latents.loader import to_latent
-from scoring.evaluation import image_sets, results
+from scoring import image_sets, results
 from scripts.import_latents import import_latents
 from scripts.prepare_latents import prepare
 from weights import checkpoint as checkpoints

@@ -18,7 +18,7 @@ from scipy import linalg
 import fid
 from runtime import files
 from runtime.device import set_float32
-from scoring.evaluation import drawing, evaluation, image_sets, metrics
+from scoring import drawing, evaluation, image_sets, metrics
 from scoring.features import Extractor, load
 from scoring.results import describe_classes, read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference

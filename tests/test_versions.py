@@ -23,8 +23,8 @@ from rf import RF
 from routing_module import Route, Router
 from sampling.generate import DRAWING_VERSION
 from sampling.options import labels_of
+from scoring import evaluation, features, image_sets, metrics, statistics
 from scoring.drawing import Drawing
-from scoring.evaluation import evaluation, features, image_sets, metrics, statistics
 from scoring.statistics import SCORING_VERSION
 
 FILE = Path(__file__).with_name("versions.json")

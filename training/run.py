@@ -36,7 +36,7 @@ from runtime.schema import (
     read_record,
 )
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
-from scoring.evaluation import features, statistics
+from scoring import features, statistics
 from training import speed
 from training.optimizers import build_optimizer, load_optimizer, optimizer_tensors
 from training.settings import ModelSettings, TrainSettings

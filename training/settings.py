@@ -25,7 +25,7 @@ from runtime.schema import (
     Whole,
     one_of,
 )
-from scoring.evaluation import results
+from scoring import results
 from scoring.features import EXTRACTORS
 from training import speed
 from training.optimizers import OPTIMIZERS

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from scoring.evaluation import features
+from scoring import features
 from scoring.features import Extractor, extract, load
 
 
