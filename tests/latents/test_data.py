@@ -545,6 +545,7 @@ BAD = {
     "too few masks": (masks(np.ones((39, 4, 4), np.uint8)), {}, ["(39, 4, 4)", "(40, 4, 4)"]),
     "masks of float32": (masks(np.ones((40, 4, 4), np.float32)), {}, ["float32", "uint8 or float16"]),
     "masks 0 to 255": (masks(np.full((40, 4, 4), 255, np.uint8)), {}, ["masks run from 0 to 255", "0..1", "mask / 255"]),
+    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["all masks are 0", "nothing would be trained"]),
     "negative masks": (masks(np.full((40, 4, 4), -1, np.float16)), {}, ["masks run from -1"]),
     "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks run from nan"]),
     "one file of masks missing": (masks(), {}, ["masks-00001.npy is missing"]),

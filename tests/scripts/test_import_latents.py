@@ -309,6 +309,13 @@ def nothing(source):
 
 FIRST, LAST, JSON = "vae-sd/00000/img-mean-std-00000000.npy", "vae-sd/00000/img-mean-std-00000011.npy", "vae-sd/dataset.json"
 FEATURE, LABEL = "imagenet256_features", "imagenet256_labels"
+
+
+def twice(source):
+    """Writes a second pair of the number 3."""
+    for part in (FEATURE, LABEL):
+        (source / part / "03.npy").write_bytes((source / part / "3.npy").read_bytes())
+
 SHARD, STATS = "latents_rank00_shard{:03d}.safetensors", "latents_stats.pt"
 PICKLED, NORMS = np.array([Loud()], object), {"mean": torch.zeros(6), "std": torch.ones(6)}
 
@@ -333,7 +340,7 @@ BAD = [
     (write_fastdit, lambda s: (s / FEATURE / "3.npy").unlink(), "3.npy is in one of the two folders only"),
     (write_fastdit, lambda s: [(s / part / "3.npy").rename(s / part / "03.npy") for part in (FEATURE, LABEL)], "03.npy is not named by a number"),
     (write_fastdit, put(f"{LABEL}/4.npy", np.array([1_700_000_000])), "label 1700000000 (row 4), outside 0..999999"), (write_fastdit, put(f"{LABEL}/4.npy", np.array([0.5])), "whole numbers"),
-    (write_fastdit, each(FEATURE, lambda z: z[:, :3]), "3 channels, but fast-DiT"), (write_fastdit, each(FEATURE, lambda z: z * 5.5), "scaled otherwise"),
+    (write_fastdit, twice, "03.npy is not named by a number"), (write_fastdit, each(FEATURE, lambda z: z[:, :3]), "3 channels, but fast-DiT"), (write_fastdit, each(FEATURE, lambda z: z * 5.5), "scaled otherwise"),
     (partial(write_maskdit, length=13), nothing, "but holds 25 entries"), (partial(write_maskdit, length="many"), nothing, "length is not a whole number"),
     (partial(write_maskdit, labels=[*range(11), 1_700_000_000]), nothing, "label 1700000000 (row 11)"), (partial(write_maskdit, labels=["cat"]), nothing, "y-0 is not a whole number"),
     (partial(write_maskdit, values=normal(COUNT, 7, 8, 8)), nothing, "not float32 (8, R, R)"), (partial(write_maskdit, values=[*moments(11), normal(8, 4, 4)]), nothing, "z-11 has 512 bytes, but z-0 2048"),
