@@ -31,6 +31,7 @@ from scoring.evaluation import score_images
 from scoring.features import EXTRACTORS, Extractor
 from scoring.features import load as load_extractor
 from scoring.image_sets import Images, evenly, open_images, read_over_ranks
+from scoring.metrics import frechet_distance  # noqa: F401      (others call it fid.frechet_distance)
 from scoring.results import (
     AtLeastTwo,
     Metrics,

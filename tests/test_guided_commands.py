@@ -165,7 +165,7 @@ def sweep(run, reference, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("sweep_guidance", ROOT / "scripts/sweep_guidance.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    score, draw = fid.evaluate, module.draw_landscape
+    score, draw = fid.score_images, module.draw_landscape
 
     def swept(*arguments):
         given = ["cpu=true", f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
@@ -228,7 +228,7 @@ def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, mo
 
 
 def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sweep, run, tmp_path, monkeypatch):
-    training, score = shutil.copytree(run, tmp_path / "training"), fid.evaluate
+    training, score = shutil.copytree(run, tmp_path / "training"), fid.score_images
 
     def scored_while_training(*args, **options):
         write_run(training, seed=1)

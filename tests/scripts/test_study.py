@@ -16,7 +16,6 @@ import pytest
 import torch
 from accelerate import Accelerator
 
-import fid
 from dit import DiT
 from edm import EDM
 from latents.folder import open_latents
@@ -24,6 +23,7 @@ from latents.loader import batches, to_latent
 from objectives import DiffusionLoss
 from rf import RF
 from routing_module import Route
+from runtime.command import commit
 from runtime.schema import read, read_record
 from scripts import comparison, study
 from scripts.benchmark import write_latents
@@ -95,11 +95,11 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     told = json.loads((tmp_path / "study/study.json").read_text())
     assert {run["variant"]: [score["step"] for score in run["scores"]] for run in told["runs"]} == {
         "dit": [0, 2, 4, 4], "tread": [0, 2, 4], "tuned": [0, 1]}
-    assert told["runs"][0]["history"] == [{"step": 0, "commit": fid.commit(), "device": told["runs"][0]["history"][0]["device"],
+    assert told["runs"][0]["history"] == [{"step": 0, "commit": commit(), "device": told["runs"][0]["history"][0]["device"],
                                            "torch": torch.__version__, "tf32": False}]
     assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
     for score in (*told["runs"][0]["scores"], *told["floor"]):
-        assert (score["commit"], score["device"], score["torch"]) == (fid.commit(), "cpu", torch.__version__)
+        assert (score["commit"], score["device"], score["torch"]) == (commit(), "cpu", torch.__version__)
     assert [score["guidance"] for score in told["runs"][0]["scores"]] == ["unguided"] * 3 + [GUIDED]
     dense, routed = ({score["step"]: score["flops"] for score in run["scores"]} for run in told["runs"][:2])
     assert dense[4] == 2 * dense[2] > routed[4] > 0
