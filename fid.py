@@ -11,7 +11,6 @@ Each result is a row of results.jsonl that says exactly what was measured. Optio
 configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
 """
 
-import json
 import os
 import time
 from collections.abc import Callable
@@ -25,16 +24,17 @@ from accelerate import PartialState
 from runtime import files, ranks
 from runtime.command import command
 from runtime.device import describe_device, join_ranks
-from runtime.schema import Location, Size, Steps, Whole, one_of, read, read_record
+from runtime.schema import Location, Size, Steps, Whole, one_of
 from sampling.opening import open_sampling
-from sampling.options import UNGUIDED, DrawingSettings, SamplerSettings, labels_of, sampler_settings
-from scoring.drawing import DRAWN_RULE, Drawing
+from sampling.options import DrawingSettings, SamplerSettings, labels_of
+from scoring.drawing import DRAWN_RULE, H100, Drawing, derived_hours
 from scoring.evaluation import score_images
 from scoring.features import EXTRACTORS, Extractor
 from scoring.features import load as load_extractor
 from scoring.image_sets import Images, Indexed, evenly, open_images, read_over_ranks
 from scoring.kept import Kept
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
+from scoring.published import as_published, beside_published, is_drawn_as
 from scoring.results import (
     AtLeastTwo,
     Metrics,
@@ -48,8 +48,6 @@ from scoring.results import (
 )
 from scoring.statistics import available_metrics, open_reference, write_reference
 from scoring.tally import measure
-from weights.loading import Trained, find_weights
-from weights.records import CheckpointRecord
 
 
 class ScoringSettings(DrawingSettings):
@@ -74,9 +72,6 @@ class ScoringSettings(DrawingSettings):
     published: Published | None
 
 
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
 def check_settings(cfg: ScoringSettings) -> None:
     """Raises ValueError, with the knob, for settings that do not go together."""
     given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
@@ -92,44 +87,6 @@ def check_settings(cfg: ScoringSettings) -> None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs {needed}=<an npz>.")
     if cfg.out and Path(cfg.out).suffix != ".npz":
         raise ValueError(f"out={cfg.out} must end in .npz.")
-
-
-def as_published(cfg: ScoringSettings) -> ScoringSettings:
-    """Completes the settings by those of the gauge or, with sampler=published, by those in the run's record.
-
-    What is given goes first. Scores in the record come along in any case, to be compared with ours. Raises ValueError
-    where sampler=published finds none, or none of this network's diffusion.
-    """
-    check_settings(cfg)
-    asked, published = cfg.published is not None or cfg.sampler == "published", cfg.published
-    why = "its record holds no published scores"
-    folder = find_weights(Path(cfg.checkpoint), cfg.weights or "ema")[1] if cfg.checkpoint else None
-    if published is None and folder is not None:
-        record = read_record(CheckpointRecord, folder / "meta.json", "It describes no checkpoint of ours.")
-        published = record.published and read(Published, record.published, f"{folder / 'meta.json'}: published.")
-        trained_with = record.diffusion.get("name")
-        if published and published.diffusion not in (None, trained_with):
-            why = f"{published.where} is of {published.diffusion}, and this network of {trained_with}"
-            published = None
-    if asked and published is None:
-        raise ValueError(f"sampler=published cannot draw {cfg.checkpoint or cfg.images}: {why}. Leave it out, or give "
-                         f"num_steps=, sampler.solver= and the like.")
-    if not asked:
-        return cfg.model_copy(update={"published": published, "num_steps": cfg.num_steps or 40})
-    given = {} if cfg.sampler == "published" else {key: value for key, value in cfg.sampler if value is not None}
-    theirs = {key: getattr(published, key) for key in ("num_samples", "num_steps", "scale", "interval", "channels")
-              if getattr(cfg, key) is None}
-    theirs["sampler"] = published.sampler.model_copy(update=given)
-    return cfg.model_copy(update={**theirs, "published": published})
-
-
-def is_drawn_as(published: Published, cfg: ScoringSettings, trained: Trained) -> bool:
-    """Tells whether a checkpoint's images are drawn as those of the published scores were."""
-    ours, theirs = (sampler_settings(trained.diffusion, dict(one.sampler)) for one in (cfg, published))
-    guidance = {key: getattr(published, key, unguided) for key, unguided in UNGUIDED.items()} | {"drop_label": True}
-    return (ours == theirs and all(getattr(cfg, key) == value for key, value in guidance.items())
-            and cfg.num_steps == published.num_steps and (cfg.num_samples or 50_000) == published.num_samples
-            and published.step in (None, trained.step) and cfg.classes is None and trained.weights != "model")
 
 
 # ---- what is scored -------------------------------------------------------------------------------------------------
@@ -192,9 +149,6 @@ def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
         return load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
 
 
-# ---- what is printed ------------------------------------------------------------------------------------------------
-
-
 def report(row: dict, path: Path) -> None:
     """Prints a row as a table."""
     images, reference, extractor = row["source"], row["reference"], row["extractor"]
@@ -212,30 +166,6 @@ def report(row: dict, path: Path) -> None:
               f"it the right one?")
 
 
-H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
-
-
-def derived_hours(drawn: dict, count: int, precision: str) -> float:
-    """Derives the hours of one H100 that drawing `count` images takes, by the FLOPs of the network alone."""
-    return 2 * sum(drawn["multiply_adds"].values()) * count / H100[precision] / 3600
-
-
-def beside_published(row: dict, published: Published) -> str:
-    """Compares the scores of a row with published ones, unless its images were drawn otherwise."""
-    if row["published"] is None:
-        how = published.model_dump(exclude={"where", "scores", "tolerance"}, exclude_none=True)
-        return f"{published.where}: not compared, as the images were drawn otherwise. Theirs: {json.dumps(how)}"
-    lines = [f"{published.where}:", f"{'':<16}  {'ours':>9} {'theirs':>9}"]
-    for name, theirs in published.scores.items():
-        ours, tolerance = row["metrics"].get(name), published.tolerance.get(name)
-        verdict = "not measured" if ours is None else ""
-        if tolerance is not None:
-            verdict = verdict or ("within" if abs(ours - theirs) <= tolerance else "OUTSIDE")
-            verdict = f"± {tolerance:<5} {verdict}"
-        lines.append(f"{name:<16}  {'' if ours is None else f'{ours:.4f}':>9} {theirs:>9} {verdict}".rstrip())
-    return "\n".join(lines)
-
-
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
@@ -247,6 +177,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     metric `must_have` would not be among the numbers.
     """
     state, started = PartialState(), time.perf_counter()
+    check_settings(cfg)
 
     # ---- everything that can be wrong, before anything slow
     extractor = open_extractor(cfg, state)

@@ -1,7 +1,6 @@
-"""Images -> a grid, PNG files, an npz."""
+"""Drawn images -> a grid, PNG files, an npz."""
 
 import importlib.util
-import io
 import json
 import math
 import zipfile
@@ -19,8 +18,6 @@ from runtime.device import describe_device
 from runtime.files import beside
 from sampling.generate import Batch
 
-# ---- images -> files ------------------------------------------------------------------------------------------------
-
 
 def caption_font() -> ImageFont.FreeTypeFont:
     """Loads the font that comes with matplotlib, which has letters far beyond Latin."""
@@ -34,9 +31,9 @@ def draw_grid(
     display_names: list[str] | None,        # of the classes; None: their numbers
     classes: Iterable[int] = (),            # in the order of the rows; others follow as they come
 ) -> Image.Image:
-    """Lays out images in captioned rows, one a class; where each class has a single image, rows hold eight of them.
+    """Lays out images in captioned rows, one a class; where each class has a single image, eight in a row.
 
-    A name with letters that the font lacks gives way to the class's number.
+    A name with letters that the font lacks is replaced by the class's number.
     """
     images = images.numpy()
     height, width = images.shape[1:3]
@@ -71,7 +68,7 @@ def draw_grid(
 
 
 def save_image(image: Image.Image, path: Path, record: dict[str, object] | None = None) -> None:
-    """Writes a PNG; `record` is kept in it as text, a line of JSON."""
+    """Writes a PNG, with `record` in it as a line of JSON."""
     info = PngInfo()
     if record is not None:
         info.add_text("drawn", json.dumps(record))
@@ -83,10 +80,9 @@ def write_grid(
     batches: Iterable[Batch], path: Path, display_names: list[str] | None, classes: Iterable[int] = (),
 ) -> None:
     """Consumes the gathered batches of all ranks; the main one writes the grid."""
-    parts = list(batches)
+    _, labels, images = (torch.cat(parts) for parts in zip(*batches, strict=True))
     if PartialState().is_main_process:
-        labels = torch.cat([labels for _, labels, _ in parts]).tolist()
-        grid = draw_grid(torch.cat([images for *_, images in parts]), labels, display_names, classes)
+        grid = draw_grid(images, labels.tolist(), display_names, classes)
         save_image(grid, path, describe_device(PartialState().device))
 
 
@@ -109,20 +105,18 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
         for _ in batches:      # every rank draws its share
             pass
         return
-    labels_of_all, seeds_of_all, header_written = [], [], False
+    labels_of_all, seeds_of_all = [], []
     with beside(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         archive.comment = json.dumps(describe_device(PartialState().device)).encode()
         with archive.open(f"{keys[0]}.npy", "w", force_zip64=True) as file:
             for seeds, labels, images in batches:
-                if not header_written:
+                if not seeds_of_all:
                     descr = np.lib.format.dtype_to_descr(images.numpy().dtype)
                     header = {"descr": descr, "fortran_order": False, "shape": (count, *images.shape[1:])}
                     np.lib.format.write_array_header_1_0(file, header)
-                    header_written = True
                 file.write(images.numpy().tobytes())
                 labels_of_all.append(labels.numpy())
                 seeds_of_all.append(seeds.numpy())
         for key, values in ((keys[1], labels_of_all), ("seeds", seeds_of_all)):
-            buffer = io.BytesIO()
-            np.save(buffer, np.concatenate(values))
-            archive.writestr(f"{key}.npy", buffer.getvalue())
+            with archive.open(f"{key}.npy", "w") as file:
+                np.lib.format.write_array(file, np.concatenate(values))

@@ -17,6 +17,7 @@ from sampling.options import sampler_settings
 from scoring.image_sets import Indexed
 
 DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
+H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
 
 
 class Drawing:
@@ -62,3 +63,8 @@ class Drawing:
         for drawn, _, images in self.generate(seeds, labels):
             self.record["size"] = list(images.shape[1:3])
             yield torch.tensor([place[seed] for seed in drawn.tolist()]), images
+
+
+def derived_hours(drawn: dict, count: int, precision: str) -> float:
+    """Derives the hours of one H100 that drawing `count` images takes, by the FLOPs of the network alone."""
+    return 2 * sum(drawn["multiply_adds"].values()) * count / H100[precision] / 3600

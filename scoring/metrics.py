@@ -1,7 +1,6 @@
 """Features -> statistics -> scores: FID, sFID, Inception Score, precision and recall, as ADM's evaluator has them.
 
-Mathematics on tensors alone: a caller brings features, and, where several processes share the work, what adds up a
-tensor over them.
+Mathematics on tensors alone. Where several processes share the work, the caller brings what sums over them.
 """
 
 import contextlib
@@ -87,8 +86,7 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     """Computes |mu1 - mu2|² + tr(sigma1 + sigma2 - 2 (sigma1 sigma2)^½) of two Gaussians (Heusel et al., 1706.08500).
 
     Means (D,) and covariances (D, D) are tensors or arrays. With sigma1 = A Aᵀ and sigma2 = B Bᵀ the trace of the root
-    is the sum of the singular values of Aᵀ B: nothing here is complex or ill-defined where a covariance has not full
-    rank, as for fewer images than dimensions.
+    is the sum of the singular values of Aᵀ B, which is real for any rank, as for fewer images than dimensions.
     """
     given = (mu1, sigma1, mu2, sigma2)
     mu1, sigma1, mu2, sigma2 = (torch.as_tensor(value, dtype=torch.float64).cpu() for value in given)
@@ -107,8 +105,8 @@ def square_root(sigma: Tensor) -> Tensor:
 def sum_of_singular_values(K: Tensor) -> Tensor:
     """Sums the singular values of K (r, s), as square roots of the eigenvalues of K Kᵀ.
 
-    Beside the largest eigenvalue those below 1e-16 of it are rounding, and a thousand of their roots show in a FID. So
-    only the large ones are taken at a time; K is turned away from their vectors, and the others are what is left.
+    Eigenvalues below 1e-16 of the largest are rounding, and a thousand of their roots show in a FID. So the large ones
+    are taken first, and the others after K is projected away from their vectors.
     """
     total, first = K.new_zeros(()), None
     while len(K):
@@ -171,8 +169,7 @@ def precision_recall(reference: Tensor, images: Tensor) -> tuple[float, float]:
     """Computes the share of images within the reference's balls, and of the reference within the images'.
 
     Features are (N, D) and (M, D) float32 on one device; a ball reaches to the third nearest neighbour in its own set
-    (Kynkäänniemi et al., arXiv 1904.06991). At most two blocks of 10000 × 10000 distances are held at a time. Raises
-    ValueError for sets too small to have a third neighbour.
+    (Kynkäänniemi et al., arXiv 1904.06991). Raises ValueError for sets too small to have a third neighbour.
     """
     if min(len(reference), len(images)) <= NEIGHBOUR:
         raise ValueError(f"Precision and recall look at the {NEIGHBOUR} nearest neighbours: {len(reference)} reference "

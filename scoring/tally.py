@@ -1,12 +1,11 @@
 """Features of one set of images -> what its scores need, over ranks."""
 
-from collections.abc import Iterator
 from functools import partial
 
 import numpy as np
 import torch
 from accelerate import PartialState
-from accelerate.utils import gather, reduce
+from accelerate.utils import reduce
 from torch import Tensor
 from tqdm import tqdm
 
@@ -26,16 +25,15 @@ class Tally:
         self.count = count
         self.moments = {name: Moments(size, device) for name, size in extractor.sizes.items() if name in FEATURE_KEYS}
         self.scores = ScoreSums(count, extractor.sizes["probs"], device) if "probs" in extractor.sizes else None
-        self.pools: list[tuple[Tensor, Tensor]] | None = [] if keep_pool else None
-        self.pool: Tensor | None = None     # (N, D) float32 in the order of the indices, once over all ranks
+        self.pool = torch.zeros(count, extractor.sizes["pool"]) if keep_pool else None      # in the indices' order
 
     def add(self, indices: Tensor, features: dict[str, Tensor]) -> None:
         for name, moments in self.moments.items():
             moments.add(features[name])
         if self.scores is not None:
             self.scores.add(indices, features["probs"])
-        if self.pools is not None:
-            self.pools.append((indices.cpu(), features["pool"].float().cpu()))
+        if self.pool is not None:
+            self.pool[indices.cpu()] = features["pool"].float().cpu()
 
     def over_ranks(self) -> None:
         """Brings all ranks' sums together, once; raises ValueError where images are missing."""
@@ -44,30 +42,9 @@ class Tally:
         measured = int(self.moments["pool"].count)
         if measured != self.count:
             raise ValueError(f"{self.count} images were asked for and {measured} came.")
-        if self.pools is not None:
-            self.pool = torch.empty(self.count, len(self.moments["pool"].sum))
-            for indices, features in gather_uneven(self.pools, self.pool.shape[1], PartialState().device):
-                self.pool[indices] = features
-            self.pools = None
-
-
-def gather_uneven(
-    pieces: list[tuple[Tensor, Tensor]], size: int, device: torch.device,
-) -> Iterator[tuple[Tensor, Tensor]]:
-    """Yields all ranks' (indices (n,), rows (n, size)) on the CPU, piece by piece, however many each rank has."""
-    if PartialState().num_processes == 1:
-        yield from pieces
-        return
-    indices = torch.cat([torch.zeros(0, dtype=torch.int64), *(indices for indices, _ in pieces)])
-    rows = torch.cat([torch.zeros(0, size), *(rows for _, rows in pieces)])
-    most = int(gather(torch.tensor([len(indices)], device=device)).max())
-    for start in range(0, most, BLOCK):
-        length = min(BLOCK, most - start)
-        some, some_rows = indices[start : start + length], rows[start : start + length]
-        pad = length - len(some)
-        some = gather(torch.cat([some, torch.full((pad,), -1)]).to(device)).cpu()
-        some_rows = gather(torch.cat([some_rows, torch.zeros(pad, size)]).to(device)).cpu()
-        yield some[some >= 0], some_rows[some >= 0]
+        if self.pool is not None and PartialState().num_processes > 1:
+            for rows in self.pool.split(BLOCK):      # a row is one rank's, and zeros on the others
+                rows[:] = reduce(rows.to(PartialState().device), reduction="sum").cpu()
 
 
 def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: Kept | None, progress: str | None) -> None:
