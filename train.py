@@ -19,6 +19,7 @@ from collections.abc import Iterator, Mapping
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from torch import Tensor, nn
 from tqdm import tqdm
 
@@ -272,7 +273,7 @@ def main(cfg: TrainSettings) -> None:
     resumed = resume(run)
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
                      start=run.images // cfg.batch_size, pin=device.type == "cuda",
-                     device=device if cfg.data.on_device else None)
+                     device=device if cfg.data.on_device else None, arrays=run.objective.arrays)
     if accelerator.is_main_process:
         tidy_folder(run)
     start_trackers(run)
@@ -321,10 +322,10 @@ def main(cfg: TrainSettings) -> None:
             break
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
-        stored, y, weight = (part.to(device, non_blocking=True) for part in next(loader))
+        stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
         loss, grad_norm, skipped, terms = train_step(
             accelerator, called, run.objective, run.optimizer, to_latent(stored, latents.kind), y,
-            {"weight": weight.float()}, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
+            arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
             lr=learning_rate(run.step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )

@@ -85,3 +85,13 @@ def family_of(network: nn.Module) -> Family:
         raise ValueError(f"{owner.__name__} of {owner.__module__} is not one of {', '.join(FAMILIES)}: name its list "
                          f"of blocks by blocks=, and by along= what runs along the tokens.")
     return family
+
+
+def network_of(model: nn.Module) -> nn.Module:
+    """Returns the network inside the wrappers of compile, DDP and PEFT."""
+    if isinstance(model, nn.DataParallel):
+        raise ValueError("DataParallel calls several copies of a network at once; use DistributedDataParallel.")
+    if hasattr(model, "get_base_model"):
+        return network_of(model.get_base_model())
+    parts = [name for name, _ in model.named_children()]
+    return network_of(getattr(model, parts[0])) if parts in (["_orig_mod"], ["module"]) else model

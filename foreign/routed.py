@@ -1,20 +1,21 @@
-"""`routed` takes a network on a route from outside, without a change of its code: it wraps the forwards of its blocks.
+"""`routed` takes a network on a route from outside, its code as it is; `families` has what must be known of each class.
 
-What it needs to know of a class stands in `families`. Forwards are wrapped and no hooks registered: compiled code
-notices a changed forward but no new hook, and would stay dense without a word.
+It wraps forwards and registers no hooks: compiled code notices a changed forward but no new hook, and would stay dense
+without a word.
 """
 
 import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, replace
+from contextlib import contextmanager
+from dataclasses import dataclass
+from functools import partial
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from foreign.families import REFUSED, Blocks, Family, family_of
+from foreign.families import REFUSED, Blocks, Family, family_of, network_of
 from routing_module import Route, Router, resolve_routes
 
 
@@ -30,315 +31,290 @@ class PerSample:
 
     def __getitem__(self, index) -> Tensor:
         index = index if isinstance(index, tuple) else (index,)
-        return self.of_four_axes(self.table[(slice(None), *index[1:])] if index[0] is None else self.table)
-
-    def unsqueeze(self, dim: int) -> Tensor:
-        return self.of_four_axes(self.table.unsqueeze(dim + 1) if dim > 0 else self.table)
-
-    def of_four_axes(self, table: Tensor) -> Tensor:
+        table = self.table[(slice(None), *index[1:])] if index[0] is None else self.table
         if table.ndim != 4:
             raise ValueError("A block uses a table without a batch axis in a way that leaves the place of the batch "
                              "open: hand it over with a batch axis of size 1, and name its axis of tokens in along=.")
         return table
 
-
-@dataclass(frozen=True)
-class Plan:
-    """What is fixed when `routed` is entered; tuples with an entry for each block are in the blocks' order."""
-
-    routes: tuple[Route, ...]                   # in order of depth
-    route_of: tuple[int | None, ...]            # the route that a block is in
-    list_of: tuple[Blocks, ...]                 # the list that a block is in
-    arguments: tuple[tuple[str, ...], ...]      # the names of a block's arguments
-    call: tuple[str, ...]                       # the names of the network's arguments
-    family: Family
-    stay: int | tuple[int, ...] | None          # how many tokens in front never leave, or which; None: a call says it
-    mask_noise: Tensor | None
-    router: Router
+    def unsqueeze(self, dim: int) -> Tensor:
+        return self[None, :, None] if dim == 1 else self[:]
 
 
 class Pass:
     """One forward pass: its masks, and the tokens that are away."""
 
-    def __init__(self, plan: Plan):
-        self.plan, self.last, self.has_gradient = plan, -1, torch.is_grad_enabled()
-        self.stay = plan.stay
+    def __init__(self, routing: "Routing"):
+        self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
+        self.stay = routing.stay
         self.num_tokens = self.length = 0       # tokens that may leave; with those that never do
-        self.ids_keep: list[Tensor | None] = [None] * len(plan.routes)
+        self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.index: dict[int, Tensor] = {}      # ids_keep of each route, counted over the whole sequence
         self.away: dict[int, Tensor] = {}       # the tokens before its start
         self.along: dict[tuple[str, int], tuple[Tensor, Any]] = {}     # the latest table of a name and route, gathered
 
-    def place(self, block: int) -> str:
-        return f"Route {self.plan.routes[self.plan.route_of[block]]}, block {block} of {self.plan.list_of[block].path}"
+    def advance(self, block: int) -> None:
+        """Notes that a block is called, or at the number of blocks that the pass is over."""
+        depth = len(self.routing.blocks)
+        if block != self.last + 1:
+            raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
+                             f"route needs each of the {depth} blocks once, from the first to the last.")
+        self.last = block
 
-    def call(self, given: dict[str, Any]) -> None:
+    def read_call(self, given: dict[str, Any]) -> None:
         """Takes the length of the text (B,) from the network's arguments, and refuses what cannot be routed."""
-        for name in self.plan.family.alone:
+        family = self.routing.family
+        for name in family.alone:
             if given.get(name) is not None and not (isinstance(given[name], tuple) and not given[name]):
                 raise ValueError(f"{name} goes to blocks inside a route, past the tokens that left: call the network "
                                  f"without {name}, or without routed().")
-        if not self.has_gradient and any(isinstance(v, Tensor) and v.requires_grad for v in given.values()):
-            raise ValueError("The network runs without gradient on an input that requires it, as with reentrant "
-                             "checkpointing: set use_reentrant=False. For evaluation, detach the input.")
-        if self.plan.family.text_mask:
-            self.stay = given[self.plan.family.text_mask].sum(dim=1)
+        if family.text_mask:
+            self.stay = given[family.text_mask].sum(dim=1)
 
     def draw(self, x: Tensor, r: int, block: int) -> None:
         """Draws the mask of route r before its first block."""
-        plan, stay, (batch, n), joined = self.plan, self.stay, x.shape[:2], self.plan.list_of[block].joined
-        assert stay is not None or not joined, "a joined list of FAMILIES without prefix, text_mask or text before it"
-        before = int(stay.max()) if isinstance(stay, Tensor) else len(stay) if isinstance(stay, tuple) else stay or 0
+        routing, (batch, n), joined = self.routing, x.shape[:2], self.routing.specs[block].joined
+        stay = 0 if self.stay is None and not joined else self.stay
+        if isinstance(stay, tuple):
+            stay = sorted({range(n)[i] for i in stay})
+        before = int(stay.max()) if isinstance(stay, Tensor) else len(stay) if isinstance(stay, list) else stay
         self.num_tokens, self.length = (n - before, n) if joined else (n, n + before)
         if self.num_tokens < 1:
-            raise ValueError(f"{self.place(block)}: {before} of {n} tokens never leave, and none is left; see keep=.")
-        noise, shape = plan.mask_noise, (batch, len(plan.routes), self.num_tokens)
+            raise ValueError(f"{routing.place(block)}: {before} of {n} tokens never leave, so none may; see keep=.")
+        noise, shape = routing.mask_noise, (batch, len(routing.routes), self.num_tokens)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
                              f"routes, and {self.num_tokens} tokens that may leave.")
-        ids = plan.router.get_mask(x[:, n - self.num_tokens:], plan.routes[r].selection_ratio,
-                                   None if noise is None else noise[:, r])
+        ids = routing.router.get_mask(x[:, n - self.num_tokens:], routing.routes[r].selection_ratio,
+                                      None if noise is None else noise[:, r])
         if self.ids_keep[r] is not None:        # a recomputation, which draws so that later dropout finds its numbers
             return
         self.ids_keep[r] = self.index[r] = ids
         self.away[r] = x
-        if self.length > self.num_tokens:
-            if isinstance(stay, tuple):
-                free = torch.tensor([[i for i in range(n) if i not in stay and i - n not in stay]], device=x.device)
-            else:
-                free = torch.arange(self.num_tokens, device=x.device)[None] + (
-                    stay[:, None] if isinstance(stay, Tensor) else stay)
-            free = free.expand(batch, -1)
-            leaves = torch.zeros(batch, self.length, dtype=torch.uint8, device=x.device)
-            leaves = leaves.scatter(1, free, 1).scatter(1, free.gather(1, ids), 0)
-            self.index[r] = leaves.argsort(dim=1, stable=True)[:, :before + ids.shape[1]]
+        if isinstance(stay, list):
+            free = torch.tensor([[i for i in range(n) if i not in stay]], device=x.device)
+            never = torch.tensor([stay], device=x.device)
+        elif before:
+            first = stay[:, None] if isinstance(stay, Tensor) else stay
+            free = first + torch.arange(self.num_tokens, device=x.device)[None]
+            never = torch.arange(before, device=x.device)[None]
+            never = torch.where(never < first, never, never + self.num_tokens)      # text, and what pads a short one
+        if before:
+            both = never.expand(batch, -1), free.expand(batch, -1).gather(1, ids)
+            self.index[r] = torch.cat(both, dim=1).sort(dim=1).values
 
-    def kept(self, value: Any, axis: int, name: str, r: int, block: int) -> Any:
-        """Keeps the rows of the tokens that stay along an axis of a tensor, or of each tensor of a tuple."""
-        if isinstance(value, tuple | list):
-            return type(value)(self.kept(part, axis, f"{name}.{i}", r, block) for i, part in enumerate(value))
+    def kept(self, value: Tensor, axis: Any, name: str, block: int) -> Any:
+        """Keeps the rows of the tokens that stay along an axis of a tensor."""
+        axis, ndim = axis if isinstance(axis, tuple) else (axis, value.ndim)
+        if value.ndim != ndim:
+            return value
+        r = self.routing.route_of[block]
         source, result = self.along.get((name, r), (None, None))
         if source is value:
             return result
-        shape, axis = tuple(value.shape), range(value.ndim)[axis]
-        if shape[axis] not in (self.num_tokens, self.length):
-            raise ValueError(f"{self.place(block)}: {name} is {shape}, and its axis {axis} is neither "
-                             f"{self.num_tokens} long, for the tokens that may leave, nor {self.length}, for all.")
-        index = self.ids_keep[r] if shape[axis] == self.num_tokens else self.index[r]
-        batch, num_keep = index.shape
-        if axis == 0 and len(shape) == 2:
-            result = PerSample(value[index])
-        elif axis == 0 or shape[0] not in (1, batch):
-            raise ValueError(f"{self.place(block)}: {name} is {shape}, but its first axis must be the {batch} samples "
-                             f"or of size 1, before that of the tokens.")
-        else:
-            rows = index.view([batch if i == 0 else num_keep if i == axis else 1 for i in range(len(shape))])
-            result = value.expand(batch, *shape[1:]).gather(
-                axis, rows.expand([batch, *shape[1:axis], num_keep, *shape[axis + 1:]]))
+        axis, batch, shared = range(ndim)[axis], len(self.ids_keep[r]), ndim == 2 and axis in (0, -2)
+        if value.shape[axis] not in (self.num_tokens, self.length) or not shared and (
+                axis == 0 or len(value) not in (1, batch)):
+            raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
+                             f"{self.num_tokens} long, for the tokens that may leave, or {self.length}, for all, after "
+                             f"an axis of the {batch} samples or of size 1.")
+        index = self.ids_keep[r] if value.shape[axis] == self.num_tokens else self.index[r]
+        result = PerSample(value[index]) if shared else torch.take_along_dim(
+            value, index.view([batch, *[1] * (axis - 1), -1, *[1] * (ndim - axis - 1)]), axis)
         if not value.requires_grad:     # a recomputation must record the same operations
             self.along[name, r] = value, result
         return result
 
     def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Returns a block's arguments, on a route those of the tokens that stay."""
-        plan, spec, names = self.plan, self.plan.list_of[block], self.plan.arguments[block]
-        given, r = dict(zip(names, args, strict=False)) | kwargs, plan.route_of[block]
+        routing, spec, names = self.routing, self.routing.specs[block], self.routing.names[block]
+        given, r = dict(zip(names, args, strict=False)) | kwargs, routing.route_of[block]
         if spec.text:
             self.stay = given[spec.text].shape[1]
         if r is None:
             return args, kwargs
-        if self.has_gradient and not torch.is_grad_enabled():
-            raise ValueError(f"{self.place(block)} runs without gradient in a pass that has one, as with reentrant "
-                             f"checkpointing, where tokens that left would lose theirs: set use_reentrant=False.")
         for name, value in given.items():
-            plain = (bool, int, float, str, type(None))
+            plain = bool | int | float | str | None
             if isinstance(value, dict) and not all(isinstance(v, plain) for v in value.values()):
-                raise ValueError(f"{self.place(block)}: {name} holds {sorted(value)}, and what of it runs along the "
+                raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and what of it runs along the "
                                  f"tokens is not known: call the network without it, or without routed().")
-        if block == plan.routes[r].start_layer_idx:
+        if block == routing.routes[r].start_layer_idx:
             x = given[names[0]]
             self.draw(x, r, block)
-            given[names[0]] = plan.router.start_route(x, self.index[r] if spec.joined else self.ids_keep[r])
-        for name, axis in spec.along.items():
-            name, _, part = name.partition(".")
-            axis, ndim = axis if isinstance(axis, tuple) else (axis, None)
+            given[names[0]] = routing.router.start_route(x, self.index[r] if spec.joined else self.ids_keep[r])
+        for key, axis in spec.along.items():
+            name, _, part = (names[key] if isinstance(key, int) else key).partition(".")
             value = given.get(name)
-            if value is None or ndim is not None and value.ndim != ndim:
-                continue
-            given[name] = self.kept(value, axis, name, r, block) if not part else type(value)(
-                self.kept(v, axis, f"{name}.{i}", r, block) if i == int(part) else v for i, v in enumerate(value))
+            if isinstance(value, tuple | list):
+                given[name] = type(value)(self.kept(v, axis, f"{name}.{i}", block) if part in ("", str(i)) else v
+                                          for i, v in enumerate(value))
+            elif value is not None:
+                given[name] = self.kept(value, axis, name, block)
         return tuple(given[name] for name in names[:len(args)]), {name: given[name] for name in kwargs}
 
-    def leave(self, block: int, output: Any, recomputed: bool) -> Any:
+    def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
-        r = self.plan.route_of[block]
-        if r is None or block != self.plan.routes[r].end_layer_idx:
+        r, spec = self.routing.route_of[block], self.routing.specs[block]
+        if r is None or block != self.routing.routes[r].end_layer_idx:
             return output
-        spec, several = self.plan.list_of[block], isinstance(output, tuple | list)
-        x = output[spec.out] if several else output
+        x = output[spec.out] if (several := isinstance(output, tuple | list)) else output
         away, index = self.away.pop(r), self.index[r] if spec.joined else self.ids_keep[r]
         if x.shape[:2] != index.shape:
-            raise ValueError(f"{self.place(block)} returns {tuple(x.shape)} where {tuple(index.shape)} tokens stay.")
-        if recomputed:                      # without their graph, which holds this pass
+            raise ValueError(f"{self.routing.place(block)} returns {tuple(x.shape)} where {tuple(index.shape)} stay.")
+        if recomputable:                    # without its graph, which leads to this pass
             self.away[r] = away.detach()
         if spec.joined and away.shape[1] < self.length:     # they left before text and image became one sequence
             away = torch.cat([x[:, :self.length - away.shape[1]], away], dim=1)
-        x = self.plan.router.end_route(x, index, away.to(x.dtype))
+        x = self.routing.router.end_route(x, index, away.to(x.dtype))
         self.along.clear()
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
 
-    def check_whole(self) -> None:
-        if self.last != len(self.plan.route_of) - 1:
-            raise ValueError(f"The network was called, but of its {len(self.plan.route_of)} blocks the last to be "
-                             f"called was block {self.last}: a route needs each of them, in order.")
 
-
+@dataclass
 class Taken:
     """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token leaves."""
 
     ids_keep: list[Tensor | None]
 
 
-class Wraps:
-    """The forwards of a network (number -1) and its blocks, wrapped for the passes of one `routed`."""
+class Routing:
+    """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
-    def __init__(self, network: nn.Module, blocks: list[nn.Module], plan: Plan):
-        self.modules = [network, *blocks]
-        self.plan: Plan | None = plan           # None after the `with` block
+    def __init__(self, network, routes, blocks, along, keep, mask_noise):
+        # self.stay: how many tokens in front never leave, or which; None where a call says it.
+        if blocks is None or type(network).__name__ in REFUSED:
+            self.family = family_of(network)
+            if along is not None or keep is not None:
+                raise ValueError(f"along= and keep= are for what blocks= names; {type(network).__name__} is known.")
+            self.stay = getattr(network, self.family.prefix) if self.family.prefix else None
+        else:
+            self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),))
+            self.stay = keep if isinstance(keep, int) else tuple(keep or ()) or 0
+        self.blocks: list[nn.Module] = []
+        self.specs: list[Blocks] = []           # of each block, the list that it is in
+        for spec in self.family.lists:
+            found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
+            self.blocks += (getattr(block, "_orig_mod", block) for block in found)
+            self.specs += [spec] * len(found)
+        self.names = [names_of(getattr(block, "_checkpoint_wrapped_module", block)) for block in self.blocks]
+        known = {name for names in self.names for name in names[1:]}
+        if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known]:
+            raise ValueError(f"along= names {unknown[0]!r}; beside their tokens the blocks take {sorted(known)}.")
+        self.routes = resolve_routes(routes, len(self.blocks))
+        self.route_of: list[int | None] = [None] * len(self.blocks)
+        for r, route in enumerate(self.routes):
+            if not route.is_identity:
+                raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T and x_D_last.")
+            for i in range(route.start_layer_idx, route.end_layer_idx + 1) if route.selection_ratio > 0 else ():
+                self.route_of[i] = r
+                if any(max(m.kernel_size) > 1 for m in self.blocks[i].modules()
+                       if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
+                    raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would tear.")
+        own = getattr(network, "router", None)
+        self.router, self.mask_noise = own if isinstance(own, Router) else Router(), mask_noise
+        self.call = names_of(network)
+
+        self.open = True                        # until the `with` block ends
         self.latest: Pass | None = None
-        self.recomputed: Pass | None = None     # the pass of which a backward computes blocks again, while it does
-        self.taken = Taken()
-        self.taken.ids_keep = [None] * len(plan.routes)
+        self.recomputed: Pass | None = None     # the pass whose blocks a backward computes again, while it does
+        self.taken = Taken([None] * len(self.routes))
+        self.modules = [network, *self.blocks]
         self.wraps = [self.wrap(i, module) for i, module in enumerate(self.modules, start=-1)]
 
+    def place(self, block: int) -> str:
+        return f"Route {self.routes[self.route_of[block]]}, block {block} of {self.specs[block].path}"
+
     @contextmanager
-    def installed(self) -> Iterator[None]:
-        before = [vars(module).get("forward") for module in self.modules]
+    def wrapped(self) -> Iterator[None]:
+        before = [{k: v for k, v in vars(module).items() if k == "forward"} for module in self.modules]
         for module, wrap in zip(self.modules, self.wraps, strict=True):
             vars(module)["forward"] = MethodType(wrap, module)      # a bound method: a copy of the module has its own
         try:
             yield
         finally:
-            for module, forward in zip(self.modules, before, strict=True):
-                vars(module)["forward"] = forward
-                if forward is None:
-                    del vars(module)["forward"]
+            for module, own in zip(self.modules, before, strict=True):
+                del vars(module)["forward"]
+                vars(module).update(own)
 
     def wrap(self, i: int, module: nn.Module) -> Callable:
-        """Returns the wrapped forward of block i, for i = -1 of the network."""
+        """Returns the forward of block i, or for i = -1 of the network."""
         of_class, own = type(module).forward, vars(module).get("forward")
 
-        def forward(module, *args, **kwargs):
-            run = self.pass_of(i, args, kwargs)
+        def routed_forward(module, *args, **kwargs):
+            forward, run = own or partial(of_class, module), self.pass_of(i, args, kwargs)
             if run is None:
-                return own(*args, **kwargs) if own else of_class(module, *args, **kwargs)
-            with (saving := self.saving(run)) or nullcontext():
-                if i >= 0:
-                    args, kwargs = run.enter(i, args, kwargs)
-                output = own(*args, **kwargs) if own else of_class(module, *args, **kwargs)
-                if i >= 0:
-                    return run.leave(i, output, recomputed=saving is not None)
-                run.check_whole()
-                return output
+                return forward(*args, **kwargs)
+            recomputable = mark_checkpoint(run)
+            if i >= 0:
+                args, kwargs = run.enter(i, args, kwargs)
+                return run.leave(i, forward(*args, **kwargs), recomputable)
+            output = forward(*args, **kwargs)
+            if self.recomputed is None:
+                run.advance(len(self.blocks))
+            return output
 
-        return forward
+        return routed_forward
 
     def pass_of(self, i: int, args: tuple, kwargs: dict[str, Any]) -> Pass | None:
         """Returns the pass that a call of block i belongs to; the network's call begins one, else its first block's."""
-        if self.recomputed is not None or self.plan is None:
+        if self.recomputed is not None or not self.open:
             return self.recomputed
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            raise ValueError("A backward recomputes a block, and of which pass is not known: put the checkpoint around "
-                             "blocks or the network alone, and call backward of a dense pass outside of routed().")
+            raise ValueError("A backward inside routed() computes blocks again for a pass that was not routed: call "
+                             "backward of a dense pass outside of routed(), and checkpoint with use_reentrant=False.")
         if i == -1 or i == 0 and (self.latest is None or self.latest.last >= 0):
-            self.latest = Pass(self.plan)
+            self.begin(Pass(self))
             self.taken.ids_keep = self.latest.ids_keep
-        if i == -1:
-            self.latest.call(dict(zip(self.plan.call, args, strict=False)) | kwargs)
-        elif i != self.latest.last + 1:
-            raise ValueError(f"The blocks are called out of order: block {i} after block {self.latest.last}. A route "
-                             f"needs each of them once, from the first to the last.")
-        self.latest.last = i
+        if i >= 0:
+            self.latest.advance(i)
+            needs_gradient = self.latest.has_gradient and self.route_of[i] is not None
+        else:
+            given = dict(zip(self.call, args, strict=False)) | kwargs
+            self.latest.read_call(given)
+            needs_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in given.values())
+        if needs_gradient and not torch.is_grad_enabled():
+            raise ValueError(f"{self.place(i) if i >= 0 else 'The network'} runs without the gradient that its input "
+                             f"needs, as in a reentrant checkpoint: set use_reentrant=False, or detach the input.")
         return self.latest
 
-    def saving(self, run: Pass) -> torch.autograd.graph.saved_tensors_hooks | None:
-        """Inside a checkpoint, has whatever it saves here remember its pass; returns None outside of one.
-
-        The checkpoint recomputes when backward first asks for something saved, so there the pass is at hand, and the
-        forwards are wrapped for as long as it recomputes: inside the `with` block or outside, in whatever order.
-        """
-        if torch.compiler.is_compiling():
-            return None
-        hooks = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        if hooks is None:
-            return None
-        pack, unpack = hooks
-
-        def unpack_with_pass(packed):
-            before, self.recomputed = self.recomputed, run
-            try:
-                with self.installed():
-                    return unpack(packed)
-            finally:
-                self.recomputed = before
-
-        return torch.autograd.graph.saved_tensors_hooks(pack, unpack_with_pass)
+    def begin(self, run: Pass | None) -> None:
+        """Goes on to another pass; tokens away in one that broke off lose the graph, which would hold them for ever."""
+        if self.latest is not None:
+            self.latest.away = {r: x.detach() for r, x in self.latest.away.items()}
+        self.latest = run
 
 
-def network_of(model: nn.Module) -> nn.Module:
-    """Returns the network inside the wrappers of compile, DDP and PEFT."""
-    if isinstance(model, nn.DataParallel):
-        raise ValueError("DataParallel calls several copies of a network at once; use DistributedDataParallel.")
-    if hasattr(model, "get_base_model"):
-        return network_of(model.get_base_model())
-    parts = [name for name, _ in model.named_children()]
-    return network_of(getattr(model, parts[0])) if parts in (["_orig_mod"], ["module"]) else model
+def mark_checkpoint(run: Pass) -> bool:
+    """Tells whether a checkpoint is around this call, and has what it saves from here on remember the pass.
+
+    A checkpoint recomputes when backward first asks for something that it saved. So the pass is known there, wherever
+    and in whatever order backward is called. Raises ValueError for two passes in one checkpoint.
+    """
+    hooks = None if torch.compiler.is_compiling() else torch._C._autograd._top_saved_tensors_default_hooks(False)
+    if hooks is None or hooks[1].__module__ not in ("torch.utils.checkpoint", __name__):
+        return False
+    pack, unpack = hooks
+    if (other := getattr(unpack, "run", None)) is not None:
+        if other is not run:
+            raise ValueError("One checkpoint holds two passes of a network: give each a checkpoint of its own.")
+        return True
+
+    def unpack_for_pass(packed: Any) -> Tensor:
+        before, run.routing.recomputed = run.routing.recomputed, run
+        try:
+            with run.routing.wrapped():
+                return unpack(packed)
+        finally:
+            run.routing.recomputed = before
+
+    unpack_for_pass.run = run
+    torch._C._autograd._pop_saved_tensors_default_hooks()
+    torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack_for_pass)
+    return True
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(inspect.signature(type(module).forward).parameters)[1:]
-
-
-def make_plan(
-    network: nn.Module, routes: Iterable[Route], blocks: str | nn.Module | None, along: Mapping[str | int, int] | None,
-    keep: int | Iterable[int] | None, mask_noise: Tensor | None,
-) -> tuple[Plan, list[nn.Module]]:
-    """Returns what `routed` does, and the network's blocks in the order of their call."""
-    if blocks is None or type(network).__name__ in REFUSED:
-        family = family_of(network)
-        if along is not None or keep is not None:
-            raise ValueError(f"along= and keep= are for what blocks= names; {type(network).__name__} is known.")
-        stay = getattr(network, family.prefix) if family.prefix else None
-    else:
-        stay = keep if isinstance(keep, int) else tuple(keep or ()) or 0
-        family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),))
-    list_of: list[Blocks] = []
-    modules: list[nn.Module] = []
-    for spec in family.lists:
-        found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
-        modules += (getattr(module, "_orig_mod", module) for module in found)
-        list_of += [spec] * len(found)
-    routes = resolve_routes(routes, len(modules))
-    route_of = [next((r for r, route in enumerate(routes) if route.selection_ratio > 0 and
-                      route.start_layer_idx <= i <= route.end_layer_idx), None) for i in range(len(modules))]
-    arguments = [names_of(getattr(module, "_checkpoint_wrapped_module", module)) for module in modules]
-    for i, module in enumerate(modules):
-        if route_of[i] is not None and any(max(getattr(m, "kernel_size", (1,))) > 1 for m in module.modules()
-                                           if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
-            raise ValueError(f"Route {routes[route_of[i]]}: block {i} of {list_of[i].path} convolves over the grid of "
-                             f"tokens, which a route would tear.")
-        if blocks is not None:
-            by_name = {arguments[i][name] if isinstance(name, int) and -1 < name < len(arguments[i]) else name: axis
-                       for name, axis in list_of[i].along.items()}
-            if unknown := [name for name in by_name if str(name).partition(".")[0] not in arguments[i][1:]]:
-                raise ValueError(f"along= names {unknown[0]!r}; beside its tokens block {i} takes {arguments[i][1:]}.")
-            list_of[i] = replace(list_of[i], along=by_name)
-    for route in routes:
-        if not route.is_identity:
-            raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T and x_D_last.")
-    own = getattr(network, "router", None)
-    return Plan(routes, tuple(route_of), tuple(list_of), tuple(arguments),
-                names_of(network), family, stay, mask_noise, own if isinstance(own, Router) else Router()), modules
 
 
 @contextmanager
@@ -360,14 +336,14 @@ def routed(
     for a network or a call that cannot be routed exactly, and where a pass has not gone through the blocks.
     """
     network = network_of(model)
-    if getattr(getattr(network.forward, "__func__", None), "__qualname__", "").startswith(Wraps.__qualname__):
+    if getattr(vars(network).get("forward"), "__name__", "") == "routed_forward":
         raise ValueError(f"{type(network).__name__} is routed already: give all routes to one routed().")
-    plan, modules = make_plan(network, routes, blocks, along, keep, mask_noise)
-    wraps = Wraps(network, modules, plan)
+    routing = Routing(network, routes, blocks, along, keep, mask_noise)
     try:
-        with wraps.installed():
-            yield wraps.taken
-        if wraps.latest is not None:
-            wraps.latest.check_whole()
+        with routing.wrapped():
+            yield routing.taken
+        if routing.latest is not None and routing.latest.last < len(routing.blocks):
+            routing.latest.advance(len(routing.blocks))
     finally:
-        wraps.plan = wraps.latest = None
+        routing.begin(None)
+        routing.open = False

@@ -9,9 +9,9 @@ import hashlib
 import json
 import math
 import warnings
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Annotated, Any
+from typing import Annotated, Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,9 +22,10 @@ from latents.images import check_labels, find_tars
 from latents.tars import allow_open_files, open_rows, tar_index
 from latents.writer import map_npy
 from objectives.diffusion import kept_tokens
-from runtime.schema import Count, Number, Positive, Record, Whole, one_of, read_record
+from runtime.schema import Count, Number, Positive, Record, Text, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
+WEIGHT = "weight"  # the name under which objectives know masks-*.npy
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 CHUNK = 4096  # latents that are copied to a device at once
 
@@ -68,7 +69,7 @@ class Latents:
         convention: Convention,                     # by which the network's latents are made of the autoencoder's
         applied: Convention | None = None,          # tars: what of it is still to be done to their values
         display_names: list[str] | None = None,
-        masks: list[np.ndarray] | None = None,      # of each plain shard, mapped: (n, h, w)
+        arrays: "dict[str, Beside] | None" = None,  # further ones of the same rows, by the name an objective knows
     ):
         self.where = where
         self.kind, self.mirrored = kind, mirrored
@@ -78,7 +79,7 @@ class Latents:
         self.count = len(labels)
         self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])
 
-        self._shards, self._masks, self._starts, self._labels = shards, masks, starts, labels
+        self._shards, self._starts, self._labels, self.arrays = shards, starts, labels, arrays or {}
         self.classes = np.unique(labels).tolist()
         self._stored_shape, self._stored_dtype = stored_shape, stored_dtype
         self.in_tars = applied is not None  # values come as they are there: `applied` is due
@@ -89,8 +90,8 @@ class Latents:
         content = hashlib.sha256(json.dumps(record).encode())
         content.update(labels)
         content.update(self._read_stored(*self.probe()))
-        if self.has_masks:
-            content.update(self.weights(*self.probe()))
+        for name, rows in sorted(self.rows_of(self.arrays, *self.probe()).items()):
+            content.update(rows.astype(np.float16) if name == WEIGHT else name.encode() + rows.tobytes())
         self.fingerprint = content.hexdigest()[:32]
 
     def read(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
@@ -104,63 +105,50 @@ class Latents:
             stored = convert(torch.from_numpy(stored).float()).half().numpy()
         return stored, self._labels[indices].astype(np.int64)
 
-    @property
-    def has_masks(self) -> bool:
-        return self._masks is not None
-
-    def weights(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> np.ndarray:
-        """Returns the masks of `indices`, the weights of the loss: (B, 1, h, w) float16, or ones (B, 1, 1, 1).
-
-        Unlike a latent, the mask of a flipped image is the flipped mask, so there are no files of them.
-        """
-        if self._masks is None:
-            return np.ones((len(indices), 1, 1, 1), np.float16)
-        rows = np.empty((len(indices), 1, *self.shape[1:]), np.float16)
-        self._fill(rows, self._masks, indices)
-        return rows if mirror is None else np.where(mirror[:, None, None, None], rows[..., ::-1], rows)
-
-    def read_weighted(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, ...]:
-        """Returns what `read` does and, third, `weights`."""
-        return *self.read(indices, mirror), self.weights(indices, mirror)
+    def rows_of(
+        self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
+    ) -> dict[str, np.ndarray]:
+        """Returns the rows of `indices` (B, …) of the arrays beside the latents, as their files have them."""
+        rows = {}
+        for name in names:
+            array = self.arrays[name]
+            rows[name] = np.empty((len(indices), *array.shards[0].shape[1:]), array.shards[0].dtype)
+            self._fill(rows[name], array.shards, indices, mirror if array.mirror == "files" else None)
+            if mirror is not None and array.mirror == "flip":
+                flipped = mirror.reshape(-1, *[1] * (rows[name].ndim - 1))
+                rows[name] = np.where(flipped, rows[name][..., ::-1], rows[name])
+        return rows
 
     def most_kept(self, patch_size: int) -> tuple[int, int]:
         """Reads all masks; returns the most tokens that one has `kept_tokens` keep, and whose image's it is."""
         most, image = 0, 0
         for start in range(0, self.count, CHUNK):
             indices = np.arange(start, min(start + CHUNK, self.count))
-            counts = kept_tokens(torch.from_numpy(self.weights(indices)).float(), patch_size).sum(dim=1)
+            weight = torch.from_numpy(self.rows_of([WEIGHT], indices)[WEIGHT]).float()
+            counts = kept_tokens(weight, patch_size).sum(dim=1)
             if (found := int(counts.max())) > most:
                 most, image = found, start + int(counts.argmax())
         return most, image
 
-    def to_device(self, device: torch.device | str) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Copies all that is stored to a device, as `read_weighted` gives it: stored, labels, weights.
+    def to_device(self, device: torch.device | str, names: Iterable[str] = ()) -> tuple[torch.Tensor, ...]:
+        """Copies all that is stored to a device: latents, labels, and the arrays of `names` in their order.
 
-        Of n images there are n rows of each, with mirrored copies twice as many of what differs in them (image i's
-        copy is at i + count), and one row of weights where there are no masks. Raises ValueError where a GPU has too
-        little free memory.
+        Of n images there are n rows of each, and with mirrored copies twice as many of what differs in them (image i's
+        copy is at i + count).
         """
-        copies = 2 if self.mirrored else 1
-        weight_bytes = 2 * math.prod(self.shape[1:]) if self.has_masks else 0
-        need = self.count * (copies * (math.prod(self._stored_shape) * 2 + weight_bytes) + 8)
-        free = torch.cuda.mem_get_info(device)[0] if torch.device(device).type == "cuda" else math.inf
-        if need > free:
-            raise ValueError(f"data.on_device=true needs {need / 2**30:.1f} GiB for the {self.count * copies:,} "
-                             f"latents of {self.where}, but {device} has {free / 2**30:.1f} GiB free: set "
-                             f"data.on_device=false.")
-        rows = copies * self.count
-        stored = torch.empty((rows, *self._stored_shape), dtype=torch.float16, device=device)
-        weights = torch.ones((rows, 1, *self.shape[1:]) if self.has_masks else (1, 1, 1, 1),
-                             dtype=torch.float16, device=device)
+        copies, names = 2 if self.mirrored else 1, [*names]
+        like = [self._stored_shape, *(self.arrays[name].shards[0].shape[1:] for name in names)]
+        dtypes = [torch.float16, *(torch.from_numpy(self.arrays[name].shards[0][:0].copy()).dtype for name in names)]
+        there = [torch.empty((copies * self.count, *shape), dtype=dtype, device=device)
+                 for shape, dtype in zip(like, dtypes, strict=True)]
         for copy in range(copies):
             for start in range(0, self.count, CHUNK):
                 indices = np.arange(start, min(start + CHUNK, self.count))
-                chunk, _, masks = self.read_weighted(indices, np.full(len(indices), copy == 1))
-                first = copy * self.count + start
-                stored[first:][: len(chunk)] = torch.from_numpy(chunk)
-                if self.has_masks:
-                    weights[first:][: len(chunk)] = torch.from_numpy(masks)
-        return stored, torch.from_numpy(self._labels.astype(np.int64)).to(device), weights
+                mirror = np.full(len(indices), copy == 1)
+                rows = [self.read(indices, mirror)[0], *self.rows_of(names, indices, mirror).values()]
+                for whole, part in zip(there, rows, strict=True):
+                    whole[copy * self.count + start :][: len(part)] = torch.from_numpy(part)
+        return there[0], torch.from_numpy(self._labels.astype(np.int64)).to(device), *there[1:]
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
@@ -206,7 +194,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
 
     Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its
-    kind, scale and classes, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
+    kind and scale, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
     "moments" ([mean, logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which
     TREAD stores scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first
     opening indexes them and keeps the index beside them, so let one rank open before the others. Raises ValueError,
@@ -215,7 +203,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     assert kind in (None, *KINDS) and (scale is None or scale > 0)
     path = Path(path)
     if (path / "metadata.json").is_file():
-        latents = _open_folder(path, kind, scale, num_classes)
+        latents = _open_folder(path, kind, scale)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
         raise ValueError(f"{path}: preparation has not finished; run the same command again, and it "
                          "goes on from there.")
@@ -242,6 +230,21 @@ class Shard(Record):
     count: Whole
 
 
+class Beside(NamedTuple):
+    """An array beside the latents: a map of each shard's file, and how its rows follow a flipped image."""
+
+    shards: list[np.ndarray]
+    mirror: str             # same: they do not | flip: their last axis | files: in files of their own, after the others
+
+
+class ArrayRecord(Record):
+    """One of `arrays` in metadata.json, kept in <name>-*.npy, and if `mirror` is files in <name>_mirrored-*.npy."""
+
+    shape: list[Count]      # of one row
+    dtype: Text
+    mirror: one_of(["same", "flip", "files"])
+
+
 class Metadata(Record):
     """metadata.json as docs/data.md has it, but for what no reader needs."""
 
@@ -261,9 +264,10 @@ class Metadata(Record):
     latents_std: list[Number] | None = None
     pixels: list[Number] | None = None
     shards: list[Shard]
+    arrays: dict[str, ArrayRecord] = {}
 
 
-def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
+def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:
     file = folder / "metadata.json"
     meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
     classes, counts = meta.num_classes, [shard.count for shard in meta.shards]
@@ -280,10 +284,6 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
         if asked is not None and asked != said:
             raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {said!r}: "
                              f"leave data.{name}=null for a latent folder.")
-    if num_classes is not None and num_classes < classes:
-        raise ValueError(f"data.num_classes is {num_classes}, but {folder} has {classes}: "
-                         f"set data.num_classes={classes} or more.")
-
     try:
         convention = Convention.read(meta.model_dump())
         convention.require(meta.shape[0], "its record")
@@ -303,26 +303,29 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None, num_classe
         labels[start:end] = of_shard
     return Latents(where=str(folder), files=files, shards=shards, starts=starts, labels=labels,
                    stored_shape=stored_shape, stored_dtype=np.dtype("<f2"),
-                   masks=_open_masks(folder, names["latents"], counts, stored_shape[1:]),
+                   arrays=_open_arrays(folder, meta, names["latents"], counts),
                    convention=convention,
                    **meta.model_dump(include={"kind", "mirrored", "num_classes", "class_names", "display_names",
                                               "autoencoder"}))
 
 
-def _open_masks(
-    folder: Path, latents: list[Path], counts: list[int], sides: tuple[int, int],
-) -> list[np.ndarray] | None:
-    """Maps masks-*.npy, one beside each latents-*.npy, as arrays (n, h, w); None for a folder without any."""
-    wanted = [file.with_name("masks-" + file.name.removeprefix("latents-")) for file in latents]
-    found = sorted(folder.glob("masks-*.npy"))
-    if not found:
-        return None
-    if odd := sorted({*wanted} ^ {*found}):
-        raise ValueError(f"{folder} has {len(found)} files of masks for {len(latents)} of latents: {odd[0].name} is "
-                         f"{'there without its latents' if odd[0] in found else 'missing'}. Give every "
-                         f"latents-*.npy its masks-*.npy, or remove them all.")
-    return [map_npy(file, [(n, *sides), (n, 1, *sides)], ["uint8", "float16"])
-            for file, n in zip(wanted, counts, strict=True)]
+def _open_arrays(folder: Path, meta: Metadata, latents: list[Path], counts: list[int]) -> dict[str, Beside]:
+    """Maps the arrays that metadata.json names, and masks-*.npy, the weights of the loss, as (n, 1, h, w)."""
+    def shards(name: str, shapes: list[list[int]], dtypes: list[str]) -> list[np.ndarray]:
+        files = [file.with_name(file.name.replace("latents-", f"{name}-")) for file in latents]
+        return [map_npy(file, [(n, *shape) for shape in shapes], dtypes)
+                for file, n in zip(files, counts, strict=True)]
+
+    arrays = {}
+    for name, record in meta.arrays.items():
+        parts = [name] + [f"{name}_mirrored"] * (record.mirror == "files" and meta.mirrored)
+        maps = [shards(part, [record.shape], [record.dtype]) for part in parts]
+        arrays[name] = Beside(sum(maps, []), record.mirror)
+    if any(folder.glob("masks-*.npy")):
+        sides = meta.shape[1:]
+        maps = [mask.reshape(-1, 1, *sides) for mask in shards("masks", [sides, [1, *sides]], ["uint8", "float16"])]
+        arrays[WEIGHT] = Beside(maps, "flip")
+    return arrays
 
 
 def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
@@ -364,7 +367,7 @@ def _check_values(latents: Latents) -> None:
     if not finite.all():
         raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, image {indices[~finite][0]} first. "
                          "Prepare them again; an autoencoder in half precision is the usual cause.")
-    masks = latents.weights(indices, mirror)
+    masks = latents.rows_of([WEIGHT], indices, mirror)[WEIGHT] if WEIGHT in latents.arrays else np.ones(1)
     if not (0 <= masks.min() and masks.max() <= 1):      # nor NaN
         raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
                          f"they lie in 0..1: store mask / 255 as float16, or 0 and 1 as uint8.")

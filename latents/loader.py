@@ -1,10 +1,10 @@
 """Latents -> endless shuffled batches, the same ones on any number of ranks."""
 
 import itertools
-import queue
 import sys
-import threading
-from collections.abc import Callable, Iterator
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
 from functools import partial
 
@@ -21,9 +21,10 @@ NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training st
 
 
 def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,
-            pin: bool = False, device: torch.device | str | None = None) -> Iterator[tuple[torch.Tensor, ...]]:
-    """Yields this rank's share of each global batch, without end: stored (batch_size / world, …) float16, y int64 and
-    weights float16, the masks (…, 1, h, w), or ones (…, 1, 1, 1) where there are none.
+            pin: bool = False, device: torch.device | str | None = None, arrays: Iterable[str] = (),
+            ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
+    """Yields this rank's share of each global batch, without end: stored (batch_size / world, …) float16, y int64 and,
+    by name, those of `arrays` that lie beside the latents.
 
     Epoch e is a permutation of all images by (seed, e), cut into floor(count / batch_size) global batches; rank r
     takes the r-th part of each, so what a global batch holds does not depend on `world`. `start` global batches
@@ -41,9 +42,23 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
     assert 0 <= rank < world and start >= 0
     plan = _plan(latents, batch_size, seed, rank, world, start)
     gpu = torch.cuda.current_device() if pin else None
+    names = [name for name in arrays if name in latents.arrays]
     if device is None:
-        return read_ahead(_load(latents.read_weighted, plan, gpu))
-    return _select(*latents.to_device(device), read_ahead(_load(partial(_rows, latents.count), plan, gpu)))
+        parts = read_ahead(_load(partial(_read, latents, names), plan, gpu))
+    else:
+        rows = read_ahead(_load(partial(_rows, latents.count), plan, gpu))
+        parts = _select(latents.to_device(device, names), rows)
+    return _named(names, parts)
+
+
+def _read(latents: Latents, names: list[str], indices: np.ndarray, mirror: np.ndarray | None) -> tuple[np.ndarray, ...]:
+    return *latents.read(indices, mirror), *latents.rows_of(names, indices, mirror).values()
+
+
+def _named(names: list[str], parts: Iterator) -> Iterator[tuple]:
+    with closing(parts):
+        for stored, y, *others in parts:
+            yield stored, y, dict(zip(names, others, strict=True))
 
 
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
@@ -89,43 +104,21 @@ def _rows(count: int, indices: np.ndarray, mirror: np.ndarray | None) -> tuple[n
     return (indices if mirror is None else indices + count * mirror,)
 
 
-def _select(
-    stored: torch.Tensor, labels: torch.Tensor, weights: torch.Tensor, batches_of_rows: Iterator,
-) -> Iterator[tuple]:
+def _select(wholes: tuple[torch.Tensor, ...], batches_of_rows: Iterator) -> Iterator[tuple]:
     with closing(batches_of_rows):
         for (rows,) in batches_of_rows:
-            rows = rows.to(stored.device, non_blocking=True)
-            yield tuple(part.index_select(0, rows % len(part)) for part in (stored, labels, weights))
+            rows = rows.to(wholes[0].device, non_blocking=True)
+            yield tuple(whole.index_select(0, rows % len(whole)) for whole in wholes)
 
 
 def read_ahead(items: Iterator) -> Iterator:
     """Yields `items`, made by one thread that is at most NUM_AHEAD of them ahead and ends with this generator."""
-    ready, free, stop = queue.SimpleQueue(), threading.Semaphore(NUM_AHEAD), threading.Event()
-
-    def produce():
-        try:
-            for item in items:
-                free.acquire()
-                if stop.is_set():
-                    return
-                ready.put((item, None))
-            ready.put(None)
-        except BaseException as error:  # raised where the batch is asked for
-            ready.put((None, error))
-
-    thread = threading.Thread(target=produce, name="read-ahead", daemon=True)
-    thread.start()
+    pool, end = ThreadPoolExecutor(1, "read-ahead"), object()
     try:
-        while True:
-            if (got := ready.get()) is None:
-                return
-            item, error = got
-            if error is not None:
-                raise error
-            free.release()
+        waiting = deque(pool.submit(next, items, end) for _ in range(NUM_AHEAD))
+        while (item := waiting.popleft().result()) is not end:
+            waiting.append(pool.submit(next, items, end))
             yield item
     finally:
-        stop.set()
-        free.release()
-        if not sys.is_finalizing():  # a daemon thread cannot be joined once the interpreter is going down
-            thread.join()
+        if not sys.is_finalizing():  # when all threads have been joined
+            pool.shutdown(cancel_futures=True)

@@ -14,7 +14,7 @@ from filelock import FileLock
 from pydantic import Field
 
 from latents.images import check_labels
-from runtime.files import beside, hold, remove, write_text
+from runtime.files import beside, hold, naming, remove, write_text
 from runtime.schema import Record, Whole, read_record
 
 # What killed writes leave of our files; the version before named it .partial.
@@ -127,7 +127,8 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
     again = "copy the folder again, or remove it and prepare it anew"
     try:
-        array = np.lib.format.open_memmap(file, mode="r")
+        with naming(file):
+            array = np.lib.format.open_memmap(file, mode="r")
     except FileNotFoundError:
         raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.") from None
     except ValueError as error:      # no npy, or cut short, or Python objects, which are pickled

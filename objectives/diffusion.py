@@ -18,6 +18,7 @@ class DiffusionLoss(nn.Module):
     """
 
     terms: tuple[str, ...] = ()
+    arrays: tuple[str, ...] = ("weight",)      # of those beside the latents, where they are there
 
     def __init__(self, net: DiT, diffusion: EDM | RF, keep_masked: bool = False):
         super().__init__()
@@ -25,7 +26,7 @@ class DiffusionLoss(nn.Module):
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; it is 1 where it is not given."""
-        weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight
+        weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight.float()
         mask_noise = draw_mask_noise(self.net, weight, True) if self.keep_masked else None
         loss = self.diffusion.loss(self.net, x, y, self.net.routes, weight=weight, mask_noise=mask_noise)
         return loss, {}
@@ -35,10 +36,12 @@ class Objective(nn.Module):
     """An objective around another one, to whose loss it adds a term or which it replaces.
 
     Its call takes x (B, C, h, w), y (B,) and the arrays that lie beside the latents, by name; it returns the loss of
-    each sample (B,) and, by name, the terms (B,) that are logged beside it. `own_terms` names those that it adds.
+    each sample (B,) and, by name, the terms (B,) that are logged beside it. `own_terms` names those that it adds, and
+    `own_arrays` the arrays that it needs.
     """
 
     own_terms: tuple[str, ...] = ()
+    own_arrays: tuple[str, ...] = ()
 
     def __init__(self, inner: "Objective | DiffusionLoss"):
         super().__init__()
@@ -47,6 +50,10 @@ class Objective(nn.Module):
     @property
     def terms(self) -> tuple[str, ...]:
         return self.inner.terms + self.own_terms
+
+    @property
+    def arrays(self) -> tuple[str, ...]:
+        return self.inner.arrays + self.own_arrays
 
     @property
     def net(self) -> DiT:

@@ -36,7 +36,7 @@ class Version1(Objective):
         self.mae_weight = mae_weight
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
-        weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight
+        weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight.float()
         mask_noise = draw_mask_noise(self.net, weight, self.keep_masked)
         return self.loss(x, y, weight, mask_noise), {}
 

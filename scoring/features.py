@@ -116,7 +116,7 @@ def verified(path: Path, sha256: str | None, published: bool = True) -> str:
     found, record = files.sha256(path), path.with_name(f"{path.name}.sha256")
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
-    if published and record.exists():
+    if published and os.path.lexists(record):
         recorded = (record.read_text(encoding="utf-8").split() or ["nothing"])[0]
         if recorded != found:
             raise ValueError(
@@ -129,7 +129,7 @@ def verified(path: Path, sha256: str | None, published: bool = True) -> str:
 def record_hash(path: Path, found: str) -> None:
     """Writes the SHA-256 of published weights into `<name>.sha256` at their first use, once they have proved right."""
     record = path.with_name(f"{path.name}.sha256")
-    if not record.exists():
+    if not os.path.lexists(record):
         try:
             files.write_text(record, f"{found}  {path.name}\n")      # what `sha256sum -c` reads
         except OSError as error:

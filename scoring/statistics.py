@@ -119,7 +119,8 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
     try:
         with np.load(path, allow_pickle=False) as arrays:
             keys = set(arrays.files)
-            found = {key: arrays[key] for key in keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}}
+            small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
+            found = {key: np.asarray(arrays[key]) for key in small}
     except Exception as error:      # no zip, a pickle inside, cut short: numpy and zipfile differ in what they raise
         raise ValueError(f"reference={path} is not an npz that can be read: {error}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:

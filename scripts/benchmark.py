@@ -33,6 +33,7 @@ from typing import Annotated
 import numpy as np
 import torch
 from accelerate import Accelerator
+from accelerate.utils import send_to_device
 from matplotlib.figure import Figure
 from pydantic import Field
 from torch import Tensor, nn
@@ -326,11 +327,11 @@ class Variant:
         with forward, marked(watch, self.accelerator, "backward", "backward"):
             for _ in range(count):
                 torch.manual_seed(train.step_seed(0, self.step, self.accelerator.process_index))
-                stored, y, weight = (part.to(self.accelerator.device, non_blocking=True) for part in next(self.loader))
+                stored, y, arrays = send_to_device(next(self.loader), self.accelerator.device, non_blocking=True)
                 mark("data wait")
                 told = train.train_step(
                     self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
-                    {"weight": weight.float()}, lr=1e-4, label_dropout=0.1, clip_norm=None,
+                    arrays, lr=1e-4, label_dropout=0.1, clip_norm=None,
                     num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
                 )
                 mark("optimizer")      # with the gradient's norm
@@ -504,7 +505,7 @@ def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
                 for _ in range(count):
                     time.sleep(pause)
                     asked = time.perf_counter()
-                    stored, *_ = (part.to(device, non_blocking=True) for part in next(loader))
+                    stored = next(loader)[0].to(device, non_blocking=True)
                     wait(device)
                     waits.append(time.perf_counter() - asked)
                 rates.append(count * cfg.batch_size / (time.perf_counter() - began))

@@ -1,4 +1,4 @@
-"""Puts the project root on the import path and finds the real data that some tests use where it is there."""
+"""Puts the project root and the folders of tests on the import path and finds the real data that some need."""
 
 import os
 import sys
@@ -8,7 +8,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path.insert(0, str(ROOT))
+sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])     # tests share helpers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")      # more are processes, which import torch anew

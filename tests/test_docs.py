@@ -143,17 +143,19 @@ def test_what_pip_installs_is_the_science_and_is_enough(tmp_path):
     pytest.importorskip("setuptools")
     checkout = tmp_path / "checkout"
     subprocess.run(["git", "-C", str(ROOT), "checkout-index", "--all", f"--prefix={checkout}/"], check=True)
-    for file in (*ROOT.glob("*.py"), ROOT / "pyproject.toml"):      # as they are now, committed or not
-        (checkout / file.name).write_bytes(file.read_bytes())
+    for file in (*ROOT.glob("*.py"), *ROOT.glob("foreign/*.py"), *ROOT.glob("objectives/*.py"), ROOT / "pyproject.toml"):
+        (checkout / file.relative_to(ROOT)).parent.mkdir(exist_ok=True)
+        (checkout / file.relative_to(ROOT)).write_bytes(file.read_bytes())      # as they are now, committed or not
     installed = tmp_path / "installed"
     subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--no-deps", "--no-build-isolation", "--no-index",
                     "--target", str(installed), str(checkout)], check=True, capture_output=True)
     assert {file.stem for file in installed.glob("*.py")} == {
         "routing_module", "mixers", "blocks", "dit", "edm", "rf", "guidance", "autoencoder"}
-    code = "import autoencoder, dit, edm, guidance, rf, routing_module; print(dit.__file__)"
+    code = ("import autoencoder, dit, edm, foreign.routed, guidance, objectives.version1, rf, routing_module\n"
+            "print(dit.__file__, foreign.__file__, objectives.__file__)")
     result = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, check=True,
                             env=os.environ | {"PYTHONPATH": str(installed)})
-    assert result.stdout.startswith(str(installed))
+    assert result.stdout.count(str(installed)) == 3
 
 
 def imports_of(file) -> set[str]:

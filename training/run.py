@@ -77,7 +77,7 @@ class Meta(CheckpointRecord):
 
 def check_kept(latents: Latents, model: DiT) -> None:
     """Raises ValueError where keep_masked=true cannot keep what it should; reads all masks."""
-    if not latents.has_masks:
+    if "weight" not in latents.arrays:
         raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
                          f"them, or set keep_masked=false.")
     num_tokens = model.pos_embed.shape[1]
@@ -371,6 +371,9 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
     objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked)
+    if lacking := [name for name in objective.arrays if name not in (*latents.arrays, "weight")]:
+        raise ValueError(f"The objective {', '.join(cfg.objective)} needs {lacking[0]}-*.npy beside the latents, and "
+                         f"{latents.where} has no such array in its metadata.json (docs/data.md).")
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)

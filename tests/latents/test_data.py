@@ -13,14 +13,15 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 
 from autoencoder import Convention
+from latents import folder as latent_folder
 from latents import loader
 from latents.folder import Latents, kept_tokens, open_latents
 from latents.loader import batches, to_latent
 from latents.tars import TAR_INDEX
 
-ROOT = Path(__file__).resolve().parents[1]
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
 
 
@@ -64,12 +65,12 @@ def labels_of(count=COUNT):
 
 
 def take(latents, num, batch_size, **how):
-    return [(stored, y) for stored, y, _ in take_weighted(latents, num, batch_size, **how)]
+    return [batch[:2] for batch in take_weighted(latents, num, batch_size, **how)]
 
 
 def take_weighted(latents, num, batch_size, **how):
-    stream = batches(latents, batch_size, **how)
-    taken = list(itertools.islice(stream, num))
+    stream = batches(latents, batch_size, arrays=["weight"], **how)
+    taken = [(stored, y, *arrays.values()) for stored, y, arrays in itertools.islice(stream, num)]
     stream.close()
     return taken
 
@@ -187,7 +188,7 @@ def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
 
 @pytest.mark.parametrize("kind", ["folder", "mirrored", "masks", "mirrored with masks", "tars of samples", "tars of moments"])
 def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_path, monkeypatch, kind):
-    monkeypatch.setattr(folder, "CHUNK", 32)  # four copies, the last one short
+    monkeypatch.setattr(latent_folder, "CHUNK", 32)  # four copies, the last one short
     if kind.startswith("tars"):
         logvar = [numbered(seed=1)] * kind.endswith("moments")
         write_tars(tmp_path, np.concatenate([numbered() / 0.18215, *logvar], axis=1), labels_of())
@@ -200,12 +201,6 @@ def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_
         for ours, theirs in zip(take_weighted(latents, 21, 10, device="cpu", **how), take_weighted(latents, 21, 10, **how), strict=True):
             assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(ours, theirs, strict=True))
     assert not readers()
-
-
-def test_a_gpu_that_is_too_full_for_the_latents_is_a_sentence(folder, monkeypatch):
-    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (2**13, 2**30))
-    with pytest.raises(ValueError, match=r"needs 0.0 GiB for the 103 latents of .*, but cuda has 0.0 GiB free: set data.on_device=false"):
-        batches(open_latents(folder), 10, seed=0, device="cuda")
 
 
 def test_moments_are_sampled_with_their_mean_and_standard_deviation():
@@ -285,7 +280,7 @@ def test_the_tar_index_is_kept_and_made_again_when_the_tars_change(tmp_path, mon
     write_tars(tmp_path, numbered(), labels_of())
     first = open_latents(tmp_path, kind="sample", scale=1)
     with monkeypatch.context() as patch:
-        patch.setattr(folder, "tar_members", None)  # a second indexing would fail
+        patch.setattr("latents.tars.tar_members", None)  # a second indexing would fail
         assert open_latents(tmp_path, kind="sample", scale=1).fingerprint == first.fingerprint
     write_tars(tmp_path, numbered(seed=8), labels_of()[::-1])  # files of the same names and sizes
     stored, labels = open_latents(tmp_path, kind="sample", scale=1).read(np.arange(COUNT))
@@ -333,15 +328,39 @@ def masks_of(count=COUNT, dtype=np.float16):
 def test_a_mask_stays_with_its_image(folder, dtype, channel):
     masks = masks_of(dtype=dtype)
     latents = open_latents(write_masks(folder, masks[:, None] if channel else masks))
-    assert latents.has_masks
+    assert [*latents.arrays] == ["weight"]
     for stored, _, weights in take_weighted(latents, 12, 10, seed=1):
-        assert (weights.dtype, tuple(weights.shape)) == (torch.float16, (10, 1, 4, 4))
+        assert (weights.numpy().dtype, tuple(weights.shape)) == (dtype, (10, 1, 4, 4))
         np.testing.assert_array_equal(weights[:, 0].numpy(), masks[numbers(stored)])
 
 
-def test_without_masks_every_weight_is_one(folder):
-    [(_, _, weights)] = take_weighted(open_latents(folder), 1, 10, seed=1)
-    assert tuple(weights.shape) == (10, 1, 1, 1) and (weights == 1).all() and not open_latents(folder).has_masks
+@pytest.mark.parametrize(("mirror", "device"), [("same", None), ("flip", None), ("files", None), ("files", "cpu")])
+def test_an_array_beside_the_latents_stays_with_its_image_and_mirrors_as_its_record_says(tmp_path, mirror, device):
+    plain, copies = numbered(), numbered()
+    plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
+    out = write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies)
+    tokens = np.random.default_rng(0).normal(size=(2, COUNT, 3, 5)).astype(np.float16)      # of images and of their copies
+    for name, rows in (("teacher", tokens[0]), *[("teacher_mirrored", tokens[1])] * (mirror == "files")):
+        for s, start in enumerate(range(0, COUNT, 40)):
+            np.save(out / f"{name}-{s:05d}.npy", rows[start : start + 40])
+    meta = json.loads((out / "metadata.json").read_text())
+    meta["arrays"] = {"teacher": {"shape": [3, 5], "dtype": "float16", "mirror": mirror}}
+    before = open_latents(out).fingerprint
+    (out / "metadata.json").write_text(json.dumps(meta))
+    latents = open_latents(out)
+    assert latents.fingerprint != before
+    stream = batches(latents, 10, seed=1, arrays=["weight", "teacher"], device=device)
+    for stored, _, arrays in itertools.islice(stream, 12):
+        assert [*arrays] == ["teacher"] and arrays["teacher"].dtype == torch.float16
+        flipped, image = stored[:, 1, 0, 0].numpy().astype(int), numbers(stored)
+        wanted = {"same": tokens[0][image], "files": tokens[flipped, image],
+                  "flip": np.where(flipped[:, None, None] == 1, tokens[0][image][..., ::-1], tokens[0][image])}[mirror]
+        np.testing.assert_array_equal(arrays["teacher"].numpy(), wanted)
+        assert 0 < flipped.sum() < 10
+    stream.close()
+    np.save(out / "teacher-00001.npy", tokens[0][:39])
+    with pytest.raises(ValueError, match=r"teacher-00001.npy holds float16 \(39, 3, 5\), but metadata.json says float16 \(40, 3, 5\)"):
+        open_latents(out)
 
 
 def test_the_mask_of_a_mirrored_copy_is_mirrored(tmp_path):
@@ -377,7 +396,7 @@ def test_a_token_is_kept_where_more_than_half_of_its_patch_is():
 
 
 def test_the_fullest_mask_is_found_in_all_of_the_data(folder, monkeypatch):
-    monkeypatch.setattr(folder, "CHUNK", 32)
+    monkeypatch.setattr(latent_folder, "CHUNK", 32)
     masks = np.zeros((COUNT, 4, 4), np.uint8)
     masks[7, :2], masks[71] = 1, np.tri(4)
     assert open_latents(write_masks(folder, masks)).most_kept(2) == (3, 71)
@@ -513,7 +532,7 @@ BAD = {
     "label negative": (put(LABELS, labels_of(40) - 1), {}, ["label -1 (row 0)", "0..6"]),
     "counts differ": (record(count=104), {}, ["104 images", "hold 103"]),
     "moments shape": (record(kind="moments"), {}, ["(40, 4, 4, 4)", "(40, 8, 4, 4)"]),
-    "kind unknown": (record(kind="mean"), {}, ["metadata.json: kind=mean is not one of sample, moments"]),
+    "kind unknown": (record(kind="mean"), {}, ["metadata.json: kind=mean: it should be"]),
     "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
     "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
     "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),
@@ -528,8 +547,7 @@ BAD = {
     "masks 0 to 255": (masks(np.full((40, 4, 4), 255, np.uint8)), {}, ["masks run from 0 to 255", "0..1", "mask / 255"]),
     "negative masks": (masks(np.full((40, 4, 4), -1, np.float16)), {}, ["masks run from -1"]),
     "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks run from nan"]),
-    "one file of masks missing": (masks(), {}, ["2 files of masks for 3 of latents: masks-00001.npy is missing"]),
-    "one too many": (masks(np.ones((40, 4, 4), np.uint8), "masks-00009.npy"), {}, ["masks-00009.npy is there without its latents"]),
+    "one file of masks missing": (masks(), {}, ["masks-00001.npy is missing"]),
     "unscaled": (latents(numbered() * 4.7), {}, ["standard deviation 4.68", "unscaled", "0.18215 times that is 0.8"]),
     "scaled twice": (latents(numbered() * 0.18215), {}, ["standard deviation 0.18", "scaled twice", "it is 1"]),
     "NaN": (latents(with_bad_row(np.nan)), {}, ["1 hold NaN", "image 41 first"]),
@@ -643,7 +661,7 @@ def test_classes_are_shown_by_their_display_names_or_their_own(tmp_path):
 
 
 def readers():
-    return [thread for thread in threading.enumerate() if thread.name == "read-ahead"]
+    return [thread for thread in threading.enumerate() if thread.name.startswith("read-ahead")]
 
 
 def test_the_reading_thread_runs_ahead_a_little_and_ends_with_the_iterator(folder, monkeypatch):
@@ -679,8 +697,8 @@ def test_an_error_in_the_reading_thread_reaches_the_one_who_waits_for_the_batch(
 
 def test_a_program_that_leaves_its_batches_open_still_ends(folder):
     program = (
-        "import data, json\n"
-        f"stream = json.stream = data.batches(data.open_latents({str(folder)!r}), 10, seed=0)\n"  # outlives `data`
+        "import json\nfrom latents.folder import open_latents\nfrom latents.loader import batches\n"
+        f"stream = json.stream = batches(open_latents({str(folder)!r}), 10, seed=0)\n"  # outlives `data`
         "next(stream)\n"
         "print('left')"
     )
@@ -700,10 +718,10 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
     shard = {"latents": "latents-00000.npy", "labels": "labels-00000.npy", "count": count}
     record(count=count, shards=[shard])(tmp_path)
     program = (
-        "import resource, data\n"
+        "import resource\nfrom latents.folder import open_latents\nfrom latents.loader import batches\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux\n"
         "before = peak()\n"
-        f"stream = data.batches(data.open_latents({str(tmp_path)!r}), 256, seed=0)\n"
+        f"stream = batches(open_latents({str(tmp_path)!r}), 256, seed=0)\n"
         "for _ in range(10): next(stream)\n"
         "print(peak() - before)"
     )
@@ -715,9 +733,9 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
 def test_more_files_than_a_process_may_open_at_first_are_opened_all_the_same(tmp_path):
     write_folder(tmp_path, numbered(300), labels_of(300), shard=1)
     program = (
-        "import resource, data, numpy\n"
+        "import resource, numpy\nfrom latents.folder import open_latents\n"
         "resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
-        f"print(data.open_latents({str(tmp_path)!r}).read(numpy.arange(300))[0].shape)"
+        f"print(open_latents({str(tmp_path)!r}).read(numpy.arange(300))[0].shape)"
     )
     done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
     assert done.stdout == "(300, 4, 4, 4)\n", done.stderr

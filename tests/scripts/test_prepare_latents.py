@@ -15,6 +15,7 @@ import forked
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from PIL import Image
 
 import autoencoder as autoencoders
@@ -22,8 +23,6 @@ from latents.folder import open_latents
 from latents.images import draw_shape, open_source
 from runtime.files import hold
 from scripts.prepare_latents import prepare
-
-ROOT = Path(__file__).resolve().parents[1]
 
 
 def noise(size: int, seed: int) -> np.ndarray:
@@ -526,7 +525,7 @@ def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, mo
         exec(compile(example, "docs/data.md", "exec"), {})
     latents = folder.open_latents(tmp_path / "my-latents")
     assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
-    assert len(examples) == 2 and latents.has_masks and latents.weights(np.arange(3)).shape == (3, 1, 32, 32)
+    assert len(examples) == 2 and latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
 
 
 def test_training_reads_what_this_writes(pets, tmp_path):

@@ -2,12 +2,11 @@
 
 import copy
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import run_command
+from conftest import ROOT, run_command
 from torch import nn
 
 import train
@@ -184,7 +183,7 @@ def test_the_loss_falls(block, fresh_accelerator):
 
 @every_block
 def test_a_run_that_stops_and_goes_on_equals_one_that_did_not_bit_for_bit(block, tmp_path, fresh_accelerator):
-    folder = Path(__file__).parent / "before" / "latents"
+    folder = ROOT / "tests/before/latents"
     settings = ["model=tread", "diffusion=rf_lightning", "data=folder", f"data.path={folder}", "samples.every=0", "precision=fp32",
                 f"model.backbone_type={next(iter(BLOCKS[block].models))}", "model.hidden_size=16", "model.num_heads=2", "model.depth=6",
                 "model.patch_size=2", "batch_size=6", "compile=false", "cpu=true"]

@@ -1,0 +1,440 @@
+"""`routed` takes other people's networks on a route, exactly: forward, gradient, and whatever torch does with them."""
+
+import copy
+import gc
+import weakref
+from functools import partial
+
+import diffusers
+import pytest
+import torch
+from foreign_networks import BATCH, HEADS, NAMES, TEXT, K, N, Swapped, call, example, family
+from timm.models.vision_transformer import VisionTransformer
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+
+from dit import DiT
+from foreign.families import FAMILIES
+from foreign.routed import PerSample, routed
+from routing_module import Route, Router, resolve_routes
+
+every_family = pytest.mark.parametrize("name", NAMES)
+
+
+def wrapped(model):
+    return any("forward" in vars(module) for module in model.modules())
+
+
+def noise_for(routes=1, seed=3):
+    return torch.rand(BATCH, routes, N, generator=torch.Generator().manual_seed(seed))
+
+
+def gradients(model):
+    found = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    model.zero_grad(set_to_none=True)
+    return found
+
+
+def assert_close(a, b, tolerance=1e-5):
+    assert a.keys() == b.keys()
+    for name in a:
+        scale = max(1.0, float(b[name].abs().max()))
+        assert (a[name] - b[name]).abs().max() <= tolerance * scale, name
+
+
+@every_family
+def test_tokens_that_stay_come_out_as_if_the_network_had_been_fed_them_alone(name):
+    case = family(name)
+    weight = torch.randn(BATCH, K, case.tokens(call(case)).shape[-1])
+    with routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise_for()) as taken:
+        out = case.tokens(call(case))
+    ids = taken.ids_keep[0]
+    assert torch.equal(ids, Router().get_mask(torch.empty(BATCH, N, 1), 0.75, noise_for()[:, 0]))
+    stayed = torch.stack([out[b, ids[b]] for b in range(BATCH)])
+    (stayed * weight).sum().backward()
+    routed_gradients = gradients(case.model)
+    assert len(routed_gradients) > 20
+    for b in range(BATCH):
+        parts, fed = case.alone(b, ids[b])
+        before = {part: getattr(case.model, part) for part in parts}
+        for part, answer in parts.items():
+            setattr(case.model, part, Swapped(answer) if isinstance(before[part], nn.Module) else answer)
+        fewer = case.model(**fed)
+        for part in parts:
+            delattr(case.model, part)
+            if isinstance(before[part], nn.Module):
+                setattr(case.model, part, before[part])
+        fewer = case.tokens(getattr(fewer, "sample", fewer))
+        assert fewer.shape[:2] == (1, K)
+        assert (fewer[0] - stayed[b]).abs().max() < 1e-5 * max(1, float(fewer.detach().abs().max()))
+        (fewer * weight[b]).sum().backward()
+    assert_close(routed_gradients, gradients(case.model))
+
+
+@every_family
+def test_tokens_that_left_come_back_with_exactly_the_value_they_left_with(name):
+    """And their gradient comes back as it is, for they pass no block."""
+    case, seen = family(name), {}
+
+    def last_of(value):         # the tokens that may leave are the last of a sequence, or of the last of a tuple
+        return value[-1] if isinstance(value, tuple) else value
+
+    hooks = [case.blocks[1].register_forward_pre_hook(
+                 lambda _, args, kwargs: seen.update(before=(args or [*kwargs.values()])[0]), with_kwargs=True),
+             case.blocks[-2].register_forward_hook(lambda _, args, out: seen.update(after=last_of(out)))]
+    with routed(case.model, [Route(1, -2, 0.5)]) as taken:
+        call(case)
+    for hook in hooks:
+        hook.remove()
+    text = case.inputs["encoder_attention_mask"].sum(dim=1).tolist() if name == "Lumina2" else None
+    def image(x):
+        return torch.stack([x[b, text[b]:text[b] + N] if text else x[b, -N:] for b in range(BATCH)])
+    before, after = image(seen["before"]), image(seen["after"])
+    left = torch.ones(BATCH, N, dtype=torch.bool).scatter_(1, taken.ids_keep[0], False)
+    assert torch.equal(before[left], after[left])
+    assert (before[~left] != after[~left]).any(dim=1).all()
+    [gradient] = torch.autograd.grad(after[left].sum(), seen["before"])
+    assert torch.equal(image(gradient), left[..., None].expand_as(before).float())
+
+
+@every_family
+def test_ratio_0_is_the_dense_network_bit_for_bit_and_so_is_the_network_outside(name):
+    case = family(name)
+    with torch.no_grad():
+        dense, state = call(case), torch.get_rng_state()
+        with routed(case.model, [Route(0, -1, 0.0)]) as taken:
+            assert torch.equal(call(case), dense) and taken.ids_keep == [None]
+        assert torch.equal(torch.get_rng_state(), state)
+        with routed(case.model, [Route(0, -1, 0.5)]):
+            assert not torch.allclose(call(case), dense)
+        assert torch.equal(call(case), dense)
+    assert not wrapped(case.model)
+
+
+TWO = [Route(0, 1, 0.5), Route(2, -1, 0.25)]
+
+
+def in_training(name, checkpointed):
+    """A network with dropout, which makes any slip of the generator visible."""
+    case = example(name)
+    for module in case.model.train().modules():
+        if isinstance(module, nn.Dropout):
+            module.p = 0.1
+    if checkpointed and isinstance(case.model, VisionTransformer):
+        case.model.set_grad_checkpointing()
+    elif checkpointed:
+        case.model.enable_gradient_checkpointing()
+    torch.manual_seed(5)
+    return case
+
+
+@pytest.mark.parametrize(("name", "fixed"), [*((name, False) for name in NAMES), ("Flux", True), ("ViT", True)])
+def test_gradient_checkpointing_sees_the_masks_of_its_own_pass(name, fixed):
+    """Two passes wait for one backward outside the `with` block."""
+    def trained(checkpointed):
+        case = in_training(name, checkpointed)
+        with routed(case.model, TWO, mask_noise=noise_for(2) if fixed else None):
+            out, again = call(case), call(case)
+        (out.square().mean() + 2 * again.mean()).backward()
+        assert not wrapped(case.model)
+        return out.detach(), gradients(case.model)
+
+    (plain, expected), (out, found) = trained(False), trained(True)
+    assert torch.equal(out, plain)
+    assert_close(found, expected)
+
+
+@pytest.mark.parametrize("around", ["blocks", "network", "loss"])
+@pytest.mark.parametrize("when", ["in turn", "the first pass first", "on the next routes"])
+def test_backward_may_come_anywhere_and_in_any_order(around, when):
+    def trained(checkpointed):
+        case = in_training("Flux", checkpointed and around == "blocks")
+
+        def loss():
+            if checkpointed and around == "network":
+                return checkpoint(call, case, use_reentrant=False).exp().mean().sqrt()
+            if checkpointed and around == "loss":
+                return checkpoint(lambda: call(case).exp().mean().sqrt(), use_reentrant=False)
+            return call(case).exp().mean().sqrt()
+
+        with routed(case.model, TWO):
+            first = loss()
+            if when == "in turn":           # as where gradients are accumulated inside one block
+                first.backward()
+            second = loss()
+        if when == "the first pass first":
+            first.backward()
+        elif when == "on the next routes":
+            with routed(case.model, [Route(1, 2, 0.75)]):
+                call(case)
+                first.backward()
+        second.backward()
+        assert not wrapped(case.model)
+        return gradients(case.model)
+
+    assert_close(trained(True), trained(False))
+
+
+def test_a_pass_that_broke_off_inside_a_checkpoint_frees_its_memory():
+    net, x, condition = mine(checkpointed=True)
+    x = x.requires_grad_() * 1
+    seen = weakref.ref(x)
+    net.transformer.h[3].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError), routed(net, [Route(1, 3, 0.5)], **NAMED):
+        net(x, condition)
+    del x
+    gc.collect()
+    assert seen() is None and not wrapped(net)
+
+
+def own(**options):
+    torch.manual_seed(1)
+    return DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5, init="xavier") | options)
+
+
+def batch():
+    generator = torch.Generator().manual_seed(2)
+    return torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, generator=generator), torch.tensor([0, 1, 4, 5])
+
+
+def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_draws_its_own_masks():
+    net, routes, noise = own(), resolve_routes([Route(-4, -2, 0.25), Route(1, 3, 0.5)], 8), torch.rand(4, 2, 16)
+    with routed(net, [Route(-4, -2, 0.25), Route(1, 3, 0.5)], mask_noise=noise) as taken:
+        out = net(*batch())
+    assert torch.equal(out, net(*batch(), routes=routes, mask_noise=noise))
+    assert [ids.shape for ids in taken.ids_keep] == [(4, 8), (4, 12)]       # in order of depth
+    torch.manual_seed(9)
+    with routed(net.train(), routes) as taken:
+        out, masks = net(*batch()), taken.ids_keep
+        net(*batch())
+    assert not any(map(torch.equal, masks, taken.ids_keep))
+    torch.manual_seed(9)
+    assert torch.equal(out, net(*batch(), routes=routes))
+
+
+@pytest.mark.parametrize("name", ["SD3", "Flux2", "Wan"])
+def test_autocast_routes_and_keeps_gradients_finite(name):
+    case = family(name)
+    with torch.autocast("cpu", torch.bfloat16), routed(case.model, TWO) as taken:
+        out = call(case)
+    out.float().mean().backward()
+    assert out.isfinite().all() and all(grad.isfinite().all() for grad in gradients(case.model).values())
+    assert taken.ids_keep[0].shape == (BATCH, 8)
+
+
+@pytest.mark.parametrize("how", ["net.compile()", "torch.compile(net)", "Flux"])
+def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how):
+    torch._dynamo.reset()
+    graphs = []
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    net = own(depth=4)
+    compiled, run = copy.deepcopy(net), lambda model: model(*batch())
+    if how == "Flux":
+        compiled, run = copy.deepcopy(net := family("Flux").model), lambda model: call(family("Flux"), model)
+    if how == "net.compile()":
+        compiled.compile(backend=backend, fullgraph=True)
+    else:
+        compiled = torch.compile(compiled, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        dense = run(net)
+        assert torch.allclose(run(compiled), dense, atol=1e-5) and len(graphs) == 1
+        for seed in range(3):
+            noise = torch.rand(len(dense), 2, N, generator=torch.Generator().manual_seed(seed))
+            with routed(net, TWO, mask_noise=noise):
+                expected = run(net)
+            with routed(compiled, TWO, mask_noise=noise) as taken:
+                assert torch.allclose(run(compiled), expected, atol=1e-5) and not torch.allclose(expected, dense, atol=1e-5)
+            assert taken.ids_keep[0].shape == (len(dense), 8)
+            assert torch.allclose(run(compiled), dense, atol=1e-5) and len(graphs) == 2
+
+
+def test_ddp_routes_the_network_inside(tmp_path):
+    net, noise = own(), torch.rand(4, 2, 16)
+    with routed(net, TWO, mask_noise=noise):
+        net(*batch()).square().mean().backward()
+    expected = gradients(net)
+    torch.distributed.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    try:
+        replica = nn.parallel.DistributedDataParallel(net)
+        with routed(replica, TWO, mask_noise=noise):
+            loss = replica(*batch()).square().mean()
+        loss.backward()
+        assert_close(gradients(net), expected, 1e-6)
+    finally:
+        torch.distributed.destroy_process_group()
+
+
+def test_a_copy_made_on_the_way_is_a_network_of_its_own():
+    net = own()
+    with routed(net, TWO):
+        out = net(*batch())
+        other = copy.deepcopy(net)
+    with torch.no_grad():
+        for parameter in other.parameters():
+            parameter.zero_()
+    assert out.grad_fn is not None and other(*batch()).abs().max() == 0 and net(*batch()).abs().max() > 0
+
+
+class RotaryBlock(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
+
+    def forward(self, x, condition, rope):
+        q, k, v = self.qkv(x + condition).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)       # (B, heads, N, 8)
+        q, k = q * rope[None, None], k * rope[None, None]
+        return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
+
+
+class Mine(nn.Module):
+    """Somebody's network: a class token, a rotary table without a batch axis, a condition for each token."""
+
+    def __init__(self, order=(0, 1, 2, 3), checkpointed=False, reentrant=False):
+        super().__init__()
+        self.transformer = nn.ModuleDict({"h": nn.ModuleList(RotaryBlock() for _ in range(4))})
+        self.order, self.checkpointed, self.reentrant = order, checkpointed, reentrant
+        self.register_buffer("table", torch.randn(9, 8))
+
+    def forward(self, x, condition, table=None):
+        for block in (self.transformer.h[i] for i in self.order):
+            call = partial(checkpoint, block, use_reentrant=self.reentrant) if self.checkpointed else block
+            x = call(x, condition, self.table if table is None else table)
+        return x
+
+
+def mine(**options):
+    torch.manual_seed(4)
+    return Mine(**options), torch.randn(3, 9, 16), torch.randn(3, 9, 16)
+
+
+NAMED = dict(blocks="transformer.h", along={"rope": 0, "condition": 1})
+
+
+@pytest.mark.parametrize(("keep", "places"), [(1, range(1, 9)), ((0, -1), range(1, 8))])
+@pytest.mark.parametrize("blocks", ["transformer.h", None], ids=["path", "list"])
+def test_a_network_of_ones_own_is_routed_by_three_words_about_it(keep, places, blocks):
+    net, x, condition = mine()
+    blocks = blocks or net.transformer.h
+    with routed(net, [Route(0, -1, 0.5)], blocks=blocks, along={"rope": 0, 1: 1}, keep=keep) as taken:
+        out = net(x, condition)
+    assert taken.ids_keep[0].max() < len(places)
+    for b in range(3):
+        stay = sorted({*range(9)} - {*places} | {places[i] for i in taken.ids_keep[0][b].tolist()})
+        alone = net(x[b:b + 1, stay], condition[b:b + 1, stay], net.table[stay])
+        assert torch.allclose(out[b, stay], alone[0], atol=1e-6)
+        left = [i for i in range(9) if i not in stay]
+        assert len(left) == len(places) // 2 and torch.equal(out[b, left], x[b, left])
+
+
+def test_a_table_without_a_batch_axis_is_each_samples_own_or_refused_where_its_place_is_a_guess():
+    rows = torch.randn(3, 4, 8)
+    table = PerSample(rows)
+    assert torch.equal(table[None, None], rows[:, None]) and torch.equal(table.unsqueeze(1), rows[:, :, None])
+    assert torch.equal(table[None, :, None, :], rows[:, :, None])
+    for use in (lambda: table[None], lambda: table[:, None], lambda: table.unsqueeze(0), lambda: table.unsqueeze(-2)):
+        with pytest.raises(ValueError, match="leaves the place of the batch open"):
+            use()
+
+
+def refused(model, routes=TWO, call=lambda: None, **options):
+    with pytest.raises(ValueError) as error, routed(model, routes, **options):
+        call()
+    assert not wrapped(model)
+    return str(error.value)
+
+
+@pytest.mark.parametrize(("says", "of_network", "options"), [
+    ("Mine of test_routed is not one of", {}, dict(blocks=None, along=None)),
+    ("leaves the network: with 4 blocks", {}, dict(routes=[Route(0, 4, 0.5)])),
+    ("without x_T", {}, dict(routes=[Route(0, 1, 0.5, x_T=1.0)])),
+    ("names 'rop'", {}, dict(along={"rop": 0})),
+    ("9 of 9 tokens never leave", {}, dict(keep=9)),
+    ("mask_noise is (3, 1, 9), but it must be (3, 2, 9)", {}, dict(mask_noise=torch.rand(3, 1, 9))),
+    ("rope is (8, 8). Its axis 0 must be 9 long", dict(table=torch.randn(8, 8)), {}),
+    ("rope is (9, 1, 8). Its axis 0 must be 9 long", dict(table=torch.randn(9, 1, 8)), {}),
+    ("After block 0 came block 2", dict(order=(0, 2, 1, 3)), {}),
+    ("After block 2 came the end", dict(order=(0, 1, 2)), {}),
+    ("After block -1 came the end", dict(order=()), {}),
+    ("block 0 of transformer.h runs without the gradient", dict(checkpointed=True, reentrant=True), {}),
+])
+def test_what_cannot_be_routed_is_refused_with_the_reason(says, of_network, options):
+    table = dict(of_network).pop("table", None)
+    net, x, condition = mine(**{key: value for key, value in of_network.items() if key != "table"})
+    x.requires_grad_()
+    assert says in refused(net, call=lambda: net(x, condition, table), **NAMED | options)
+
+
+def test_networks_that_are_routed_already_or_known_or_run_as_copies_are_refused():
+    net = own()
+    assert "routed already" in refused(net, call=lambda: routed(net, TWO).__enter__())
+    assert "routes" in refused(net, call=lambda: net(*batch(), routes=resolve_routes(TWO, 8)))
+    assert "along= and keep= are for" in refused(net, keep=1)
+    assert "DistributedDataParallel" in refused(nn.DataParallel(net))
+
+
+def test_a_checkpoint_whose_pass_is_not_known_is_refused():
+    net, x, condition = mine(checkpointed=True)
+    dense = net(x.requires_grad_(), condition).sum()
+    assert "dense pass" in refused(net, call=dense.backward, **NAMED)
+    net, call = mine()[0], partial(checkpoint, use_reentrant=False)
+    assert "two passes" in refused(net, call=lambda: call(lambda: net(x, condition) + net(x, condition)), **NAMED)
+    assert "use_reentrant=False" in refused(net, call=lambda: checkpoint(net, x, condition, use_reentrant=True), **NAMED)
+
+
+def test_networks_whose_tokens_meet_by_other_ways_are_refused():
+    sana = diffusers.SanaTransformer2DModel(
+        in_channels=4, out_channels=4, num_layers=2, num_cross_attention_heads=2, cross_attention_head_dim=8,
+        cross_attention_dim=16, caption_channels=16, sample_size=4, patch_size=1, **HEADS)
+    assert "convolve" in refused(sana) and "convolve" in refused(sana, blocks="transformer_blocks")
+    hunyuan = diffusers.HunyuanDiT2DModel(
+        sample_size=8, patch_size=2, in_channels=4, hidden_size=16, num_layers=4, cross_attention_dim=16, cross_attention_dim_t5=16,
+        pooled_projection_dim=16, text_len=2, text_len_t5=2, mlp_ratio=2.0, **HEADS)
+    assert "long skips" in refused(hunyuan)
+    network = nn.Module()
+    network.blocks = nn.ModuleList(nn.Conv1d(4, 4, 3) for _ in range(4))
+    assert "convolves over the grid" in refused(network, blocks="blocks")
+
+
+@pytest.mark.parametrize(("name", "says", "inputs"), [
+    ("Flux", "controlnet_block_samples", dict(controlnet_block_samples=[torch.zeros(BATCH, N, 16)])),
+    ("SD3", "block_controlnet_hidden_states", dict(block_controlnet_hidden_states=[torch.zeros(BATCH, N, 16)])),
+    ("Flux", "holds ['attention_mask']", dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
+    ("SD3", "After block 0 came block 2", dict(skip_layers=[1])),
+    ("ViT", "attn_mask", dict(attn_mask=torch.ones(N + 1, N + 1))),
+])
+def test_controlnet_masks_in_attention_arguments_and_skipped_layers_are_refused(name, says, inputs):
+    case = family(name)
+    assert says in refused(case.model, call=lambda: case.model(**case.inputs, **inputs))
+
+
+def test_the_network_is_as_it_was_after_an_error_and_after_no_call():
+    net, x, condition = mine()
+    with routed(net, TWO, **NAMED) as taken:
+        pass
+    assert taken.ids_keep == [None, None]
+    dense = net(x, condition)
+    net.forward = partial(Mine.forward, net)        # as accelerate gives a network a forward of its own
+    given = net.forward
+    with pytest.raises(RuntimeError), routed(net, TWO, blocks="transformer.h"):     # the table stays as long as it was
+        net(x, condition)
+    with routed(net, TWO, **NAMED):
+        assert not torch.allclose(net(x, condition), dense)
+    assert net.forward is given and torch.equal(net(x, condition), dense)
+
+
+def test_the_table_of_networks_is_the_one_that_is_tested():
+    tested = {type(family(name).model).__name__ for name in NAMES} | {"DiT"}
+    assert {name.partition(".")[2] for name in FAMILIES} == tested
+
+
+def test_the_example_trains_dense_and_routed_in_turn(capsys):
+    pytest.importorskip("peft", reason="the example's LoRA is PEFT's, which is optional")
+    from examples import route_diffusers
+
+    route_diffusers.main(["--steps", "1", "--side", "4"])
+    said = capsys.readouterr().out
+    assert said.count("routed step") == 2 and "SD3" in said and "Flux" in said

@@ -1,0 +1,248 @@
+"""The report: what it reads and leaves out, and the page in a browser, opened from disk as its reader does."""
+
+import io
+import json
+import math
+import shutil
+import sys
+import time
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from conftest import ROOT, run_command
+from PIL import Image
+
+from runtime.files import read_rows
+from scripts import report
+
+REAL = ROOT / "tests/before/run"      # what train.py and fid.py once left
+ROW = read_rows(REAL / "results.jsonl")[0]
+HOSTILE = "<img src=x onerror=document.title='owned'>"
+
+
+def write_rows(path, rows):
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+
+
+def row_at(step, value, guidance=None, n=4):
+    return ROW | {"metrics": {"fd_pixels": value}, "images": n, "source": ROW["source"] | {"step": step, "guidance": guidance}}
+
+
+def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
+    """Writes a run folder as train.py leaves one, after the forms of a real one."""
+    shutil.copytree(REAL / "checkpoints/step-00000004", folder / "checkpoints/step-00000004", ignore=shutil.ignore_patterns("*.safetensors"))
+    write_rows(folder / "metrics.jsonl", [{"step": step, "images": 6 * step, "loss": 1 / step + shift, "elapsed_s": 1800 * step} for step in (2, 4, 6)])
+    write_rows(folder / "results.jsonl", [row_at(0, 80 + shift), row_at(4, 76 + shift)])
+    (folder / "config.yaml").write_text(f"name: {folder.name}\nsamples: {{seeds: 0-9}}\n{config}\n")
+    (folder / "samples").mkdir()
+    for step in grids:
+        Image.new("RGB", (60, 40), (step * 20, int(99 * shift), 0)).save(folder / f"samples/step-{step:08d}.png")
+    return folder
+
+
+def make_study(folder):
+    """Writes a study of dit over two seeds, tread over one, and a fine-tune that is compared with neither."""
+    runs = [{"variant": variant, "seed": seed, "scores": [
+        {"step": step, "images": 6 * step, "seconds": None, "flops": 1e9 * step, "metric": "fd_pixels", "value": value, "num_samples": 4,
+         "guidance": "unguided", "extractor": "pixels", "a key of later": 1} for step, value in zip((2, 4), values, strict=True)]}
+        for variant, seed, values in (("dit", 0, (10.0, 6.0)), ("dit", 1, (12.0, 8.0)), ("tread", 0, (11.0, 5.0)), ("tuned", 0, (7.0, 4.0)))]
+    folder.mkdir()
+    (folder / "study.json").write_text(json.dumps({"name": "tiny", "runs": runs, "crossings": [{"between": ["dit", "tread"], "n": 1}]}))
+    return folder
+
+
+def cfg(out, *runs, **changed):
+    return report.ReportSettings(**{"runs": [*map(str, runs)], "study_dir": None, "out": str(out), "watch": False, "every": 60.0, **changed})
+
+
+def columns_of(curves):
+    return {title: {label: {name: [*values] for name, values in source.data.items()} for label, source, *_ in lines} for title, _, lines in curves}
+
+
+def test_a_run_of_this_code_is_read_whole():
+    run, rows = report.read_run(REAL, "before", left_out := []), read_rows(REAL / "metrics.jsonl")
+    assert not left_out and run.columns.keys() == rows[0].keys() - {"elapsed_s"} | {"hours"}
+    assert all(run.columns[name] == pytest.approx([row[name] for row in rows]) for name in rows[0] if name != "elapsed_s")
+    assert run.config["optimizer.lr"] == "0.0001" and run.environment["network.routes.0.selection_ratio"] == "0.5"
+    assert [(score["value"], score["guidance"]) for score in run.scores] == [
+        (row["metrics"]["fd_pixels"], "scale 2, drop_label true" if row["source"]["guidance"] else "unguided") for row in read_rows(REAL / "results.jsonl")]
+
+
+def test_what_cannot_be_read_is_said_and_the_rest_is_shown(tmp_path, capsys):
+    for given in ({"runs": ["nowhere"]}, {"study_dir": "nowhere"}):
+        with pytest.raises(ValueError, match="There is nothing to show: .*nowhere"):
+            report.build(cfg(tmp_path / "out", **given))
+    run = make_run(tmp_path / "run", config="a: [1")
+    for name, lines in (("metrics", '{"step": 8, "loss": NaN, "images": 48}\n{"step": 6, "loss": 0.5}\n[1]\n{"step": 9, "lo'), ("results", '{"metrics": 3}')):
+        (run / f"{name}.jsonl").write_text((run / f"{name}.jsonl").read_text() + lines)
+    run_command(report.main, "report.py", runs=[run, tmp_path, run], out=tmp_path / "out")
+    page, [_, *left_out] = (tmp_path / "out/index.html").read_text(), capsys.readouterr().out.splitlines()
+    for line, words in zip(left_out, ("config.yaml: it cannot", "metrics.jsonl: 2 of its lines", "results.jsonl: a row", ": it has no"), strict=True):
+        assert words in line and line.removeprefix("left out: ").split(": ")[0] in page
+    shown = report.read_run(run, "run", [])
+    assert list(shown.columns["step"]) == [2, 4, 6, 8] and shown.config["optimizer.lr"] == "0.0001"      # of the checkpoint
+    assert shown.columns["loss"] == pytest.approx([0.5, 0.25, 0.5, math.nan], nan_ok=True)      # the later row of step 6, and a gap
+
+
+def test_folders_stand_on_the_command_line_without_a_key(tmp_path, capsys):
+    assert report.as_settings(["runs/a", "out=x", "it's", "--cfg", "job", "study=b"]) == ["out=x", "--cfg", "job", "study_dir=b", 'runs=["runs/a", "it\'s"]']
+    runs = [str(make_run(tmp_path / place)) for place in ("x/it's 1", "y/run", "z/run")]
+    run_command(report.main, "report.py", *report.as_settings([*runs, f"out={tmp_path / 'out'}"]))
+    assert capsys.readouterr().out == f"{tmp_path}/out/index.html: it's 1, {runs[1]}, {runs[2]}\n"      # two of one name are told apart
+
+
+def test_a_long_curve_keeps_its_extremes_its_means_and_its_gaps():
+    loss = np.random.default_rng(0).random(5 * report.STRETCHES).astype(np.float32)
+    loss[12], loss[200:300] = math.nan, math.nan
+    found = report.condensed({"step": np.arange(len(loss)), "loss": loss}, "loss", {"step": "steps"})
+    assert found["step"] == pytest.approx(5 * np.arange(report.STRETCHES) + 2) and all(np.isnan(found[key][40:60]).all() for key in ("loss", "low", "high"))
+    for name, of in (("loss", np.nanmean), ("low", np.nanmin), ("high", np.nanmax)):
+        assert np.delete(found[name], slice(40, 60)) == pytest.approx(of(np.delete(loss.reshape(-1, 5), slice(40, 60), 0), 1))
+
+
+def test_scores_are_drawn_together_where_they_compare(tmp_path):
+    runs, guided = [make_run(tmp_path / "a"), make_run(tmp_path / "b", shift=0.5)], {"scale": 1.5, "gamma1": 0}
+    write_rows(runs[0] / "results.jsonl", [row_at(0, 80.0), row_at(4, 76.0), row_at(4, 70.0), row_at(None, 60.0), row_at(4, math.nan, n=99),
+                                           row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99), row_at(4, 6.0, n=99)])
+    together, apart = columns_of(report.score_curves([score for run in runs for score in report.read_run(run, run.name, []).scores], report.AXES)).values()
+    assert {label: line["value"] for label, line in together.items()} == {
+        "a, unguided": [80, 70], "a, scale 1.5": [9, 8], "b, unguided": [80.5, 76.5]}      # of step 4 the later one
+    assert [line["value"] for line in apart.values()] == [[7, 6]]      # of 99 images
+    assert together["a, unguided"]["images"] == [0, 24] and together["a, unguided"]["hours"] == [0, 2]      # between the rows of metrics.jsonl
+
+
+def test_a_study_is_drawn_as_means_over_seeds_of_what_is_compared(tmp_path):
+    name, tables, scores = report.read_study(make_study(tmp_path / "study") / "study.json", [])
+    [lines] = columns_of(report.score_curves(scores, report.STUDY_AXES)).values()
+    assert name == "tiny" and tables == {"crossings": [{"between": ["dit", "tread"], "n": 1}]} and len(scores) == 8
+    dit, tread = (lines.pop(f"{variant}, unguided") for variant in ("dit", "tread"))
+    assert not lines and dit["value"] == [11, 7] and dit["images"] == [12, 24] and np.isnan(dit["seconds"]).all()
+    assert dit["low"] == pytest.approx([11 - math.sqrt(2), 7 - math.sqrt(2)]) and tread["low"] == tread["value"] == [11, 5]
+
+
+def test_only_the_page_is_replaced_and_a_kill_leaves_the_old_one_whole(tmp_path, monkeypatch):
+    run, out, index = make_run(tmp_path / "run"), tmp_path / "out", tmp_path / "out/index.html"
+    (out / "files").mkdir(parents=True)
+    (out / "files/mine-0123456789ab.png").write_bytes(b"not ours")
+    report.build(cfg(out, run))
+    old, files = index.read_text(), {*(out / "files").iterdir()}
+    shutil.rmtree(run / "samples")
+    with monkeypatch.context() as patch, pytest.raises(KeyboardInterrupt):
+        patch.setattr("os.replace", lambda *_: (_ for _ in ()).throw(KeyboardInterrupt))
+        report.build(cfg(out, run))
+    assert index.read_text() == old
+    report.build(cfg(out, run))
+    assert index.read_text() != old and len(files) == 3 and {*(out / "files").iterdir()} == files
+    index.write_text("<h1>My own</h1>")
+    with pytest.raises(ValueError, match="not a page of this command and is not replaced: give out="):
+        report.build(cfg(out, run))
+
+
+# Bokeh's models by type; elements by selector, through the shadow roots in which they stand; the visible ones.
+HELPERS = """const models = type => [...Bokeh.documents[0]._all_models.values()].filter(model => model.type == type)
+const query = (selector, root = document) => [...root.querySelectorAll("*")].flatMap(element => [
+  ...(element.matches(selector) ? [element] : []), ...(element.shadowRoot ? query(selector, element.shadowRoot) : [])])
+const visible = selector => query(selector).filter(element => element.checkVisibility({visibilityProperty: true}))
+return """
+GRIDS = "visible('img').filter(image => image.naturalWidth == 60).map(image => image.parentElement.parentElement.innerText.trim())"
+SETTINGS = [["differs", "name", "dense", HOSTILE], ["differs", "seed", "0", "</script>"], ["", "samples.seeds", "0-9", "0-9"]]
+
+
+@pytest.fixture(scope="module")
+def browser(tmp_path_factory):
+    """Chromium without a window; the tests that want one are skipped where it, its driver or selenium is absent."""
+    webdriver = pytest.importorskip("selenium.webdriver", reason="no selenium: pip install -r requirements-dev.txt")
+    if not (driver := shutil.which("chromedriver")):
+        pytest.skip("no browser: apt-get install chromium chromium-driver")
+
+    class Browser(webdriver.Chrome):
+        def visit(self, page, tab="", phone=False, dark=False):
+            self.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 360 if phone else 1280, "height": 1000, "deviceScaleFactor": 1, "mobile": phone})
+            self.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark" if dark else "light"}]})
+            self.get("about:blank")
+            self.get(f"{page.as_uri()}#{tab}")
+            self.wait("window.Bokeh?.documents[0]?.is_idle", True)
+
+        def js(self, code):
+            return self.execute_script(HELPERS + code)
+
+        def wait(self, code, wanted):
+            end = time.monotonic() + 30
+            while (found := self.js(code)) != wanted and time.monotonic() < end:
+                time.sleep(0.05)
+            assert found == wanted and not [entry for entry in self.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+
+    options = webdriver.ChromeOptions()
+    for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
+        options.add_argument(f"--{flag}")
+    options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
+    with Browser(options=options, service=webdriver.ChromeService(driver)) as made:
+        made.folder = folder = tmp_path_factory.mktemp("page")
+        made.execute_cdp_cmd("Browser.setDownloadBehavior", {"behavior": "allow", "downloadPath": str(folder)})
+        runs = make_run(folder / "dense"), make_run(folder / HOSTILE, shift=0.5, grids=(2, 4, 6), config="seed: </script>"), folder / "nowhere"
+        report.build(cfg(folder, *runs, study_dir=str(make_study(folder / "study"))))
+        yield made
+
+
+def test_the_first_tab_shows_grids_loss_and_scores_in_the_dark_too_and_nothing_is_fetched(browser):
+    browser.visit(browser.folder / "index.html", dark=True)
+    browser.wait(GRIDS, ["dense, step 4", f"{HOSTILE}, step 6"])      # the newest; a name from outside is a text
+    browser.wait("models('Figure').slice(0, 2).map(plot => [plot.title.text, plot.renderers.map(drawn => [...drawn.data_source.data.step])])",
+                 [["loss", [[2, 4, 6]] * 4], ["fd_pixels on pixels features, 4 images", [[2, 4]] * 6]])      # lines, bands and points
+    browser.wait("query('li').map(i => i.innerText)", [f"{browser.folder}/nowhere: it has no metrics.jsonl, results.jsonl, config.yaml or checkpoints."])
+    browser.wait("performance.getEntriesByType('resource').filter(entry => !entry.name.startsWith('file:'))", [])
+    x, y = browser.js("(box => [Math.round(box.x) + 30, Math.round(box.y) + 20])(query('img')[0].getBoundingClientRect())")
+    shot = Image.open(io.BytesIO(browser.get_screenshot_as_png()))
+    assert shot.getpixel((x, y))[:3] == (80, 0, 0) and shot.getpixel((2, 300))[:3] == (0, 0, 0)      # a picture has its own colours
+    assert browser.title == f"tiny, dense, {HOSTILE}"
+
+
+def test_every_tab_opens_and_fits_a_phone(browser):
+    browser.visit(browser.folder / "index.html", "Study", phone=True)
+    for name in ("Overview", "Training", "Scores", "Pictures", "Study", "Settings", "Environment"):
+        browser.js(f"query('.bk-tab').find(tab => tab.innerText == '{name}')").click()
+        browser.wait("[location.hash, document.documentElement.scrollWidth]", [f"#{name}", 360])
+
+
+@pytest.mark.parametrize(("tab", "seen", "before", "act", "after"), [
+    ("Pictures", GRIDS, [f"{HOSTILE}, step 6, seeds 0-9"], "models('CategoricalSlider')[0].value = '2'",
+     ["dense, step 2, seeds 0-9", f"{HOSTILE}, step 2, seeds 0-9"]),
+    ("Training", "(plot => [Math.round(10 * plot.x_range.end), plot.below[0].axis_label, plot.y_scale.type])(models('Figure')[2])", [62, "steps", "LinearScale"],
+     "[models('RadioButtonGroup')[0].active = 2, models('Toggle')[0].active = true]", [31, "hours", "LogScale"]),
+    ("Training", "models('GlyphRenderer').filter(drawn => drawn.name == 'dense').map(drawn => drawn.visible)", [True] * 4, "visible('.bk-item')[0]", [False] * 4),
+    ("Settings", "visible('.slick-row').map(row => [...row.children].map(cell => cell.innerText))", SETTINGS, "visible('.slick-header-column')[2]",
+     sorted(SETTINGS, key=lambda cells: cells[2])),
+], ids=["slider", "axes", "legend", "table"])  # fmt: skip
+def test_what_is_chosen_changes_the_page(browser, tab, seen, before, act, after):
+    browser.visit(browser.folder / "index.html", tab)
+    browser.wait(seen, before)
+    if hasattr(element := browser.js(act), "click"):
+        element.click()
+    browser.wait(seen, after)
+
+
+def test_a_hundred_thousand_rows_open_condensed_and_download_whole(browser, tmp_path):
+    path, draw = browser.folder / "run.csv", np.random.default_rng(0).random
+    rows = [{"step": 10 * i, "images": 2560 * i, **{name: draw() for name in ("loss", "lr", "grad_norm", "img_per_sec")}} for i in range(1, 100_001)]
+    (tmp_path / "run").mkdir()
+    write_rows(tmp_path / "run/metrics.jsonl", rows)
+    report.build(cfg(tmp_path / "out", tmp_path / "run"))
+    browser.visit(index := tmp_path / "out/index.html", "Training")
+    print(f"100,000 rows: {index.stat().st_size / 1e6:.1f} MB, drawn after {browser.js('performance.now()') / 1000:.1f} s")
+    browser.wait("[...new Set(models('GlyphRenderer').map(drawn => drawn.data_source.get_length()))]", [report.STRETCHES])
+    browser.js("visible('button').find(button => button.innerText == 'run.csv')").click()
+    while not path.is_file():
+        time.sleep(0.05)
+    saved = [[*map(float, line.split(","))] for line in path.read_text().splitlines()[1:]]
+    assert np.allclose(saved, [[*row.values()] for row in rows], rtol=1e-6, atol=0) and index.stat().st_size < 6e6      # seven digits
+
+
+def test_a_run_that_is_watched_is_shown_anew_on_its_tab(browser, tmp_path, monkeypatch):
+    run, seen = make_run(tmp_path / "run"), "[models('Figure')[0].renderers[0].data_source.get_length(), models('Tabs')[0].active]"
+    between_builds = iter([
+        lambda: (browser.visit(tmp_path / "out/index.html", "Training"), write_rows(run / "metrics.jsonl", [{"step": 8, "loss": 0.1}])),
+        lambda: browser.wait(f"window.Bokeh?.documents[0]?.is_idle && {seen}", [1, 1])])
+    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=lambda _: next(between_builds, sys.exit)(), strftime=time.strftime))
+    with pytest.raises(SystemExit):
+        run_command(report.main, "report.py", runs=[run], out=tmp_path / "out", watch=True, every=0.5)
