@@ -1,8 +1,10 @@
-"""Pixels <-> latents: pixel space, diffusers' autoencoders, LDM's as VA-VAE's, and decoders of one's own.
+"""Pixels <-> latents: pixel space, diffusers' autoencoders, LDM's such as VA-VAE, and users' own decoders.
 
-The one home of scale, shift and statistics by channel: `Convention` makes an autoencoder's latent the network's.
+`Convention` has the scale, shift and statistics by channel that turn an autoencoder's latents into the network's.
 """
 
+import argparse
+import contextlib
 import importlib
 import json
 import math
@@ -14,15 +16,18 @@ from functools import partial
 from pathlib import Path
 
 import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file
 
 SD_VAE_SCALE = 0.18215  # Stable Diffusion 1 and 2; any other VAE's config.json says its own
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
-# Of diffusers' classes those for images in [-1, 1] whose config says all that is to be known of their latents.
+# Diffusers' classes for images in [-1, 1] whose config has the scale of their latents.
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 SAMPLES_ONLY = ("AutoencoderTiny", "AutoencoderDC")      # their latents are values, not distributions
-PIXELS_AT_ONCE = 2**20  # decoded at once where nothing else is said: 16 images of 256x256
+PIXELS_AT_ONCE = 2**20  # decoded at once by default: 16 images of 256x256
 NONE = "none"           # the name for latents that only their owner can decode
 PYTHON = "python:"      # python:module.function
+STATISTICS = "latents_stats.pt"      # LightningDiT's, with the mean and standard deviation of each channel
 
 
 # ---- pixels ---------------------------------------------------------------------------------------------------------
@@ -44,10 +49,10 @@ def pixels_to_images(pixels: torch.Tensor) -> torch.Tensor:
 
 @dataclass(frozen=True)
 class Convention:
-    """How the network's latents are made of an autoencoder's own: latent = (z - shift - mean) / std * scale.
+    """Makes the network's latents of an autoencoder's own: latent = (z - shift - mean) / std * scale.
 
     `latents_mean` and `latents_std` are a number a channel, or None for 0 and 1. `pixels` is the range of what the
-    autoencoder decodes to, where it is not used as it was trained. Raises ValueError for numbers that say none.
+    autoencoder decodes to. Raises ValueError for values that are not such numbers.
     """
 
     scale: float = 1.0
@@ -58,33 +63,31 @@ class Convention:
 
     def __post_init__(self):
         mean, std = self.latents_mean, self.latents_std
-        if not (_is_number(self.scale) and self.scale > 0 and _is_number(self.shift)):
+        if not (_are_numbers(self.scale, self.shift) and self.scale > 0):
             raise ValueError(f"scale {self.scale} and shift {self.shift} are not a number above 0 and a number.")
-        if (mean is None) != (std is None) or (mean is not None and len(mean) != len(std)):
-            counts = [0 if numbers is None else len(numbers) for numbers in (mean, std)]
-            raise ValueError(f"latents_mean has {counts[0]} numbers and latents_std {counts[1]}: give both, a number a "
-                             f"channel each.")
-        if mean is not None and not (all(map(_is_number, (*mean, *std))) and min(std) > 0):
+        if len(mean or ()) != len(std or ()):
+            raise ValueError(f"latents_mean has {len(mean or ())} numbers and latents_std {len(std or ())}: give both, "
+                             f"a number a channel each.")
+        if mean and not (_are_numbers(*mean, *std) and min(std) > 0):
             raise ValueError("latents_mean are not all numbers, or latents_std not all numbers above 0.")
-        if len(self.pixels) != 2 or not all(map(_is_number, self.pixels)) or self.pixels[0] >= self.pixels[1]:
-            raise ValueError(f"pixels {list(self.pixels)} is no range [from, to].")
+        if len(self.pixels) != 2 or not _are_numbers(*self.pixels) or self.pixels[0] >= self.pixels[1]:
+            raise ValueError(f"pixels={list(self.pixels)} is not a range [from, to].")
 
     @classmethod
     def read(cls, record: dict) -> "Convention":
-        """Makes of a record's keys what `record` wrote; those that are absent or null are the usual ones."""
+        """Reads what `record` returned; a key that is absent or null has its default."""
         given = {key: record[key] for key in cls.__dataclass_fields__ if record.get(key) is not None}
         for key in given.keys() & {"latents_mean", "latents_std", "pixels"}:
             if not isinstance(given[key], list | tuple):
-                raise ValueError(f"{key}={given[key]} is no list of numbers.")
+                raise ValueError(f"{key}={given[key]} is not a list of numbers.")
             given[key] = tuple(given[key])
         return cls(**given)
 
     def record(self) -> dict:
-        """Returns what metadata.json and meta.json say of it, plain values; what is usual is left out."""
-        statistics = {} if self.latents_mean is None else {"latents_mean": list(self.latents_mean),
-                                                           "latents_std": list(self.latents_std)}
-        pixels = {} if tuple(self.pixels) == (-1, 1) else {"pixels": list(self.pixels)}
-        return {"scale": self.scale, "shift": self.shift} | statistics | pixels
+        """Returns plain values for metadata.json and meta.json, without most defaults."""
+        plain = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
+        usual = {"latents_mean": None, "latents_std": None, "pixels": [-1, 1]}
+        return {key: value for key, value in plain.items() if key not in usual or value != usual[key]}
 
     def require(self, channels: int, where: str) -> None:
         """Raises ValueError where there are statistics of another number of channels."""
@@ -123,8 +126,12 @@ class Convention:
         return pixels_to_images(pixels if (low, high) == (-1, 1) else (pixels - low) * (2 / (high - low)) - 1)
 
 
-def _is_number(value: object) -> bool:
-    return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
+def _are_numbers(*values: object) -> bool:
+    return all(isinstance(value, int | float) and math.isfinite(value) for value in values)
+
+
+def _first_line(error: Exception) -> str:
+    return (str(error).strip() or type(error).__name__).splitlines()[0][:300]
 
 
 def _by_channel(numbers: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
@@ -135,7 +142,7 @@ def _by_channel(numbers: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 class Autoencoder:
-    """What all of them have: uint8 images (B,H,W,3) <-> the network's latents (B,C,h,w), in pieces when decoding."""
+    """Maps uint8 images (B,H,W,3) to the network's latents (B,C,h,w) and back, decoding a piece at a time."""
 
     name: str
     channels: int
@@ -192,9 +199,9 @@ class Identity(Autoencoder):
 
 
 class DiffusersAutoencoder(Autoencoder):
-    """A network of one of diffusers' CLASSES; `convention` is its config's where none is given.
+    """A network of one of diffusers' CLASSES; its config has the convention where none is given.
 
-    Raises ValueError where that says no scale, or statistics of another number of channels.
+    Raises ValueError for a config without a scale, or for statistics of another number of channels.
     """
 
     def __init__(
@@ -203,7 +210,12 @@ class DiffusersAutoencoder(Autoencoder):
         self.name, self.device, self.dtype = name, device, vae.dtype
         self.samples_only = type(vae).__name__ in SAMPLES_ONLY
         self.channels, self.downsample = latent_form(type(vae), vae.config)
-        self.convention = convention or _convention_of(vae.config, name)
+        if convention is None and vae.config.get("scaling_factor") is None:
+            raise ValueError(f"autoencoder={name}: config.json has scaling_factor null: set it to 1 / the latents' "
+                             f"standard deviation.")
+        keys = {"scale": "scaling_factor", "shift": "shift_factor"}
+        self.convention = convention or Convention.read(
+            {key: vae.config.get(keys.get(key, key)) for key in ("scale", "shift", "latents_mean", "latents_std")})
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
         if torch.device(device).type == "cuda":      # another layout in memory, made for tensor cores
@@ -222,19 +234,16 @@ class DiffusersAutoencoder(Autoencoder):
 
 
 class OwnDecoder(Autoencoder):
-    """A function of one's own that maps z (B,C,h,w), its autoencoder's own latents, to pixels (B,3,H,W) in [-1, 1].
+    """A user's function that maps z (B,C,h,w), its autoencoder's own latents, to pixels (B,3,H,W) in [-1, 1].
 
-    It is tried on one latent of `shape` (C,h,w); raises ValueError where it does not take it or returns no images.
+    It is tried on one latent of `shape` (C,h,w). Raises ValueError where it fails or does not return images.
     """
 
     convention = Convention()
 
     @torch.no_grad()
     def __init__(
-        self,
-        name: str,
-        function: Callable[[torch.Tensor], torch.Tensor],
-        shape: tuple[int, int, int],
+        self, name: str, function: Callable[[torch.Tensor], torch.Tensor], shape: tuple[int, int, int],
         device: torch.device | str,
     ):
         self.name, self.function, self.device, self.channels = name, function, device, shape[0]
@@ -266,8 +275,7 @@ def load(name: str, device: torch.device | str = "cpu", dtype: torch.dtype = tor
         raise ValueError(f"autoencoder={name} decodes and does not encode: name another here.")
     loaded, convention = _open(name, device, dtype)
     if convention is None:
-        raise ValueError(f"autoencoder={name} does not say how its latents are scaled: put its latents_stats.pt beside "
-                         f"it.")
+        raise ValueError(f"autoencoder={name} does not say how its latents are scaled: put its {STATISTICS} beside it.")
     return loaded
 
 
@@ -290,20 +298,20 @@ def load_decoder(
         if not asked:
             raise ValueError(f"autoencoder={name} runs code, so it is loaded only where the command names it, and here "
                              f"a file does: give autoencoder={name} (of train.py: data.autoencoder) if you trust it.")
-        function = _python(name) if name.startswith(PYTHON) else _torchscript(name, device)
+        function = _python(name) if name.startswith(PYTHON) else torch.jit.load(name, map_location=device).eval()
         loaded, own = OwnDecoder(name, function, shape, device), Convention()
     else:
         loaded, own = _open(name, device, dtype)
     if loaded.channels != shape[0]:
         raise ValueError(f"autoencoder={name} decodes latents of {loaded.channels} channels, and these have "
                          f"{shape[0]}: give the autoencoder of these latents.")
-    if _is_tiny(loaded):
+    if isinstance(loaded, DiffusersAutoencoder) and type(loaded.vae).__name__ == "AutoencoderTiny":
         if convention is not None and convention.latents_mean is not None:
             raise ValueError(f"autoencoder={name} is an AutoencoderTiny, for latents with one scale, and these are "
                              f"normalised a channel at a time: give another.")
         convention = own
     if convention is None and own is None:
-        raise ValueError(f"Nothing says how the latents for autoencoder={name} were scaled: put its latents_stats.pt "
+        raise ValueError(f"Nothing says how the latents for autoencoder={name} were scaled: put its {STATISTICS} "
                          f"beside it.")
     loaded.convention = convention or own
     loaded.convention.require(shape[0], "The record of these latents")
@@ -324,36 +332,32 @@ def samples_only(name: str) -> bool:
 
 
 def undecodable(name: str, channels: int) -> str | None:
-    """Says why latents of so many channels could not be decoded, as far as can be told without loading; None if not."""
+    """Returns why latents of so many channels cannot be decoded, as far as it shows without loading, or None."""
     if name == NONE:
         return "autoencoder=none says that only their owner can decode them."
     if name == "identity" and channels != Identity.channels:
         return f"autoencoder=identity has {Identity.channels} channels and these have {channels}."
-    if (name in ("identity", *HUB_NAMES) or name.startswith(PYTHON) or Path(name).is_file()
-            or (Path(name) / "config.json").is_file()):
+    files = (Path(name), Path(name) / "config.json")
+    if name in ("identity", *HUB_NAMES) or name.startswith(PYTHON) or any(file.is_file() for file in files):
         return None
     return f"autoencoder={name} is neither one of identity, {', '.join(HUB_NAMES)}, none nor a file or folder."
 
 
 def _open(name: str, device: torch.device | str, dtype: torch.dtype) -> tuple[Autoencoder, Convention | None]:
-    """Opens what is no code; returns it and its own convention, None where nothing says that."""
+    """Opens what does not run code; returns it and its own convention, or None where no file has one."""
     if name == NONE:
         raise ValueError("autoencoder=none: only their owner can decode these latents. Name what decodes them, as in "
                          "autoencoder=path/to/folder, or write them as they are: sample.py out=x.npz latents=true.")
     if name == "identity":
         return Identity(device), Identity.convention
     if Path(name).is_file():
-        beside = Path(name).with_name("latents_stats.pt")
-        statistics = read_statistics(beside) if beside.is_file() else None
+        file = Path(name).with_name(STATISTICS)
+        statistics = read_statistics(file) if file.is_file() else None
         loaded = DiffusersAutoencoder(name, _from_ldm(Path(name)).to(dtype), device, statistics or Convention())
         return loaded, statistics
     vae = _from_hub(name, dtype) if name in HUB_NAMES else _from_folder(name, dtype)
     loaded = DiffusersAutoencoder(name, vae, device)
     return loaded, loaded.convention
-
-
-def _is_tiny(loaded: Autoencoder) -> bool:
-    return isinstance(loaded, DiffusersAutoencoder) and type(loaded.vae).__name__ == "AutoencoderTiny"
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------
@@ -368,21 +372,8 @@ def latent_form(network: type[torch.nn.Module], config: dict) -> tuple[int, int]
     return latent.shape[1], side // latent.shape[3]
 
 
-def _convention_of(config: dict, name: str) -> Convention:
-    """Reads the convention of a diffusers config; raises ValueError, naming the autoencoder, where it is none."""
-    if config.get("scaling_factor") is None:
-        raise ValueError(f"autoencoder={name}: config.json has scaling_factor null: set it to 1 / the latents' "
-                         f"standard deviation.")
-    try:
-        return Convention.read({"scale": config["scaling_factor"], "shift": config.get("shift_factor"),
-                                "latents_mean": config.get("latents_mean"),
-                                "latents_std": config.get("latents_std")})
-    except ValueError as error:
-        raise ValueError(f"autoencoder={name}: config.json's {error}") from error
-
-
 def _network(name: str) -> type[torch.nn.Module]:
-    import diffusers
+    import diffusers  # which takes seconds
 
     return getattr(diffusers, name)
 
@@ -393,10 +384,8 @@ def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
 
     repo = HUB_NAMES[name]
     options = {"use_safetensors": True, "torch_dtype": dtype}
-    try:
+    with contextlib.suppress(Exception):      # not cached, or not whole
         return AutoencoderKL.from_pretrained(repo, local_files_only=True, **options)
-    except Exception:  # not cached, or not whole
-        pass
     try:
         get_hf_file_metadata(hf_hub_url(repo, "config.json"), timeout=10)  # from_pretrained asks for half a minute
         return AutoencoderKL.from_pretrained(repo, **options)
@@ -410,20 +399,18 @@ def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
 
 
 def _read_config(folder: str) -> dict:
-    """Reads config.json of a diffusers folder; raises ValueError where it is of no class that is known."""
+    """Reads config.json of a diffusers folder; raises ValueError where its class is not one of CLASSES."""
     if not Path(folder).is_dir():
         names = ", ".join(["identity", *HUB_NAMES])
         raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
-    config_file = Path(folder) / "config.json"
-    if not config_file.is_file():
-        raise ValueError(
-            f"autoencoder={folder} has no config.json: point it at the folder with config.json and "
-            f"diffusion_pytorch_model.safetensors (of a whole pipeline, its vae/ folder)."
-        )
+    file = Path(folder) / "config.json"
     try:
-        config = dict(json.loads(config_file.read_text()))
-    except (TypeError, ValueError, RecursionError) as error:
-        raise ValueError(f"{config_file} is not a JSON object: {error}.") from error
+        config = json.loads(file.read_text())
+    except FileNotFoundError:
+        raise ValueError(f"autoencoder={folder} has no config.json: give the folder with config.json and "
+                         f"diffusion_pytorch_model.safetensors (of a whole pipeline, its vae/ folder).") from None
+    except ValueError as error:
+        raise ValueError(f"{file} is not a JSON object: {error}.") from error
     if config.get("_class_name") not in CLASSES:      # a name alone: nothing else is ever looked up by it
         raise ValueError(f"autoencoder={folder} is of class {config.get('_class_name')}, and {', '.join(CLASSES)} are "
                          f"read.")
@@ -434,24 +421,16 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
     config = _read_config(folder)
     network = _network(config["_class_name"])
     try:
-        latent_form(network, config)
-    except Exception as error:  # of sizes that do not fit together: each layer raises its own
-        raise ValueError(f"autoencoder={folder}: its config.json makes no {config['_class_name']} that encodes images: "
-                         f"{(str(error) or type(error).__name__).splitlines()[0]}") from error
-    try:
         vae, found = network.from_pretrained(
-            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True
-        )
+            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True)
     except Exception as error:  # absent, cut short, of other shapes: each raises its own
         raise ValueError(
             f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits config.json; "
             f"weights in .bin are pickles and are not loaded (convert them with diffusers' save_pretrained), and "
-            f"*.fp16.safetensors is to be renamed. {(str(error) or type(error).__name__).splitlines()[0]}"
-        ) from error
+            f"*.fp16.safetensors must be renamed. {_first_line(error)}") from error
     if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
-        raise ValueError(
-            f"autoencoder={folder}: the weights lack {len(lacking)} of the tensors of config.json, {lacking[0]} first."
-        )
+        raise ValueError(f"autoencoder={folder}: the weights lack {len(lacking)} of the tensors of config.json, "
+                         f"{lacking[0]} first.")
     return vae
 
 
@@ -477,7 +456,9 @@ def ldm_key(key: str, num_levels: int) -> str:
 
 def _from_ldm(file: Path) -> torch.nn.Module:
     """Builds diffusers' AutoencoderKL of latent diffusion's weights: a .pt or .ckpt of tensors, or .safetensors."""
-    state = _read_tensors(file)
+    state = read_tensors(file)
+    for key in ("state_dict", "model"):
+        state = state.get(key, state) if isinstance(state, dict) else {}
     levels = [f"encoder.down.{i}" for i in range(64) if f"encoder.down.{i}.block.0.conv1.weight" in state]
     if not levels or "post_quant_conv.weight" not in state:
         raise ValueError(f"autoencoder={file} holds no weights of a latent-diffusion AutoencoderKL: encoder.down.0… or "
@@ -503,8 +484,11 @@ def _from_ldm(file: Path) -> torch.nn.Module:
                             assign=True)
     except (RuntimeError, ValueError) as error:
         raise ValueError(f"autoencoder={file} does not fit latent diffusion's AutoencoderKL: "
-                         f"{(str(error) or type(error).__name__).splitlines()[0]}.") from error
+                         f"{_first_line(error)}.") from error
     return vae
+
+
+# ---- files of tensors -----------------------------------------------------------------------------------------------
 
 
 def require_unpacked(path: Path) -> None:
@@ -515,70 +499,53 @@ def require_unpacked(path: Path) -> None:
                 raise ValueError(f"{packed[0]} in it is compressed, as torch writes none")
 
 
-def _read_tensors(file: Path) -> dict[str, torch.Tensor]:
-    """Reads the encoder's and decoder's tensors of a weights file, never running what is in it."""
-    try:
-        if file.suffix == ".safetensors":
-            from safetensors.torch import load_file
+def read_tensors(file: Path) -> object:
+    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
 
-            state = load_file(file)
-        else:
-            require_unpacked(file)
-            state = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:      # torch, zipfile, pickle and safetensors each raise their own
-        raise ValueError(
-            f"autoencoder={file} is no file of tensors alone: it is damaged, or a pickle of other things, which is "
-            f"never loaded, since it can run code ({(str(error) or type(error).__name__).splitlines()[0][:120]})."
-        ) from error
-    for key in ("state_dict", "model"):
-        state = state.get(key, state) if isinstance(state, dict) else state
-    parts = ("encoder.", "decoder.", "quant_conv.", "post_quant_conv.")      # not its loss, nor a foundation model
-    return {key: value for key, value in (state.items() if isinstance(state, dict) else ())
-            if isinstance(key, str) and key.startswith(parts) and isinstance(value, torch.Tensor)}
+    Raises ValueError for a file that is damaged or holds anything else.
+    """
+    if file.suffix == ".safetensors":
+        try:
+            return load_file(file)
+        except (SafetensorError, OSError) as error:
+            raise ValueError(f"{file} is no whole safetensors file: {error}.") from error
+    try:
+        require_unpacked(file)
+        # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:      # torch, zipfile and pickle each raise their own
+        raise ValueError(f"{file} cannot be read as weights alone ({_first_line(error)}). Only tensors are loaded, "
+                         f"since unpickling anything else could run code; save its state dict as .safetensors."
+                         ) from error
 
 
 def read_statistics(file: Path) -> Convention:
     """Reads LightningDiT's latents_stats.pt, tensors mean and std; raises ValueError for anything else."""
     try:
-        held = torch.load(file, map_location="cpu", weights_only=True)
+        held = read_tensors(file)
         mean, std = (tuple(held[key].double().flatten().tolist()) for key in ("mean", "std"))
         return Convention(latents_mean=mean, latents_std=std)
-    except Exception as error:      # of the zip, the unpickler, or what it holds
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: "
-                         f"{(str(error) or type(error).__name__).splitlines()[0][:120]}.") from error
+                         f"{_first_line(error)}.") from error
 
 
-# ---- code of one's own ----------------------------------------------------------------------------------------------
+# ---- users' own code ------------------------------------------------------------------------------------------------
 
 
 def _is_torchscript(file: Path) -> bool:
     """Tells TorchScript from weights: both are zips, and only the first holds code."""
     if not zipfile.is_zipfile(file):
         return False
-    try:
-        with zipfile.ZipFile(file) as archive:
-            return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
-    except (zipfile.BadZipFile, NotImplementedError, OSError, ValueError):
-        return False
-
-
-def _torchscript(file: str, device: torch.device | str) -> Callable[[torch.Tensor], torch.Tensor]:
-    try:
-        return torch.jit.load(file, map_location=device).eval()
-    except Exception as error:
-        raise ValueError(f"autoencoder={file} is TorchScript that cannot be loaded: "
-                         f"{(str(error).strip() or type(error).__name__).splitlines()[0]}.") from error
+    with zipfile.ZipFile(file) as archive:
+        return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
 
 
 def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
     module, _, function = name.removeprefix(PYTHON).rpartition(".")
-    if not module or not function:
-        raise ValueError(f"autoencoder={name} is not python:module.function.")
     try:
-        found = getattr(importlib.import_module(module), function)
-    except (ImportError, AttributeError) as error:
-        raise ValueError(f"autoencoder={name}: {error}. The module must be where Python finds it: set "
-                         f"PYTHONPATH.") from error
-    if not callable(found):
-        raise ValueError(f"autoencoder={name} is a {type(found).__name__}, which cannot be called.")
-    return found
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"autoencoder={name} is not python:module.function of a module that Python finds ({error}): "
+                         f"set PYTHONPATH.") from error

@@ -37,9 +37,8 @@ class Route:
         return left if self.is_identity else self.x_T * embedded + self.x_D_last * left
 
     def plain(self) -> dict:
-        """Returns the keywords that make the route, for a record; those at their default go without saying."""
-        parts = [(part, getattr(self, part.name)) for part in fields(self)]
-        return {part.name: value for part, value in parts if value != part.default}
+        """Returns the keywords that make the route, without those at their default, for a record."""
+        return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
 
 
 def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
@@ -100,7 +99,7 @@ class Router:
             raise ValueError(f"selection={self.selection} is neither random nor l1.")
         if not 0 <= self.l1_reg <= 1:
             raise ValueError(f"l1_reg={self.l1_reg} is outside [0, 1]: it is the share of the L1 norm in a token's "
-                             f"score; 0 is random selection, and at 1 noise has no say.")
+                             f"score, and the rest is noise.")
 
     def get_mask(
         self, x: Tensor, selection_ratio: float, noise: Tensor | None = None, keep_mask: Tensor | None = None,

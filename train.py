@@ -36,16 +36,8 @@ from scoring.evaluation import score_images
 from scoring.results import describe_autoencoder, describe_classes, result_row, scored_before
 from training import speed
 from training.optimizers import step_unless
-from training.run import (
-    Run,
-    forget_other_starts,
-    full_disk_is_a_sentence,
-    hold_folder,
-    make_run,
-    resume,
-    save,
-    tidy_folder,
-)
+from training.run import Run, make_run
+from training.run_folder import forget_other_starts, hold_folder, resume, save, tidy_folder
 from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
 from weights.records import build_network
@@ -165,7 +157,6 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
     bar.set_postfix_str("")
 
 
-@full_disk_is_a_sentence()
 def report(run: Run, num_steps: int, since: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
     cfg, accelerator = run.cfg, run.accelerator
@@ -202,7 +193,6 @@ def report(run: Run, num_steps: int, since: float) -> None:
                  f"step {run.step}. {way_back}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32.")
 
 
-@full_disk_is_a_sentence()
 def draw(run: Run) -> None:
     grid, world = run.grid, run.accelerator.num_processes
     batch_size = min(run.cfg.samples.batch_size, math.ceil(len(grid.seeds) / world))
@@ -211,7 +201,6 @@ def draw(run: Run) -> None:
     write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
 
 
-@full_disk_is_a_sentence()
 def evaluate(run: Run) -> None:
     """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
     cfg, accelerator, evaluation = run.cfg.evaluate, run.accelerator, run.evaluation

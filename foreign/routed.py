@@ -181,7 +181,7 @@ class Routing:
     """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
     def __init__(self, network, routes, blocks, along, keep, mask_noise):
-        # self.stay: how many tokens in front never leave, or which; None where a call says it.
+        # stay: how many tokens in front never leave, or which; None where a call says it.
         if blocks is None or type(network).__name__ in REFUSED:
             self.family = family_of(network)
             if along is not None or keep is not None:
@@ -205,7 +205,8 @@ class Routing:
         for r, route in enumerate(self.routes):
             if not route.is_identity:
                 raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T and x_D_last.")
-            for i in range(route.start_layer_idx, route.end_layer_idx + 1) if route.selection_ratio > 0 else ():
+            span = range(route.start_layer_idx, route.end_layer_idx + 1)
+            for i in span if route.selection_ratio > 0 else ():
                 self.route_of[i] = r
                 if any(max(m.kernel_size) > 1 for m in self.blocks[i].modules()
                        if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
@@ -260,8 +261,8 @@ class Routing:
         if self.recomputed is not None or not self.open:
             return self.recomputed
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
-            raise ValueError("A backward inside routed() computes blocks again for a pass that was not routed: call "
-                             "backward of a dense pass outside of routed(), and checkpoint with use_reentrant=False.")
+            raise ValueError("A backward inside routed() recomputes a block of an unknown pass. Call backward of a "
+                             "dense pass outside, set use_reentrant=False, and compile the network, not its blocks.")
         if i == -1 or i == 0 and (self.latest is None or self.latest.last >= 0):
             self.begin(Pass(self))
             self.taken.ids_keep = self.latest.ids_keep
@@ -296,16 +297,24 @@ def mark_checkpoint(run: Pass) -> bool:
     pack, unpack = hooks
     if (other := getattr(unpack, "run", None)) is not None:
         if other is not run:
-            raise ValueError("One checkpoint holds two passes of a network: give each a checkpoint of its own.")
+            raise ValueError("One checkpoint holds two routed passes: give each a checkpoint of its own.")
         return True
 
+    done = -1                               # the backward that has recomputed it all
+
     def unpack_for_pass(packed: Any) -> Tensor:
+        nonlocal done
+        backward = torch._C._current_graph_task_id()
+        if backward == done != -1:
+            return unpack(packed)
         before, run.routing.recomputed = run.routing.recomputed, run
         try:
             with run.routing.wrapped():
-                return unpack(packed)
+                tensor = unpack(packed)
         finally:
             run.routing.recomputed = before
+        done = backward
+        return tensor
 
     unpack_for_pass.run = run
     torch._C._autograd._pop_saved_tensors_default_hooks()

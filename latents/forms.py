@@ -207,7 +207,7 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     try:
         env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False)
     except lmdb.Error as error:
-        raise ValueError(f"{file} is no whole lmdb ({error}): copy it again.") from error
+        raise ValueError(f"{file} is not a whole lmdb ({error}): copy it again.") from error
     written, there = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
     if there < written:      # to read beyond would end the process
         raise ValueError(f"{file} has {there:,} bytes where {written:,} were written: copy it again.")
@@ -215,8 +215,8 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
 
     def value(key: str) -> memoryview:
         if (found := held.get(key.encode())) is None:
-            raise ValueError(f"{file} lacks {key}: it is no lmdb of latents as MaskDiT's extract_latent.py writes it, "
-                             f"or was not finished.")
+            raise ValueError(f"{file} lacks {key}: it was not finished, or is not an lmdb of latents as MaskDiT's "
+                             f"extract_latent.py writes it.")
         return found
 
     def number(key: str) -> int:
@@ -244,7 +244,7 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     num_bytes = len(value("z-0"))
     side = math.isqrt(num_bytes // 32)
     if side == 0 or side * side * 32 != num_bytes:
-        raise ValueError(f"{file}: z-0 has {num_bytes} bytes, which is no float32 (8, R, R): MaskDiT "
+        raise ValueError(f"{file}: z-0 has {num_bytes} bytes, which is not float32 (8, R, R): MaskDiT "
                          f"stores the mean and log-variance of a 4-channel VAE.")
 
     def read(start: int, end: int) -> np.ndarray:
@@ -278,7 +278,7 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
                 sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
                 own = shard.get_tensor("labels").numpy() if "labels" in names else np.empty(0)
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is no whole safetensors file ({error}): copy it again.") from error
+            raise ValueError(f"{file} is not a whole safetensors file ({error}): copy it again.") from error
         if "latents" not in parts or any(len(size) != 4 or size[:1] != own.shape for size in sizes):
             raise ValueError(f"{file} holds {', '.join(sorted(names))}: latents of {sizes}, labels of {own.shape}; "
                              f"latents (N, C, h, w) and as many labels (N,) are expected.")
@@ -323,8 +323,8 @@ def open_tars(source: str, kind: str | None) -> Stored:
         raise ValueError(f"source={source} names no .tar.")
     refuse_pickles(tars[0])
     if len({"train" in tar.name for tar in tars}) > 1:
-        raise ValueError(f"source={source} holds {len(tars)} tars, of which some have train in their names and some "
-                         f"have not; TREAD trains on the former: name them, as in \"source='{source}/*train*.tar'\".")
+        raise ValueError(f"source={source} holds {len(tars)} tars, some with train in their names and some "
+                         f"without; TREAD trains on the former: name them, as in \"source='{source}/*train*.tar'\".")
     index = tar_index(tars)
     shape, starts, rows = tuple(index["shape"].tolist()), index["starts"], open_rows(tars, index)
     if kind is None and shape[0] != 4:

@@ -264,7 +264,7 @@ def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, for a label that is no whole number in 0..num_classes - 1."""
+    """Raises ValueError, ending in `remedy`, for a label that is not a whole number in 0..num_classes - 1."""
     if labels.dtype.kind not in "iu":
         raise ValueError(f"{where} has labels of type {labels.dtype}, where whole numbers are expected: {remedy}.")
     low, high = labels.min(initial=0), labels.max(initial=0)

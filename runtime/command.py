@@ -1,4 +1,4 @@
-"""The frame of a command: its config composed and checked, and what ends it in a sentence."""
+"""The frame of a command: its config is composed and checked, and a mistake ends it in a sentence."""
 
 import errno
 import functools
@@ -19,20 +19,17 @@ ADDING = ("objective",)      # groups of configs/ in which several names add up
 RERUN = "--experimental-rerun"      # Hydra's
 
 
-# ---- the frame of a command -----------------------------------------------------------------------------------------
-
-
 def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], Callable[[], None]]:
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
-    A mistake, a file that cannot be read or written, and Ctrl-C end it in a sentence; with HYDRA_FULL_ERROR=1 in the
-    environment, in the traceback behind it.
+    A mistake, a file that cannot be read or written, and Ctrl-C end it in a sentence, or with HYDRA_FULL_ERROR=1 in
+    the environment in a traceback.
     """
     def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
         @functools.wraps(main)
         def entry() -> None:
             if hasattr(sys.stdout, "reconfigure"):
-                sys.stdout.reconfigure(line_buffering=True)      # a line is in a redirected log when it is said
+                sys.stdout.reconfigure(line_buffering=True)      # a redirected log has each line at once
             program, wants_traceback = Path(sys.argv[0]).name, "HYDRA_FULL_ERROR" in os.environ
             plain: dict = {}
             try:
@@ -48,20 +45,22 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 ranks.leave()
                 raise
             except Exception as error:
-                said = mistake(error, config_name, plain)
-                if said is None or wants_traceback:
+                sentence = mistake(error, config_name, plain)
+                if sentence is None or wants_traceback:
                     ranks.let_others_speak(error)
                     ranks.note_for_launcher(error)
                     raise
-                end(cut(f"{program}: {said}", 2000), error)      # a value in it may have any length
+                end(cut(f"{program}: {sentence}", 2000), error)      # a value in it may have any length
         return entry
     return decorate
 
 
 @functools.cache      # of the code that this process has loaded, whatever is committed later
 def commit() -> str | None:
-    """Names this project's commit, with -dirty where tracked files differ from it; outside a repository, what
-    TREAD_COMMIT in the environment says, or None."""
+    """Returns this project's commit, with -dirty where tracked files differ from it.
+
+    Outside a repository it is TREAD_COMMIT of the environment, or None.
+    """
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()
@@ -78,7 +77,7 @@ def compose(config_name: str) -> list[dict]:
         if not argument.startswith("-"):
             parse(OverridesParser.create(), argument)
         elif len(argument) > 2 and RERUN.startswith(argument.partition("=")[0]):      # as argparse shortens it
-            raise ValueError(f"{argument} would run what a pickle holds, and none is ever loaded: give the settings.")
+            raise ValueError(f"{argument} would load a pickle, which could run code: give the settings instead.")
     composed: list = []
     before = os.environ.get("HYDRA_FULL_ERROR")
     os.environ["HYDRA_FULL_ERROR"] = "1"      # Hydra then hands its errors on instead of printing them
@@ -96,7 +95,7 @@ def compose(config_name: str) -> list[dict]:
 
 
 def mistake(error: Exception, config_name: str, plain: dict) -> str | None:
-    """Says in a sentence what a user can mend: settings, files, memory. None is a mistake of ours."""
+    """Returns a sentence for what a user can mend, settings, files or memory, and None for our own mistakes."""
     from hydra.errors import HydraException
     from omegaconf.errors import OmegaConfBaseException
 
@@ -127,17 +126,17 @@ def parse(parser: Any, argument: str) -> None:
             raise ValueError(f"{argument} gives several names and only the last would count: write {key}={names[-1]}.")
     except HydraException:
         if "=" not in argument or not re.fullmatch(r"[\w.+~@/-]+", key, re.ASCII):
-            raise ValueError(f"{argument} is no setting: write key=value, as in steps=100.") from None
+            raise ValueError(f"{argument} is not a setting: write key=value, as in steps=100.") from None
         is_list = value.startswith("[")
         parts = [part.strip(" '\"") for part in (value.strip("[]").split(",") if is_list else [value])]
         quoted = ",".join("'" + part.replace("'", "\\'") + "'" for part in parts)
-        raise ValueError(f"{argument} cannot be read. A value may hold a to z, digits, spaces and _-+./:%*?@$| as "
-                         f"they are; with anything else it stands in quotes, and the whole in another kind: "
+        raise ValueError(f"{argument} cannot be read. A value with characters other than a to z, digits, spaces and "
+                         f"_-+./:%*?@$| needs quotes, and the whole needs quotes of another kind: "
                          f'"{key}={f"[{quoted}]" if is_list else quoted}".') from None
 
 
 def end(sentence: str, error: BaseException) -> NoReturn:
-    """Ends this process with a sentence; where every rank has the same one, the first rank prints it."""
+    """Ends this process with a sentence, which of several ranks the first one prints."""
     ranks.let_others_speak(error)
     sys.exit(sentence)
 
@@ -167,7 +166,7 @@ def is_full_memory(error: Exception) -> bool:
 
 
 def full_memory(error: Exception, plain: dict) -> str:
-    """Puts the settings of a command that would help behind what the library says."""
+    """Returns the library's words and the settings of the command that would help."""
     helpful = [how for key, how in HELP.items()
                if (now := at(plain, key)) is not ... and how != f"{key}={shown(now)}"]
     advice = ", ".join(helpful) or "less at once"

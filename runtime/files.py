@@ -1,4 +1,4 @@
-"""Files that a kill cannot halve: written beside and renamed; rows of JSON; the lock on a folder."""
+"""Files that a kill cannot halve, because they are renamed when they are whole; rows of JSON; the lock on a folder."""
 
 import contextlib
 import errno
@@ -11,15 +11,13 @@ from pathlib import Path
 
 from filelock import FileLock, Timeout
 
-# ---- files that a kill cannot halve ---------------------------------------------------------------------------------
-
 
 @contextlib.contextmanager
 def beside(path: Path) -> Iterator[Path]:
-    """Yields a place beside `path` to write a file or a folder at, and renames it to `path` once it is whole.
+    """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is whole.
 
-    Where writing fails, nothing stays behind and what was at `path` is untouched. A kill may leave `.<name>.<pid>.tmp`
-    and, between two renames, the folder that was at `path` as `.<name>.<pid>.old.tmp`.
+    After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder
+    that was at `path` as `.<name>.<pid>.old.tmp`.
     """
     if path.exists() and not (path.is_file() or path.is_dir()):      # as /dev/null, which a rename would replace
         raise FileExistsError(errno.EEXIST, "it is not a file", str(path))
@@ -53,7 +51,7 @@ def require_room(out: Path, needed: int, remedy: str) -> None:
 
 @contextlib.contextmanager
 def naming(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError that names none, as that of a full disk."""
+    """Adds the path to an OSError without one, such as that of a full disk."""
     try:
         yield
     except OSError as error:
@@ -86,12 +84,12 @@ def write_text(path: Path, text: str) -> None:
 
 
 def append_row(path: Path, row: dict) -> None:
-    """Adds a JSON line; one that a kill or a full disk has halved before it keeps a line of its own.
+    """Appends a JSON line, on a new line even where a kill has halved the last one.
 
-    Raises OSError for a link, which in a run of somebody else's may lead anywhere.
+    Raises OSError for a link, which in somebody else's run may lead anywhere.
     """
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and rows are added to files alone", str(path))
+        raise OSError(errno.ELOOP, "it is a link, and rows are appended to files only", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     with naming(path), open(path, "a+b") as file:
         end = file.seek(0, os.SEEK_END)
@@ -101,7 +99,7 @@ def append_row(path: Path, row: dict) -> None:
 
 
 def read_rows(path: Path) -> list[dict]:
-    """Reads a file of JSON lines, but for those that a kill has halved."""
+    """Reads a file of JSON lines, without those that a kill has halved."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError, RecursionError):
@@ -111,9 +109,9 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def hold(folder: Path, mistake: str) -> FileLock:
-    """Holds a folder for this process until it ends, however it ends; raises ValueError(mistake) where another does.
+    """Locks a folder until this process ends; raises ValueError(mistake) where another process has locked it.
 
-    Where the file system has no locks that is said, and nothing is held.
+    On a file system without locks it prints that and locks nothing.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
@@ -127,7 +125,7 @@ def hold(folder: Path, mistake: str) -> FileLock:
 
 
 def require_same(folder: Path, before: os.stat_result) -> None:
-    """Raises OSError where `folder` is not the one that `before` was of, as when its disk has gone away meanwhile."""
+    """Raises OSError where `folder` is not the one of `before`, as when its disk has been unmounted."""
     with contextlib.suppress(FileNotFoundError):
         if os.path.samestat(before, folder.stat()):
             return

@@ -1,5 +1,6 @@
-"""Seeds -> images, over ranks; what a sampling costs."""
+"""Seeds -> images, over ranks, and what a sampling costs."""
 
+import math
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import replace
 
@@ -9,23 +10,17 @@ from accelerate.utils import gather
 from torch import Tensor
 from tqdm import tqdm
 
-import autoencoder as autoencoders
 from dit import DiT, multiply_adds
 from edm import EDM
 from guidance import Guidance
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
-from sampling.options import DrawingSettings
-from weights.loading import Trained
 
 DRAWING_VERSION = 1     # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
 
 # Seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8; or latents (B, C, h, w) float32 where not decoded.
 Batch = tuple[Tensor, Tensor, Tensor]
-
-
-# ---- what a sampling costs ------------------------------------------------------------------------------------------
 
 
 class Meter:
@@ -53,7 +48,7 @@ class Meter:
 def sampling_cost(
     net: DiT, diffusion: EDM | RF, num_steps: int, guidance: Guidance | None = None, **sampler: float | str,
 ) -> tuple[int, int, int]:
-    """Runs the sampler on nothing; returns one image's passes and multiply-adds, of linear layers and of attention."""
+    """Runs the sampler on zeros; returns one image's passes and multiply-adds, of linear layers and of attention."""
     meters = [Meter(net)]
     if guidance is not None and guidance.net2 is not None:
         meters.append(Meter(guidance.net2))
@@ -62,9 +57,6 @@ def sampling_cost(
     diffusion.sample(meters[0], noise, y, num_steps=num_steps, guidance=guidance, randn_like=torch.zeros_like,
                      **sampler)
     return tuple(sum(getattr(meter, count) for meter in meters) for count in ("passes", "linear", "attention"))
-
-
-# ---- seeds -> images ------------------------------------------------------------------------------------------------
 
 
 class SeededNoise:
@@ -89,7 +81,7 @@ def generate(
     seeds: list[int],                       # of all ranks; each is one image
     labels: list[int],                      # one a seed
     *,
-    batch_size: int,                        # images a rank draws at once
+    batch_size: int,                        # images a rank draws at once, or fewer where its share is smaller
     num_steps: int,
     guidance: Guidance | None = None,
     precision: str = "fp32",                # of the network, under autocast
@@ -104,6 +96,7 @@ def generate(
     """
     state = PartialState()
     device = next(net.parameters()).device
+    batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
     silent = progress is None or not state.is_main_process
     bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)     # None: where it is no terminal
     for start in range(0, len(seeds), batch_size * state.num_processes):
@@ -127,21 +120,3 @@ def gathered(batches: Iterable[Batch]) -> Iterator[Batch]:
         seeds, labels, images = (gather(part.contiguous()).cpu() for part in batch)
         real = seeds >= 0
         yield seeds[real], labels[real], images[real]
-
-
-def finite(latents: Tensor) -> Tensor:
-    """Returns latents as they are; raises ValueError where they are not finite."""
-    if not latents.isfinite().all():
-        raise ValueError("The latents drawn are not finite: bring scale= and the sampler's settings nearer to "
-                         "their usual values, set precision=fp32, or choose an earlier checkpoint.")
-    return latents
-
-
-def load_decoder(trained: Trained, cfg: DrawingSettings, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Loads what decodes a network's latents; raises ValueError where they are not the autoencoder's."""
-    net = trained.net
-    decoder = autoencoders.load_decoder(
-        trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, device,
-        DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, asked=cfg.autoencoder is not None,
-    )
-    return lambda latents: decoder.decode(finite(latents), strict=True)

@@ -1,4 +1,4 @@
-"""What commands that draw may be asked: seeds, classes, a sampler's settings, guidance."""
+"""The settings of commands that draw: a sampler's, guidance, seeds and classes."""
 
 import inspect
 import math
@@ -7,7 +7,6 @@ from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
-from accelerate import PartialState
 from pydantic import Field
 
 from edm import EDM
@@ -18,9 +17,12 @@ from runtime.device import DTYPES
 from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Size, Steps, one_of
 from weights.loading import Trained, find_weights, load_trained
 from weights.others import FAMILIES
-from weights.records import Level
 
-# ---- settings -> sampler, guidance ----------------------------------------------------------------------------------
+Level = Annotated[float, Field(ge=1e-6, le=1e6)]      # a noise level: squares and roots of it stay in float32
+
+GRID_CLASSES = 10       # a grid shows the first so many classes where none are named
+
+# ---- declared -------------------------------------------------------------------------------------------------------
 
 
 class SamplerSettings(Settings):
@@ -37,8 +39,59 @@ class SamplerSettings(Settings):
     shift: Annotated[float, Field(ge=0.01, le=100)] | None = None
 
 
+Ratio = Annotated[float, Field(ge=0, lt=1)]
+Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
+Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
+
+
+class GuidanceRoute(Settings):
+    """Where tokens leave and rejoin; the ratios are gamma1 and gamma2."""
+
+    start_layer_idx: int
+    end_layer_idx: int
+
+
+class GuidanceSettings(Settings):
+    """The keys of configs/guidance, which a command has at its top level."""
+
+    scale: Number | None
+    gamma1: Gamma
+    gamma2: Gamma
+    drop_label: bool
+    weak: Location | None
+    interval: Pair | None
+    routes: list[GuidanceRoute] | None
+    channels: Size | None
+
+
+# What only guidance looks at, where there is none.
+UNGUIDED = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None, "channels": None}
+
+
+class DrawingSettings(GuidanceSettings):
+    """configs/drawing.yaml, which every command that draws has."""
+
+    checkpoint: Location | None
+    weights: one_of(["ema", "model"]) | None
+    classes: Selection | None
+    num_steps: Steps
+    sampler: SamplerSettings
+    batch_size: Count
+    precision: one_of(DTYPES)
+    decode_precision: one_of(DTYPES)
+    decode_batch_size: Count | None
+    diffusion_name: one_of(FAMILIES) | None
+    num_heads: Size | None
+    autoencoder: Location | None
+    tf32: bool
+    cpu: bool
+
+
+# ---- read -----------------------------------------------------------------------------------------------------------
+
+
 def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
-    """Completes the settings of a diffusion's sampler, of which None is the sampler's own value.
+    """Completes the settings of a diffusion's sampler; None is the sampler's own value.
 
     Raises ValueError for a setting or a solver that the sampler lacks, or noise levels in the wrong order.
     """
@@ -59,8 +112,8 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
         raise ValueError(f"sampler.sigma_min={settings['sigma_min']} is not below "
                          f"sampler.sigma_max={settings['sigma_max']}.")
     if settings.get("S_min", 0) > settings.get("S_max", math.inf):
-        raise ValueError(f"sampler.S_min={settings['S_min']} is above sampler.S_max={settings['S_max']}: between them "
-                         f"lie the noise levels that churn acts on.")
+        raise ValueError(f"sampler.S_min={settings['S_min']} is above sampler.S_max={settings['S_max']}: churn "
+                         f"acts between them.")
     return settings
 
 
@@ -72,63 +125,33 @@ def noise_levels(diffusion: EDM | RF, sampler: SamplerSettings | None) -> tuple[
     return (0.0, 1.0) if isinstance(diffusion, RF) else (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item())
 
 
-Ratio = Annotated[float, Field(ge=0, lt=1)]
-Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
-Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
-
-
-class GuidanceRoute(Settings):
-    """Where tokens leave and rejoin; their ratios are gamma1 and gamma2."""
-
-    start_layer_idx: int
-    end_layer_idx: int
-
-
-class GuidanceSettings(Settings):
-    """The keys of configs/guidance, which lie flat among a command's."""
-
-    scale: Number | None
-    gamma1: Gamma
-    gamma2: Gamma
-    drop_label: bool
-    weak: Location | None
-    interval: Pair | None
-    routes: list[GuidanceRoute] | None
-    channels: Size | None
-
-
 def build_guidance(
     settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
 ) -> tuple[Guidance | None, dict | None]:
-    """Builds guidance from its settings, loading the weak network where there is one; None where `scale` is None.
+    """Builds guidance and its record from its settings, loading a weak network; None, None where `scale` is None.
 
-    Returns it with its record: the settings, and which weights the weak network has. Raises ValueError, with the
-    numbers and the knob, for settings that cannot work with `trained`.
+    Raises ValueError, with the numbers and the knob, for settings that cannot work with `trained`.
     """
     if settings.scale is None:
-        unguided = {"gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None,
-                    "channels": None}
-        if changed := [key for key, value in unguided.items() if getattr(settings, key) != value]:
-            raise ValueError(f"{', '.join(f'{key}={getattr(settings, key)}' for key in changed)} guides nothing "
-                             f"without a scale: give scale=1.5, say, or none of these.")
+        if changed := [f"{key}={getattr(settings, key)}" for key, value in UNGUIDED.items()
+                       if getattr(settings, key) != value]:
+            raise ValueError(f"{', '.join(changed)} guides nothing without a scale: give scale=1.5, or none of these.")
         return None, None
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
-    is_flow = trained.recorded["diffusion"]["name"] == "rf"
-    if is_flow and settings.interval and 1 < settings.interval[1] < math.inf:
-        raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
-                         f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
     if settings.interval:
         low, high = noise_levels(trained.diffusion, getattr(settings, "sampler", None))
         if settings.interval[1] < low or settings.interval[0] > high:
             raise ValueError(f"interval={list(settings.interval)} guides at no noise level: the sampler's run from "
-                             f"{high:g} to {low:g}. Choose some of these.")
+                             f"{high:g} to {low:g}.")
+        if isinstance(trained.diffusion, RF) and 1 < settings.interval[1] < math.inf:
+            raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
+                             f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
     weak = None
     if settings.weak:      # one without a record is taken for what the strong one is
         has_record = find_weights(Path(settings.weak), "ema")[1] is not None
         name = None if has_record else trained.family or trained.recorded["diffusion"]["name"]
         weak = load_trained(settings.weak, diffusion=name, device=device)
-    if weak is not None:
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
@@ -142,51 +165,19 @@ def build_guidance(
     source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
                        "weights_sha256": weak.weights_sha256}
     return guidance, {**guidance.record(), "weak": source}
-GRID_CLASSES = 10       # a grid shows so many classes, the first, where none are named
-MOST_SEEDS = 10**7      # a range of more is a slip of the finger
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
-
-
-class DrawingSettings(GuidanceSettings):
-    """What every command that draws with a network is told: configs/drawing.yaml."""
-
-    checkpoint: Location | None
-    weights: one_of(["ema", "model"]) | None
-    classes: Selection | None
-    num_steps: Steps
-    sampler: SamplerSettings
-    batch_size: Count
-    precision: one_of(DTYPES)
-    decode_precision: one_of(DTYPES)
-    decode_batch_size: Count | None
-    diffusion_name: one_of(FAMILIES) | None
-    num_heads: Size | None
-    autoencoder: Location | None
-    tf32: bool
-    cpu: bool
-
-
-# ---- seeds and classes ----------------------------------------------------------------------------------------------
 
 
 def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
     """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints. Raises ValueError for anything else."""
     parts = str(given).split(",") if isinstance(given, str | int | None) else [str(part) for part in given]
-    given = "null" if given is None else given
-    form = f"write {key}=7, {key}=0-63 or {key}=[1,5,9]."
     chosen: list[int] = []
     for part in parts:
         first, _, last = part.strip().partition("-")
-        last = last or first
-        if not (first.isascii() and first.isdigit() and last.isascii() and last.isdigit()) or int(last) < int(first):
-            raise ValueError(f"{key}={given} is not understood at {part!r}: {form}")
-        if int(last) >= 2**63 or int(last) - int(first) >= MOST_SEEDS:
-            raise ValueError(f"{key}={given} names a number past 2^63, or more than {MOST_SEEDS:,} of them: {form}")
-        chosen.extend(range(int(first), int(last) + 1))
-    if not chosen:
-        raise ValueError(f"{key}={given} names no number: {form}")
+        numbers = [int(text) for text in (first, last or first) if text.isascii() and text.isdigit()]
+        if len(numbers) < 2 or numbers[0] > numbers[1]:
+            raise ValueError(f"{key}={given or 'null'} is not understood at {part!r}: write {key}=7, {key}=0-63 or "
+                             f"{key}=[1,5,9].")
+        chosen.extend(range(numbers[0], numbers[1] + 1))
     return chosen
 
 
@@ -195,7 +186,7 @@ def parse_classes(
 ) -> list[int]:
     """Reads class names, indices and ranges of indices; None is `present`, the classes that have images.
 
-    Raises ValueError for a class there is not.
+    Raises ValueError for a class that does not exist.
     """
     if given is None:
         return present
@@ -209,17 +200,9 @@ def parse_classes(
             raise ValueError(f"{key}={given} asks for {part!r}, which is no class. Write indices, as in {key}=[0,5] "
                              f"or {key}=0-9, or names{names}.")
         labels += [index[part]] if part in index else parse_range(key, part)
-    if not labels or max(labels) >= num_classes:
-        wrong = f"class {max(labels)}" if labels else "none"
-        raise ValueError(f"{key}={given} asks for {wrong}; there are {num_classes}, numbered from 0.")
+    if max(labels) >= num_classes:
+        raise ValueError(f"{key}={given} asks for class {max(labels)}; there are {num_classes}, numbered from 0.")
     return labels
-
-
-def read_classes(cfg: DrawingSettings, trained: Trained, state: PartialState, most: int | None = None) -> list[int]:
-    """Reads the classes that a command draws, at `most` so many where none are given, and says which are empty."""
-    if empty := empty_classes(trained.classes, trained.net.num_classes):
-        state.print(empty)
-    return parse_classes("classes", cfg.classes, trained.net.num_classes, trained.class_names, trained.classes[:most])
 
 
 def empty_classes(present: list[int], num_classes: int) -> str | None:

@@ -1,37 +1,28 @@
-"""Images that are drawn as they are scored."""
+"""Images that a network draws to be scored, and the record of how."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from functools import partial
 
 import numpy as np
 import torch
-from accelerate import PartialState
 from torch import Tensor
 
 from dit import DiT
 from edm import EDM
 from guidance import Guidance
 from rf import RF
-from sampling.generate import DRAWING_VERSION, Batch, generate, sampling_cost
+from sampling.generate import DRAWING_VERSION, generate, sampling_cost
 from sampling.options import sampler_settings
 from scoring.image_sets import Indexed
-from scoring.results import Published
 
-# ---- images that a network draws ------------------------------------------------------------------------------------
-
-
-def indexed(batches: Iterable[Batch], seeds: list[int]) -> Indexed:
-    """Gives drawn images their seed's place in `seeds` as index; copies, of seed -1, get -1."""
-    place = {seed: index for index, seed in enumerate(seeds)} | {-1: -1}
-    for drawn, _, images in batches:
-        yield torch.tensor([place[seed] for seed in drawn.tolist()]), images
+DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
 
 
 class Drawing:
     """Images that a network draws of `seeds`, and the record of how: what a result must say to be compared.
 
-    The images' size is put into the record when the first are drawn.
+    The record gets the images' size when the first are drawn.
     """
 
     def __init__(
@@ -50,11 +41,9 @@ class Drawing:
         outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
     ):
         self.seeds, self.labels = seeds, labels
-        self.published: Published | None = None     # scores of images that somebody has drawn just so
         sampler = sampler_settings(diffusion, sampler or {})
-        self.generate = partial(generate, net, diffusion, decode, num_steps=num_steps, guidance=guidance,
-                                precision=precision, **sampler)
-        self.batch_size = batch_size
+        self.generate = partial(generate, net, diffusion, decode, batch_size=batch_size, num_steps=num_steps,
+                                guidance=guidance, precision=precision, **sampler)
         passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
         # JSON has no infinity.
         finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
@@ -68,19 +57,8 @@ class Drawing:
 
     def draw(self, todo: np.ndarray) -> Indexed:
         """Draws this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
-        wanted = [self.seeds[index] for index in todo]
-        if not wanted:
-            return
-        batches = self.generate(
-            wanted, [self.labels[index] for index in todo],
-            batch_size=min(self.batch_size, -(-len(wanted) // PartialState().num_processes)),
-        )
-        for indices, images in indexed(batches, self.seeds):
+        seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
+        place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}      # the seed of a copy
+        for drawn, _, images in self.generate(seeds, labels):
             self.record["size"] = list(images.shape[1:3])
-            yield indices, images
-
-
-# ---- the record -----------------------------------------------------------------------------------------------------
-
-
-DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
+            yield torch.tensor([place[seed] for seed in drawn.tolist()]), images

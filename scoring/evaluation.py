@@ -1,28 +1,27 @@
-"""Scores of images, of any origin and by index, against a reference; over ranks, and resumed where it was killed.
-
-fid.py says of what, and writes down what came out.
-"""
+"""Images of any origin, and a reference -> scores, over ranks."""
 
 from collections.abc import Iterable
 
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
-from torch import Tensor
 
 from scoring.features import Extractor
+from scoring.image_sets import Indexed
+from scoring.kept import Kept
 from scoring.metrics import frechet_distance, precision_recall
-from scoring.statistics import Kept, Reference, Tally, available_metrics, fill
+from scoring.statistics import Reference, available_metrics
+from scoring.tally import Tally, fill
 
 
 def score_images(
-    batches: Iterable[tuple[Tensor, Tensor]], count: int, reference: Reference, extractor: Extractor, *,
+    batches: Indexed, count: int, reference: Reference, extractor: Extractor, *,
     metrics: Iterable[str] | None = None, keep: Kept | None = None, progress: str | None = None,
 ) -> dict[str, float]:
     """Scores `count` images against the reference; every rank brings its share and gets the same scores.
 
-    `batches` yields indices (B,), each of 0 … count-1 once over all ranks (-1 for a copy that is to be dropped), and
-    images (B, H, W, 3) uint8, as `indexed` and `read_over_ranks` do; those that `keep` holds are not to come again.
-    Raises ValueError for fewer images than `count`, or metrics or features that cannot be had.
+    `batches` yields indices (B,), each of 0 … count-1 once over all ranks (-1 for a copy that is dropped), and images
+    (B, H, W, 3) uint8, without those that `keep` has. Raises ValueError for fewer images than `count`, or for metrics
+    that cannot be measured.
     """
     metrics = available_metrics(extractor, reference, metrics)
     reference.complete(extractor, metrics)

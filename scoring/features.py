@@ -1,6 +1,6 @@
 """Images -> features: the Inception of 2015 as ADM's graph or in PyTorch, DINOv2, plain pixels, or a TorchScript file.
 
-Every extractor takes uint8 images (B, H, W, 3) as they are; resizing and scaling belong to it and are stated by it.
+Every extractor takes uint8 images (B, H, W, 3) as they are, and resizes and scales them by itself.
 """
 
 import contextlib
@@ -18,7 +18,6 @@ from runtime import files
 from runtime.schema import first_line
 from scoring.metrics import exact_float32
 
-EXTRACTORS = ("adm", "inception", "dinov2", "pixels", "torchscript")
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
 INCEPTION_URL = ("https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
                  "weights-inception-2015-12-05-6726825d.pth")     # the name ends in the first digits of its SHA-256
@@ -28,7 +27,7 @@ NUM_SPATIAL = 7      # channels of mixed_6/conv that sFID looks at: 17 × 17 × 
 
 @dataclass(frozen=True)
 class Extractor:
-    """Named features of images, and what has to be known of them for two scores to compare.
+    """Named features of images, and what two scores must agree in to be compared.
 
     `compute` maps uint8 images (B, H, W, 3), on any device, to float32 features: "pool" (B, D), which every distance
     and neighbourhood is measured on, and of Inception also "spatial" (B, 2023) and "probs" (B, classes).
@@ -50,20 +49,13 @@ def load(
 ) -> Extractor:
     """Loads one of EXTRACTORS; `weights` is a local path, else they are downloaded once, and `sha256` must be theirs.
 
-    Draws no random numbers from the caller's generators. Raises ValueError for a name that is none, weights that
-    cannot be had, or a hash that differs.
+    Draws no random numbers from the caller's generators. Raises ValueError for weights that cannot be read or fetched,
+    or a hash that differs.
     """
-    if name not in EXTRACTORS:
-        raise ValueError(f"features={name} is not one of {', '.join(EXTRACTORS)}.")
-    if name == "pixels":
-        if weights or sha256:
-            raise ValueError("features=pixels has no weights: leave features_weights and sha256 at null.")
-        return pixels()
     if weights is not None and not Path(weights).is_file():
         raise ValueError(f"features_weights={weights} is not a file.")
     with torch.random.fork_rng(devices=[]):      # a network is filled at random before its weights are read
-        return {"adm": adm, "inception": inception, "dinov2": dinov2, "torchscript": torchscript}[name](
-            weights and Path(weights), sha256, device)
+        return EXTRACTORS[name](weights and Path(weights), sha256, device)
 
 
 def extract(
@@ -109,20 +101,16 @@ def fetch(url: str, name: str) -> Path:
 
 
 def verified(path: Path, sha256: str | None, published: bool = True) -> str:
-    """Returns the SHA-256 of weights once it is the expected one; raises ValueError with both where it is not.
+    """Returns the SHA-256 of weights; raises ValueError, with both, where another one is expected.
 
-    The expected one is `sha256` and, for a `published` file that never changes, what `record_hash` wrote beside it.
+    Expected are `sha256` and, for a `published` file, which never changes, what `record_hash` wrote at its first use.
     """
     found, record = files.sha256(path), path.with_name(f"{path.name}.sha256")
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
-    if published and os.path.lexists(record):
-        recorded = (record.read_text(encoding="utf-8").split() or ["nothing"])[0]
-        if recorded != found:
-            raise ValueError(
-                f"{path} has SHA-256 {found}, but {record.name} beside it says {recorded[:64]}, from its first use: "
-                f"the file has changed. Fetch it again; or, if the change was meant, delete {record}."
-            )
+    if published and record.exists() and (recorded := record.read_text().partition(" ")[0]) != found:
+        raise ValueError(f"{path} has SHA-256 {found}, but {record.name} says {recorded}, from its first use: the "
+                         f"file has changed. Fetch it again; or, if the change was meant, delete {record}.")
     return found
 
 
@@ -132,8 +120,17 @@ def record_hash(path: Path, found: str) -> None:
     if not os.path.lexists(record):
         try:
             files.write_text(record, f"{found}  {path.name}\n")      # what `sha256sum -c` reads
-        except OSError as error:
-            print(f"The SHA-256 of {path} could not be recorded beside it ({error}): give sha256={found} to check it.")
+        except OSError as error:      # a folder that all share and nobody may write
+            print(f"The SHA-256 of {path} was not recorded ({error}): give sha256={found} to check it.")
+
+
+@contextlib.contextmanager
+def reading(path: Path, what: str) -> Iterator[None]:
+    """Makes any error of another's reader a ValueError, which says that the file is not `what`."""
+    try:
+        yield
+    except Exception as error:
+        raise ValueError(f"{path} is not {what}: {first_line(error)}.") from error
 
 
 # ---- Inception, of 2015 ---------------------------------------------------------------------------------------------
@@ -149,30 +146,22 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
     except ModuleNotFoundError as error:
         raise ValueError("features=adm needs TensorFlow, which is not installed: pip install -r requirements.txt, or "
                          "set features=inception, the same weights in PyTorch.") from error
-
-    if tf.config.get_visible_devices("GPU"):
-        tf.config.set_visible_devices([], "GPU")
+    tf.config.set_visible_devices([], "GPU")
     with contextlib.suppress(RuntimeError):     # already running in this process
         tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
 
-    def imported(images: object) -> list:
-        nodes = ["pool_3:0", "mixed_6/conv:0", "softmax/logits/MatMul"]
-        # The graph's own input is a batch of one; fed here, its resize to 299 and everything after take any batch.
-        return tf.graph_util.import_graph_def(graph, {"ExpandDims:0": images}, nodes, name="")
-
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.float32)])
     def run(images: object) -> tuple:
-        pool, spatial, product = imported(images)
+        nodes = ["pool_3:0", "mixed_6/conv:0", "softmax/logits/MatMul"]
+        # The graph's own input is a batch of one; fed here, its resize to 299 and everything after take any batch.
+        pool, spatial, product = tf.graph_util.import_graph_def(graph, {"ExpandDims:0": images}, nodes, name="")
         pool = tf.reshape(pool, [-1, pool.shape[-1]])
         logits = tf.matmul(pool, product.inputs[1])      # without the bias, as ADM does
         return pool, tf.reshape(spatial[..., :NUM_SPATIAL], [tf.shape(pool)[0], -1]), tf.nn.softmax(logits)
 
-    try:
+    with reading(path, "the Inception graph that ADM's evaluator runs"):
         graph = tf.compat.v1.GraphDef.FromString(path.read_bytes())
         sizes = [value.shape[1] for value in run(tf.zeros([1, 8, 8, 3]))]
-    except Exception as error:      # protobuf's DecodeError, or a graph without these nodes
-        raise ValueError(f"{path} is not the Inception graph that ADM's evaluator runs: "
-                         f"{first_line(error)}.") from error
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         values = run(tf.constant(images.cpu().numpy(), tf.float32))
@@ -193,18 +182,14 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
 
     path = weights or fetch(INCEPTION_URL, "torch-fidelity's Inception")
     digest = verified(path, sha256)
-    if weights is None and not digest.startswith("6726825d"):
-        raise ValueError(f"{path} has SHA-256 {digest}, but its name promises one that begins with 6726825d: "
-                         f"delete it, and run again.")
-    try:
+    if weights is None and not digest.startswith("6726825d"):      # a download that was cut short
+        raise ValueError(f"{path} has SHA-256 {digest}, and not 6726825d… as its name says: delete it, and run again.")
+    with reading(path, "torch-fidelity's weights-inception-2015-12-05 as weights alone"):
         # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
         autoencoders.require_unpacked(path)
         torch.load(path, map_location="cpu", weights_only=True)
         network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
                                               feature_extractor_weights_path=str(path))
-    except Exception as error:
-        raise ValueError(f"{path} is not torch-fidelity's weights-inception-2015-12-05 as weights alone: "
-                         f"{first_line(error)}.") from error
     network, caught = network.to(device), {}
     # mixed_6/conv is the first branch of the third block after the reduction to 17 × 17, after its ReLU.
     network.Mixed_6d.branch1x1.register_forward_hook(lambda module, args, output: caught.update(spatial=output))
@@ -242,19 +227,16 @@ def dinov2(
             weights = Path(hf_hub_download(DINOV2_REPO, "model.safetensors"))
         except Exception as error:      # huggingface_hub and its HTTP client each have their own
             raise ValueError(
-                f"features=dinov2 needs {DINOV2_REPO} from the Hugging Face hub, which is not in the cache and could "
-                f"not be fetched ({type(error).__name__}). On a machine with network run `hf download {DINOV2_REPO} "
-                f"model.safetensors --local-dir dinov2`, copy it here, and pass its path as features_weights."
+                f"features=dinov2 needs {DINOV2_REPO} from the Hugging Face hub, which could not be fetched "
+                f"({type(error).__name__}). Run `hf download {DINOV2_REPO} model.safetensors --local-dir dinov2` where "
+                f"there is network, copy it here, and pass its path as features_weights."
             ) from error
     digest = verified(weights, sha256, published=is_local)
-    try:
+    with reading(weights, f"timm's {architecture} in safetensors"):
         state = load_file(weights)
         state["pos_embed"] = positions_at_224(state["pos_embed"])
         network = timm.create_model(architecture, pretrained=False, img_size=224, num_classes=0)
         network.load_state_dict(state)
-    except Exception as error:
-        raise ValueError(f"{weights} is not timm's {architecture} in safetensors: "
-                         f"{first_line(error)}.") from error
     if is_local:
         record_hash(weights, digest)
     network = network.to(device).eval().requires_grad_(False)
@@ -284,7 +266,7 @@ def positions_at_224(positions: Tensor) -> Tensor:
     return torch.cat([token, grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
 
 
-def pixels() -> Extractor:
+def pixels(*_: object) -> Extractor:
     """Makes features of the image itself, averaged to 8 × 8: no weights, no semantics, and never to be called FID."""
     def compute(images: Tensor) -> dict[str, Tensor]:
         small = adaptive_avg_pool2d(images.permute(0, 3, 1, 2).float() / 255, 8)
@@ -302,13 +284,9 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
     if weights is None:
         raise ValueError("features=torchscript needs features_weights=path/to/file.pt, a TorchScript file of your own.")
     digest = verified(weights, sha256, published=False)
-    try:
+    with reading(weights, "TorchScript that takes uint8 images (B, 3, H, W) of any size"), torch.no_grad():
         network = torch.jit.load(weights, map_location=device).eval()
-        with torch.no_grad():
-            size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
-    except Exception as error:
-        raise ValueError(f"{weights} is not TorchScript that takes uint8 images (B, 3, H, W) of any size: "
-                         f"{first_line(error)}.") from error
+        size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
     if len(size) != 2 or size[0] != 2:
         raise ValueError(f"{weights} maps two images to a tensor of shape {tuple(size)}; features are (B, D).")
 
@@ -317,3 +295,6 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
 
     return Extractor("torchscript", f"torchscript {digest}", "fd_torchscript", {"pool": size[1]},
                      "uint8 as it is; the file resizes and scales", compute, str(weights), digest)
+
+
+EXTRACTORS = {"adm": adm, "inception": inception, "dinov2": dinov2, "pixels": pixels, "torchscript": torchscript}

@@ -1,4 +1,4 @@
-"""Images of any origin, by index."""
+"""Stored images, by index: of a folder, a zip, an npz, or latents that are decoded."""
 
 import hashlib
 import math
@@ -24,12 +24,9 @@ from runtime import files
 Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
-# ---- images, by index -----------------------------------------------------------------------------------------------
-
-
 @dataclass
 class Images:
-    """A set of images that are all of one size, read by index, and what a record says of them."""
+    """Images that are all of one size, and the record of what they are."""
 
     count: int
     read: Callable[[np.ndarray], Tensor]      # indices (B,) -> uint8 (B, H, W, 3)
@@ -42,32 +39,31 @@ def evenly(count: int, num: int) -> np.ndarray:
 
 
 def open_images(
-    key: str,                               # the option that the path came from, for the sentences
+    key: str,                               # the setting that names the path, for messages
     path: str,
     resolution: int | None = None,
     device: torch.device | str = "cpu",     # this and the others: of latents, which are decoded
     autoencoder: str | None = None,         # None: as the folder says
     decode_batch_size: int | None = None,
 ) -> Images:
-    """Opens a folder or zip of images, an npz with `arr_0`, or a folder of latents, and looks at every image's size.
+    """Opens a folder or zip of images, an npz with `arr_0`, or a folder of latents.
 
     Raises ValueError for what cannot be scored.
     """
     if not Path(path).exists():
         raise ValueError(f"{key}={path} does not exist (looked from {Path.cwd()}).")
-    if Path(path).suffix == ".npz":
-        if resolution is not None:
-            raise ValueError(f"resolution={resolution} is for folders and zips; {key}={path} is read as it is.")
+    is_npz, is_latents = Path(path).suffix == ".npz", (Path(path) / "metadata.json").is_file()
+    if resolution is not None and (is_npz or is_latents):
+        raise ValueError(f"resolution={resolution} is for folders and zips of images; {key}={path} is read as it is.")
+    if is_npz:
         return open_npz(key, path)
-    if (Path(path) / "metadata.json").is_file():
-        if resolution is not None:
-            raise ValueError(f"resolution={resolution} is for folders and zips; latents have their own.")
+    if is_latents:
         return open_decoded(path, device, autoencoder, decode_batch_size)
     return open_files(key, path, resolution)
 
 
 def open_npz(key: str, path: str) -> Images:
-    """Opens the images of an npz, which are read out of the file when they are asked for."""
+    """Opens the images of an npz, which are read when they are asked for."""
     try:
         file = zipfile.ZipFile(path).open("arr_0.npy")      # noqa: SIM115      (for as long as it is read)
         np.lib.format.read_magic(file)
@@ -76,7 +72,7 @@ def open_npz(key: str, path: str) -> Images:
         raise ValueError(f"{key}={path} holds no images: it has no key arr_0.") from None
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
         raise ValueError(f"{key}={path} is not a whole npz ({error}).") from error
-    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or 0 in shape:
+    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
         raise ValueError(f"{key}={path}: arr_0 is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
     first, size = file.tell(), math.prod(shape[1:])
 
@@ -119,7 +115,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
         raise ValueError(str(error).replace("source=", f"{key}=")) from error
     if source.not_images and PartialState().is_main_process:
         print(f"{key}={path}: {len(source.not_images)} files are no images by their names and are passed over: "
-              f"{', '.join(source.not_images[:5])}{' …' if len(source.not_images) > 5 else ''}.")
+              f"{', '.join(source.not_images[:5])}.")
     digest, sizes, broken = hashlib.sha256(), Counter(), []
     for index in tqdm(range(len(source)), desc="looking at files", unit="img", delay=2, leave=False,
                       disable=not PartialState().is_main_process or None):
@@ -132,19 +128,19 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
             continue
         digest.update(hashlib.sha256(data).digest())
     if broken:
-        raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images: "
-                         f"{', '.join(broken[:5])}{' …' if len(broken) > 5 else ''}. Remove or replace them.")
+        raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, {broken[0]} "
+                         f"first. Remove or replace them.")
     if len(sizes) > 1 and resolution is None:
         most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in sizes.most_common(3))
-        raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}{', …' if len(sizes) > 3 else ''}): "
-                         f"bring them to one, or set resolution= to scale and crop them by ADM's rule.")
+        raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}): bring them to one, or set "
+                         f"resolution= to scale and crop them by ADM's rule.")
 
     def read(indices: np.ndarray) -> Tensor:
         try:
             return torch.from_numpy(np.stack(list(pool.map(lambda i: source.pixels(int(i), resolution), indices))))
         except UnreadableImage as error:
-            raise ValueError(f"{key}={path}: one of the images {source.names[indices[0]]} to "
-                             f"{source.names[indices[-1]]} is damaged ({error}). Remove or replace it.") from error
+            raise ValueError(f"{key}={path}: one of {source.names[indices[0]]} to {source.names[indices[-1]]} is "
+                             f"damaged ({error}). Remove or replace it.") from error
 
     pool = ThreadPoolExecutor(8)
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])

@@ -17,7 +17,8 @@ from runtime.device import describe_device
 from runtime.schema import Number, Settings, Size, Steps, Whole, one_of
 from sampling.options import Pair, SamplerSettings
 from scoring.features import Extractor
-from scoring.statistics import SCORING_VERSION, Reference
+from scoring.kept import SCORING_VERSION
+from scoring.statistics import Reference
 from weights.records import DIFFUSIONS
 
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
@@ -25,11 +26,11 @@ Metrics = Annotated[list[str], Field(min_length=1)]
 
 
 class Published(Settings):
-    """Scores that somebody has published and how the images were drawn: of configs/gauge, or of an experiment."""
+    """Published scores, and how their images were drawn: of configs/gauge, or of an experiment."""
 
     where: str
     scores: dict[str, Number]
-    tolerance: dict[str, Number] = {}               # how far from them ours may lie, where anybody knows
+    tolerance: dict[str, Number] = {}               # how far from them ours may lie
     diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
     step: Whole | None = None                       # after which they were drawn; None: whatever ours says
     num_samples: AtLeastTwo = 50_000
@@ -41,7 +42,7 @@ class Published(Settings):
 
 
 def versions(extractor: Extractor) -> dict[str, str]:
-    names = ["numpy", "scipy", "accelerate", *([extractor.library] if extractor.library else [])]
+    names = filter(None, ["numpy", "scipy", "accelerate", extractor.library])
     return {"python": platform.python_version(), "torch": torch.__version__,      # with its CUDA, +cu130
             **{name: importlib.metadata.version(name) for name in names}}
 
@@ -66,19 +67,19 @@ def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | 
 
 
 def result_row(
-    scores: dict[str, float | None],    # None where they are still to be had
+    scores: dict[str, float | None],    # None: not measured yet
     count: int,                         # of images
-    source: dict,                       # what the images are, or were drawn of and how
+    source: dict,                       # what the images are, or how they were drawn
     extractor: Extractor,
     reference: Reference,
     *,
     seconds: float,
     batch_size: int,
     image_rule: str,                    # how uint8 was made
-    resolution: int | None = None,      # that images were brought to
-    resumed_images: int = 0,            # of which kept features were found
+    resolution: int | None = None,      # to which images were scaled
+    resumed_images: int = 0,            # those whose features were kept
 ) -> dict:
-    """Puts scores beside all that they depend on: a row of results.jsonl."""
+    """Makes a row of results.jsonl: scores, and all that they depend on."""
     state = PartialState()
     return {
         "metrics": scores, "images": count, "source": source, "resumed_images": resumed_images,
@@ -91,30 +92,30 @@ def result_row(
 
 
 def read_results(path: Path) -> list[dict]:
-    """Reads the rows of results.jsonl, but for those that are no scores of ours."""
+    """Reads the rows of results.jsonl that are scores of ours."""
     return [row for row in files.read_rows(path)
             if isinstance(row.get("source"), dict) and isinstance(row.get("metrics"), dict)]
 
 
-# What a row of another version of the code differs in, too; older rows lack the last two, and have a hash of all code.
-BY_CODE = ("versions", "source.drawing_version", "scoring_version")
+# What another version of the code changes in a row. Older rows lack the last two, and have a hash of all code instead.
+OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
 
 
 def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | None:
-    """Finds in results.jsonl a row whose scores are those that `row`, still without any, is going to have.
+    """Finds in results.jsonl a row with the scores that `row`, which has none yet, is going to have.
 
-    With `whatever_code` it may be of another version. What else an old row does not tell does not set it apart.
+    With `whatever_code` it may be of another version. A fact that an old row lacks is taken to be the same.
     """
     def facts(row: dict) -> dict:
         found = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
         compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
         found |= {key: row[key] for key in compared if key in row}
-        return {key: value for key, value in found.items() if not (whatever_code and key in BY_CODE)}
+        return {key: value for key, value in found.items() if not (whatever_code and key in OF_THE_CODE)}
 
     wanted = facts(json.loads(json.dumps(row)))
     for old in read_results(path):
         found = facts(old)
-        if (found and all(found.get(key, None if key in BY_CODE else value) == value for key, value in wanted.items())
-                and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys()):
+        same = all(found.get(key, None if key in OF_THE_CODE else value) == value for key, value in wanted.items())
+        if found and same and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys():
             return old
     return None

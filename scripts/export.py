@@ -291,7 +291,7 @@ def is_export(out: Path) -> bool:
     """Tells whether an export made this folder or .pt."""
     if out.is_dir():
         return (out / "meta.json").is_file() and "exported" in checkpoints.read_meta(out)
-    with contextlib.suppress(Exception):      # of torch's readers, for what is no state dict
+    with contextlib.suppress(Exception):      # of torch's readers, for what is not a state dict
         return getattr(torch.load(out, map_location="meta", weights_only=True), "_metadata", None) == MARK
     return False
 

@@ -14,9 +14,9 @@ from dit import DiT_models
 from routing_module import Route
 from runtime import schema
 from scripts.choose_routes import Costs
-from training.run import architecture, describe_network
+from training.run import describe_network
 from training.settings import TrainSettings
-from weights.records import build_diffusion, build_network, with_objective
+from weights.records import architecture, build_diffusion, build_network, with_objective
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))

@@ -25,10 +25,10 @@ from sampling.generate import DRAWING_VERSION
 from sampling.options import labels_of
 from scoring import evaluation, features, image_sets, metrics, statistics
 from scoring.drawing import Drawing
-from scoring.statistics import SCORING_VERSION
+from scoring.kept import SCORING_VERSION
 
 FILE = Path(__file__).with_name("versions.json")
-HOMES = {"drawing": "sample.py", "scoring": "scoring.py"}
+HOMES = {"drawing": "sampling/generate.py", "scoring": "scoring/kept.py"}
 ROUTE = Route(1, 1, 0.5)
 SEEDS = [3, 100_000, 100_007]
 # Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.

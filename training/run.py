@@ -1,144 +1,43 @@
-"""A training run: its settings, its parts, where it stands, and the folder in which it can be stopped and gone on with.
+"""A training run: its parts, put together at step 0 from the settings.
 
-train.py takes its steps. What a user may have got wrong is found here, before anything slow starts.
+train.py takes its steps, and run_folder.py saves and resumes it. Mistakes in the settings are found here, before
+anything slow starts.
 """
 
-import contextlib
 import copy
-import errno
-import json
 import math
 import os
-import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
-from omegaconf import OmegaConf
 from torch import Tensor
 
 import autoencoder as autoencoders
 from dit import DiT, DiT_models
 from edm import EDM
 from latents.folder import Latents, open_latents
-from objectives import DiffusionLoss, Objective, build_objective, own_state, trained_parameters
+from objectives import DiffusionLoss, Objective, build_objective, trained_parameters
 from rf import RF
-from runtime import files, ranks, sharding
+from runtime import sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from runtime.schema import (
-    Count,
-    NotNegative,
-    Whole,
-    read_record,
-)
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
 from scoring import features, statistics
 from training import speed
-from training.optimizers import build_optimizer, load_optimizer, optimizer_tensors
+from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
-from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.loading import Trained, latest_checkpoint, load_base, load_parent
-from weights.records import (
-    ROUTER_DEFAULTS,
-    CheckpointRecord,
-    DataRecord,
-    build_diffusion,
-    build_network,
-    with_objective,
-)
-
-
-class TrainedData(DataRecord):
-    fingerprint: str
-
-
-class Meta(CheckpointRecord):
-    """What meta.json must say for a run to go on; the last five have not always been there."""
-
-    step: Whole
-    images: Whole
-    elapsed_s: NotNegative
-    run_id: str
-    data: TrainedData
-    world: Count
-    seed: Whole
-    batch_size: Count
-    scaler: dict | None = None
-    init_from: str | None = None
-    history: list[dict] = []
-    lowest_loss: NotNegative | None = None
-    objective: dict[str, dict] = {}
-
-
-def check_kept(latents: Latents, model: DiT) -> None:
-    """Raises ValueError where keep_masked=true cannot keep what it should; reads all masks."""
-    if "weight" not in latents.arrays:
-        raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
-                         f"them, or set keep_masked=false.")
-    num_tokens = model.pos_embed.shape[1]
-    most, image = latents.most_kept(model.patch_size)
-    for route in model.routes:
-        room = num_tokens - int(num_tokens * route.selection_ratio)
-        if most > room:
-            raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
-                             f"route {route} leaves only {room}. Set selection_ratio to {1 - most / num_tokens:.3g} or "
-                             f"less in model.routes, or keep_masked=false.")
-
-
-def check_batch_size(batch_size: int, world: int, num_parts: int, count: int) -> None:
-    if batch_size % (world * num_parts):
-        raise ValueError(f"batch_size={batch_size} counts the images of a whole step and must be a multiple of "
-                         f"{world * num_parts}: {world} ranks × grad_accum_steps={num_parts}.")
-    if batch_size > count:
-        raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
-
-
-def architecture(network: dict) -> dict:
-    """Takes out of a network's keywords those that its weights depend on."""
-    known = {"mlp_ratio": 4.0, "learn_sigma": False, "block": "dit", "qk_norm": False, **network}
-    return {key: value for key, value in known.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
-
-
-def differing(old: object, new: object) -> tuple[object, object]:
-    """Returns of two dicts only what differs, and anything else as it is."""
-    if not (isinstance(old, dict) and isinstance(new, dict)):
-        return old, new
-    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
-    return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
-
-
-def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
-    """Compares a checkpoint's record with this run's; returns what has changed and may, as sentences.
-
-    Raises ValueError for what cannot be continued: another network, another diffusion, another data set.
-    """
-    def facts(record: dict) -> dict:
-        diffusion, objective = with_objective(record["diffusion"], record.get("objective", {}))
-        return {"network": architecture(record["network"]), "diffusion": diffusion, "objective": objective,
-                "data set": record["data"]["fingerprint"], "init_from": record.get("init_from"),
-                "adapter": {**(record.get("lora") or {"rank": None}), "base": None}}
-
-    for (fact, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
-        if old != new:
-            old, new = differing(old, new)
-            raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot go on: it has {old}, this "
-                             f"command {new}. Start a run of its own with name=<another>, or give the settings that "
-                             f"it began with.")
-    was, is_now = ({"routes": [], **ROUTER_DEFAULTS, **record["network"], **record} for record in (meta, now))
-    return [f"{key} was {was[key]} and is now {is_now[key]}"
-            for key in ("world", "seed", "batch_size", "routes", *ROUTER_DEFAULTS) if was[key] != is_now[key]]
-
+from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, with_objective
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
 
 class Sums:
-    """Sums since the last report, on the device; reading them waits for it."""
+    """Sums since the last report, kept on the device; reading them waits for it."""
 
     def __init__(self, device: torch.device, terms: tuple[str, ...] = ()):
         self.names = ("loss", "grad_norm", "steps", *terms, "skipped", "skipped_in_row")
@@ -155,7 +54,7 @@ class Sums:
         return dict(zip(self.names, accelerator.reduce(self.values.clone(), "mean").tolist(), strict=True))
 
     def start_again(self) -> None:
-        """Begins the next report's sums; the skipped steps are counted from the run's beginning."""
+        """Begins the next report's sums; skipped steps are counted over the whole run."""
         self.values[:-2].zero_()
 
 
@@ -180,7 +79,7 @@ class Evaluation:
 
 @dataclass
 class Run:
-    """A training run: its parts, and where it stands. What reports, draws, scores and saves is handed one."""
+    """A training run: its parts and where it stands."""
 
     cfg: TrainSettings
     accelerator: Accelerator
@@ -188,10 +87,10 @@ class Run:
     latents: Latents
     grid: Grid | None
     evaluation: Evaluation | None
-    record: dict                            # what a checkpoint says of network, diffusion and data
+    record: dict                            # of network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
     ema: DiT
-    objective: Objective | DiffusionLoss    # what is minimised; it holds the network
+    objective: Objective | DiffusionLoss    # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
     step: int = 0
@@ -226,15 +125,18 @@ class Run:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
     def in_trouble(self, total: dict[str, float]) -> bool:
-        """Tells from sums whether steps are being skipped, or the loss is ten times what it has been at its lowest."""
+        """Tells from sums whether steps are being skipped, or the loss is above ten times its lowest."""
         loss = total["loss"] / total["steps"] if total["steps"] else self.reported_loss
         return total["skipped_in_row"] > 0 or not loss <= 10 * self.lowest_loss
 
 
+# ---- its parts ------------------------------------------------------------------------------------------------------
+
+
 def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
-    """Opens the latents; raises ValueError where there are none, or none that fit the settings."""
+    """Opens the latents; raises ValueError where they are missing or do not fit the settings."""
     if cfg.data.path is None:
-        raise ValueError("Say what to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
+        raise ValueError("Give the latents to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
     with accelerator.local_main_process_first():      # which indexes tars for the others
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
@@ -246,7 +148,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
 
 
 def fitted(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
-    """Takes batch size and steps, where they are null, from the number of latents, and says so."""
+    """Chooses batch size and steps, where they are null, by the number of latents, and prints them."""
     parts = accelerator.num_processes * cfg.grad_accum_steps
     batch_size, steps = cfg.batch_size, cfg.steps
     if batch_size is None:
@@ -265,7 +167,7 @@ def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
 
 
 def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_classes: int) -> dict:
-    """Gathers the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
+    """Returns the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
     sizes = {key: getattr(model, key) for key in ("hidden_size", "depth", "num_heads", "patch_size")}
     router = {} if model.selection == "random" else {key: getattr(model, key) for key in ROUTER_DEFAULTS}
     return {
@@ -278,7 +180,7 @@ def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_clas
 
 
 def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
-    """Gathers what a checkpoint records of the run that it belongs to."""
+    """Returns what a checkpoint records of its run."""
     diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
     num_classes = cfg.data.num_classes or latents.num_classes
     return {
@@ -297,18 +199,12 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
     }
 
 
-def continued(history: list[dict], now: dict) -> list[dict]:
-    """Adds what code and device a run goes on with, and from which step, where they are not those of before."""
-    before = history[-1] if history else {}
-    return history if before | {"step": now["step"]} == now else [*history, now]
-
-
 def open_drawing(
     cfg: TrainSettings, accelerator: Accelerator, latents: Latents, autoencoder: str,
 ) -> tuple[Grid | None, Evaluation | None]:
-    """Loads what grids and evaluations need, before anything slow; None for what is not asked for.
+    """Loads what grids and evaluations need, or None for what the settings do not ask for.
 
-    Where neither is, or autoencoder=none leaves no grids to draw, says so if nothing at hand decodes what is trained.
+    Prints a line where neither is drawn and no autoencoder at hand decodes the latents.
     """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
         if why := autoencoders.undecodable(autoencoder, latents.shape[0]):
@@ -343,14 +239,37 @@ def open_drawing(
 
 
 def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> DiT:
-    """Builds the network that the seed says, and brings it, or this rank's part of it, to the device."""
+    """Builds the network of the seed and moves it, or this rank's part of it, to the device."""
     torch.manual_seed(cfg.seed)
     net = build_network(record["network"])
     return sharding.shard(net, device, DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
 
 
+def check_batch_size(batch_size: int, world: int, num_parts: int, count: int) -> None:
+    if batch_size % (world * num_parts):
+        raise ValueError(f"batch_size={batch_size} counts the images of a whole step and must be a multiple of "
+                         f"{world * num_parts}: {world} ranks × grad_accum_steps={num_parts}.")
+    if batch_size > count:
+        raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
+
+
+def check_kept(latents: Latents, model: DiT) -> None:
+    """Raises ValueError where keep_masked=true cannot keep what it should; reads all masks."""
+    if "weight" not in latents.arrays:
+        raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
+                         f"them, or set keep_masked=false.")
+    num_tokens = model.pos_embed.shape[1]
+    most, image = latents.most_kept(model.patch_size)
+    for route in model.routes:
+        room = num_tokens - int(num_tokens * route.selection_ratio)
+        if most > room:
+            raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
+                             f"route {route} leaves only {room}. Set selection_ratio to {1 - most / num_tokens:.3g} or "
+                             f"less in model.routes, or keep_masked=false.")
+
+
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
-    """Puts a run together at step 0; raises ValueError, with the knob, for whatever cannot work."""
+    """Builds a run at step 0; raises ValueError, with the setting to change, for whatever cannot work."""
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp shares a network out over ranks, and this is a single process: start it with "
                          "accelerate launch or torchrun, or set sharding=none.")
@@ -381,191 +300,3 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         exclude={"warmup_steps", "schedule", "clip_norm"}))
     return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(), objective,
                optimizer, Sums(accelerator.device, objective.terms))
-
-
-def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
-    """Finds the latest whole checkpoint, the main rank's for all; None where a run has none yet.
-
-    Raises ValueError where none that the run has is whole, where they have been deleted, or where another rank does
-    not see it.
-    """
-    folder = latest_checkpoint(run_dir)
-    if folder is None and ranks.main_rank_says(accelerator, len(checkpoints.all_steps(run_dir))):
-        raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
-                         f"one, or move the folder away to start from the beginning.")
-    if folder is None and ranks.main_rank_says(accelerator, has_lost_checkpoints(run_dir)):
-        raise ValueError(f"{run_dir} has recorded {last_recorded(run_dir)} steps and has no checkpoint, so that "
-                         f"training would begin anew and replace the record. Restore its checkpoints, set "
-                         f"name=<another>, or move the folder away.")
-    return folder
-
-
-def last_recorded(run_dir: Path) -> int:
-    """Returns the last step of which a run has a row of metrics, or 0."""
-    steps = [row.get("step") for row in files.read_rows(run_dir / "metrics.jsonl")]
-    return max((step for step in steps if isinstance(step, int)), default=0)
-
-
-def has_lost_checkpoints(run_dir: Path) -> bool:
-    """Tells whether a run without checkpoints has had some: it has recorded steps past its first save, or its end.
-
-    What was killed before its first save has an empty folder for checkpoints, and begins anew.
-    """
-    step, config = last_recorded(run_dir), run_dir / "config.yaml"      # of its last start
-    if step == 0 or not ((run_dir / "checkpoints").is_dir() and config.is_file()):
-        return step > 0
-    began = OmegaConf.load(config)
-    return step >= min(began.checkpoint.every + 1, began.steps)
-
-
-def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
-    """Loads the EMA weights that this run, described by `record`, starts from: another run's, or a weights file's.
-
-    Raises ValueError where they are of another network or predict another thing. Routes may differ.
-    """
-    parent = load_parent(Path(path), record["network"], diffusion_name)
-    old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
-    if old:
-        raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "
-                         f"model and data as it was trained with.")
-    # A weights file alone says which diffusion it is of, and nothing more.
-    keys = ("name",) if parent.folder is None else ("name", "sigma_data")
-    old, new = differing(*({key: side["diffusion"].get(key) for key in keys} for side in (parent.recorded, record)))
-    if old:
-        raise ValueError(f"init_from={path} was trained with another diffusion: {old} there, {new} here. Give "
-                         f"diffusion={parent.recorded['diffusion']['name']} and its settings.")
-    return parent
-
-
-def resume(run: Run) -> Path | None:
-    """Brings a run to its latest checkpoint, or to the weights it starts from; returns the checkpoint, if there is one.
-
-    Raises ValueError for a run that cannot be continued with these settings.
-    """
-    cfg, accelerator = run.cfg, run.accelerator
-    run.run_id = f"{run.folder.name}-{time.time_ns():x}"
-    folder = find_checkpoint(accelerator, run.folder)
-    if folder is None:
-        if cfg.init_from is not None:
-            parent = open_parent(cfg.init_from, run.record, cfg.diffusion_name)
-            run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
-                                    **({"diffusion_name": parent.family} if parent.family else {})}
-            if "lora" in run.record:
-                run.record["lora"]["base"] = str(parent.file)
-            for net in (run.model, run.ema):
-                adapters.load_base(net, parent.net.state_dict())
-        return None
-    meta = read_record(Meta, folder / "meta.json", "It is no checkpoint of ours; move it away.")
-    run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
-    run.record["history"] = continued(meta.history, run.record["history"][-1] | {"step": meta.step})
-    for change in check_resumable(meta.model_dump(), run.record, run.folder):
-        accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
-    if meta.step > cfg.steps:
-        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
-                         f"steps, or start a run of its own with name=<another>.")
-    run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
-    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
-    if meta.lora is not None:      # whose checkpoints hold the adapter alone
-        run.record["lora"] = meta.lora.model_dump()
-        base = load_base(meta, folder).net.state_dict()
-        for net in (run.model, run.ema):
-            adapters.load_base(net, base)
-    adapters.load(run.model, checkpoints.load(folder, "model", adapters.tensors(run.model)))
-    adapters.load(run.ema, checkpoints.load(folder, "ema", adapters.tensors(run.ema)))
-    training = checkpoints.load(folder, "training")
-    if (sums := training.pop("sums")).shape != run.sums.values.shape:
-        raise ValueError(f"{folder} has {len(sums)} sums of its loss's terms, and this run {len(run.sums.values)}: "
-                         f"give the objective that it began with.")
-    run.sums.values.copy_(sums)
-    own = own_state(run.objective)
-    if missing := own.keys() - training.keys():
-        raise ValueError(f"{folder} lacks {min(missing)}: give the objective that it began with.")
-    sharding.copy_into(own, {name: training.pop(name) for name in own})
-    load_optimizer(trained_parameters(run.objective), run.optimizer, training)
-    if accelerator.scaler is not None and meta.scaler:
-        accelerator.scaler.load_state_dict(meta.scaler)
-    return folder
-
-
-# ---- the folder of a run --------------------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def full_disk_is_a_sentence() -> Iterator[None]:
-    """Ends the run with a sentence where a file cannot be written; as a decorator, of all that a function writes."""
-    try:
-        yield
-    except OSError as error:
-        full = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG} & {error.errno, getattr(error.__cause__, "errno", None)}
-        remedy = "Free some room" if full else "Mend that"
-        sys.exit(f"train.py: {error} {remedy} and run the same command again: it resumes.")
-
-
-def hold_folder(run: Run) -> None:
-    """Keeps a run's folder to this process; raises ValueError where another one trains in it."""
-    run.lock = files.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
-                                            f"name=<another> for a second run.")
-    run.place = run.folder.stat()
-
-
-def tidy_folder(run: Run) -> None:
-    """Makes a run's folder what it was at the run's step, and writes down the settings with which it goes on."""
-    for name in ("checkpoints", "samples"):      # refuses now what writing would refuse
-        (run.folder / name).mkdir(parents=True, exist_ok=True)
-    forget_after(run.folder, run.step)
-    # A kill may have come between the last save and its pruning.
-    checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
-    if run.step < run.cfg.steps:
-        size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
-        needed = 4 * size      # the average, the weights, and the optimizer's two moments
-        files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
-    files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
-
-
-def forget_after(run_dir: Path, step: int) -> None:
-    """Drops what a run wrote after `step`, which it now does again: damaged checkpoints, grids, metrics, scores."""
-    checkpoints.set_aside_after(run_dir, step)
-    for left in (*run_dir.glob(".*.tmp"), *(run_dir / "samples").glob(".step-*.tmp")):      # of killed writes
-        files.remove(left)
-    for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
-        if int(picture.stem.removeprefix("step-")) > step:
-            picture.unlink()
-    def written_at(row: dict) -> int:
-        source = row.get("source", row | {"in_training": True})
-        step = source.get("step") if isinstance(source, dict) and source.get("in_training") else 0
-        return step if isinstance(step, int) else 0      # what fid.py or another wrote is not training's to drop
-
-    for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
-        if path.is_file():
-            kept = [row for row in files.read_rows(path) if written_at(row) <= step]
-            text = "".join(json.dumps(row) + "\n" for row in kept)
-            if text.encode() != path.read_bytes():
-                files.write_text(path, text)
-
-
-def forget_other_starts(results: Path, step: int, origin: str) -> None:
-    """Drops training's scores at `step` of other networks, data or seeds, as of a run killed before its first save."""
-    rows = files.read_rows(results)
-    kept = [row for row in rows if not isinstance(source := row.get("source"), dict) or not source.get("in_training")
-            or source.get("step") != step or source.get("origin", origin) == origin]
-    if len(kept) < len(rows):
-        files.write_text(results, "".join(json.dumps(row) + "\n" for row in kept))
-
-
-@full_disk_is_a_sentence()
-def save(run: Run) -> None:
-    cfg, accelerator = run.cfg, run.accelerator
-    total = run.sums.over_ranks(accelerator)
-    sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
-    training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
-    training["sums"] = sums
-    meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
-            "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not run.in_trouble(total),
-            "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,
-            "config": cfg.model_dump(), "torch": torch.__version__}
-    tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
-    with sharding.gathering(checkpoints.stored(tensors)) as values:
-        if accelerator.is_main_process:
-            files.require_same(run.folder, run.place)
-            checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
-            checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)

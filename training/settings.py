@@ -1,4 +1,4 @@
-"""What configs/config.yaml and its groups may say."""
+"""The settings of configs/config.yaml and its groups, with their types and ranges."""
 
 from pathlib import Path
 from typing import Annotated
@@ -33,8 +33,6 @@ from weights.others import FAMILIES
 from weights.records import RouteSettings
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
-
-# ---- settings: what configs/config.yaml and its groups may say ------------------------------------------------------
 
 
 class ModelSettings(Settings):
@@ -154,31 +152,26 @@ class TrainSettings(Settings):
     published: results.Published | None
 
 
-# ---- what a user may have got wrong ---------------------------------------------------------------------------------
-
-
 def check_settings(cfg: TrainSettings) -> None:
-    """Raises ValueError for settings that are right by themselves and wrong together."""
+    """Raises ValueError for settings that do not go together."""
     if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it; a run wants one of its "
-                         f"own, as runs/{cfg.name}.")
+        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it: give a folder of its own, "
+                         f"such as runs/{cfg.name}.")
     lora = cfg.lora
     if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
-        raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} are an adapter's, and lora.rank=null "
-                         f"asks for none: give lora.rank=16, say.")
+        raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} need an adapter, and lora.rank=null "
+                         f"makes none: set lora.rank=16, for instance.")
     if lora.rank is not None and cfg.init_from is None:
-        raise ValueError(f"lora.rank={lora.rank} adapts weights that are trained already: give init_from=<a run, a "
-                         f"checkpoint or a weights file>.")
+        raise ValueError(f"lora.rank={lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
+                         f"weights file>.")
     if lora.rank is not None and cfg.precision == "fp8":
-        raise ValueError(f"precision=fp8 multiplies whole weights and lora.rank={lora.rank} trains an adapter beside "
-                         f"them; together they are not supported: set precision=bf16.")
+        raise ValueError(f"precision=fp8 and lora.rank={lora.rank} are not supported together: set precision=bf16.")
     if cfg.sharding == "fsdp":
         if lora.rank is not None:
-            raise ValueError(f"sharding=fsdp shares out what is trained, and of lora.rank={lora.rank} that is next to "
-                             f"nothing: set sharding=none.")
+            raise ValueError(f"sharding=fsdp and lora.rank={lora.rank} are not supported together: set sharding=none.")
         if cfg.precision not in ("fp32", "bf16"):
             raise ValueError(f"sharding=fsdp trains in bf16 or fp32, not in precision={cfg.precision}: set "
                              f"precision=bf16, or sharding=none.")
         if cfg.compile in speed.CUDA_GRAPHS:
-            raise ValueError(f"compile={cfg.compile} records CUDA graphs, which want weights that stay in one place, "
-                             f"and sharding=fsdp gathers them anew in each pass: set compile=true.")
+            raise ValueError(f"compile={cfg.compile} records CUDA graphs, which need weights at fixed addresses, and "
+                             f"sharding=fsdp gathers them in each pass: set compile=true.")

@@ -15,7 +15,7 @@ from dit import DiT
 from runtime import ranks, sharding
 from runtime.device import require_plain_launch, set_float32
 
-# What training knows: each precision's autocast.
+# Each precision's autocast.
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
@@ -23,15 +23,15 @@ TORCHAO = "0.18.0"     # fits torch 2.11
 
 
 def recompute_activations(model: DiT) -> None:
-    """Makes each block forget its activations and compute them again in the backward pass."""
+    """Makes each block recompute its activations in the backward pass instead of keeping them."""
     for block in model.blocks:
         block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
 
 
 def compile_network(model: DiT, how: bool | str) -> None:
-    """Compiles the forward pass in place, as one graph with static shapes; `how` is a truth or one of COMPILE_MODES.
+    """Compiles the forward pass in place, as one graph with static shapes; `how` is a bool or one of COMPILE_MODES.
 
-    Of a sharded network each block is a graph, as FSDP gathers and lets go between them.
+    Each block of a sharded network is a graph of its own, since FSDP gathers and frees weights between them.
     """
     options = {"dynamic": False, "mode": None if how is True else how}
     if how and sharding.is_sharded(next(model.parameters())):
@@ -56,10 +56,10 @@ def check_float8(device: torch.device) -> None:
 def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
     """Makes the linear layers that tokens pass through in a block multiply in float8, both ways; the rest stays.
 
-    Parameters and their names stay, too: weights are float32 and are cast anew in each pass, as are activations and
-    gradients, each tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling,
-    arXiv 2209.05433). `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for
-    layers whose sides are no multiples of 16.
+    Parameters keep their names and float32 values. Weights, activations and gradients are cast in each pass, each
+    tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling, arXiv 2209.05433).
+    `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for layers whose sides are
+    not multiples of 16.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
@@ -79,7 +79,7 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
 def make_accelerator(
     precision: str, grad_accum_steps: int, tf32: bool, cpu: bool = False, **options: object,
 ) -> Accelerator:
-    """Makes what knows of ranks, device, autocast and accumulated parts, for training."""
+    """Makes training's Accelerator, with its ranks, device, autocast and gradient accumulation."""
     set_float32(tf32)
     require_plain_launch()
     return Accelerator(

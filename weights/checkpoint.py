@@ -1,11 +1,10 @@
-"""Named tensors <-> one folder: written beside and renamed, checked by hash, the latest that is whole. No pickle.
+"""Named tensors <-> checkpoint folders, written whole or not at all and checked by hash. No pickle.
 
-A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each holding `<name>.safetensors` files and a
-`meta.json`, which lists every file with its size and SHA-256. Whatever else is written goes through `beside` too.
+A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<name>.safetensors` files and a
+`meta.json`, which lists every file with its size and SHA-256.
 """
 
 import contextlib
-import errno
 import json
 import os
 import re
@@ -21,8 +20,6 @@ from torch import Tensor
 from runtime.files import beside, remove, sha256
 from runtime.schema import Record, Whole, read, read_json, shown
 
-# ---- checkpoints ----------------------------------------------------------------------------------------------------
-
 
 def step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
@@ -33,10 +30,9 @@ def step_of(folder: Path) -> int:
 
 
 def all_steps(run: Path) -> list[Path]:
-    """Lists a run's checkpoint folders from the oldest to the newest, whole or not; other names are not ours."""
+    """Lists a run's checkpoint folders from the oldest to the newest, whole or not."""
     folders = (run / "checkpoints").glob("step-*")
-    ours = (folder for folder in folders if re.fullmatch(r"step-\d{8,18}", folder.name))
-    return sorted(ours, key=step_of)
+    return sorted((folder for folder in folders if re.fullmatch(r"step-\d{8,18}", folder.name)), key=step_of)
 
 
 class File(Record):
@@ -45,22 +41,18 @@ class File(Record):
 
 
 class Files(Record):
-    """What meta.json says of the files beside it."""
+    """The part of meta.json that lists the checkpoint's files."""
 
     files: dict[str, File]
 
 
 def write_tensors(path: Path, names: Iterable[str], values: Iterator[Tensor]) -> None:
-    """Writes a safetensors file of named tensors; all of them are held in memory, on the CPU."""
-    try:
-        save_file({name: next(values).detach().cpu().contiguous() for name in names}, path)
-    except SafetensorError as error:      # which has the disk's error as words
-        number = re.search(r"os error (\d+)", str(error))
-        raise OSError(int(number[1]) if number else errno.EIO, str(error), str(path)) from error
+    """Writes a safetensors file of named tensors, all of which are in the CPU's memory at once."""
+    save_file({name: next(values).detach().cpu().contiguous() for name in names}, path)
 
 
 def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
-    """Goes through the tensors of a checkpoint's files in the order in which they are written."""
+    """Yields the tensors of a checkpoint's files in the order in which they are written."""
     return (tensor for named in tensors.values() for tensor in named.values())
 
 
@@ -69,9 +61,8 @@ def save(
 ) -> None:
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
 
-    `values` brings the tensors themselves in the order of `stored`, where they are to be gathered first. A
-    checkpoint that is already there and whole is left alone. Raises OSError with the room needed and the room left
-    when it cannot be written, and then nothing of it stays behind.
+    `values` yields the tensors in the order of `stored` where they are gathered from other ranks. A whole checkpoint
+    that exists already is not written again. Raises OSError with the room needed and the room left.
     """
     if folder.is_dir() and problem(folder) is None:
         return
@@ -85,25 +76,25 @@ def save(
                 write_tensors(path, named, values)
                 files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
             (partial / "meta.json").write_text(json.dumps({**meta, "files": files}, indent=1), encoding="utf-8")
-    except OSError as error:
+    except (OSError, SafetensorError) as error:      # safetensors wraps the disk's
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
         raise OSError(
             f"The checkpoint {folder} could not be written ({error}): it needs {need / 2**20:,.0f} MiB and "
-            f"{free / 2**20:,.0f} MiB are free. Nothing of it was kept; earlier checkpoints are untouched."
+            f"{free / 2**20:,.0f} MiB are free. Earlier checkpoints are untouched."
         ) from error
 
 
 def read_meta(folder: Path) -> dict:
-    """Reads meta.json; raises ValueError where it is no group of values."""
+    """Reads meta.json; raises ValueError for anything but a JSON object."""
     plain = read_json(folder / "meta.json")
     if not isinstance(plain, dict):
-        raise ValueError(f"{folder / 'meta.json'} holds {shown(plain)}, which is no record")
+        raise ValueError(f"{folder / 'meta.json'} holds {shown(plain)}, which is not a record")
     return plain
 
 
 def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
-    """Says what keeps a checkpoint from being whole, or None; `names` limits the check to some of its files."""
+    """Returns why a checkpoint is not whole, or None; `names` limits the check to some of its files."""
     try:
         files = read(Files, read_meta(folder)).files
     except (OSError, ValueError) as error:
@@ -122,20 +113,20 @@ def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
 
 
 def is_sound(folder: Path) -> bool:
-    """Tells whether training was well when a checkpoint was saved; those of earlier versions do not say, and count."""
+    """Tells whether training went well when a checkpoint was saved; one of an earlier version counts as sound."""
     with contextlib.suppress(OSError, ValueError):
         return read_meta(folder).get("sound", True) is not False
     return False
 
 
 def last_sound(run: Path, before: int) -> Path | None:
-    """Finds the newest checkpoint with fewer than `before` steps from which training was well."""
+    """Finds the newest whole and sound checkpoint with fewer than `before` steps."""
     return next((folder for folder in reversed(all_steps(run))
                  if step_of(folder) < before and is_sound(folder) and problem(folder) is None), None)
 
 
 def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
-    """Finds the newest checkpoint of a run that is whole; each newer one that is not is named in a warning."""
+    """Finds the newest whole checkpoint of a run; warns of each damaged one that is newer."""
     folders = all_steps(run)
     while folders:
         folder = folders.pop()
@@ -150,10 +141,7 @@ def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
 
 
 def set_aside_after(run: Path, step: int) -> None:
-    """Renames the checkpoints past `step` to `damaged-…`, so that none of them is counted among those to keep.
-
-    They are the ones that `latest` passed over; the run goes on from `step` and will write those steps anew.
-    """
+    """Renames the checkpoints past `step`, which `latest` found damaged, to `damaged-…`: the run writes them anew."""
     for folder in all_steps(run):
         if step_of(folder) > step:
             aside = folder.with_name(f"damaged-{folder.name}")
@@ -164,33 +152,36 @@ def set_aside_after(run: Path, step: int) -> None:
 def load(folder: Path, name: str, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
     """Reads a file of a checkpoint.
 
-    Raises ValueError where its tensors are not finite, or have not the names, kinds and shapes of `like`.
+    Raises ValueError for tensors that are not finite, or of other names, kinds and shapes than those of `like`.
     """
     file = folder / f"{name}.safetensors"
     try:
         tensors = load_file(file)
     except SafetensorError as error:
-        raise ValueError(f"{file} is no whole safetensors file: {error}.") from error
-    like = tensors if like is None else like
-    if odd := sorted(tensors.keys() ^ like.keys()):
-        raise ValueError(f"{file} is not of this run: {odd[0]} is {'unknown' if odd[0] in tensors else 'missing'}, and "
-                         f"{len(odd) - 1} others. Move the checkpoint away, or give the settings that it began with.")
+        raise ValueError(f"{file} is not a whole safetensors file: {error}.") from error
+
+    def forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
+        return {key: (tuple(value.shape), value.is_floating_point()) for key, value in tensors.items()}
+
+    found, wanted = forms(tensors), forms(tensors if like is None else like)
+    if odd := sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)):
+        key = odd[0]
+        why = (f"{key} is missing" if key not in found else f"{key} is unknown" if key not in wanted else
+               f"{key} is {tensors[key].dtype} {found[key][0]} there, and {like[key].dtype} {wanted[key][0]} here")
+        raise ValueError(f"{file} is not of this run: {why}, and {len(odd) - 1} others differ. Move the checkpoint "
+                         f"away, or give the settings that it began with.")
     for key, value in tensors.items():
-        if value.shape != like[key].shape or value.is_floating_point() != like[key].is_floating_point():
-            raise ValueError(f"{file} is not of this run: {key} is {value.dtype} {tuple(value.shape)} there, and "
-                             f"{like[key].dtype} {tuple(like[key].shape)} here. Move the checkpoint away, or give the "
-                             f"settings that it began with.")
         if not value.sum().isfinite():
-            raise ValueError(f"{file} holds values in {key} that are not finite: move the checkpoint away to go on "
-                             f"from an earlier one.")
+            raise ValueError(f"{file} has values in {key} that are not finite: move the checkpoint away to resume from "
+                             f"an earlier one.")
     return tensors
 
 
 def prune(run: Path, keep_last: int, keep_every: int) -> None:
     """Deletes all but the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (0: none).
 
-    Of those that were saved while training was well, the newest `keep_last` stay as well, whatever comes after.
-    Also sweeps what killed saves left behind, so only the process that holds the run may call it.
+    The newest `keep_last` sound checkpoints stay, too. Also deletes what killed saves left, so only the process that
+    has locked the run may call it.
     """
     for left in (run / "checkpoints").glob(".step-*.tmp"):
         remove(left)

@@ -1,7 +1,7 @@
-"""LoRA (arXiv 2106.09685), put on a plain network from outside by PEFT: what is trained, saved, merged into weights.
+"""LoRA (arXiv 2106.09685), which PEFT attaches to a plain network from outside: trained, saved and merged.
 
-Only the adapter has gradients: each linear layer adds alpha / rank · B·A·x to what it gives, and B begins at zero.
-Whoever draws merges the two, so that nothing else knows of adapters.
+Only the adapter has gradients: each linear layer adds alpha / rank · B·A·x to its output, and B begins at zero.
+weights/loading.py merges the two, so that drawing and scoring do not see adapters.
 """
 
 import importlib.util
@@ -18,7 +18,7 @@ DOWN, UP = ".lora_A.weight", ".lora_B.weight"      # of a saved adapter, after t
 
 
 class LoRARecord(Settings):
-    """What a checkpoint that holds an adapter alone says of it; `base` is the file of the weights below it."""
+    """The adapter in a checkpoint that holds it alone; `base` is the file of the weights that it adapts."""
 
     rank: Count
     alpha: Positive
@@ -27,7 +27,7 @@ class LoRARecord(Settings):
 
 
 def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[str] | None = None) -> int:
-    """Puts an adapter on linear layers of the blocks and freezes everything else; returns how many layers have one.
+    """Attaches an adapter to linear layers of the blocks, freezes everything else and returns the number of layers.
 
     `targets` are ends of the layers' names, such as attn.qkv; None is all of a block's linear layers but those of its
     modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, for a target that no layer has, and for
@@ -57,29 +57,29 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
 
 
 def trained_names(net: nn.Module) -> dict[str, str]:
-    """Maps what a checkpoint calls each tensor of a network that it holds, to what the network calls it.
+    """Maps the name of each tensor in a checkpoint to its name in the network.
 
-    Of a network that wears an adapter it holds the adapter alone, under PEFT's names for files.
+    Of a network with an adapter, a checkpoint holds the adapter alone, under PEFT's names for files.
     """
     names = {name: name for name in net.state_dict()}
     return {name.replace(".default.", "."): name for name in names if ".lora_" in name} or names
 
 
 def tensors(net: nn.Module) -> dict[str, Tensor]:
-    """Returns what a checkpoint holds of a network, by name: its state dict, or its adapter's where it wears one."""
+    """Returns a network's tensors for a checkpoint, by name: its state dict, or that of its adapter."""
     state = net.state_dict()
     return {saved: state[name] for saved, name in trained_names(net).items()}
 
 
 def load(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores what `tensors` gave."""
+    """Restores what `tensors` returned."""
     names = trained_names(net)
     assert names.keys() == saved.keys()
     sharding.load(net, {names[name]: value for name, value in saved.items()})
 
 
 def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Loads a plain network's state dict into one that may wear an adapter, which is left as it is."""
+    """Loads a plain network's state dict into one that may have an adapter, which does not change."""
     names = {name: name.replace(".base_layer.", ".") for name in net.state_dict() if ".lora_" not in name}
     assert {*names.values()} == state.keys()
     sharding.load(net, {name: state[plain] for name, plain in names.items()})
@@ -87,7 +87,7 @@ def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def merge(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Adds a saved adapter to a state dict, W + scale · B·A; raises ValueError for one of other layers."""
+    """Adds a saved adapter to a state dict, W + scale · B·A; raises ValueError for other layers or shapes."""
     merged = dict(base)
     for name in dict.fromkeys(key.removesuffix(DOWN).removesuffix(UP) for key in adapter):
         weight, up, down = base.get(f"{name}.weight"), adapter.get(name + UP), adapter.get(name + DOWN)

@@ -1,4 +1,4 @@
-"""Other code bases' weights: whose a file holds, and its tensors under our names."""
+"""Other code bases' weights: which family a file belongs to, and its tensors under our names."""
 
 import argparse
 from collections.abc import Iterable, Mapping
@@ -10,15 +10,13 @@ from torch import Tensor
 
 from dit import timestep_frequencies
 
-# ---- others' weights -> ours ----------------------------------------------------------------------------------------
-
 
 @dataclass(frozen=True)
 class Family:
-    """Whose weights a file without a record holds, which says how its network's answer is to be read."""
+    """The code base of weights without a record, which decides how their network's output is read."""
 
-    diffusion: str              # which of ours it becomes
-    says: str                   # how to know it, for people
+    diffusion: str              # ours that it becomes
+    says: str                   # its description, for people
     backwards: bool = False     # time runs from noise at 0 to data at 1, and v = x - eps
 
 
@@ -34,13 +32,13 @@ FAMILIES = {
 }
 
 
-def told_family(keys: Iterable[str], beside: Mapping, preconditioned: bool) -> str | None:
-    """Names the family that a weights file tells by itself, or None; `beside` is what a .pt holds beside its weights.
+def shown_family(keys: Iterable[str], around: Mapping, preconditioned: bool) -> str | None:
+    """Returns the family that a weights file shows, or None; `around` is the .pt in which the state dict was.
 
-    `preconditioned` says that the keys stood under EDM's preconditioner. Raises ValueError for a model of another
-    path or prediction than straight lines and velocity.
+    `preconditioned` says that the keys had the prefix of EDM's preconditioner. Raises ValueError for a path other
+    than straight lines, or a prediction other than velocity.
     """
-    args, config = beside.get("args"), beside.get("config")
+    args, config = around.get("args"), around.get("config")
     args = vars(args) if isinstance(args, argparse.Namespace) else {}
     transport = config.get("transport") if isinstance(config, dict) else args
     for key, known in (("path_type", ("linear",)), ("prediction", ("velocity", "v"))):
@@ -51,7 +49,7 @@ def told_family(keys: Iterable[str], beside: Mapping, preconditioned: bool) -> s
         return "repa"
     if any(key.startswith("feat_rope.") for key in keys):
         return "lightning"
-    if preconditioned and {"ema_state_dict", "model_state_dict"} & beside.keys():
+    if preconditioned and {"ema_state_dict", "model_state_dict"} & around.keys():
         return "tread"
     # The arguments of a train.py: SiT's and DiT's differ in the name of the model and in these.
     has_path, model = {"path_type", "prediction"} <= args.keys(), str(args.get("model"))
@@ -61,11 +59,10 @@ def told_family(keys: Iterable[str], beside: Mapping, preconditioned: bool) -> s
 
 
 def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames a code base's keys to ours, and leaves out what is not needed to draw.
+    """Renames a code base's keys to ours, without LightningDiT's tables of angles and REPA's projectors.
 
-    That is LightningDiT's tables of angles, which its blocks compute here, and REPA's projectors; REPA's older files
-    number the blocks from `encoder_depth` on anew. Raises ValueError where the first of those are missing, or tensors
-    of diffusers' form.
+    REPA's older files number the blocks from `encoder_depth` on anew. Raises ValueError where the blocks before them
+    are missing, or tensors of diffusers' form.
     """
     state = {key: value for key, value in state.items() if not key.startswith(("feat_rope.", "projectors."))}
     if any(key.startswith("decoder_blocks.") for key in state):
@@ -80,7 +77,7 @@ def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def diffusers_names(depth: int) -> dict[str, list[str]]:
-    """Names the tensors of diffusers' DiT that hold each of ours: one, the thirds of a qkv, or a copy in each block."""
+    """Maps each of our tensors to diffusers': one, the thirds of a qkv, or a copy in each block."""
     blocks = [f"transformer_blocks.{i}" for i in range(depth)]
     layers = {"x_embedder.proj": ["pos_embed.proj"], "final_layer.adaLN_modulation.1": ["proj_out_1"],
               "final_layer.linear": ["proj_out_2"]}
@@ -98,7 +95,7 @@ def diffusers_names(depth: int) -> dict[str, list[str]]:
 
 
 def to_diffusers(state: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
-    """Renames the tensors of a DiT, without change to a number, as diffusers has them."""
+    """Renames the tensors of a DiT to diffusers' names; no number changes."""
     renamed = {}
     for ours, theirs in diffusers_names(depth).items():
         parts = state[ours].chunk(3) if ".qkv." in ours else [state[ours]] * len(theirs)
@@ -107,7 +104,7 @@ def to_diffusers(state: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 
 def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Takes back `to_diffusers`; raises ValueError where a tensor is missing, as the position embedding of others."""
+    """Undoes `to_diffusers`; raises ValueError where a tensor is missing, as others' position embedding."""
     depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
     names = diffusers_names(depth)
     if lacking := [name for theirs in names.values() for name in theirs if name not in state]:
@@ -143,7 +140,7 @@ def without_variances(state: Mapping[str, Tensor], in_channels: int) -> dict[str
 
 
 def as_ours(state: Mapping[str, Tensor], network: dict, family: Family) -> tuple[dict[str, Tensor], dict]:
-    """Makes a family's weights, in our keys already, those of an ordinary network of ours; returns its keywords too."""
+    """Rewrites a family's weights, under our keys already, for an ordinary network; returns its keywords, too."""
     if family.backwards:
         state = onto_our_time(state)
         if network["learn_sigma"]:
@@ -152,7 +149,7 @@ def as_ours(state: Mapping[str, Tensor], network: dict, family: Family) -> tuple
 
 
 def ask_family(file: Path, network: dict) -> str:
-    """Says that the file does not tell whose it is, and how to know."""
+    """Returns a sentence that asks for the family of a file and lists those that fit."""
     if network["block"] == "dit":
         fitting = ("dit", "sit") if network["learn_sigma"] else ("edm", "rf", "tread", "sit", "repa")
     else:

@@ -1,25 +1,20 @@
 """Plain records, as meta.json and configs have them -> network, diffusion, objective."""
 
+import inspect
 from dataclasses import asdict
-from typing import Annotated, Literal
+from typing import Annotated, Any
 
-from pydantic import Field
+from pydantic import ConfigDict, Field, create_model
 
-from blocks import BLOCKS
 from dit import DiT
 from edm import DDPM, EDM
 from rf import RF
 from routing_module import Route, Router
-from runtime.schema import Classes, Depth, NotNegative, Number, Record, Settings, Share, Size, Whole, one_of, read
+from runtime.schema import Number, Record, Settings, Whole, read
 from weights import lora as adapters
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
 ROUTER_DEFAULTS = asdict(Router())      # what a record without them means
-
-
-Level = Annotated[float, Field(ge=1e-6, le=1e6)]      # a noise level: squares and roots of it stay in float32
-
-# ---- records -> network, diffusion ----------------------------------------------------------------------------------
 
 
 class RouteSettings(Settings):
@@ -32,58 +27,29 @@ class RouteSettings(Settings):
     x_D_last: Number = 1.0
 
 
-class NetworkRecord(Settings):
-    """The keywords of a DiT, as a checkpoint records them; the last nine have not always been there.
-
-    The last three are the router's, and are left out where tokens are chosen at random.
-    """
-
-    input_size: Size
-    patch_size: Size
-    in_channels: Size
-    hidden_size: Size
-    depth: Depth
-    num_heads: Size
-    num_classes: Classes
-    mlp_ratio: Annotated[float, Field(gt=0, le=100)] = 4.0
-    learn_sigma: bool = False
-    init: Literal["adaln_zero", "xavier"] = "adaln_zero"
-    routes: list[RouteSettings] = []
-    block: one_of(BLOCKS) = "dit"
-    qk_norm: bool = False
-    selection: Literal["random", "l1"] = "random"
-    l1_reg: Share = 0.5
-    inverse: bool = False
+class Keywords(Settings):
+    model_config = ConfigDict(allow_inf_nan=False)
 
 
-class EDMRecord(Settings):
-    name: Literal["edm"]
-    P_mean: Annotated[float, Field(ge=-20, le=20)] = -1.2
-    P_std: Annotated[float, Field(ge=0, le=20)] = 1.2
-    sigma_data: Level = 0.5
+def keywords(*kinds: type, **others: Any) -> type[Keywords]:
+    """Declares the keywords of constructors, with the types and defaults of their signatures, but for `others`."""
+    parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
+    own = {one.name: (one.annotation, one.default) for one in parameters if one.name not in others}
+    return create_model("Keywords", __base__=Keywords, **own, **{name: one for name, one in others.items() if one})
 
 
-class DDPMRecord(Settings):
-    name: Literal["ddpm"]
-    num_timesteps: Annotated[int, Field(ge=1, le=1_000_000)] = 1000
-    beta_min: Annotated[float, Field(gt=0, lt=1)] = 1e-4
-    beta_max: Annotated[float, Field(gt=0, lt=1)] = 0.02
-
-
-class RFRecord(Settings):
-    name: Literal["rf"]
-    timestep_sampling: Literal["logit_normal", "uniform"] = "logit_normal"
-    cosine_weight: NotNegative = 0.0
-
-
-DIFFUSION_RECORDS = {"edm": EDMRecord, "ddpm": DDPMRecord, "rf": RFRecord}
+# The router's keywords are left out of a record where tokens are chosen at random.
+NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None)
+DIFFUSION_RECORDS = {name: keywords(kind, name=(str, ...)) for name, kind in DIFFUSIONS.items()}
 
 
 class DataRecord(Record):
+    """The latents that a network was trained on."""
+
     autoencoder: str
     class_names: list[str] | None
     display_names: list[str] | None = None
-    convention: dict | None = None      # how its latents were made; of the first versions' runs as the autoencoder's
+    convention: dict | None = None      # how its latents were made; None, in the first versions: the autoencoder's
     classes: Annotated[list[Whole], Field(min_length=1)] | None = None      # that have images; None: all
 
 
@@ -103,20 +69,26 @@ class CheckpointRecord(Record):
     data: DataRecord
     step: Whole | None
     parent: ParentRecord | None = None
-    lora: adapters.LoRARecord | None = None      # of a checkpoint that holds an adapter alone
-    weights: str | None = None                   # of an export, which they are; a checkpoint's file has it as its name
-    published: dict | None = None                # fid.Published: the scores that the run's experiment is to reach
+    lora: adapters.LoRARecord | None = None      # of a checkpoint with an adapter alone
+    weights: str | None = None                   # of an export: ema or model, which a checkpoint's files have as names
+    published: dict | None = None                # the scores that the run's experiment should reach
+
+
+def architecture(network: dict) -> dict:
+    """Returns the keywords of a network that its weights depend on; raises ValueError for keywords that do not fit."""
+    known = read(NetworkRecord, network, "A network's record: ").model_dump()
+    return {key: value for key, value in known.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
 
 
 def build_network(network: dict) -> DiT:
-    """Builds a DiT from plain keywords, `routes` a list of dicts; raises ValueError for keywords that make none."""
-    keywords = read(NetworkRecord, network, "A network's record: ").model_dump()
-    router = Router(**{key: keywords.pop(key) for key in ROUTER_DEFAULTS})
-    return DiT(**{**keywords, "routes": [Route(**route) for route in keywords["routes"]]}, router=router)
+    """Builds a DiT from plain keywords, `routes` a list of dicts; raises ValueError for keywords that do not fit."""
+    known = read(NetworkRecord, network, "A network's record: ").model_dump()
+    router = Router(**{key: known.pop(key) for key in ROUTER_DEFAULTS})
+    return DiT(**{**known, "routes": [Route(**route) for route in known["routes"]]}, router=router)
 
 
 def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
-    """Separates what was minimised from a diffusion that names it, as version 1's loss once was a part of EDM.
+    """Separates the objective from a diffusion's record, in which version 1's loss once was a part of EDM.
 
     Raises ValueError for a weight of a term that the loss does not have.
     """
@@ -131,10 +103,10 @@ def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
 
 
 def build_diffusion(diffusion: dict) -> EDM | RF:
-    """Builds a diffusion from its name and keywords; raises ValueError for those that make none."""
+    """Builds a diffusion from its name and keywords; raises ValueError for those that do not fit."""
     diffusion, _ = with_objective(diffusion, {})      # of a record
     name = diffusion.get("name")
     if name not in [*DIFFUSIONS]:      # which may be a list, say
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
-    keywords = read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump(exclude={"name"})
-    return DIFFUSIONS[name](**keywords)
+    known = read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ")
+    return DIFFUSIONS[name](**known.model_dump(exclude={"name"}))

@@ -1,4 +1,4 @@
-"""What `data.py` promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
+"""What a latent folder promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
 
 import gzip
 import itertools

@@ -253,9 +253,9 @@ def test_stray_names_among_checkpoints_are_let_be(run, tmp_path, stray):
     assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-00000002", stray}
 
 
-@pytest.mark.parametrize("reader", ["checkpoint.problem", "trained.read_weights"])
+@pytest.mark.parametrize("reader", ["weights.checkpoint.problem", "weights.loading.read_weights"])
 def test_a_checkpoint_that_training_prunes_while_it_is_read_gives_way_to_the_next(run, tmp_path, monkeypatch, recwarn, reader):
-    module, name = reader.split(".")
+    module, _, name = reader.rpartition(".")
     copy, read, pruned = shutil.copytree(run, tmp_path / "copy"), getattr(sys.modules[module], name), []
 
     def train_on(*args, **options):
@@ -300,7 +300,7 @@ def test_a_folder_that_may_not_be_written_is_a_sentence(run, tmp_path, monkeypat
     def denied(*_, **__):
         raise PermissionError(13, "Permission denied", str(tmp_path / "x.png"))
 
-    monkeypatch.setattr("checkpoint.os.replace", denied)
+    monkeypatch.setattr("runtime.files.os.replace", denied)
     with pytest.raises(SystemExit, match=f"reading or writing {tmp_path}/x.png failed: Permission denied"):
         run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png")
     assert not list(tmp_path.iterdir())

@@ -66,7 +66,6 @@ def test_extraction_runs_without_tf32_and_puts_the_setting_back():
 
 
 @pytest.mark.parametrize(("options", "sentence"), [
-    ({"name": "pixels", "sha256": "0" * 64}, "has no weights"),
     ({"name": "adm", "weights": "nowhere.pb"}, "nowhere.pb is not a file"),
 ])
 def test_bad_choices_are_sentences(options, sentence):

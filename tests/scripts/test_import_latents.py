@@ -336,12 +336,12 @@ BAD = [
     (write_fastdit, each(FEATURE, lambda z: z[:, :3]), "3 channels, but fast-DiT"), (write_fastdit, each(FEATURE, lambda z: z * 5.5), "scaled otherwise"),
     (partial(write_maskdit, length=13), nothing, "but holds 25 entries"), (partial(write_maskdit, length="many"), nothing, "length is not a whole number"),
     (partial(write_maskdit, labels=[*range(11), 1_700_000_000]), nothing, "label 1700000000 (row 11)"), (partial(write_maskdit, labels=["cat"]), nothing, "y-0 is not a whole number"),
-    (partial(write_maskdit, values=normal(COUNT, 7, 8, 8)), nothing, "no float32 (8, R, R)"), (partial(write_maskdit, values=[*moments(11), normal(8, 4, 4)]), nothing, "z-11 has 512 bytes, but z-0 2048"),
+    (partial(write_maskdit, values=normal(COUNT, 7, 8, 8)), nothing, "not float32 (8, R, R)"), (partial(write_maskdit, values=[*moments(11), normal(8, 4, 4)]), nothing, "z-11 has 512 bytes, but z-0 2048"),
     (partial(write_maskdit, flips=moments(COUNT), labels=range(24), length=COUNT), nothing, "holds no mirrored copies"),
     *((write_maskdit, lambda s, size=size: os.truncate(s / "train/data.mdb", size), "copy it again") for size in (0, 5000, 20_000)),
     (partial(write_lightningdit, labels=torch.arange(3)), nothing, "as many labels"), (partial(write_lightningdit, labels=torch.zeros(5)), nothing, "whole numbers"),
     (partial(write_lightningdit, latents=torch.zeros(5, 4, 4, 4), latents_flip=torch.zeros(5, 4, 4, 4)), nothing, "one data set has one shape"),
-    (partial(write_lightningdit, latents_flip=torch.zeros(5, 6, 8, 8)), nothing, "one data set has one shape"), (write_lightningdit, cut(SHARD.format(1)), "no whole safetensors"),
+    (partial(write_lightningdit, latents_flip=torch.zeros(5, 6, 8, 8)), nothing, "one data set has one shape"), (write_lightningdit, cut(SHARD.format(1)), "not a whole safetensors"),
     (write_lightningdit, lambda s: save_file({"x": torch.zeros(1)}, s / "a.safetensors"), "latents (N, C, h, w) and as many labels"),
     (write_lightningdit, put(STATS, b"x"), "does not hold tensors mean and std"), (write_lightningdit, saved(STATS, {"mean": Loud(), "std": 1}), "does not hold tensors mean and std"),
     (write_lightningdit, saved(STATS, {"mean": torch.zeros(3), "std": torch.ones(3)}), "3 numbers each, and the latents 6 channels"),
@@ -416,7 +416,7 @@ def test_auto_does_not_guess(tmp_path):
     mixed, _ = write_tread(tmp_path)
     write_tar(mixed / "val-0000.tar", {"a.latent.npy": npy(normal(4, 8, 8)), "a.cls": b"0"})
     for place, sentence in ((bare, "nothing in it tells which"), (tmp_path / "empty", "none of the forms"), (tmp_path / "folder", "latent folder already"),
-                            (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "There is nothing at"), (mixed, "some have train in their names")):
+                            (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "There is nothing at"), (mixed, "some with train in their names")):
         with pytest.raises(ValueError, match=sentence):
             import_latents(str(place), tmp_path / "out")
     import_latents(str(bare), tmp_path / "out", "repa")

@@ -85,9 +85,8 @@ def test_a_save_that_fails_leaves_no_trace_and_says_what_it_needed(tmp_path, mon
         raise error
 
     monkeypatch.setattr(where, full)
-    with pytest.raises(OSError, match="MiB are free") as raised:
+    with pytest.raises(OSError, match="MiB are free"):
         save(tmp_path, 2)
-    assert raised.value.__cause__.errno == 28      # by which training tells a full disk
     monkeypatch.undo()
     assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
     assert checkpoints.problem(good) is None

@@ -21,7 +21,7 @@ from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
 from sampling.options import sampler_settings
-from training.run import open_parent
+from training.run_folder import open_parent
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.others import onto_our_time

@@ -1,0 +1,71 @@
+"""What a command that draws has loaded before it draws: network, sampler, guidance, classes, decoder."""
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from accelerate import PartialState
+from torch import Tensor
+
+import autoencoder as autoencoders
+from guidance import Guidance
+from runtime.device import DTYPES
+from sampling.generate import sampling_cost
+from sampling.options import DrawingSettings, build_guidance, empty_classes, parse_classes, sampler_settings
+from weights.loading import Trained, load_trained
+
+
+@dataclass
+class Sampling:
+    """A network to draw with, and how."""
+
+    trained: Trained
+    sampler: dict[str, float | str]
+    guidance: Guidance | None
+    guidance_record: dict | None
+    classes: list[int]
+    decode: Callable[[Tensor], Tensor]      # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents as they are
+
+
+def open_sampling(
+    cfg: DrawingSettings, state: PartialState, most_classes: int | None = None, as_latents: bool = False,
+) -> Sampling:
+    """Loads what the settings name, before anything slow; every rank calls it.
+
+    Where no classes are named, at most the first `most_classes` that have images are drawn. With `as_latents` nothing
+    is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
+    """
+    if cfg.checkpoint is None:
+        raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
+                           cfg.num_heads)
+    if trained.inferred:
+        state.print(trained.inferred)
+    net = trained.net
+    sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
+    guidance, guidance_record = build_guidance(cfg, trained, state.device)
+    sampling_cost(net, trained.diffusion, 1, guidance, **sampler)     # raises now what sampling would raise
+    if empty := empty_classes(trained.classes, net.num_classes):
+        state.print(empty)
+    classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,
+                            trained.classes[:most_classes])
+    decode = finite if as_latents else load_decoder(cfg, trained, state.device)
+    return Sampling(trained, sampler, guidance, guidance_record, classes, decode)
+
+
+def load_decoder(cfg: DrawingSettings, trained: Trained, device: torch.device) -> Callable[[Tensor], Tensor]:
+    """Loads what decodes a network's latents; raises ValueError where they are not the autoencoder's."""
+    net = trained.net
+    decoder = autoencoders.load_decoder(
+        trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, device,
+        DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, asked=cfg.autoencoder is not None,
+    )
+    return lambda latents: decoder.decode(finite(latents), strict=True)
+
+
+def finite(latents: Tensor) -> Tensor:
+    """Returns latents as they are; raises ValueError where they are not finite."""
+    if not latents.isfinite().all():
+        raise ValueError("The latents drawn are not finite: bring scale= and the sampler's settings nearer to "
+                         "their usual values, set precision=fp32, or choose an earlier checkpoint.")
+    return latents

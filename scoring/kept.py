@@ -1,0 +1,59 @@
+"""Features in files, from which a killed evaluation continues."""
+
+import json
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+from accelerate import PartialState
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
+from torch import Tensor
+
+from runtime import files
+
+SCORING_VERSION = 1      # raised by whoever changes a score of the same images: tests/test_versions.py
+
+
+class Kept:
+    """Features of `count` images in a folder that is named by the hash of all that they depend on.
+
+    Another checkpoint, setting, extractor, library or version of what draws and scores is another folder. A file holds
+    one batch. Every rank makes one of these, and all of them together read and write the folder.
+    """
+
+    def __init__(self, root: Path, record: dict, total: int):
+        record = {**record, "scoring_version": SCORING_VERSION}
+        self.folder, self.total = root / files.record_sha256(record), total
+        state = PartialState()
+        if state.is_main_process:
+            files.write_text(self.folder / "record.json", json.dumps(record, indent=1))
+        state.wait_for_everyone()
+        self.files, self.seen = [], set()
+        for file in sorted(self.folder.glob("*.safetensors")):
+            try:
+                indices = set(load_file(file)["indices"].tolist())
+            except (OSError, SafetensorError) as error:
+                print(f"{file} is damaged, and its images are measured again: {error}")
+                continue
+            if not indices & self.seen:      # two evaluations at once may both have measured some
+                self.seen |= indices
+                self.files.append(file)
+        self.count = len(self.seen)
+        state.wait_for_everyone()       # before any rank adds to the folder
+
+    def missing(self) -> np.ndarray:
+        """Returns the indices (n,) of the images that have no features."""
+        return np.setdiff1d(np.arange(self.total), list(self.seen))
+
+    def load(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yields this rank's share of what was there at the start: indices (B,) and named features."""
+        state = PartialState()
+        for file in self.files[state.process_index :: state.num_processes]:
+            features = load_file(file)
+            yield features.pop("indices"), features
+
+    def save(self, indices: Tensor, features: dict[str, Tensor]) -> None:
+        tensors = {name: value.cpu().contiguous() for name, value in (features | {"indices": indices}).items()}
+        with files.beside(self.folder / f"{int(indices[0]):08d}.safetensors") as partial:
+            partial.write_bytes(save(tensors))

@@ -1,0 +1,100 @@
+"""Features of one set of images -> what its scores need, over ranks."""
+
+from collections.abc import Iterator
+from functools import partial
+
+import numpy as np
+import torch
+from accelerate import PartialState
+from accelerate.utils import gather, reduce
+from torch import Tensor
+from tqdm import tqdm
+
+from scoring.features import Extractor, extract
+from scoring.image_sets import Images, Indexed, read_over_ranks
+from scoring.kept import Kept
+from scoring.metrics import BLOCK, Moments, ScoreSums
+
+FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
+
+
+class Tally:
+    """What is kept of one set of images: moments, score sums and, for neighbourhoods, the features themselves."""
+
+    def __init__(self, extractor: Extractor, count: int, device: torch.device | str, keep_pool: bool = False):
+        device = "cpu" if torch.device(device).type == "mps" else device      # which has no float64
+        self.count = count
+        self.moments = {name: Moments(size, device) for name, size in extractor.sizes.items() if name in FEATURE_KEYS}
+        self.scores = ScoreSums(count, extractor.sizes["probs"], device) if "probs" in extractor.sizes else None
+        self.pools: list[tuple[Tensor, Tensor]] | None = [] if keep_pool else None
+        self.pool: Tensor | None = None     # (N, D) float32 in the order of the indices, once over all ranks
+
+    def add(self, indices: Tensor, features: dict[str, Tensor]) -> None:
+        for name, moments in self.moments.items():
+            moments.add(features[name])
+        if self.scores is not None:
+            self.scores.add(indices, features["probs"])
+        if self.pools is not None:
+            self.pools.append((indices.cpu(), features["pool"].float().cpu()))
+
+    def over_ranks(self) -> None:
+        """Brings all ranks' sums together, once; raises ValueError where images are missing."""
+        for part in (*self.moments.values(), *([self.scores] if self.scores else [])):
+            part.merge(partial(reduce, reduction="sum"))
+        measured = int(self.moments["pool"].count)
+        if measured != self.count:
+            raise ValueError(f"{self.count} images were asked for and {measured} came.")
+        if self.pools is not None:
+            self.pool = torch.empty(self.count, len(self.moments["pool"].sum))
+            for indices, features in gather_uneven(self.pools, self.pool.shape[1], PartialState().device):
+                self.pool[indices] = features
+            self.pools = None
+
+
+def gather_uneven(
+    pieces: list[tuple[Tensor, Tensor]], size: int, device: torch.device,
+) -> Iterator[tuple[Tensor, Tensor]]:
+    """Yields all ranks' (indices (n,), rows (n, size)) on the CPU, piece by piece, however many each rank has."""
+    if PartialState().num_processes == 1:
+        yield from pieces
+        return
+    indices = torch.cat([torch.zeros(0, dtype=torch.int64), *(indices for indices, _ in pieces)])
+    rows = torch.cat([torch.zeros(0, size), *(rows for _, rows in pieces)])
+    most = int(gather(torch.tensor([len(indices)], device=device)).max())
+    for start in range(0, most, BLOCK):
+        length = min(BLOCK, most - start)
+        some, some_rows = indices[start : start + length], rows[start : start + length]
+        pad = length - len(some)
+        some = gather(torch.cat([some, torch.full((pad,), -1)]).to(device)).cpu()
+        some_rows = gather(torch.cat([some_rows, torch.zeros(pad, size)]).to(device)).cpu()
+        yield some[some >= 0], some_rows[some >= 0]
+
+
+def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: Kept | None, progress: str | None) -> None:
+    """Brings the features that `keep` has, then those of the images, into the tally, and reduces it over ranks."""
+    state = PartialState()
+    silent = not (progress and state.is_main_process)
+    with tqdm(total=tally.count, desc=progress, unit="img", disable=silent or None) as bar:
+        if keep is not None:
+            for indices, features in keep.load():
+                tally.add(indices, features)
+            bar.initial = keep.count        # the rate is that of the new ones
+            bar.update(keep.count)
+        for indices, features in extract(extractor, batches):
+            if keep is not None:
+                keep.save(indices, features)
+            tally.add(indices, features)
+            bar.update(min(len(indices) * state.num_processes, tally.count - bar.n))
+    tally.over_ranks()
+
+
+def measure(
+    images: Images, extractor: Extractor, batch_size: int, keep: Kept | None = None, keep_pool: bool = False,
+    chosen: np.ndarray | None = None,
+) -> Tally:
+    """Tallies a reference's images, or those `chosen` of them, over all ranks."""
+    chosen = np.arange(images.count) if chosen is None else chosen
+    tally = Tally(extractor, len(chosen), PartialState().device, keep_pool)
+    todo = np.arange(len(chosen)) if keep is None else keep.missing()
+    fill(tally, read_over_ranks(images, chosen, todo, batch_size), extractor, keep, "reference")
+    return tally

@@ -1,0 +1,71 @@
+"""The house: imports point down between rooms, without a circle, and the page names all that is there."""
+
+import ast
+import re
+
+from conftest import ROOT
+
+# From the lowest to the highest; files of one group may know of each other, without a circle.
+SCIENCE = ("routing_module", "blocks", "dit", "guidance", "edm", "rf", "autoencoder", "objectives", "foreign")
+ORDER = [*SCIENCE, "runtime", "weights", "latents", "sampling", "scoring", "training", "commands", "scripts"]
+COMMANDS = ("train", "sample", "fid")
+
+
+def files() -> dict[str, ast.Module]:
+    """Parses our code outside of tests, by module name."""
+    found = [*ROOT.glob("*.py"), *(path for room in ORDER for path in (ROOT / room).glob("**/*.py"))]
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text()) for path in found}
+
+
+def room(module: str) -> str:
+    first = module.partition(".")[0]
+    return "commands" if first in COMMANDS else first
+
+
+def imported(name: str, tree: ast.Module, modules: dict) -> set[str]:
+    """Names our modules that a file imports at its top; what a function imports when it is called does not count."""
+    found = set()
+    for node in tree.body:
+        if isinstance(node, ast.Import):
+            found |= {alias.name for alias in node.names}
+        elif isinstance(node, ast.ImportFrom):
+            found |= {f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in modules else node.module for alias in node.names}
+    return {module for module in found if module in modules and module != name}
+
+
+def test_imports_point_down_and_the_science_knows_no_carrier():
+    modules = files()
+    for name, tree in modules.items():
+        for other in imported(name, tree, modules):
+            assert ORDER.index(room(other)) <= ORDER.index(room(name)), f"{name} imports {other}"
+            if room(name) == "commands":      # sample.py and fid.py are commands that no other imports
+                assert room(other) != "commands", f"{name} imports {other}"
+
+
+def test_no_circle_of_imports():
+    modules = files()
+    graph, done = {name: imported(name, tree, modules) for name, tree in modules.items()}, set()
+
+    def visit(name: str, above: tuple[str, ...]) -> None:
+        assert name not in above, f"a circle: {' -> '.join([*above[above.index(name):], name])}"
+        if name not in done:
+            for other in graph[name]:
+                visit(other, (*above, name))
+            done.add(name)
+
+    for name in graph:
+        visit(name, ())
+
+
+def test_at_most_ten_files_at_the_top_and_the_page_names_each_file_and_room():
+    top = sorted(path.name for path in ROOT.glob("*.py"))
+    tree = re.search(r"```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL)[1]
+    assert len(top) <= 10
+    assert {line.split()[0] for line in tree.splitlines() if line.split()[0].endswith(".py")} == set(top)
+    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert rooms <= set(re.findall(r"^(\w+)/", tree, re.MULTILINE)), rooms
+
+
+def test_a_folders_file_is_found_by_its_name_alone():
+    names = [path.stem for room in ORDER for path in (ROOT / room).glob("*.py") if path.stem != "__init__"] + [path.stem for path in ROOT.glob("*.py")]
+    assert sorted(names) == sorted(set(names)), sorted(name for name in set(names) if names.count(name) > 1)

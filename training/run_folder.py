@@ -1,0 +1,265 @@
+"""The folder of a run: its lock, its checkpoints, saved and resumed, and its rows and grids, of which later ones go."""
+
+import json
+import math
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from accelerate import Accelerator
+from omegaconf import OmegaConf
+
+from objectives import own_state, trained_parameters
+from runtime import files, ranks, sharding
+from runtime.schema import Count, NotNegative, Whole, read_record
+from training.optimizers import load_optimizer, optimizer_tensors
+from training.run import Run
+from weights import checkpoint as checkpoints
+from weights import lora as adapters
+from weights.loading import Trained, latest_checkpoint, load_base, load_parent
+from weights.records import ROUTER_DEFAULTS, CheckpointRecord, DataRecord, architecture, with_objective
+
+
+class TrainedData(DataRecord):
+    fingerprint: str
+
+
+class Meta(CheckpointRecord):
+    """What meta.json must hold for a run to resume; the last five have not always been there."""
+
+    step: Whole
+    images: Whole
+    elapsed_s: NotNegative
+    run_id: str
+    data: TrainedData
+    world: Count
+    seed: Whole
+    batch_size: Count
+    scaler: dict | None = None
+    init_from: str | None = None
+    history: list[dict] = []
+    lowest_loss: NotNegative | None = None
+    objective: dict[str, dict] = {}
+
+
+# ---- may it resume? -------------------------------------------------------------------------------------------------
+
+
+def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
+    """Returns the latest whole checkpoint, as the main rank finds it, or None for a new run.
+
+    Raises ValueError where all checkpoints are damaged or have been deleted, or where another rank does not see it.
+    """
+    folder = latest_checkpoint(run_dir)
+    if folder is None and ranks.main_rank_says(accelerator, len(checkpoints.all_steps(run_dir))):
+        raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
+                         f"one, or move the folder away to start from the beginning.")
+    if folder is None and (step := ranks.main_rank_says(accelerator, lost_steps(run_dir))):
+        raise ValueError(f"{run_dir} has recorded {step} steps and has no checkpoint, so that training would start "
+                         f"again and replace the record. Restore its checkpoints, set name=<another>, or move the "
+                         f"folder away.")
+    return folder
+
+
+def lost_steps(run_dir: Path) -> int:
+    """Returns the last step in metrics.jsonl of a run that has lost its checkpoints, or else 0.
+
+    It has lost them where that step is past its first save, or its end; before that, it was killed without any.
+    """
+    steps = [row.get("step") for row in files.read_rows(run_dir / "metrics.jsonl")]
+    step, config = max((step for step in steps if isinstance(step, int)), default=0), run_dir / "config.yaml"
+    if not ((run_dir / "checkpoints").is_dir() and config.is_file()):
+        return step
+    last_start = OmegaConf.load(config)
+    return step if step >= min(last_start.checkpoint.every + 1, last_start.steps) else 0
+
+
+def differing(old: object, new: object) -> tuple[object, object]:
+    """Returns of two dicts only what differs, and anything else as it is."""
+    if not (isinstance(old, dict) and isinstance(new, dict)):
+        return old, new
+    keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
+    return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
+
+
+def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
+    """Compares a checkpoint's record with this run's; returns the changes that are allowed, as sentences.
+
+    Raises ValueError for another network, diffusion, objective, data set, start or adapter.
+    """
+    def facts(record: dict) -> dict:
+        diffusion, objective = with_objective(record["diffusion"], record.get("objective", {}))
+        return {"network": architecture(record["network"]), "diffusion": diffusion, "objective": objective,
+                "data set": record["data"]["fingerprint"], "init_from": record.get("init_from"),
+                "adapter": {**(record.get("lora") or {"rank": None}), "base": None}}
+
+    for (fact, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
+        if old != new:
+            old, new = differing(old, new)
+            raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot go on: it has {old}, this "
+                             f"command {new}. Start a run of its own with name=<another>, or give the settings that "
+                             f"it began with.")
+    was, is_now = ({"routes": [], **ROUTER_DEFAULTS, **record["network"], **record} for record in (meta, now))
+    return [f"{key} was {was[key]} and is now {is_now[key]}"
+            for key in ("world", "seed", "batch_size", "routes", *ROUTER_DEFAULTS) if was[key] != is_now[key]]
+
+
+def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
+    """Loads the EMA weights that a run of `record` starts from: another run's, or a weights file's.
+
+    Raises ValueError for weights of another network or diffusion. Routes may differ.
+    """
+    parent = load_parent(Path(path), record["network"], diffusion_name)
+    old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
+    if old:
+        raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "
+                         f"model and data as it was trained with.")
+    # A weights file alone shows the name of its diffusion and nothing more.
+    keys = ("name",) if parent.folder is None else ("name", "sigma_data")
+    old, new = differing(*({key: side["diffusion"].get(key) for key in keys} for side in (parent.recorded, record)))
+    if old:
+        raise ValueError(f"init_from={path} was trained with another diffusion: {old} there, {new} here. Give "
+                         f"diffusion={parent.recorded['diffusion']['name']} and its settings.")
+    return parent
+
+
+# ---- resuming and saving --------------------------------------------------------------------------------------------
+
+
+def resume(run: Run) -> Path | None:
+    """Restores a run's latest checkpoint, which it returns, or else loads the weights that the run starts from.
+
+    Raises ValueError for a run that cannot resume with these settings.
+    """
+    run.run_id = f"{run.folder.name}-{time.time_ns():x}"
+    folder = find_checkpoint(run.accelerator, run.folder)
+    if folder is not None:
+        restore(run, folder)
+    elif run.cfg.init_from is not None:
+        parent = open_parent(run.cfg.init_from, run.record, run.cfg.diffusion_name)
+        run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
+                                **({"diffusion_name": parent.family} if parent.family else {})}
+        if "lora" in run.record:
+            run.record["lora"]["base"] = str(parent.file)
+        for net in (run.model, run.ema):
+            adapters.load_base(net, parent.net.state_dict())
+    return folder
+
+
+def restore(run: Run, folder: Path) -> None:
+    """Brings a run to its checkpoint in `folder`; raises ValueError where the two do not fit."""
+    cfg, accelerator = run.cfg, run.accelerator
+    meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.")
+    run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
+    now = run.record["history"][-1] | {"step": meta.step}      # another entry for another commit, device or torch
+    unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
+    run.record["history"] = meta.history if unchanged else [*meta.history, now]
+    for change in check_resumable(meta.model_dump(), run.record, run.folder):
+        accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
+    if meta.step > cfg.steps:
+        raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
+                         f"steps, or start a run of its own with name=<another>.")
+    run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
+    run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
+    if meta.lora is not None:      # whose checkpoints hold the adapter alone
+        run.record["lora"] = meta.lora.model_dump()
+        base = load_base(meta, folder).net.state_dict()
+        for net in (run.model, run.ema):
+            adapters.load_base(net, base)
+    adapters.load(run.model, checkpoints.load(folder, "model", adapters.tensors(run.model)))
+    adapters.load(run.ema, checkpoints.load(folder, "ema", adapters.tensors(run.ema)))
+    training = checkpoints.load(folder, "training")
+    if (sums := training.pop("sums")).shape != run.sums.values.shape:
+        raise ValueError(f"{folder} has {len(sums)} sums of its loss's terms, and this run {len(run.sums.values)}: "
+                         f"give the objective that it began with.")
+    run.sums.values.copy_(sums)
+    own = own_state(run.objective)
+    if missing := own.keys() - training.keys():
+        raise ValueError(f"{folder} lacks {min(missing)}: give the objective that it began with.")
+    sharding.copy_into(own, {name: training.pop(name) for name in own})
+    load_optimizer(trained_parameters(run.objective), run.optimizer, training)
+    if accelerator.scaler is not None and meta.scaler:
+        accelerator.scaler.load_state_dict(meta.scaler)
+
+
+def save(run: Run) -> None:
+    """Writes a checkpoint of the run's step, as the main rank, and prunes older ones."""
+    cfg, accelerator = run.cfg, run.accelerator
+    total = run.sums.over_ranks(accelerator)
+    sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
+    training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
+    training["sums"] = sums
+    meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
+            "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not run.in_trouble(total),
+            "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,
+            "config": cfg.model_dump(), "torch": torch.__version__}
+    tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
+    with sharding.gathering(checkpoints.stored(tensors)) as values:
+        if accelerator.is_main_process:
+            files.require_same(run.folder, run.place)
+            checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
+            checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+
+
+# ---- the folder -----------------------------------------------------------------------------------------------------
+
+
+def hold_folder(run: Run) -> None:
+    """Locks a run's folder for this process; raises ValueError where another one trains in it."""
+    run.lock = files.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
+                                      f"name=<another> for a second run.")
+    run.place = run.folder.stat()
+
+
+def tidy_folder(run: Run) -> None:
+    """Brings a run's folder to the run's step, and writes the settings to config.yaml."""
+    for name in ("checkpoints", "samples"):      # fails now rather than at the first save
+        (run.folder / name).mkdir(parents=True, exist_ok=True)
+    forget_after(run.folder, run.step)
+    # A kill may have come between the last save and its pruning.
+    checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
+    if run.step < run.cfg.steps:
+        size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
+        needed = 4 * size      # the average, the weights, and the optimizer's two moments
+        files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
+    files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
+
+
+def forget_after(run_dir: Path, step: int) -> None:
+    """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
+    checkpoints.set_aside_after(run_dir, step)
+    for left in (*run_dir.glob(".*.tmp"), *(run_dir / "samples").glob(".step-*.tmp")):      # of killed writes
+        files.remove(left)
+    for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
+        if int(picture.stem.removeprefix("step-")) > step:
+            picture.unlink()
+
+    def is_later(row: dict) -> bool:
+        written_at = training_source(row).get("step")
+        return isinstance(written_at, int) and written_at > step
+
+    for name in ("metrics.jsonl", "results.jsonl"):
+        drop_rows(run_dir / name, is_later)
+
+
+def forget_other_starts(results: Path, step: int, origin: str) -> None:
+    """Drops training's scores at `step` of other networks, data or seeds, as of a run killed before its first save."""
+    def is_others(row: dict) -> bool:
+        source = training_source(row)
+        return source.get("step") == step and source.get("origin", origin) != origin
+
+    drop_rows(results, is_others)
+
+
+def training_source(row: dict) -> dict:
+    """Returns the part of a row of metrics or scores that has training's step; {} for a row of fid.py or another."""
+    source = row.get("source", row | {"in_training": True})
+    return source if isinstance(source, dict) and source.get("in_training") else {}
+
+
+def drop_rows(path: Path, is_dropped: Callable[[dict], bool]) -> None:
+    if path.is_file():
+        text = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if not is_dropped(row))
+        if text.encode() != path.read_bytes():
+            files.write_text(path, text)
