@@ -7,7 +7,7 @@
     python scripts/benchmark.py mode=scaling 'ranks=[1,2]'          # tokens 64 to 4096, and ranks
     torchrun --standalone --nproc_per_node 8 scripts/benchmark.py mode=train …
 
-Variants take turns, round after round; what is told is the median of the rounds, and ratios are of the same round.
+Variants take turns, round after round. The table has the medians of the rounds; ratios are of the same round.
 Prints a table and writes <out>.json and <out>.png. Options: configs/benchmark.yaml.
 """
 
@@ -56,13 +56,13 @@ from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
 from scoring.features import EXTRACTORS, extract, load
 from scripts import presentation
+from scripts.clocks import Stopwatch, marked, seconds, take_turns, wait
 from training import speed
 from training.run import Sums, check_batch_size, describe_network
 from training.settings import ModelSettings
 from weights.records import RouteSettings, build_diffusion, build_network
 
 VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
-SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}      # sides of the matrices whose product is the ceiling
 LARGEST = 2**16      # no batch beyond it is tried
 
 # What the table of each mode shows; the JSON has more. `parts` take a column each.
@@ -139,121 +139,12 @@ def check(cfg: BenchmarkSettings) -> None:
                          f"numbers out, or set device=cpu.")
 
 
-# ---- clocks ---------------------------------------------------------------------------------------------------------
-
-
-def wait(device: torch.device) -> None:
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-
-
-def seconds(device: torch.device, work: Callable[[], object]) -> float:
-    """Times work, whose peak of memory train.peak_memory_gib then tells; on a CPU that of the whole process."""
-    wait(device)
-    if device.type == "cuda":
-        torch.cuda.reset_peak_memory_stats(device)
-    began = time.perf_counter()
-    work()
-    wait(device)
-    return time.perf_counter() - began
-
-
-class Stopwatch:
-    """Charges the time since the last mark to a name: the clock's on a CPU, on a GPU that between events on its stream.
-
-    Events wait for nothing; time in which the GPU has nothing to do is in the part whose work it waits for.
-    """
-
-    def __init__(self, device: torch.device):
-        self.device, self.marks = device, []
-        self.mark("start")
-
-    def mark(self, name: str) -> None:
-        if self.device.type == "cuda":
-            event = torch.cuda.Event(enable_timing=True)
-            event.record()
-        else:
-            event = time.perf_counter()
-        self.marks.append((name, event))
-
-    def parts(self, count: int) -> dict[str, float]:
-        """Returns the seconds of each name, of one of `count` repetitions."""
-        wait(self.device)
-        total = defaultdict(float)
-        for (_, begin), (name, end) in itertools.pairwise(self.marks):
-            total[name] += (begin.elapsed_time(end) / 1000 if self.device.type == "cuda" else end - begin) / count
-        return dict(total)
-
-
-@contextlib.contextmanager
-def marked(watch: Stopwatch | None, owner: object, method: str, after: str, before: str = "") -> Iterator[None]:
-    """Marks `after` behind, and `before` ahead of, each call of a method of one object; without a watch, nothing."""
-    plain = getattr(owner, method)
-
-    def call(*args, **kwargs):
-        if before:
-            watch.mark(before)
-        value = plain(*args, **kwargs)
-        watch.mark(after)
-        return value
-
-    if watch is not None:
-        setattr(owner, method, call)
-    yield
-    if watch is not None:
-        delattr(owner, method)
-
-
-def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
-    return {name: median(each[name] for each in rounds) for name in rounds[0]}
-
-
-def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
-    """Measures the FLOP/s of square matrix products, by side; random factors, since zeros draw less power."""
-    measured, repeats = {}, 10 if device.type == "cuda" else 1
-    for side in SQUARES[device.type]:
-        a, b = torch.randn((2, side, side), device=device, dtype=DTYPES.get(precision, torch.bfloat16))
-        product = partial(torch.mm, a, b)
-        if precision == "fp8":
-            one = torch.ones((), device=device)
-            a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
-            product = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
-                              use_fast_accum=True)      # as torchao's forward pass has it
-        product()
-
-        def repeat(product: Callable[[], Tensor] = product) -> None:
-            for _ in range(repeats):      # none of which is kept
-                product()
-
-        measured[str(side)] = 2 * side**3 * repeats / seconds(device, repeat)
-    return measured
-
-
-def take_turns(
-    cfg: BenchmarkSettings, device: torch.device, works: dict[str, Callable[[Stopwatch | None], float]], count: int,
-) -> tuple[dict[str, list[float]], dict[str, dict[str, float]], dict[str, float]]:
-    """Times all works in turn, and then with marks, round after round; `count` is what a work repeats.
-
-    Returns by name the seconds of each round and the median ones of each part, and the FLOP/s of matrix products.
-    """
-    rounds, parts, products = defaultdict(list), defaultdict(list), []
-    for _ in range(cfg.rounds):
-        for name, work in works.items():
-            rounds[name].append(work(None))
-        for name, work in works.items():
-            watch = Stopwatch(device)
-            work(watch)
-            parts[name].append(watch.parts(count))
-        products.append(matmul_flops(device, cfg.precision))
-    return rounds, {name: medians(each) for name, each in parts.items()}, medians(products)
+# ---- what is timed --------------------------------------------------------------------------------------------------
 
 
 def compiled() -> tuple[int, int]:
     """Returns how many graphs torch.compile has made in this process, and how many breaks it met."""
     return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
-
-
-# ---- what is timed --------------------------------------------------------------------------------------------------
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
@@ -403,7 +294,7 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
         loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
         variants = [Variant(cfg, accelerator, name, loader, latents.kind) for name in cfg.variants]
         works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
-        took, parts, products = take_turns(cfg, device, works, cfg.steps)
+        took, parts, products = take_turns(cfg.rounds, device, cfg.precision, works, cfg.steps)
         loader.close()
     ratios = {f"{a} over {b}": median(slow / fast for slow, fast in zip(took[b], took[a], strict=True))
               for a, b in itertools.permutations(took, 2)}
@@ -479,7 +370,8 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     for name in nets:
         speed.compile_network(nets[name], not name.endswith("-eager") and cfg.compile)
         first[name] = seconds(device, partial(draw, nets[name]))
-    rounds, parts, products = take_turns(cfg, device, {name: partial(timed, name) for name in nets}, 1)
+    works = {name: partial(timed, name) for name in nets}
+    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works, 1)
     return {"matmul FLOP/s": products, "rows": [{
         "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
         "images/s": len(seeds) / median(rounds[name]), "s/batch": median(rounds[name]), "parts": parts[name],
@@ -581,7 +473,7 @@ def time_scaling(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 MODES = {"train": time_train, "sample": time_sample, "data": time_data, "score": time_score, "scaling": time_scaling}
 
 
-# ---- what is told ---------------------------------------------------------------------------------------------------
+# ---- table and plot -------------------------------------------------------------------------------------------------
 
 
 def table(rows: list[dict], columns: str) -> str:

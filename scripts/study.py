@@ -277,8 +277,10 @@ def score_once(
                 raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
                                  f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
             return
+    before = len(rows)
     call(cfg, "fid.py", settings)
     rows = read_rows(results)
+    assert len(rows) == before + 1, f"fid.py left {len(rows) - before} rows in {results}, not one"
     rows[-1] |= {"study": point, "scored_by": scored_by}
     write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
@@ -294,8 +296,8 @@ def timed_variants(cfg: StudySettings) -> list[str]:
 def time_in_turns(cfg: StudySettings) -> None:
     """Times the training step of each variant, one after the other, again and again, and writes timing.json.
 
-    Turns that are there already count, if machine, code, settings and variants are the same. A file with all turns
-    stays as it is, whoever made it.
+    Turns from before count where machine, code, settings and variants are the same. A file with all turns is kept,
+    whoever made it.
     """
     path, names = Path(cfg.out) / "timing.json", timed_variants(cfg)
     firsts = {run.variant: run for run in reversed(runs_of(cfg))}
@@ -317,13 +319,13 @@ def time_in_turns(cfg: StudySettings) -> None:
         rounds[name].append(read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"])
         machine = checkpoints.read_meta(checkpoints.latest(folder))["history"][-1]
         remove(folder)
-        if all(rounds.values()):      # what stood there before stays until each has a turn
+        if all(rounds.values()):      # the file from before is kept until each has a turn
             facts = {key: machine[key] for key in ("device", "commit", "torch")}
             facts |= {"steps": cfg.steps_timed, "conditions": conditions, "rounds": rounds}
             write_text(path, json.dumps(facts, indent=1) + "\n")
 
 
-# ---- what the runs have come to --------------------------------------------------------------------------------------
+# ---- what is known of the runs --------------------------------------------------------------------------------------
 
 
 def guidance_name(guidance: dict | None) -> str:

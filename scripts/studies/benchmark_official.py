@@ -34,7 +34,7 @@ from latents.loader import batches, to_latent
 from runtime import files
 from runtime.command import command
 from runtime.schema import Location
-from scripts import benchmark
+from scripts import benchmark, clocks
 from training import speed
 from training.run import check_batch_size
 
@@ -103,9 +103,9 @@ class OfficialVariant:
         self.first_step = self.measure(1)
         self.measure(cfg.warmup)
 
-    def measure(self, count: int, watch: benchmark.Stopwatch | None = None) -> float:
+    def measure(self, count: int, watch: clocks.Stopwatch | None = None) -> float:
         """Returns the seconds of a step, taken as the official loop takes it."""
-        return benchmark.seconds(self.accelerator.device, lambda: self.take_steps(count)) / max(1, count)
+        return clocks.seconds(self.accelerator.device, lambda: self.take_steps(count)) / max(1, count)
 
     def take_steps(self, count: int) -> None:
         device = self.accelerator.device

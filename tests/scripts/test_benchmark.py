@@ -16,7 +16,7 @@ from torch import nn
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
 from runtime import schema
-from scripts import benchmark
+from scripts import benchmark, clocks
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8", "rounds=2", "steps=1",
         "warmup=1", "device=cpu", "autoencoder=identity", "num_steps=2", "image_size=16", "feature_size=8", "images=20", "reference_images=10",
@@ -34,7 +34,7 @@ def load(*overrides):
 
 @pytest.fixture(autouse=True)
 def small_products_and_settings_put_back(monkeypatch):
-    monkeypatch.setitem(benchmark.SQUARES, "cpu", (32, 64))
+    monkeypatch.setitem(clocks.SQUARES, "cpu", (32, 64))
     before = torch.get_float32_matmul_precision(), torch.backends.cudnn.allow_tf32
     yield
     torch.set_float32_matmul_precision(before[0])
@@ -124,7 +124,7 @@ def test_sampling_tells_the_share_of_the_network_and_what_an_image_costs(tmp_pat
 
 def test_matrix_products_are_measured_in_every_precision():
     for precision in benchmark.speed.PRECISIONS:
-        assert min(benchmark.matmul_flops(torch.device("cpu"), precision).values()) > 0
+        assert min(clocks.matmul_flops(torch.device("cpu"), precision).values()) > 0
 
 
 def test_guidance_by_selection_ratio_is_timed_and_costs_less_than_by_label(tmp_path):
@@ -200,7 +200,7 @@ def test_the_largest_batch_is_found_to_an_eighth_and_fits(room):
 def test_a_stopwatch_charges_time_to_the_mark_that_ends_it(monkeypatch):
     clock = iter([0, 1, 3, 7, 8])
     monkeypatch.setattr(benchmark.time, "perf_counter", lambda: next(clock))
-    watch = benchmark.Stopwatch(torch.device("cpu"))
+    watch = clocks.Stopwatch(torch.device("cpu"))
     for name in ("a", "b", "a", "b"):
         watch.mark(name)
     assert watch.parts(2) == {"a": 2.5, "b": 1.5}

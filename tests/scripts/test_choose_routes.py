@@ -12,7 +12,7 @@ from omegaconf import OmegaConf
 from dit import DiT_models, multiply_adds
 from routing_module import Route, resolve_routes
 from runtime import schema
-from scripts import benchmark, choose_routes
+from scripts import benchmark, choose_routes, clocks
 from weights.records import build_network
 
 TINY = ["model.hidden_size=32", "model.depth=12", "model.num_heads=2", "tokens=[16]"]
@@ -93,7 +93,7 @@ def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
         return subprocess.CompletedProcess(call, 0)
 
     monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=run))
-    monkeypatch.setitem(benchmark.SQUARES, "cpu", (32,))
+    monkeypatch.setitem(clocks.SQUARES, "cpu", (32,))
     monkeypatch.setattr(benchmark, "plot", lambda record, path: None)
     text = told(capsys, *TINY, "model.depth=7", "speedup=1.1", "count=1", "measure=true", "benchmark.batch_size=2", "benchmark.steps=1",
                 "benchmark.rounds=1", "+benchmark.num_latents=2", "+benchmark.num_classes=3", "+benchmark.device=cpu")
