@@ -148,7 +148,7 @@ def call(tmp_path, monkeypatch, capsys):
         "steps: 5\nplace: null\ndefaults: [_self_, {override hydra/job_logging: disabled}, {override hydra/hydra_logging: disabled}]\n"
         "hydra: {run: {dir: .}, output_subdir: null}\n")
     (tmp_path / "presets/group").mkdir(parents=True)
-    monkeypatch.setattr(schema, "CONFIGS", tmp_path)
+    monkeypatch.setattr("runtime.command.CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
