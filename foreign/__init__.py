@@ -1,1 +1,1 @@
-"""Other people's networks: routed from outside, and their weights."""
+"""Other people's networks, routed from outside."""

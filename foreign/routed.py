@@ -46,7 +46,7 @@ class Pass:
 
     def __init__(self, routing: "Routing"):
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
-        self.stay = routing.stay
+        self.fixed = routing.fixed
         self.num_tokens = self.length = 0       # tokens that may leave; with those that never do
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.index: dict[int, Tensor] = {}      # ids_keep of each route, counted over the whole sequence
@@ -69,15 +69,15 @@ class Pass:
                 raise ValueError(f"{name} goes to blocks inside a route, past the tokens that left: call the network "
                                  f"without {name}, or without routed().")
         if family.text_mask:
-            self.stay = given[family.text_mask].sum(dim=1)
+            self.fixed = given[family.text_mask].sum(dim=1)
 
     def draw(self, x: Tensor, r: int, block: int) -> None:
         """Draws the mask of route r before its first block."""
         routing, (batch, n), joined = self.routing, x.shape[:2], self.routing.specs[block].joined
-        stay = 0 if self.stay is None and not joined else self.stay
-        if isinstance(stay, tuple):
-            stay = sorted({range(n)[i] for i in stay})
-        before = int(stay.max()) if isinstance(stay, Tensor) else len(stay) if isinstance(stay, list) else stay
+        fixed = 0 if self.fixed is None and not joined else self.fixed
+        if isinstance(fixed, tuple):
+            fixed = sorted({range(n)[i] for i in fixed})
+        before = int(fixed.max()) if isinstance(fixed, Tensor) else len(fixed) if isinstance(fixed, list) else fixed
         self.num_tokens, self.length = (n - before, n) if joined else (n, n + before)
         if self.num_tokens < 1:
             raise ValueError(f"{routing.place(block)}: {before} of {n} tokens never leave, so none may; see keep=.")
@@ -91,11 +91,11 @@ class Pass:
             return
         self.ids_keep[r] = self.index[r] = ids
         self.away[r] = x
-        if isinstance(stay, list):
-            free = torch.tensor([[i for i in range(n) if i not in stay]], device=x.device)
-            never = torch.tensor([stay], device=x.device)
+        if isinstance(fixed, list):
+            free = torch.tensor([[i for i in range(n) if i not in fixed]], device=x.device)
+            never = torch.tensor([fixed], device=x.device)
         elif before:
-            first = stay[:, None] if isinstance(stay, Tensor) else stay
+            first = fixed[:, None] if isinstance(fixed, Tensor) else fixed
             free = first + torch.arange(self.num_tokens, device=x.device)[None]
             never = torch.arange(before, device=x.device)[None]
             never = torch.where(never < first, never, never + self.num_tokens)      # text, and what pads a short one
@@ -130,7 +130,7 @@ class Pass:
         routing, spec, names = self.routing, self.routing.specs[block], self.routing.names[block]
         given, r = dict(zip(names, args, strict=False)) | kwargs, routing.route_of[block]
         if spec.text:
-            self.stay = given[spec.text].shape[1]
+            self.fixed = given[spec.text].shape[1]
         if r is None:
             return args, kwargs
         for name, value in given.items():
@@ -181,15 +181,15 @@ class Routing:
     """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
     def __init__(self, network, routes, blocks, along, keep, mask_noise):
-        # stay: how many tokens in front never leave, or which; None where a call says it.
+        # self.fixed: how many tokens in front never leave, or which; None where a call says it.
         if blocks is None or type(network).__name__ in REFUSED:
             self.family = family_of(network)
             if along is not None or keep is not None:
                 raise ValueError(f"along= and keep= are for what blocks= names; {type(network).__name__} is known.")
-            self.stay = getattr(network, self.family.prefix) if self.family.prefix else None
+            self.fixed = getattr(network, self.family.prefix) if self.family.prefix else None
         else:
             self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),))
-            self.stay = keep if isinstance(keep, int) else tuple(keep or ()) or 0
+            self.fixed = keep if isinstance(keep, int) else tuple(keep or ()) or 0
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
