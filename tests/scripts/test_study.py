@@ -390,7 +390,7 @@ def test_a_guided_score_stands_beside_the_unguided_one_with_its_cost():
     [plain] = run["scores"]
     plain["multiply_adds_an_image"] = 100
     run["scores"].append(plain | {"guidance": "label, scale 2", "value": 3.5, "multiply_adds_an_image": 172})
-    [row] = [line for line in comparison.guided_scores({"runs": [run]}) if "scale 2" in line]
+    [row] = [line for line in "\n".join(comparison.guided_scores({"runs": [run]})).splitlines() if "scale 2" in line]
     assert row == "| a | 2 | label, scale 2 | 3.500 (n=1) | -0.500, lower: guided in 1 of 1 seed, no verdict | 1.72 |"
 
 
