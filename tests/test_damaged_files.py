@@ -105,7 +105,7 @@ class Note(schema.Record):
     text: str
 
 
-@pytest.mark.parametrize(("content", "words"), [(b"\xff", "UTF-8"), (b'{"text"', "JSON"), (b"[]", "it should be a valid dictionary")])
+@pytest.mark.parametrize(("content", "words"), [(b"\xff", "utf-8"), (b'{"text"', "JSON"), (b"[]", "it should be a valid dictionary")])
 def test_a_record_that_is_none_is_a_sentence(content, words, tmp_path):
     (tmp_path / "x.json").write_bytes(content)
     assert words in refusal(schema.read_record, Note, tmp_path / "x.json", "Make it anew.")

@@ -532,7 +532,7 @@ BAD = {
     "label negative": (put(LABELS, labels_of(40) - 1), {}, ["label -1 (row 0)", "0..6"]),
     "counts differ": (record(count=104), {}, ["104 images", "hold 103"]),
     "moments shape": (record(kind="moments"), {}, ["(40, 4, 4, 4)", "(40, 8, 4, 4)"]),
-    "kind unknown": (record(kind="mean"), {}, ["metadata.json: kind=mean: it should be"]),
+    "kind unknown": (record(kind="mean"), {}, ["metadata.json: kind=mean: it should be 'sample' or 'moments'"]),
     "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
     "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
     "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),

@@ -396,8 +396,8 @@ def test_a_folder_of_the_version_before_is_gone_on_with(pets, tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("text", "sentence"), [
-    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("7", "7 is not a group of resolution"),
-    ("{}", "resolution is missing; it must be a whole number."),
+    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("7", "The settings=7: it should be a valid dictionary"),
+    ("{}", "resolution is missing."),
 ])  # fmt: skip
 def test_a_damaged_record_of_the_settings_is_a_sentence_and_that_of_a_shard_is_written_again(pets, tmp_path, text, sentence):
     settings = dict(source=str(pets), out=tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4)
