@@ -1,4 +1,4 @@
-"""The smallest damage that ever did harm, one row each; tests/rigs/ looks for more, on request."""
+"""The smallest cases of damaged files that were found, one row each; tests/rigs/ looks for more, on request."""
 
 import io
 import os
