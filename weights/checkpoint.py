@@ -133,7 +133,7 @@ def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
         why = problem(folder, names)
         if why is None:
             return folder
-        if folder.is_dir():
+        if os.path.lexists(folder):
             warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
         else:      # training has pruned it, and saved a newer one before that
             folders = all_steps(run)

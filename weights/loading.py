@@ -17,7 +17,14 @@ from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.others import FAMILIES, as_ours, ask_family, plain_keys, shown_family
-from weights.records import CheckpointRecord, DataRecord, ParentRecord, build_diffusion, build_network
+from weights.records import (
+    CheckpointRecord,
+    DataRecord,
+    ParentRecord,
+    build_diffusion,
+    build_network,
+    with_objective,
+)
 
 
 @dataclass
@@ -222,7 +229,8 @@ def read_trained(
         class_names=data.class_names, display_names=data.display_names or data.class_names,
         classes=data.classes or list(range(net.num_classes)),
         step=step, weights=which, folder=folder, file=file,
-        recorded={"network": network, "diffusion": recorded, **({"published": published} if published else {})},
+        recorded={"network": network, "diffusion": with_objective(recorded, {})[0],
+                  **({"published": published} if published else {})},
         inferred=inferred, family=family, recorded_sha256=recorded_sha256,
     )
 

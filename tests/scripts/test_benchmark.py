@@ -181,7 +181,7 @@ def test_a_compiled_routed_step_is_one_graph_without_breaks_and_is_never_compile
         nn.Module.compile(net, backend="aot_eager", **options)
 
     monkeypatch.setattr(DiT, "compile", compile_without_a_compiler)
-    batch = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), torch.ones(4, 1, 1, 1)
+    batch = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), {"weight": torch.ones(4, 1, 1, 1)}
     variant = benchmark.Variant(load("compile=true"), Accelerator(cpu=True), "tread", iter([batch] * 9), "sample")
     variant.measure(3)
     assert (variant.graphs, variant.breaks, variant.later_graphs) == (1, 0, 0)

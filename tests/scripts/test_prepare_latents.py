@@ -232,7 +232,7 @@ def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(p
     assert metadata["class_names"] == list(IDS)
     assert metadata["display_names"] == ["tench", "crane", "n03126707"]  # the file lacks the last one
     assert "display_names" not in read_folder(tmp_path / "plain")[0]
-    plain, shown = (folder.open_latents(tmp_path / folder) for folder in ("plain", "shown"))
+    plain, shown = (open_latents(tmp_path / folder) for folder in ("plain", "shown"))
     assert plain.fingerprint == shown.fingerprint and plain.display_names == list(IDS)
     assert shown.display_names == metadata["display_names"] and shown.class_names == list(IDS)
 
@@ -516,20 +516,18 @@ def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
 
 
 def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
-    from latents import folder
 
     text = (ROOT / "docs" / "data.md").read_text()
     examples = [part.split("```")[0] for part in text.split("```python\n")[1:] if "my-latents" in part.split("```")[0]]
     monkeypatch.chdir(tmp_path)
     for example in examples:
         exec(compile(example, "docs/data.md", "exec"), {})
-    latents = folder.open_latents(tmp_path / "my-latents")
+    latents = open_latents(tmp_path / "my-latents")
     assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
     assert len(examples) == 2 and latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
 
 
 def test_training_reads_what_this_writes(pets, tmp_path):
-    from latents import folder
 
     prepare(
         str(pets),
@@ -540,7 +538,7 @@ def test_training_reads_what_this_writes(pets, tmp_path):
         mirror=True,
         shard_size=4,
     )
-    latents = folder.open_latents(tmp_path / "out")
+    latents = open_latents(tmp_path / "out")
     metadata, arrays = read_folder(tmp_path / "out")
     stored, labels = latents.read(np.arange(10), np.arange(10) % 2 == 1)
     assert np.array_equal(stored[0::2], arrays["latents"][0::2]) and np.array_equal(
