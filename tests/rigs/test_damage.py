@@ -181,7 +181,7 @@ def member(content: bytes, rng: random.Random) -> bytes:
     if rng.random() < 0.3:      # missing, or of another name
         moved = files.pop(name)
         if rng.random() < 0.7:
-            files[rng.choice(("x.npy", "../outside.npy", "/tmp/outside.png", "a/b/c.png", "0.cls"))] = moved
+            files[rng.choice(("x.npy", "../outside.npy", "/nowhere/outside.png", "a/b/c.png", "0.cls"))] = moved
     else:
         files[name] = rng.choice(ways(name))(files[name], rng)
     if method is None:
