@@ -1,6 +1,6 @@
 """DiT (Peebles & Xie, arXiv 2212.09748), the frame: embeddings, the routing loop, final layer and initialisation.
 
-A plain, single-device module with static shapes around any block of blocks.py; its state-dict keys are those of
+A plain, single-device module with static shapes around any block of blocks/; its state-dict keys are those of
 facebookresearch/DiT, or of the code that the block comes from. Routing is an argument of the call: `net(x, t, y)` is
 dense, `net(x, t, y, routes=net.routes)` is routed.
 """

@@ -1,4 +1,4 @@
-"""Latent folders and TREAD's webdataset tars -> endless shuffled batches, the same ones on any number of ranks.
+"""Latent folders and TREAD's webdataset tars, opened, checked and read by index.
 
 Files are memory-mapped and never read whole, unless all of them are to lie on a device. What grows with the data set
 is 4 bytes an image for the epoch's permutation (8 past 4 billion images), 1 for the coin where there are mirrored

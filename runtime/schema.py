@@ -1,4 +1,4 @@
-"""Plain values -> checked ones, or a sentence: types and ranges of settings and records, and the frame of a command.
+"""Plain values -> checked ones, or a sentence: the types and ranges of settings and records.
 
 A command declares its settings once, as a subclass of `Settings`; configs/*.yaml hold their defaults and their meaning.
 Records that are read back (metadata.json, meta.json, rows of results.jsonl) are declared likewise.

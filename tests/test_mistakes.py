@@ -269,7 +269,7 @@ SPOILT = {
         (pickled, "weights.pt"), (cut(), "weights.pt"), (text("<html>"), "weights.pt"),
         (lambda path: torch.save({"epoch": 3}, path), "state dict"),
         (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
-        (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path)["ema"].items()}, path), "finite"),
+        (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()}, path), "finite"),
     ],
     ("sample", "autoencoder", "weights.pt"): [
         (both(), "AutoencoderKL"), (pickled, "weights.pt"), (cut(), "weights.pt"),
