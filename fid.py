@@ -29,12 +29,12 @@ from sampling.opening import open_sampling
 from sampling.options import DrawingSettings, SamplerSettings, labels_of
 from scoring.drawing import DRAWN_RULE, H100, Drawing, derived_hours
 from scoring.evaluation import score_images
+from scoring.feature_cache import FeatureCache
 from scoring.features import EXTRACTORS, Extractor
 from scoring.features import load as load_extractor
 from scoring.image_sets import Images, Indexed, evenly, open_images, read_over_ranks
-from scoring.kept import Kept
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
-from scoring.published import as_published, beside_published, is_drawn_as
+from scoring.published import as_published, compare_published, is_drawn_as
 from scoring.results import (
     AtLeastTwo,
     Metrics,
@@ -204,13 +204,13 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     if reuse:
         wanted = row(dict.fromkeys(metrics))
         old = scored_before(wanted, results)
-        if ranks.main_rank_says(state, old is not None):
+        if ranks.broadcast_from_main(state, old is not None):
             return old or wanted, results
 
-    def kept(record: dict, count: int) -> Kept | None:
+    def kept(record: dict, count: int) -> FeatureCache | None:
         facts = {"images": dict(record), "count": count, "extractor": describe_extractor(extractor),
                  "versions": versions(extractor), **describe_device(state.device)}
-        return Kept(results.parent / "features", facts, count) if cfg.keep_features and count else None
+        return FeatureCache(results.parent / "features", facts, count) if cfg.keep_features and count else None
 
     # ---- the reference's own images, then those to score
     reference.complete(extractor, metrics, cfg.batch_size,
@@ -250,7 +250,7 @@ def main(cfg: ScoringSettings) -> None:
     cfg = as_published(cfg)
     row, _ = run(cfg)
     if cfg.published:
-        state.print(beside_published(row, cfg.published))
+        state.print(compare_published(row, cfg.published))
 
 
 if __name__ == "__main__":

@@ -37,7 +37,7 @@ from scoring.results import describe_autoencoder, describe_classes, result_row, 
 from training import speed
 from training.optimizers import step_unless
 from training.run import Run, make_run
-from training.run_folder import forget_other_starts, hold_folder, resume, save, tidy_folder
+from training.run_folder import drop_other_scores, lock_run, prepare_folder, resume, save
 from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
 from weights.records import build_network
@@ -164,8 +164,8 @@ def report(run: Run, num_steps: int, since: float) -> None:
     # Not before: the sums wait for the steps that a GPU is still at. And a clock may stand, or be set back.
     seconds = max(time.perf_counter() - since - run.paused, 1e-6)
     run.paused = 0.0
-    trouble = run.in_trouble(total)
-    run.sums.start_again()
+    trouble = run.is_diverging(total)
+    run.sums.reset()
     row = {
         "step": run.step, "images": run.images,
         "loss": total["loss"] / total["steps"] if total["steps"] else None,
@@ -213,7 +213,7 @@ def evaluate(run: Run) -> None:
     origin = {key: run.record[key] for key in of_weights if key in run.record}
     origin = files.record_sha256(origin)
     if accelerator.is_main_process:
-        forget_other_starts(results, run.step, origin)
+        drop_other_scores(results, run.step, origin)
     with torch.device("meta"):
         outline = build_network(run.record["network"])
     for scale in cfg.guidance_scales:
@@ -226,16 +226,16 @@ def evaluate(run: Run) -> None:
                   **describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
                              batch_size=cfg.batch_size, image_rule=DRAWN_RULE)
-        if not ranks.main_rank_says(accelerator, scored_before(row, results, whatever_code=True) is None):
+        if not ranks.broadcast_from_main(accelerator, scored_before(row, results, any_version=True) is None):
             continue
         scores = score_images(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
                                   metrics=metrics)
         if accelerator.is_main_process:
             row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
             files.append_row(results, row)
-            told = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
+            written = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
             how = "unguided" if scale is None else f"guidance scale {scale:g}"
-            tqdm.write(f"step {run.step}/{run.cfg.steps}  {told}  of {len(seeds):,} images, {how}, "
+            tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {how}, "
                        f"in {row['seconds']:.0f} s")
         suffix = "" if scale is None else f"_guided_{scale:g}"
         accelerator.log({f"{name}{suffix}": value for name, value in scores.items()}, step=run.step)
@@ -258,13 +258,13 @@ def main(cfg: TrainSettings) -> None:
     run = make_run(cfg, accelerator)
     cfg = run.cfg
     if accelerator.is_main_process:
-        hold_folder(run)
+        lock_run(run)
     resumed = resume(run)
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
                      start=run.images // cfg.batch_size, pin=device.type == "cuda",
                      device=device if cfg.data.on_device else None, arrays=run.objective.arrays)
     if accelerator.is_main_process:
-        tidy_folder(run)
+        prepare_folder(run)
     start_trackers(run)
 
     # ---- speed, applied from outside: `model` stays the plain network that is saved, `net` is what is called
@@ -300,7 +300,7 @@ def main(cfg: TrainSettings) -> None:
                 save(run)
         # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
         due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
-        if due_grid and ranks.main_rank_says(accelerator, not run.grid_path.exists()):
+        if due_grid and ranks.broadcast_from_main(accelerator, not run.grid_path.exists()):
             with paused(run, bar, "drawing"):
                 draw(run)
         # The untrained network is evaluated too: it is what the numbers are to be compared with.

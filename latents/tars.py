@@ -13,7 +13,7 @@ import numpy as np
 from tqdm import tqdm
 
 from latents.images import MAX_CLASSES, check_labels, tar_members
-from runtime.files import beside
+from runtime.files import atomic_write
 
 TAR_INDEX = "latent-index.npz"
 
@@ -75,7 +75,7 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     index = {"starts": np.array(starts), "offsets": np.array(offsets, np.int64),
              "labels": np.array(labels, np.int32), "shape": np.array(form[0]), "dtype": np.array(form[1].str)}
 
-    with suppress(OSError), beside(cache) as partial, open(partial, "wb") as stream:      # else indexed next time
+    with suppress(OSError), atomic_write(cache) as partial, open(partial, "wb") as stream:      # else indexed next time
         np.savez(stream, key=np.array(key), **index)
     return index
 

@@ -14,7 +14,7 @@ from filelock import FileLock
 from pydantic import Field
 
 from latents.images import check_labels
-from runtime.files import beside, hold, naming, remove, write_text
+from runtime.files import atomic_write, lock_folder, naming_path, remove, write_text
 from runtime.schema import Record, Whole, read_record
 
 # What killed writes leave of our files; the version before named it .partial.
@@ -65,7 +65,7 @@ def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type
 
 def begin(out: Path, settings: dict, num_whole: int, num_shards: int) -> FileLock:
     """Keeps `out` to this process and writes preparing.json; raises ValueError where another process writes there."""
-    lock = hold(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+    lock = lock_folder(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
     sweep(out)
     write_json(out / "preparing.json", settings)
     if num_whole:
@@ -88,7 +88,7 @@ def open_rows(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], N
         file.write(np.ascontiguousarray(rows).data)
         count += len(rows)
 
-    with beside(path) as partial, open(partial, "wb") as file:
+    with atomic_write(path) as partial, open(partial, "wb") as file:
         write_header()
         first_byte = file.tell()
         yield append
@@ -127,7 +127,7 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
     again = "copy the folder again, or remove it and prepare it anew"
     try:
-        with naming(file):
+        with naming_path(file):
             array = np.lib.format.open_memmap(file, mode="r")
     except FileNotFoundError:
         raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.") from None

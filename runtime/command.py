@@ -13,7 +13,7 @@ from typing import Any, NoReturn
 from omegaconf import OmegaConf
 
 from runtime import ranks
-from runtime.schema import CONFIGS, Settings, at, cut, first_line, read, shown
+from runtime.schema import CONFIGS, Settings, as_text, first_line, look_up, read, shorten
 
 ADDING = ("objective",)      # groups of configs/ in which several names add up
 RERUN = "--experimental-rerun"      # Hydra's
@@ -35,22 +35,22 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             try:
                 for plain in compose(config_name):
                     main(read(declared, plain))
-                ranks.leave()
+                ranks.leave_group()
             except KeyboardInterrupt:
                 print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
                 sys.exit(130)
             except SystemExit as stop:
                 if isinstance(stop.code, str):
                     end(stop.code, stop)
-                ranks.leave()
+                ranks.leave_group()
                 raise
             except Exception as error:
                 sentence = mistake(error, config_name, plain)
                 if sentence is None or wants_traceback:
-                    ranks.let_others_speak(error)
-                    ranks.note_for_launcher(error)
+                    ranks.wait_for_root_cause(error)
+                    ranks.record_for_launcher(error)
                     raise
-                end(cut(f"{program}: {sentence}", 2000), error)      # a value in it may have any length
+                end(shorten(f"{program}: {sentence}", 2000), error)      # a value in it may have any length
         return entry
     return decorate
 
@@ -137,7 +137,7 @@ def parse(parser: Any, argument: str) -> None:
 
 def end(sentence: str, error: BaseException) -> NoReturn:
     """Ends this process with a sentence, which of several ranks the first one prints."""
-    ranks.let_others_speak(error)
+    ranks.wait_for_root_cause(error)
     sys.exit(sentence)
 
 
@@ -168,6 +168,6 @@ def is_full_memory(error: Exception) -> bool:
 def full_memory(error: Exception, plain: dict) -> str:
     """Returns the library's words and the settings of the command that would help."""
     helpful = [how for key, how in HELP.items()
-               if (now := at(plain, key)) is not ... and how != f"{key}={shown(now)}"]
+               if (now := look_up(plain, key)) is not ... and how != f"{key}={as_text(now)}"]
     advice = ", ".join(helpful) or "less at once"
-    return f"Memory is full{ranks.on_which()}: {first_line(error)} What helps: {advice}."
+    return f"Memory is full{ranks.rank_suffix()}: {first_line(error)} What helps: {advice}."

@@ -13,7 +13,7 @@ from filelock import FileLock, Timeout
 
 
 @contextlib.contextmanager
-def beside(path: Path) -> Iterator[Path]:
+def atomic_write(path: Path) -> Iterator[Path]:
     """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is whole.
 
     After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder
@@ -25,7 +25,7 @@ def beside(path: Path) -> Iterator[Path]:
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)
     try:
-        with naming(path):
+        with naming_path(path):
             yield partial
             for file in [partial, *partial.rglob("*")]:
                 if file.is_file():
@@ -50,7 +50,7 @@ def require_room(out: Path, needed: int, remedy: str) -> None:
 
 
 @contextlib.contextmanager
-def naming(path: Path) -> Iterator[None]:
+def naming_path(path: Path) -> Iterator[None]:
     """Adds the path to an OSError without one, such as that of a full disk."""
     try:
         yield
@@ -79,7 +79,7 @@ def sync(path: Path) -> None:
 
 def write_text(path: Path, text: str) -> None:
     """Writes a small file so that a kill leaves either the old content or the new one."""
-    with beside(path) as partial:
+    with atomic_write(path) as partial:
         partial.write_text(text, encoding="utf-8")
 
 
@@ -91,7 +91,7 @@ def append_row(path: Path, row: dict) -> None:
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, and rows are appended to files only", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with naming(path), open(path, "a+b") as file:
+    with naming_path(path), open(path, "a+b") as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         unfinished = file.read(1) not in (b"", b"\n")
@@ -108,7 +108,7 @@ def read_rows(path: Path) -> list[dict]:
     return rows
 
 
-def hold(folder: Path, mistake: str) -> FileLock:
+def lock_folder(folder: Path, mistake: str) -> FileLock:
     """Locks a folder until this process ends; raises ValueError(mistake) where another process has locked it.
 
     On a file system without locks it prints that and locks nothing.

@@ -21,14 +21,14 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 TIMEOUT = timedelta(hours=2)
 
 
-def main_rank_says(state: Accelerator | PartialState, number: int) -> int:
+def broadcast_from_main(state: Accelerator | PartialState, number: int) -> int:
     """Gives every rank the main one's number; one rank alone touches no device for it."""
     if state.num_processes == 1:
         return int(number)
     return int(broadcast(torch.tensor(int(number), device=state.device)))
 
 
-def all_ranks_say(state: Accelerator | PartialState, truth: bool) -> bool:
+def all_ranks_agree(state: Accelerator | PartialState, truth: bool) -> bool:
     """Tells every rank whether all of them say True."""
     if state.num_processes == 1:
         return truth
@@ -53,7 +53,7 @@ class StopRequest:
     def receive(self, number: int, frame: object) -> None:
         self.signal = number
         for each in self.SIGNALS:
-            signal.signal(each, leave_unsaved)
+            signal.signal(each, exit_unsaved)
 
     def agreed(self, step: int, state: Accelerator | PartialState) -> int:
         """Returns the signal on which all ranks leave at this step, or 0. Every rank calls it at every step."""
@@ -74,12 +74,12 @@ class StopRequest:
         return answer
 
 
-def leave_unsaved(number: int, frame: object) -> None:
+def exit_unsaved(number: int, frame: object) -> None:
     """Ends the process at once; 128 + signal would say that it has saved."""
     os._exit(1)
 
 
-def let_others_speak(error: BaseException | None) -> None:
+def wait_for_root_cause(error: BaseException | None) -> None:
     """Waits some seconds where the cause, or the same sentence, is another rank's to print: the launcher ends this one.
 
     That is so on every rank but the first, and for an error which only says that the connection to another rank broke.
@@ -91,19 +91,19 @@ def let_others_speak(error: BaseException | None) -> None:
         time.sleep(5)
 
 
-def note_for_launcher(error: BaseException) -> None:
+def record_for_launcher(error: BaseException) -> None:
     """Leaves an error where torchrun and accelerate launch, if one of them is there, look for the root cause."""
     with contextlib.suppress(OSError):
         ErrorHandler().record_exception(error)
 
 
-def on_which() -> str:
+def rank_suffix() -> str:
     """Writes " on rank 3 of 8" for a sentence; nothing where this rank is alone."""
     world = os.environ.get("WORLD_SIZE", "1")
     return f" on rank {os.environ.get('RANK')} of {world}" if world != "1" else ""
 
 
-def leave() -> None:
+def leave_group() -> None:
     """Ends the process group of a command that has done its work; after a failure the launcher does."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()

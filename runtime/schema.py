@@ -69,9 +69,9 @@ def one_of(choices: typing.Iterable) -> Any:
     return Literal[tuple(choices)]
 
 
-def shown(value: object) -> str:
+def as_text(value: object) -> str:
     """Writes a value as a command line does."""
-    return cut(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), 200)
+    return shorten(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), 200)
 
 
 def first_line(error: Exception) -> str:
@@ -79,7 +79,7 @@ def first_line(error: Exception) -> str:
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 
-def cut(text: str, most: int) -> str:
+def shorten(text: str, most: int) -> str:
     """Shortens a text to `most` characters; its end, where a sentence has its remedy, stays."""
     return text if len(text) <= most else f"{text[: most - most // 4 - 1]}…{text[-(most // 4) :]}"
 
@@ -92,10 +92,10 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
     try:
         return declared.model_validate(plain)
     except ValidationError as error:
-        raise ValueError(where + complaint(plain, error.errors())) from None
+        raise ValueError(where + first_problem(plain, error.errors())) from None
 
 
-def given(plain: Any, place: tuple) -> tuple[str, Any]:
+def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
     """Follows a place of pydantic's, which names the choices of a union too; returns key and value there."""
     key = []
     for part in place:
@@ -104,26 +104,26 @@ def given(plain: Any, place: tuple) -> tuple[str, Any]:
     return ".".join(key), plain
 
 
-def complaint(plain: Any, errors: list) -> str:
+def first_problem(plain: Any, errors: list) -> str:
     """Puts the key and the value that a user gave before what pydantic says of them; of several keys, of the first."""
     first, kind = errors[0], errors[0]["type"]
-    key, value = given(plain, first["loc"])
+    key, value = value_at(plain, first["loc"])
     if kind == "value_error":      # of a validator of ours, which says it all
         return str(first["ctx"]["error"])
     if kind == "missing":
         return f"{'.'.join(filter(None, [key, str(first['loc'][-1])]))} is missing."
     if kind == "extra_forbidden":
-        _, siblings = given(plain, first["loc"][:-1])
+        _, siblings = value_at(plain, first["loc"][:-1])
         others = [str(other) for other in siblings if other != first["loc"][-1]]
         near = difflib.get_close_matches(str(first["loc"][-1]), others, n=1)
         known = f"did you mean {near[0]}?" if near else f"there are {', '.join(others)}."
         return f"There is no setting {key}: {known}"
-    said = dict.fromkeys(error["msg"] for error in errors if given(plain, error["loc"])[0] == key)
+    said = dict.fromkeys(error["msg"] for error in errors if value_at(plain, error["loc"])[0] == key)
     said = "; or ".join(said).replace("Input should", "it should").replace("String should", "it should")
-    return f"{key or 'The settings'}={'null' if value is None else shown(value)}: {said}."
+    return f"{key or 'The settings'}={'null' if value is None else as_text(value)}: {said}."
 
 
-def at(plain: Any, key: str) -> Any:
+def look_up(plain: Any, key: str) -> Any:
     """Finds the value of a dotted key; ... where there is none."""
     for part in key.split("."):
         plain = plain.get(part, ...) if isinstance(plain, dict) else ...

@@ -15,7 +15,7 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from runtime.device import describe_device
-from runtime.files import beside
+from runtime.files import atomic_write
 from sampling.generate import Batch
 
 
@@ -72,7 +72,7 @@ def save_image(image: Image.Image, path: Path, record: dict[str, object] | None 
     info = PngInfo()
     if record is not None:
         info.add_text("drawn", json.dumps(record))
-    with beside(path) as partial:
+    with atomic_write(path) as partial:
         image.save(partial, format="PNG", pnginfo=info)
 
 
@@ -106,7 +106,7 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
             pass
         return
     labels_of_all, seeds_of_all = [], []
-    with beside(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+    with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         archive.comment = json.dumps(describe_device(PartialState().device)).encode()
         with archive.open(f"{keys[0]}.npy", "w", force_zip64=True) as file:
             for seeds, labels, images in batches:

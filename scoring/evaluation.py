@@ -5,9 +5,9 @@ from collections.abc import Iterable
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
+from scoring.feature_cache import FeatureCache
 from scoring.features import Extractor
 from scoring.image_sets import Indexed
-from scoring.kept import Kept
 from scoring.metrics import frechet_distance, precision_recall
 from scoring.statistics import Reference, available_metrics
 from scoring.tally import Tally, fill
@@ -15,7 +15,7 @@ from scoring.tally import Tally, fill
 
 def score_images(
     batches: Indexed, count: int, reference: Reference, extractor: Extractor, *,
-    metrics: Iterable[str] | None = None, keep: Kept | None = None, progress: str | None = None,
+    metrics: Iterable[str] | None = None, keep: FeatureCache | None = None, progress: str | None = None,
 ) -> dict[str, float]:
     """Scores `count` images against the reference; every rank brings its share and gets the same scores.
 

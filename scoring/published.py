@@ -49,7 +49,7 @@ def is_drawn_as(published: Published, cfg: DrawingSettings, trained: Trained) ->
             and published.step in (None, trained.step) and cfg.classes is None and trained.weights != "model")
 
 
-def beside_published(row: dict, published: Published) -> str:
+def compare_published(row: dict, published: Published) -> str:
     """Compares the scores of a row with published ones, unless its images were drawn otherwise."""
     if row["published"] is None:
         how = published.model_dump(exclude={"where", "scores", "tolerance"}, exclude_none=True)

@@ -16,8 +16,8 @@ from runtime.command import commit
 from runtime.device import describe_device
 from runtime.schema import Number, Settings, Size, Steps, Whole, one_of
 from sampling.options import Pair, SamplerSettings
+from scoring.feature_cache import SCORING_VERSION
 from scoring.features import Extractor
-from scoring.kept import SCORING_VERSION
 from scoring.statistics import Reference
 from weights.records import DIFFUSIONS
 
@@ -101,16 +101,16 @@ def read_results(path: Path) -> list[dict]:
 OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
 
 
-def scored_before(row: dict, path: Path, whatever_code: bool = False) -> dict | None:
+def scored_before(row: dict, path: Path, any_version: bool = False) -> dict | None:
     """Finds in results.jsonl a row with the scores that `row`, which has none yet, is going to have.
 
-    With `whatever_code` it may be of another version. A fact that an old row lacks is taken to be the same.
+    With `any_version` it may be of another version. A fact that an old row lacks is taken to be the same.
     """
     def facts(row: dict) -> dict:
         found = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
         compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
         found |= {key: row[key] for key in compared if key in row}
-        return {key: value for key, value in found.items() if not (whatever_code and key in OF_THE_CODE)}
+        return {key: value for key, value in found.items() if not (any_version and key in OF_THE_CODE)}
 
     wanted = facts(json.loads(json.dumps(row)))
     for old in read_results(path):

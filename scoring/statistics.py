@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from runtime import files
+from scoring.feature_cache import FeatureCache
 from scoring.features import Extractor
 from scoring.image_sets import Images, evenly, open_images
-from scoring.kept import Kept
 from scoring.tally import FEATURE_KEYS, Tally, measure
 
 
@@ -26,7 +26,7 @@ class Reference:
     pool: Tensor | None = field(default=None, repr=False)     # features of `images`, once they were needed
 
     def complete(
-        self, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64, keep: Kept | None = None,
+        self, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64, keep: FeatureCache | None = None,
     ) -> None:
         """Measures the reference's own images where a metric needs it; a second call costs nothing."""
         needs_pool = "precision" in metrics or "recall" in metrics
@@ -95,7 +95,7 @@ def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Imag
     for name, moments in tally.moments.items():
         mu, sigma = moments.mean_and_covariance()
         arrays |= dict(zip(FEATURE_KEYS[name], (mu.cpu().numpy(), sigma.cpu().numpy()), strict=True))
-    with files.beside(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+    with files.atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         for key, array in arrays.items():
             with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)

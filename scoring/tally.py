@@ -9,9 +9,9 @@ from accelerate.utils import reduce
 from torch import Tensor
 from tqdm import tqdm
 
+from scoring.feature_cache import FeatureCache
 from scoring.features import Extractor, extract
 from scoring.image_sets import Images, Indexed, read_over_ranks
-from scoring.kept import Kept
 from scoring.metrics import BLOCK, Moments, ScoreSums
 
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
@@ -47,7 +47,7 @@ class Tally:
                 rows[:] = reduce(rows.to(PartialState().device), reduction="sum").cpu()
 
 
-def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: Kept | None, progress: str | None) -> None:
+def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: FeatureCache | None, progress: str | None) -> None:
     """Brings the features that `keep` has, then those of the images, into the tally, and reduces it over ranks."""
     state = PartialState()
     silent = not (progress and state.is_main_process)
@@ -66,7 +66,7 @@ def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: Kept | None
 
 
 def measure(
-    images: Images, extractor: Extractor, batch_size: int, keep: Kept | None = None, keep_pool: bool = False,
+    images: Images, extractor: Extractor, batch_size: int, keep: FeatureCache | None = None, keep_pool: bool = False,
     chosen: np.ndarray | None = None,
 ) -> Tally:
     """Tallies a reference's images, or those `chosen` of them, over all ranks."""

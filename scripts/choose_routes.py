@@ -24,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
 from routing_module import Route, resolve_routes
 from runtime.command import command
-from runtime.schema import CONFIGS, Count, Settings, Tokens, shown
+from runtime.schema import CONFIGS, Count, Settings, Tokens, as_text
 from scripts.benchmark import PROGRAM, run_apart
 from scripts.presentation import table
 from training.run import describe_network
@@ -116,9 +116,9 @@ def candidates(depth: int) -> list[Route]:
 def step_ratio(cfg: ChoiceSettings, routes: tuple[Route, ...]) -> float:
     """Times training steps, dense and routed in turn; returns the median over rounds of dense over routed seconds."""
     network = cfg.model.model_dump(exclude={"name", "init", "routes"}, exclude_none=True)
-    as_dicts = [", ".join(f"{key}: {shown(value)}" for key, value in vars(route).items()) for route in routes]
+    as_dicts = [", ".join(f"{key}: {as_text(value)}" for key, value in vars(route).items()) for route in routes]
     settings = ["mode=train", f"tokens={cfg.tokens[0]}",
-                *(f"{key}={shown(value)}" for key, value in {**network, **cfg.benchmark}.items()),
+                *(f"{key}={as_text(value)}" for key, value in {**network, **cfg.benchmark}.items()),
                 f"routes=[{', '.join(f'{{{route}}}' for route in as_dicts)}]"]
     return run_apart([sys.executable, PROGRAM, *settings])["ratios"]["tread over dit"]
 

@@ -24,7 +24,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 import autoencoder as autoencoders
 from runtime.command import command
-from runtime.files import beside, sha256
+from runtime.files import atomic_write, sha256
 from runtime.schema import Location, Settings, Size, Text, first_line, one_of
 from scoring.results import read_results
 from scripts.presentation import table
@@ -122,7 +122,7 @@ def write_dit(trained: Trained, path: Path) -> None:
         (name, value.clone()) for name, value in trained.net.state_dict().items()
     )
     state._metadata = MARK
-    with beside(path) as partial:
+    with atomic_write(path) as partial:
         torch.save(state, partial)
 
 
@@ -298,7 +298,7 @@ def is_export(out: Path) -> bool:
 
 def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
     """Writes a folder of either form and its record, all of it or nothing."""
-    with beside(out) as partial:
+    with atomic_write(out) as partial:
         if cfg.to == "diffusers":
             write_diffusers(trained, partial)
         else:

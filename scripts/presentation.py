@@ -5,7 +5,7 @@ from pathlib import Path
 
 from matplotlib.figure import Figure
 
-from runtime.files import beside
+from runtime.files import atomic_write
 
 
 def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
@@ -16,5 +16,5 @@ def table(columns: Iterable[str], rows: Iterable[Iterable[object]]) -> str:
 
 def save_figure(figure: Figure, path: Path) -> None:
     """Writes a figure as a PNG."""
-    with beside(path) as partial:
+    with atomic_write(path) as partial:
         figure.savefig(partial, format="png")

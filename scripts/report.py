@@ -26,7 +26,7 @@ from bokeh.plotting import Document, column, figure, row
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files  # noqa: E402
 from runtime.command import command, commit  # noqa: E402
-from runtime.schema import Location, Positive, Settings, first_line, read_json, shown  # noqa: E402
+from runtime.schema import Location, Positive, Settings, as_text, first_line, read_json  # noqa: E402
 from weights import checkpoint as checkpoints  # noqa: E402
 
 AXES = {"step": "steps", "images": "images", "hours": "hours"}
@@ -121,7 +121,7 @@ def read_scores(path: Path, run: str, columns: dict[str, np.ndarray], left_out: 
             source, features, step = found["source"], found["extractor"]["name"], found["source"]["step"]
             place = {axis: float(np.interp(step, [0, *columns["step"]], [0, *columns[axis]], right=math.nan))
                      for axis in ("images", "hours") if axis in columns and step is not None}
-            guidance = ", ".join(f"{key} {shown(part)}" for key, part in (source["guidance"] or {}).items() if part)
+            guidance = ", ".join(f"{key} {as_text(part)}" for key, part in (source["guidance"] or {}).items() if part)
             scores += [{
                 "run": run, "metric": metric, "value": value, "num_samples": found["images"],
                 "guidance": guidance or "unguided", "step": step, **place, "features": features,
@@ -261,7 +261,7 @@ def download(file: str, source: bk.ColumnDataSource) -> bk.Button:
 def table(rows: list[dict], file: str) -> list:
     """Returns a table that a click on a column's head sorts, and its download; numbers have six digits."""
     names = dict.fromkeys(name for found in rows for name in found if not name.startswith("_"))
-    cells = {name: ["" if value is None else float(f"{value:.6g}") if is_number(value) else shown(value)
+    cells = {name: ["" if value is None else float(f"{value:.6g}") if is_number(value) else as_text(value)
                     for value in (found.get(name) for found in rows)] for name in names}
     source = bk.ColumnDataSource(cells)
     columns = [bk.TableColumn(field=name, title=html.escape(name), width=25 + 7 * min(
@@ -278,7 +278,7 @@ def gallery(pictures: list[tuple[str, Path]], out: Path) -> str:
         content = picture.read_bytes()
         name = f"files/{hashlib.sha256(content).hexdigest()[:16]}.png"
         if not (out / name).is_file():
-            with files.beside(out / name) as partial:
+            with files.atomic_write(out / name) as partial:
                 partial.write_bytes(content)
         image = f'<img src="{name}" style="max-width: 100%; filter: var(--picture)">'
         cells.append(f'<div>{html.escape(title)}<br><a href="{name}" target="_blank">{image}</a></div>')

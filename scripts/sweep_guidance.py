@@ -28,7 +28,7 @@ from runtime.schema import Location, Number, Settings
 from sampling.options import Gamma, build_guidance
 from scoring.results import read_results
 from scripts.presentation import save_figure
-from weights.loading import load_trained, settled
+from weights.loading import load_trained, resolve_run
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
 
@@ -120,8 +120,8 @@ def main(cfg: SweepSettings) -> None:
         raise ValueError("No point of the grid is left: lower gamma1, or raise gamma2.")
     cfg = fid.as_published(cfg)
     # A run that still trains saves meanwhile: every point is of the same weights.
-    cfg = cfg.model_copy(update={"checkpoint": settled(cfg.checkpoint, cfg.weights or "ema"),
-                                 "weak": cfg.weak and settled(cfg.weak)})
+    cfg = cfg.model_copy(update={"checkpoint": resolve_run(cfg.checkpoint, cfg.weights or "ema"),
+                                 "weak": cfg.weak and resolve_run(cfg.weak)})
     check_points(cfg, points)
     plain = cfg.model_copy(update={"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None,
                                    "routes": None, "channels": None})

@@ -63,7 +63,7 @@ def test_old_rows_are_found_by_what_they_measured():
         drawn, scored = {"source": row["source"] | {"drawing_version": 1}}, {"scoring_version": 1, "tf32": False}
         for today in (drawn, scored, drawn | scored):
             assert results.scored_before(wanted | today, BEFORE / "run/results.jsonl") is None
-            assert results.scored_before(wanted | today, BEFORE / "run/results.jsonl", whatever_code=True) == row
+            assert results.scored_before(wanted | today, BEFORE / "run/results.jsonl", any_version=True) == row
 
 
 def test_training_goes_on_from_an_old_run(run, fresh_accelerator):

@@ -489,7 +489,7 @@ from scoring import features, image_sets, kept, statistics, tally
 folder, reference, pixels = Path(sys.argv[1]), sys.argv[2], features.load("pixels")
 images = image_sets.open_images("images", reference)
 measured = tally.measure(images, pixels, 64)
-keep = kept.Kept(folder / "features", {}, 64)
+keep = kept.FeatureCache(folder / "features", {}, 64)
 for write in (lambda: files.append_row(folder / "results.jsonl", {"long": "x" * 2000}),
               lambda: keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)}),
               lambda: statistics.write_reference(folder / "ref.npz", measured, pixels, images, 20)):

@@ -220,9 +220,9 @@ def test_a_sweep_draws_as_published_with_scales_of_its_own_and_unguided_without(
 def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, monkeypatch):
     training = write_run(shutil.copytree(run, tmp_path / "training"), seed=1)
     assert load_trained(training).step == 6
-    monkeypatch.setattr(ranks, "main_rank_says", lambda state, number: 5)
+    monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 5)
     assert load_trained(training).step == 5
-    monkeypatch.setattr(ranks, "main_rank_says", lambda state, number: 7)
+    monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 7)
     with pytest.raises(ValueError, match="Rank 0 does not see .*step-00000007, which the main rank found"):
         load_trained(training)
 

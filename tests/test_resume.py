@@ -25,7 +25,7 @@ from training_runs import (
 
 from dit import DiT
 from runtime import files
-from training.run_folder import check_resumable, forget_after
+from training.run_folder import check_resumable, drop_after
 from weights import checkpoint as checkpoints
 
 
@@ -201,9 +201,9 @@ def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in results)
     (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])      # a half row, and a last one without its newline
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')
-    forget_after(tmp_path, 20)
+    drop_after(tmp_path, 20)
     assert files.read_rows(tmp_path / "results.jsonl") == results
-    forget_after(tmp_path, 10)
+    drop_after(tmp_path, 10)
     assert files.read_rows(tmp_path / "results.jsonl") == results[:2]
     assert files.read_rows(tmp_path / "metrics.jsonl") == [{"step": 10}]
 
@@ -211,7 +211,7 @@ def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
 @pytest.mark.parametrize("row", [{}, {"step": "20"}, {"source": 3}, {"source": {"in_training": True}}])
 def test_rows_of_anothers_making_are_let_be(tmp_path, row):
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + '\n{"step": 20}\n')
-    forget_after(tmp_path, 10)
+    drop_after(tmp_path, 10)
     assert files.read_rows(tmp_path / "metrics.jsonl") == [row]
 
 

@@ -366,7 +366,7 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
     for loss, trouble in ((0.2, False), (0.3, False), (50.0, True), (0.2, False)):
         run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
         report(run, 1, time.perf_counter())
-        assert run.in_trouble(run.sums.over_ranks(accelerator)) == trouble
+        assert run.is_diverging(run.sums.over_ranks(accelerator)) == trouble
     assert run.lowest_loss == pytest.approx(0.2)
 
     sums = run.sums.over_ranks      # which waits for the steps that a GPU is still at: they are training's, too

@@ -25,7 +25,7 @@ from sampling.generate import DRAWING_VERSION
 from sampling.options import labels_of
 from scoring import evaluation, features, image_sets, metrics, statistics
 from scoring.drawing import Drawing
-from scoring.kept import SCORING_VERSION
+from scoring.feature_cache import SCORING_VERSION
 
 FILE = Path(__file__).with_name("versions.json")
 HOMES = {"drawing": "sampling/generate.py", "scoring": "scoring/kept.py"}

@@ -53,7 +53,7 @@ class Sums:
         """Returns the sums, averaged over ranks, by name; waits for the device."""
         return dict(zip(self.names, accelerator.reduce(self.values.clone(), "mean").tolist(), strict=True))
 
-    def start_again(self) -> None:
+    def reset(self) -> None:
         """Begins the next report's sums; skipped steps are counted over the whole run."""
         self.values[:-2].zero_()
 
@@ -124,7 +124,7 @@ class Run:
     def grid_path(self) -> Path:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
-    def in_trouble(self, total: dict[str, float]) -> bool:
+    def is_diverging(self, total: dict[str, float]) -> bool:
         """Tells from sums whether steps are being skipped, or the loss is above ten times its lowest."""
         loss = total["loss"] / total["steps"] if total["steps"] else self.reported_loss
         return total["skipped_in_row"] > 0 or not loss <= 10 * self.lowest_loss

@@ -52,10 +52,10 @@ def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
     Raises ValueError where all checkpoints are damaged or have been deleted, or where another rank does not see it.
     """
     folder = latest_checkpoint(run_dir)
-    if folder is None and ranks.main_rank_says(accelerator, len(checkpoints.all_steps(run_dir))):
+    if folder is None and ranks.broadcast_from_main(accelerator, len(checkpoints.all_steps(run_dir))):
         raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
                          f"one, or move the folder away to start from the beginning.")
-    if folder is None and (step := ranks.main_rank_says(accelerator, lost_steps(run_dir))):
+    if folder is None and (step := ranks.broadcast_from_main(accelerator, lost_steps(run_dir))):
         raise ValueError(f"{run_dir} has recorded {step} steps and has no checkpoint, so that training would start "
                          f"again and replace the record. Restore its checkpoints, set name=<another>, or move the "
                          f"folder away.")
@@ -191,7 +191,7 @@ def save(run: Run) -> None:
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
     training["sums"] = sums
     meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
-            "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not run.in_trouble(total),
+            "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not run.is_diverging(total),
             "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,
             "config": cfg.model_dump(), "torch": torch.__version__}
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
@@ -205,18 +205,18 @@ def save(run: Run) -> None:
 # ---- the folder -----------------------------------------------------------------------------------------------------
 
 
-def hold_folder(run: Run) -> None:
+def lock_run(run: Run) -> None:
     """Locks a run's folder for this process; raises ValueError where another one trains in it."""
-    run.lock = files.hold(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
+    run.lock = files.lock_folder(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
                                       f"name=<another> for a second run.")
     run.place = run.folder.stat()
 
 
-def tidy_folder(run: Run) -> None:
+def prepare_folder(run: Run) -> None:
     """Brings a run's folder to the run's step, and writes the settings to config.yaml."""
     for name in ("checkpoints", "samples"):      # fails now rather than at the first save
         (run.folder / name).mkdir(parents=True, exist_ok=True)
-    forget_after(run.folder, run.step)
+    drop_after(run.folder, run.step)
     # A kill may have come between the last save and its pruning.
     checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
     if run.step < run.cfg.steps:
@@ -226,7 +226,7 @@ def tidy_folder(run: Run) -> None:
     files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
 
 
-def forget_after(run_dir: Path, step: int) -> None:
+def drop_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
     ours = (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp")
@@ -244,7 +244,7 @@ def forget_after(run_dir: Path, step: int) -> None:
         drop_rows(run_dir / name, is_later)
 
 
-def forget_other_starts(results: Path, step: int, origin: str) -> None:
+def drop_other_scores(results: Path, step: int, origin: str) -> None:
     """Drops training's scores at `step` of other networks, data or seeds, as of a run killed before its first save."""
     def is_others(row: dict) -> bool:
         source = training_source(row)

@@ -17,8 +17,8 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.files import beside, remove, sha256
-from runtime.schema import Record, Whole, read, read_json, shown
+from runtime.files import atomic_write, remove, sha256
+from runtime.schema import Record, Whole, as_text, read, read_json
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -68,7 +68,7 @@ def save(
         return
     values = stored(tensors) if values is None else values
     try:
-        with beside(folder) as partial:
+        with atomic_write(folder) as partial:
             partial.mkdir()
             files = {}
             for name, named in tensors.items():
@@ -89,7 +89,7 @@ def read_meta(folder: Path) -> dict:
     """Reads meta.json; raises ValueError for anything but a JSON object."""
     plain = read_json(folder / "meta.json")
     if not isinstance(plain, dict):
-        raise ValueError(f"{folder / 'meta.json'} holds {shown(plain)}, which is not a record")
+        raise ValueError(f"{folder / 'meta.json'} holds {as_text(plain)}, which is not a record")
     return plain
 
 

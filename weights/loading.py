@@ -16,7 +16,7 @@ from runtime import files, ranks
 from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.others import FAMILIES, as_ours, ask_family, plain_keys, shown_family
+from weights.others import FAMILIES, as_ours, detect_family, plain_keys, unknown_family
 from weights.records import (
     CheckpointRecord,
     DataRecord,
@@ -98,7 +98,7 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
         bare = {key.removeprefix(prefix): value for key, value in state.items()}
         preconditioned, state = prefix == "model." and bare.keys() != state.keys(), bare
     try:
-        return plain_keys(state), which, shown_family(state, around, preconditioned)
+        return plain_keys(state), which, detect_family(state, around, preconditioned)
     except ValueError as error:
         raise ValueError(f"{path} is not read: {error}") from None
 
@@ -113,7 +113,7 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path |
     """
     state = PartialState()
     found = checkpoints.latest(run, names) if state.is_main_process else None
-    step = ranks.main_rank_says(state, -1 if found is None else checkpoints.step_of(found))
+    step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found))
     if step < 0:
         return None
     folder = checkpoints.step_folder(run, step)
@@ -128,7 +128,7 @@ def is_run(path: Path) -> bool:
     return (path / "checkpoints").is_dir() and not (path / "meta.json").is_file()
 
 
-def settled(path: str, weights: str = "ema") -> str:
+def resolve_run(path: str, weights: str = "ema") -> str:
     """Returns the latest checkpoint of the run at `path`, and any other path as it is.
 
     Raises ValueError for a run without a whole checkpoint.
@@ -143,7 +143,7 @@ def settled(path: str, weights: str = "ema") -> str:
 
 def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
     """Finds the weights file that `path` names, and its checkpoint folder or None; raises ValueError for none."""
-    path = Path(settled(str(path), weights))
+    path = Path(resolve_run(str(path), weights))
     if path.is_file():
         return path, path.parent if (path.parent / "meta.json").is_file() else None
     if (path / "meta.json").is_file():
@@ -180,7 +180,7 @@ def load_trained(
         except (OSError, ValueError):
             if not is_run(path) or folder.is_dir():
                 raise      # else training has pruned it meanwhile, and saved a newer one
-        if not is_run(path) or ranks.all_ranks_say(PartialState(), trained is not None):
+        if not is_run(path) or ranks.all_ranks_agree(PartialState(), trained is not None):
             return trained
 
 
@@ -212,11 +212,11 @@ def read_trained(
         network, step, family = infer_architecture(state, num_heads), None, diffusion or family
         check_fit(state, network, path)
         if family not in FAMILIES:
-            raise ValueError(ask_family(file, network))
+            raise ValueError(unknown_family(file, network))
         state, network = as_ours(state, network, FAMILIES[family])
         recorded = {"name": FAMILIES[family].diffusion}
         data = DataRecord(autoencoder="identity" if network["in_channels"] == 3 else "sd_vae_ema", class_names=None)
-        inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].says}), {network['num_heads']} "
+        inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].meaning}), {network['num_heads']} "
                     f"heads, decoded by {autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, "
                     f"autoencoder=.")
     with torch.device("meta"):

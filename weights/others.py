@@ -16,7 +16,7 @@ class Family:
     """The code base of weights without a record, which decides how their network's output is read."""
 
     diffusion: str              # ours that it becomes
-    says: str                   # its description, for people
+    meaning: str                # for people
     backwards: bool = False     # time runs from noise at 0 to data at 1, and v = x - eps
 
 
@@ -32,7 +32,7 @@ FAMILIES = {
 }
 
 
-def shown_family(keys: Iterable[str], around: Mapping, preconditioned: bool) -> str | None:
+def detect_family(keys: Iterable[str], around: Mapping, preconditioned: bool) -> str | None:
     """Returns the family that a weights file shows, or None; `around` is the .pt in which the state dict was.
 
     `preconditioned` says that the keys had the prefix of EDM's preconditioner. Raises ValueError for a path other
@@ -148,13 +148,13 @@ def as_ours(state: Mapping[str, Tensor], network: dict, family: Family) -> tuple
     return dict(state), network
 
 
-def ask_family(file: Path, network: dict) -> str:
+def unknown_family(file: Path, network: dict) -> str:
     """Returns a sentence that asks for the family of a file and lists those that fit."""
     if network["block"] == "dit":
         fitting = ("dit", "sit") if network["learn_sigma"] else ("edm", "rf", "tread", "sit", "repa")
     else:
         fitting = ("lightning", "rf", "edm") if network["block"] == "lightning" else ("edm", "rf")
-    choices = "; ".join(f"{name} ({FAMILIES[name].says})" for name in fitting)
+    choices = "; ".join(f"{name} ({FAMILIES[name].meaning})" for name in fitting)
     return (f"{file} carries no record, and weights of these shapes mean different things in different code: say whose "
             f"they are with diffusion_name=, one of {choices}. Look at where the file was downloaded or at the "
             f"train.py that wrote it; docs/interop.md has a table.")

@@ -17,7 +17,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
-from runtime.files import beside
+from runtime.files import atomic_write
 
 
 class Block(nn.Module):
@@ -66,7 +66,7 @@ def main() -> None:
         # One file has one SHA-256: a file's name would be in it, and unfrozen code lists what it uses in any order.
         scripted = io.BytesIO()
         torch.jit.save(torch.jit.freeze(torch.jit.script(network), optimize_numerics=False), scripted)
-        with beside(given.out) as partial:
+        with atomic_write(given.out) as partial:
             partial.write_bytes(scripted.getvalue())
     except (OSError, KeyError, TypeError, RuntimeError, pickle.UnpicklingError) as error:
         sys.exit(f"cifar10_features.py: {given.weights} cannot be turned into {given.out}: "

@@ -362,7 +362,7 @@ def test_a_command_whose_files_can_be_halved_is_found_out(tasks):
         yield path
 
     def write_in_place() -> None:
-        files.beside = writer.beside = in_place
+        files.atomic_write = writer.atomic_write = in_place
 
     with pytest.raises(AssertionError, match="ENOSPC at change"):
         fail_each_write(tasks["import_latents"], errno.ENOSPC, 10**6, write_in_place)

@@ -88,14 +88,14 @@ def test_usr1_is_a_request_to_stop_and_a_second_signal_does_not_look_like_a_save
         stop = ranks.StopRequest()
         os.kill(os.getpid(), signal.SIGUSR1)
         assert stop.agreed(1, join_ranks(True, True)) == signal.SIGUSR1
-        assert {signal.getsignal(number) for number in handlers} == {ranks.leave_unsaved}
+        assert {signal.getsignal(number) for number in handlers} == {ranks.exit_unsaved}
     finally:
         for number, handler in handlers.items():
             signal.signal(number, handler)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
         with pytest.raises(SystemExit, match="^1$"):
-            ranks.leave_unsaved(signal.SIGTERM, None)
+            ranks.exit_unsaved(signal.SIGTERM, None)
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])

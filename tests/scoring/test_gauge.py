@@ -124,7 +124,7 @@ def test_images_that_somebody_published_need_no_network(gauge, place, tmp_path, 
                                             ((2.16, 0.511), ["OUTSIDE", "OUTSIDE"])])
 def test_a_score_above_or_below_its_tolerance_is_said(ours, says):
     published = Published(where="X", scores={"fid": 2.27, "recall": 0.5}, tolerance={"fid": 0.1, "recall": 0.01})
-    said = fid.beside_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "published": {}}, published)
+    said = fid.compare_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "published": {}}, published)
     assert [line.split()[-1] for line in said.splitlines()[2:]] == says
 
 

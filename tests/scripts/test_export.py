@@ -320,7 +320,7 @@ def test_the_weights_themselves_are_never_replaced(tmp_path):
 KILLED = """
 import os, sys
 from pathlib import Path
-from runtime.files import beside
+from runtime.files import atomic_write
 out, state = Path(sys.argv[1]), {"left": 0, "on": False}
 def call(*_):
     if state["on"]:
@@ -338,7 +338,7 @@ while ended != 0:
     pid = os.fork()
     if pid == 0:
         state |= {"left": at, "on": True}
-        with beside(out.parent / str(at) / out.name) as partial:
+        with atomic_write(out.parent / str(at) / out.name) as partial:
             (partial / "sub").mkdir(parents=True)
             for name in ("a", "sub/b"):
                 (partial / name).write_text("new")

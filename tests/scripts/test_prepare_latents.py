@@ -21,7 +21,7 @@ from PIL import Image
 import autoencoder as autoencoders
 from latents.folder import open_latents
 from latents.images import draw_shape, open_source
-from runtime.files import hold
+from runtime.files import lock_folder
 from scripts.prepare_latents import prepare
 
 
@@ -427,7 +427,7 @@ def test_a_file_system_without_locks_is_said_in_a_line_and_works(pets, tmp_path,
 
 def test_a_second_process_on_the_same_folder_is_refused_and_the_first_goes_on(pets, tmp_path):
     settings = dict(source=str(pets), out=tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4)
-    lock = hold(tmp_path / "out", "")
+    lock = lock_folder(tmp_path / "out", "")
     with pytest.raises(ValueError, match="Another process is writing out="):
         prepare(**settings)
     assert os.listdir(tmp_path / "out") == [".lock"]

@@ -15,7 +15,7 @@ from runtime import files
 SCORING_VERSION = 1      # raised by whoever changes a score of the same images: tests/test_versions.py
 
 
-class Kept:
+class FeatureCache:
     """Features of `count` images in a folder that is named by the hash of all that they depend on.
 
     Another checkpoint, setting, extractor, library or version of what draws and scores is another folder. A file holds
@@ -55,5 +55,5 @@ class Kept:
 
     def save(self, indices: Tensor, features: dict[str, Tensor]) -> None:
         tensors = {name: value.cpu().contiguous() for name, value in (features | {"indices": indices}).items()}
-        with files.beside(self.folder / f"{int(indices[0]):08d}.safetensors") as partial:
+        with files.atomic_write(self.folder / f"{int(indices[0]):08d}.safetensors") as partial:
             partial.write_bytes(save(tensors))
