@@ -15,7 +15,7 @@ from dit import DiT
 from latents import folder, images, tars
 from runtime import schema
 from runtime.command import compose
-from scoring import features, kept, statistics
+from scoring import feature_cache, features, statistics
 from scripts import import_latents
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
@@ -169,12 +169,12 @@ def test_a_covariance_has_no_negative_eigenvalue(sigma, is_one, tmp_path):
 
 
 def test_kept_features_that_are_damaged_are_passed_over(tmp_path, capsys, fresh_accelerator):
-    features_of = kept.FeatureCache(tmp_path, {}, 6)
+    features_of = feature_cache.FeatureCache(tmp_path, {}, 6)
     for first in (0, 2, 4):
         features_of.save(torch.arange(first, first + 2), {"pool": torch.ones(2, 3)})
     file = features_of.folder / "00000004.safetensors"
     for content in (b"", file.read_bytes()[:-5]):
         file.write_bytes(content)
-        again = kept.FeatureCache(tmp_path, {}, 6)
+        again = feature_cache.FeatureCache(tmp_path, {}, 6)
         assert again.missing().tolist() == [4, 5] and "00000004.safetensors is damaged" in capsys.readouterr().out
         assert [indices.tolist() for indices, _ in again.load()] == [[0, 1], [2, 3]]

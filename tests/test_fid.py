@@ -18,7 +18,7 @@ from scipy import linalg
 import fid
 from runtime import files
 from runtime.device import set_float32
-from scoring import drawing, evaluation, image_sets, kept, metrics
+from scoring import drawing, evaluation, feature_cache, image_sets, metrics
 from scoring.features import Extractor, load
 from scoring.results import describe_classes, read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference
@@ -420,7 +420,7 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
     for other in ({"seed": 1}, {"num_steps": 3}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
     assert command(tmp_path, **options)["resumed_images"] == 16
-    for where, version in ((kept, "SCORING_VERSION"), (drawing, "DRAWING_VERSION")):
+    for where, version in ((feature_cache, "SCORING_VERSION"), (drawing, "DRAWING_VERSION")):
         monkeypatch.setattr(where, version, 0)
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
@@ -485,11 +485,11 @@ import sys
 from pathlib import Path
 import torch
 from runtime import files
-from scoring import features, image_sets, kept, statistics, tally
+from scoring import feature_cache, features, image_sets, statistics, tally
 folder, reference, pixels = Path(sys.argv[1]), sys.argv[2], features.load("pixels")
 images = image_sets.open_images("images", reference)
 measured = tally.measure(images, pixels, 64)
-keep = kept.FeatureCache(folder / "features", {}, 64)
+keep = feature_cache.FeatureCache(folder / "features", {}, 64)
 for write in (lambda: files.append_row(folder / "results.jsonl", {"long": "x" * 2000}),
               lambda: keep.save(torch.arange(64), {"pool": torch.zeros(64, 192)}),
               lambda: statistics.write_reference(folder / "ref.npz", measured, pixels, images, 20)):
