@@ -1,4 +1,4 @@
-"""Times training, sampling, data and scoring on this machine, beside what its matrix products can do.
+"""Times training, sampling, data and scoring on this machine, and the matrix products that bound them.
 
     python scripts/benchmark.py mode=train                          # DiT-S/2, dense and routed in turn
     python scripts/benchmark.py mode=sample guidance=cfg scale=1.5  # images/s with decoding
@@ -13,7 +13,6 @@ Prints a table and writes <out>.json and <out>.png. Options: configs/benchmark.y
 
 import contextlib
 import copy
-import gc
 import itertools
 import json
 import math
@@ -22,8 +21,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections import defaultdict
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -47,48 +45,30 @@ from dit import DiT, multiply_adds
 from latents.folder import Latents, open_latents
 from latents.loader import batches, to_latent
 from objectives import DiffusionLoss
-from runtime import files
+from runtime import files, presentation
+from runtime.clocks import Mark, marked, seconds, seconds_of_parts, take_turns, wait
 from runtime.command import command, commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from runtime.schema import Classes, Count, Location, Size, Steps, Tokens, Whole, one_of
+from runtime.schema import Classes, Count, Location, Positive, Size, Steps, Tokens, Whole, one_of
 from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
 from scoring.features import EXTRACTORS, extract, load
-from scripts import presentation
-from scripts.clocks import Stopwatch, marked, seconds, take_turns, wait
 from training import speed
 from training.run import Sums, check_batch_size, describe_network
 from training.settings import ModelSettings
 from weights.records import RouteSettings, build_diffusion, build_network
 
-VARIANTS = ("dit", "tread", "dit-eager", "tread-eager")
-LARGEST = 2**16      # no batch beyond it is tried
-
-# What the table of each mode shows; the JSON has more. `parts` take a column each.
-COLUMNS = {
-    "train": "variant batch images/s s/step parts TFLOP/s_a_rank MFU over_dense FLOP_ceiling peak_GiB largest_batch "
-             "first_step_s graphs graph_breaks recompiles",
-    "sample": "variant batch images/s s/batch parts GFLOP/image share_in_network MFU_in_network peak_GiB first_batch_s",
-    "data": "variant batch step_s latents/s MB/s parts longest_wait_s",
-    "score": "variant features/s parts peak_GiB",
-    "scaling": "scales variant ranks tokens batch images/s s/step TFLOP/s_a_rank MFU over_dense FLOP_ceiling per_rank "
-               "peak_GiB",
-}
-
-Batches = Iterator[tuple[Tensor, Tensor, Tensor]]
-
-
-# ---- settings -------------------------------------------------------------------------------------------------------
+Batches = Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 class BenchmarkSettings(GuidanceSettings, ModelSettings):
-    """configs/benchmark.yaml; `routes` are the network's own, by which guidance goes too."""
+    """configs/benchmark.yaml; `routes` are the network's, which guidance takes too."""
 
-    mode: one_of(COLUMNS)
+    mode: one_of(["train", "sample", "data", "score", "scaling"])
     out: Location
     device: one_of(["cpu", "cuda"]) | None
-    threads: Annotated[int, Field(ge=1, le=1024)] | None
+    threads: Count | None
     routes: list[RouteSettings]
     tokens: Tokens
     in_channels: Size
@@ -101,14 +81,13 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     compile: bool | one_of(speed.COMPILE_MODES)
     compile_cache: Location | None
     activation_checkpointing: bool
-    variants: Annotated[list[one_of(VARIANTS)], Field(min_length=1)]
+    variants: Annotated[list[one_of(["dit", "tread", "dit-eager", "tread-eager"])], Field(min_length=1)]
     rounds: Count
     steps: Count
     warmup: Whole
-    largest_batch: bool
     data_path: Location | None
     num_latents: Count
-    pause: Annotated[float, Field(ge=0, le=3600)]
+    pause: Positive
     num_steps: Steps
     autoencoder: Location
     decode_precision: one_of(DTYPES)
@@ -122,29 +101,7 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     ranks: list[Count]
 
 
-def check(cfg: BenchmarkSettings) -> None:
-    """Raises ValueError for settings that are right by themselves and wrong together, or on this machine."""
-    gpus = torch.cuda.device_count()
-    if cfg.mode == "sample":      # with CUDA graphs one pass would write over the other's answer
-        for key, not_drawn in (("precision", ("fp8",)), ("compile", speed.CUDA_GRAPHS)):
-            if getattr(cfg, key) in not_drawn:
-                raise ValueError(f"{key}={getattr(cfg, key)} is for training: mode=sample knows no "
-                                 f"{' or '.join(not_drawn)}.")
-    if cfg.device == "cuda" and not gpus:
-        raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
-    if cfg.precision == "fp8":
-        speed.check_float8(torch.device("cuda" if gpus and cfg.device != "cpu" else "cpu"))
-    if cfg.mode == "scaling" and cfg.device != "cpu" and gpus and max(cfg.ranks, default=1) > gpus:
-        raise ValueError(f"ranks={cfg.ranks} needs {max(cfg.ranks)} GPUs and there are {gpus}: leave the larger "
-                         f"numbers out, or set device=cpu.")
-
-
 # ---- what is timed --------------------------------------------------------------------------------------------------
-
-
-def compiled() -> tuple[int, int]:
-    """Returns how many graphs torch.compile has made in this process, and how many breaks it met."""
-    return counters["stats"]["unique_graphs"], sum(counters["graph_break"].values())
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
@@ -156,18 +113,17 @@ def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | st
         return build_network(network)
 
 
-def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_classes: int) -> None:
+def write_noise(folder: Path, count: int, shape: tuple[int, int, int], num_classes: int) -> None:
     """Writes random moments as a latent folder (docs/data.md)."""
     rng = np.random.default_rng(0)
     moments = rng.standard_normal((count, 2 * shape[0], *shape[1:]), np.float32)
     moments[:, shape[0] :] = 0.1
-    np.save(folder / "latents-00000.npy", moments.astype(np.float16))
-    np.save(folder / "labels-00000.npy", rng.integers(0, num_classes, count))
-    shards = [{"latents": "latents-00000.npy", "labels": "labels-00000.npy", "count": count}]
+    np.save(folder / "latents.npy", moments.astype(np.float16))
+    np.save(folder / "labels.npy", rng.integers(0, num_classes, count))
     record = {"format": 1, "count": count, "shape": shape, "dtype": "float16", "kind": "moments", "mirrored": False,
               "num_classes": num_classes, "class_names": None, "autoencoder": "random", "scale": 1.0, "shift": 0.0,
-              "shards": shards}
-    files.write_text(folder / "metadata.json", json.dumps(record))
+              "shards": [{"latents": "latents.npy", "labels": "labels.npy", "count": count}]}
+    (folder / "metadata.json").write_text(json.dumps(record))
 
 
 @contextlib.contextmanager
@@ -176,8 +132,8 @@ def latents_of(cfg: BenchmarkSettings, net: DiT) -> Iterator[Latents]:
     shape = (net.in_channels, net.input_size, net.input_size)
     with tempfile.TemporaryDirectory() as folder:
         if cfg.data_path is None:
-            room = 2**28 // (4 * math.prod(shape))      # moments in float16
-            write_latents(Path(folder), max(cfg.batch_size, min(cfg.num_latents, room)), shape, cfg.num_classes)
+            most = 2**28 // (4 * math.prod(shape))      # 256 MiB of moments in float16
+            write_noise(Path(folder), max(cfg.batch_size, min(cfg.num_latents, most)), shape, cfg.num_classes)
         latents = open_latents(cfg.data_path or folder)
         latents.require(shape=shape, num_classes=cfg.num_classes)
         yield latents
@@ -188,10 +144,10 @@ class Variant:
 
     def __init__(self, cfg: BenchmarkSettings, accelerator: Accelerator, name: str, loader: Batches, kind: str):
         device = accelerator.device
-        others = torch.cuda.memory_allocated() if device.type == "cuda" else 0
+        others = torch.cuda.memory_allocated()      # 0 on a CPU
         self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
         self.num_parts, self.cuda_graphs = cfg.grad_accum_steps, cfg.compile in speed.CUDA_GRAPHS
-        self.step, self.resident, self.peak, self.later_graphs = 0, 0, 0.0, 0
+        self.step, self.resident, self.peak, self.graphs = 0, 0, 0.0, 0
         torch.manual_seed(0)
         self.model = make_network(cfg, name, device)
         self.ema = copy.deepcopy(self.model).eval()
@@ -204,23 +160,19 @@ class Variant:
         speed.compile_network(self.model, not name.endswith("-eager") and cfg.compile)
         self.called, self.optimizer = accelerator.prepare(self.objective, optimizer)
 
-        graphs, breaks = compiled()
-        self.first_step = self.measure(1)
-        self.graphs, self.breaks = compiled()[0] - graphs, compiled()[1] - breaks
-        self.later_graphs, self.peak = 0, 0.0
-        self.resident = torch.cuda.memory_allocated() - others if device.type == "cuda" else 0
+        self.first_step = sum(self.measure(1).values())
+        self.resident = torch.cuda.memory_allocated() - others
         self.measure(cfg.warmup)
 
-    def take_steps(self, count: int, watch: Stopwatch | None) -> None:
-        """Takes steps as train.py's loop does; `watch` is told where each part ends."""
-        mark = watch.mark if watch else lambda name: None
-        forward = marked(watch, self.objective.diffusion, "loss", "forward")
-        with forward, marked(watch, self.accelerator, "backward", "backward"):
+    def take_steps(self, count: int, mark: Mark) -> None:
+        """Takes steps as train.py's loop does, with a mark at the end of each part."""
+        with (marked(mark, self.objective.diffusion, "loss", "forward"),
+              marked(mark, self.accelerator, "backward", "backward")):
             for _ in range(count):
                 torch.manual_seed(train.step_seed(0, self.step, self.accelerator.process_index))
                 stored, y, arrays = send_to_device(next(self.loader), self.accelerator.device, non_blocking=True)
                 mark("data wait")
-                told = train.train_step(
+                measured = train.train_step(
                     self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
                     arrays, lr=1e-4, label_dropout=0.1, clip_norm=None,
                     num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
@@ -228,76 +180,43 @@ class Variant:
                 mark("optimizer")      # with the gradient's norm
                 train.update_ema(self.ema, self.model, 0.9999)
                 mark("EMA")
-                self.sums.add(*told)
+                self.sums.add(*measured)
                 mark("sums")
                 self.step += 1
 
-    def measure(self, count: int, watch: Stopwatch | None = None) -> float:
-        """Returns the seconds of a step, and keeps the peak of memory and whether anything was compiled anew."""
-        device, graphs = self.accelerator.device, compiled()[0]
+    def measure(self, count: int) -> dict[str, float]:
+        """Returns the seconds of a step's parts; keeps its peak of memory and counts the graphs that were compiled."""
+        device, graphs = self.accelerator.device, counters["stats"]["unique_graphs"]
         self.accelerator.wait_for_everyone()
-        others = torch.cuda.memory_allocated() - self.resident if device.type == "cuda" else 0
-        took = seconds(device, lambda: self.take_steps(count, watch)) / max(1, count)
-        self.later_graphs += compiled()[0] - graphs
-        self.peak = max(self.peak, train.peak_memory_gib(device) - others / 2**30)
-        return took
-
-
-def release(accelerator: Accelerator) -> None:
-    accelerator.free_memory()      # which holds all that it prepared
-    torch._dynamo.reset()          # compiled code, of which there may be eight for one function
-    gc.collect()
-    if accelerator.device.type == "cuda":
-        torch.cuda.empty_cache()
-
-
-def fits(cfg: BenchmarkSettings, accelerator: Accelerator, name: str, batch_size: int) -> bool:
-    """Tries steps of random latents of a variant that is alone on the GPU."""
-    net, device, fitted = make_network(cfg, name, "meta"), accelerator.device, True
-    try:
-        x = torch.randn(batch_size, net.in_channels, net.input_size, net.input_size, device=device)
-        y = torch.zeros(batch_size, dtype=torch.int64, device=device)
-        loader = itertools.repeat((x, y, torch.ones(batch_size, 1, 1, 1, device=device)))
-        Variant(cfg, accelerator, name, loader, "sample").measure(1)      # past AdamW's first state
-    except torch.OutOfMemoryError:
-        fitted = False
-    x = y = loader = None
-    release(accelerator)
-    return fitted
-
-
-def find_largest_batch(fits: Callable[[int], bool], batch_size: int) -> int:
-    """Doubles, then halves the interval, until the answer is known to an eighth of itself; 0 where not even 1 fits."""
-    low, high = 0, None
-    while (high or LARGEST + 1) - low > max(1, low // 8) and batch_size <= LARGEST:
-        if fits(batch_size):
-            low, batch_size = batch_size, 2 * batch_size if high is None else (batch_size + high) // 2
-        else:
-            high, batch_size = batch_size, (low + batch_size) // 2
-    return low
+        others = torch.cuda.memory_allocated() - self.resident
+        parts = seconds_of_parts(device, partial(self.take_steps, count), count)
+        self.graphs += counters["stats"]["unique_graphs"] - graphs
+        self.peak = train.peak_memory_gib(device) - others / 2**30
+        return parts
 
 
 # ---- the modes ------------------------------------------------------------------------------------------------------
 
 
 def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Times whole training steps of all variants in turn, then the same with a mark after each part.
+    """Times training steps of all variants in turn; the first ones only where no earlier try has compiled code.
 
     The forward part begins with the latents on the device: it draws them, labels to drop, noise, and the tokens' masks.
     """
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    is_warm = cfg.compile_cache is not None and any(path.is_file() for path in Path(cfg.compile_cache).rglob("*"))
     nets = {name: make_network(cfg, name, "meta") for name in {*cfg.variants, "dit"}}
     counts = {name: multiply_adds(net, net.routes) for name, net in nets.items()}
-    rows = []
     with latents_of(cfg, nets["dit"]) as latents:
         check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
         loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
         variants = [Variant(cfg, accelerator, name, loader, latents.kind) for name in cfg.variants]
         works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
-        took, parts, products = take_turns(cfg.rounds, device, cfg.precision, works, cfg.steps)
+        took, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)
         loader.close()
     ratios = {f"{a} over {b}": median(slow / fast for slow, fast in zip(took[b], took[a], strict=True))
               for a, b in itertools.permutations(took, 2)}
+    rows = []
     for variant in variants:
         name, per_step, dense = variant.name, median(took[variant.name]), variant.name.replace("tread", "dit")
         flops = 6 * sum(counts[name])      # 2 a multiply-add, and the backward pass takes twice the forward one
@@ -307,16 +226,11 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
             "images/s": cfg.batch_size / per_step, "s/step": per_step, "parts": parts[name],
             "GFLOP/image": flops / 1e9, "TFLOP/s a rank": rate / 1e12, "MFU": rate / max(products.values()),
             "over dense": ratios.get(f"{name} over {dense}", 1.0 if name == dense else None),
-            "FLOP ceiling": sum(counts["dit"]) / sum(counts[name]), "peak GiB": variant.peak, "largest batch": None,
-            "first step s": variant.first_step, "graphs": variant.graphs, "graph breaks": variant.breaks,
-            "recompiles": variant.later_graphs, "rounds s/step": took[name],
+            "FLOP ceiling": sum(counts["dit"]) / sum(counts[name]), "peak GiB": variant.peak,
+            "first step s": None if is_warm else variant.first_step, "graphs": variant.graphs,
+            "rounds s/step": took[name],
             "multiply-adds": dict(zip(("linear", "attention"), counts[name], strict=True)),
         })
-    variants = variant = works = None
-    release(accelerator)
-    if cfg.largest_batch and device.type == "cuda" and world == 1:
-        for row in rows:
-            row["largest batch"] = find_largest_batch(partial(fits, cfg, accelerator, row["variant"]), cfg.batch_size)
     return {"rows": rows, "ratios": ratios, "matmul FLOP/s": products}
 
 
@@ -334,8 +248,12 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times the drawing of one batch a rank, decoded; the plain pass is dense, so tread counts as dit.
 
     The network's part holds the diffusion's scalings around it. Guidance by selection ratios takes the network's route.
+    Raises ValueError for precision=fp8.
     """
+    if cfg.precision not in DTYPES:
+        raise ValueError(f"precision={cfg.precision} is for training: set fp32, bf16 or fp16 in mode=sample.")
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
+    labels = [seed % cfg.num_classes for seed in seeds]
     diffusion, dtype = build_diffusion(cfg.diffusion), DTYPES[cfg.decode_precision]
     estimate = "denoise" if hasattr(diffusion, "denoise") else "velocity"
     if cfg.autoencoder == "untrained":
@@ -348,30 +266,27 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": cfg.diffusion})
     guidance, _ = build_guidance(cfg.model_copy(update={"routes": None}), trained, device)
     flops = 2 * sum(generate.sampling_cost(net, diffusion, cfg.num_steps, guidance)[1:])
-    first, peak = {}, defaultdict(float)
+    nets, first, peak = {}, {}, {}
 
-    def draw(net: DiT, watch: Stopwatch | None = None) -> None:
-        with (marked(watch, diffusion, estimate, after="network", before="sampler"),
-              marked(watch, decoder, "decode", after="decode", before="sampler")):
-            for _ in generate.generate(
-                    net, diffusion, decoder.decode, seeds, [seed % cfg.num_classes for seed in seeds],
-                              batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance,
-                              precision=cfg.precision):
+    def draw(name: str, mark: Mark) -> None:
+        with (marked(mark, diffusion, estimate, after="network", before="sampler"),
+              marked(mark, decoder, "decode", after="decode", before="sampler")):
+            for _ in generate.generate(nets[name], diffusion, decoder.decode, seeds, labels, guidance=guidance,
+                                       batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=cfg.precision):
                 pass
-        if watch:
-            watch.mark("sampler")
+        mark("sampler")
 
-    def timed(name: str, watch: Stopwatch | None) -> float:
-        took = seconds(device, partial(draw, nets[name], watch))
-        peak[name] = max(peak[name], train.peak_memory_gib(device))
-        return took
+    def measure(name: str) -> dict[str, float]:
+        parts = seconds_of_parts(device, partial(draw, name))
+        peak[name] = train.peak_memory_gib(device)
+        return parts
 
-    nets = {name: copy.deepcopy(net) for name in dict.fromkeys(name.replace("tread", "dit") for name in cfg.variants)}
-    for name in nets:
+    for name in dict.fromkeys(name.replace("tread", "dit") for name in cfg.variants):
+        nets[name] = copy.deepcopy(net)
         speed.compile_network(nets[name], not name.endswith("-eager") and cfg.compile)
-        first[name] = seconds(device, partial(draw, nets[name]))
-    works = {name: partial(timed, name) for name in nets}
-    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works, 1)
+        first[name] = sum(measure(name).values())
+    works = {name: partial(measure, name) for name in nets}
+    rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)
     return {"matmul FLOP/s": products, "rows": [{
         "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": accelerator.num_processes,
         "images/s": len(seeds) / median(rounds[name]), "s/batch": median(rounds[name]), "parts": parts[name],
@@ -382,12 +297,11 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 
 
 def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Times data.batches from page cache: asked at once, beside steps of `pause` seconds, and all on the device."""
+    """Times latents.loader.batches from page cache: at once, with pauses as of a step, and all on the device."""
     device, rows = accelerator.device, []
     with latents_of(cfg, make_network(cfg, "dit", "meta")) as latents:
         epoch = latents.count // cfg.batch_size
-        ways = (("at once", 0, None), ("beside steps", cfg.pause, None), ("on the device", 0, device))
-        for name, pause, home in ways:
+        for name, pause, home in (("at once", 0, None), ("with pauses", cfg.pause, None), ("on the device", 0, device)):
             waits, rates, count = [], [], cfg.steps if pause else max(epoch, cfg.steps)
             loader = batches(latents, cfg.batch_size, seed=0, pin=device.type == "cuda", device=home)
             for _ in range(epoch):      # brings all of it into the page cache
@@ -411,34 +325,29 @@ def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times the extractor on noise, and the distances on random features of two sets."""
     device, rows = accelerator.device, []
-
-    def add(name: str, work: Callable[[], object], rounds: int, **facts: object) -> float:
-        took = median(seconds(device, work) for _ in range(rounds))
-        rows.append({"variant": name, "parts": {"one run": took}, "peak GiB": train.peak_memory_gib(device), **facts})
-        return took
-
     extractor = load(cfg.features, cfg.features_weights, device=device)
     images = torch.randint(0, 256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8).to(device)
-
-    def extract_once() -> None:
-        for _ in extract(extractor, [(torch.arange(len(images)), images)]):
-            pass
-
-    extract_once()
-    took = add(f"features {cfg.features}", extract_once, cfg.rounds, batch=cfg.batch_size, side=cfg.image_size)
-    rows[0]["features/s"] = cfg.batch_size / took
-
-    # Variances over six orders, as of Inception's features. The distance of two Gaussians is a matter of the CPU.
+    # Variances over six orders, as of Inception's features. The distance of two Gaussians is computed on the CPU.
     scale, gaussians = torch.logspace(0, -3, cfg.feature_size, dtype=torch.float64), []
     for shift in (0, 0.01):
         moments = metrics.Moments(cfg.feature_size)
         moments.add(torch.randn(max(2, cfg.reference_images), cfg.feature_size) * scale + shift)
         gaussians.extend(moments.mean_and_covariance())
-    add("Fréchet distance", lambda: metrics.frechet_distance(*gaussians), cfg.rounds, size=cfg.feature_size)
-    reference = torch.rand(cfg.reference_images, cfg.feature_size, device=device)
-    others = torch.rand(cfg.images, cfg.feature_size, device=device)
-    add("precision and recall", lambda: metrics.precision_recall(reference, others), 1, size=cfg.feature_size,
-        images=cfg.images, reference_images=cfg.reference_images)      # one run: it takes long
+    reference, others = (torch.rand(count, cfg.feature_size, device=device)
+                         for count in (cfg.reference_images, cfg.images))
+    works = {
+        f"features {cfg.features}": lambda: list(extract(extractor, [(torch.arange(len(images)), images)])),
+        "Fréchet distance": lambda: metrics.frechet_distance(*gaussians),
+        "precision and recall": lambda: metrics.precision_recall(reference, others),
+    }
+    for name, work in works.items():
+        if name == "precision and recall":      # which takes long
+            took = seconds(device, work)
+        else:
+            work()
+            took = median(seconds(device, work) for _ in range(cfg.rounds))
+        rows.append({"variant": name, "parts": {"one run": took}, "peak GiB": train.peak_memory_gib(device)})
+    rows[0]["features/s"] = cfg.batch_size / rows[0]["parts"]["one run"]
     return {"rows": rows}
 
 
@@ -450,15 +359,17 @@ def run_apart(line: list[str], **environment: str) -> dict:
         if ended.returncode:
             sentences = [line for line in ended.stderr.splitlines() if line.startswith("benchmark.py: ")]
             raise ValueError(f"The timing failed: {(sentences or [ended.stderr[-1500:]])[0]}")
-        return json.loads(Path(folder, "apart.json").read_text(encoding="utf-8"))
+        return json.loads(Path(folder, "apart.json").read_text())
 
 
 def time_scaling(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Trains at several numbers of tokens here, and on several numbers of ranks in processes of their own."""
+    """Trains at several numbers of tokens here, and on several numbers of ranks in other processes."""
     rows, alone = [], {}
     for tokens in cfg.token_counts:
         scaled = cfg.model_copy(update={"tokens": tokens, "batch_size": max(1, cfg.batch_size * 256 // tokens)})
         rows += [{**row, "scales": "tokens"} for row in time_train(scaled, accelerator)["rows"]]
+        accelerator.free_memory()      # which holds all that it prepared
+        torch._dynamo.reset()          # it compiles one function for at most eight networks
     for ranks in cfg.ranks:
         # Ranks share the cores: more threads than cores would make them wait for each other.
         threads = max(1, (cfg.threads or len(os.sched_getaffinity(0))) // ranks)
@@ -476,11 +387,11 @@ MODES = {"train": time_train, "sample": time_sample, "data": time_data, "score":
 # ---- table and plot -------------------------------------------------------------------------------------------------
 
 
-def table(rows: list[dict], columns: str) -> str:
-    """Returns the named columns of rows in Markdown; `parts` stands for a column of each part."""
-    flat = [{**row, **{f"{part} s": value for part, value in row["parts"].items()}} for row in rows]
-    parts = " ".join(dict.fromkeys(f"{part}_s".replace(" ", "_") for row in rows for part in row["parts"]))
-    names = [name.replace("_", " ") for name in columns.replace("parts", parts).split()]
+def table(rows: list[dict]) -> str:
+    """Returns rows in Markdown, with a column of each number and of each part; the JSON has the rounds too."""
+    flat = [{name: value for name, value in row.items() if not isinstance(value, list | dict)}
+            | {f"{part} s": value for part, value in row["parts"].items()} for row in rows]
+    names = list(dict.fromkeys(name for row in flat for name in row))
 
     def cell(value: object) -> str:
         if value is None:
@@ -491,38 +402,21 @@ def table(rows: list[dict], columns: str) -> str:
 
 
 def plot(record: dict, path: Path) -> None:
-    """Draws what scales as lines, and everything else as bars of the parts' seconds."""
+    """Draws the seconds of each row's parts as bars."""
     rows, settings = record["rows"], record["settings"]
-    if record["mode"] == "scaling":
-        figure = Figure(figsize=(13, 4), layout="constrained")
-        axes = figure.subplots(1, 3)
-        panels = (("tokens", ["images/s"]), ("tokens", ["over dense", "FLOP ceiling"]), ("ranks", ["images/s"]))
-        for ax, (along, values) in zip(axes, panels, strict=True):
-            for name, value in itertools.product(dict.fromkeys(row["variant"] for row in rows), values):
-                line = [row for row in rows if (row["variant"], row["scales"]) == (name, along)]
-                style = "k--" if value == "FLOP ceiling" else "o-"
-                ax.plot([row[along] for row in line], [row[value] for row in line], style, label=f"{name} {value}")
-            ax.set(xlabel=along, ylabel=values[0])
-            ax.set_xscale("log", base=2)
-            ax.legend()
-    else:
-        figure = Figure(figsize=(10, 2 + 0.5 * len(rows)), layout="constrained")
-        ax = figure.subplots()
-        left = np.zeros(len(rows))
-        for part in dict.fromkeys(part for row in rows for part in row["parts"]):
-            width = [row["parts"].get(part, 0) for row in rows]
-            ax.barh([row["variant"] for row in rows], width, left=left, label=part)
-            left += width
-        ax.invert_yaxis()
-        ax.set(xlabel="s")
-        figure.legend(loc="outside lower center", ncols=6)
+    labels = [", ".join([row["variant"], *(f"{row[key]} {key}" for key in ("tokens", "ranks") if key in row)])
+              for row in rows]
+    figure = Figure(figsize=(10, 2 + 0.5 * len(rows)), layout="constrained")
+    axes, left = figure.subplots(), np.zeros(len(rows))
+    for part in dict.fromkeys(part for row in rows for part in row["parts"]):
+        width = [row["parts"].get(part, 0) for row in rows]
+        axes.barh(range(len(rows)), width, left=left, label=part)
+        left += width
+    axes.set(xlabel="s", yticks=range(len(rows)), yticklabels=labels)
+    axes.invert_yaxis()
+    figure.legend(loc="outside lower center", ncols=6)
     figure.suptitle(f"{record['mode']}: {settings['backbone_type']}, {settings['precision']}, {record['device']}")
     presentation.save_figure(figure, path)
-
-
-def is_warm(cache: str | None) -> bool:
-    """Tells whether an earlier try has left compiled code in `cache`."""
-    return cache is not None and any(path.is_file() for path in Path(cache).rglob("*"))
 
 
 def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
@@ -530,31 +424,39 @@ def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     return {"mode": cfg.mode, "device": device_name(accelerator.device),
             "tf32": multiplies_in_tf32(accelerator.device), "ranks": accelerator.num_processes,
             "threads": torch.get_num_threads(), "versions": results.versions(SimpleNamespace(library="timm")),
-            "commit": commit(), "finished": None,
-            "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
+            "commit": commit(), "command": " ".join(["python scripts/benchmark.py", *sys.argv[1:]]),
             "settings": cfg.model_dump()}
+
+
+def start(cfg: BenchmarkSettings) -> Accelerator:
+    """Sets threads and joins the ranks; raises ValueError for a GPU or a precision that this machine lacks."""
+    if cfg.device == "cuda" and not torch.cuda.is_available():
+        raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
+    if cfg.threads is not None:
+        torch.set_num_threads(cfg.threads)
+    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
+    if cfg.precision == "fp8":
+        speed.check_float8(accelerator.device)
+    return accelerator
+
+
+def write(record: dict, out: Path) -> None:
+    record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    files.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
 
 
 def run(cfg: BenchmarkSettings) -> dict:
     """Runs one mode; the main rank prints the table and writes the files. Returns the record that is in the JSON."""
-    check(cfg)
-    if cfg.threads is not None:
-        torch.set_num_threads(cfg.threads)
-    accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
-    Path(cfg.out).parent.mkdir(parents=True, exist_ok=True)      # refuses now what writing would refuse
-    record = describe(cfg, accelerator) | {"first step is warm": is_warm(cfg.compile_cache)}
-    record |= MODES[cfg.mode](cfg, accelerator)
-    record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
+    accelerator, out = start(cfg), Path(cfg.out)
+    out.parent.mkdir(parents=True, exist_ok=True)      # refuses now what writing would refuse
+    record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
     if accelerator.is_main_process:
-        out = Path(cfg.out)
-        files.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
+        write(record, out)
         plot(record, out.with_name(f"{out.name}.png"))
         versions = ", ".join(f"{name} {version}" for name, version in record["versions"].items())
         print(f"{cfg.mode}: {cfg.backbone_type}, {cfg.tokens} tokens, {cfg.precision}, compile {cfg.compile}; "
               f"{record['ranks']} × {record['device']}; {versions}; commit {record['commit']}\n")
-        print(table(record["rows"], COLUMNS[cfg.mode]))
-        if record["first step is warm"]:
-            print(f"\nThe first step is warm: compile_cache={cfg.compile_cache} held code of an earlier try.")
+        print(table(record["rows"]))
         if products := record.get("matmul FLOP/s"):
             rates = ", ".join(f"{rate / 1e12:.3g} at side {side}" for side, rate in products.items())
             print(f"\nMatrix products in {cfg.precision}, TFLOP/s: {rates}. MFU is the share of the best.")
@@ -564,16 +466,10 @@ def run(cfg: BenchmarkSettings) -> dict:
 
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
-    build_diffusion(cfg.diffusion)      # refuses a wrong one whatever the mode
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:      # so that compiling is timed too
         cache = Path(cfg.compile_cache or empty).resolve()
         os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
-        try:
-            run(cfg)
-        except torch.OutOfMemoryError:
-            raise ValueError(f"batch_size={cfg.batch_size} in {cfg.grad_accum_steps} parts does not fit in the GPU's "
-                             f"memory beside all of variants=[{','.join(cfg.variants)}]: raise grad_accum_steps, lower "
-                             f"batch_size, or name one variant.") from None
+        run(cfg)
 
 
 if __name__ == "__main__":

@@ -15,7 +15,7 @@ import numpy as np
 from matplotlib.figure import Figure
 from scipy import stats
 
-from scripts.presentation import save_figure, table
+from runtime.presentation import save_figure, table
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then by seed

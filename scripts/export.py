@@ -25,9 +25,9 @@ sys.path.insert(0, str(ROOT))
 import autoencoder as autoencoders
 from runtime.command import command
 from runtime.files import atomic_write, sha256
+from runtime.presentation import table
 from runtime.schema import Location, Settings, Size, Text, first_line, one_of
 from scoring.results import read_results
-from scripts.presentation import table
 from weights import checkpoint as checkpoints
 from weights.loading import EXPORTED, Trained, load_trained
 from weights.others import FAMILIES, to_diffusers

@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
 from runtime import sharding
-from scripts.presentation import table
+from runtime.presentation import table
 
 SIZES = ("S", "B", "L", "XL")
 ROUTE = Route(2, -4, 0.5)                # configs/model/tread.yaml

@@ -24,10 +24,10 @@ import fid
 from guidance import ends
 from runtime.command import command
 from runtime.device import join_ranks
+from runtime.presentation import save_figure
 from runtime.schema import Location, Number, Settings
 from sampling.options import Gamma, build_guidance
 from scoring.results import read_results
-from scripts.presentation import save_figure
 from weights.loading import load_trained, resolve_run
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y

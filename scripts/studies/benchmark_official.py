@@ -1,4 +1,4 @@
-"""Times the official TREAD code's training step beside ours: the same network, batch and precision, in turns.
+"""Times the official TREAD code's training step and ours: the same network, batch and precision, in turns.
 
     git clone https://github.com/CompVis/tread official && git -C official checkout fccf77c
     python scripts/studies/benchmark_official.py path=official batch_size=256 precision=bf16 compile=true \
@@ -15,10 +15,8 @@ import contextlib
 import copy
 import importlib
 import itertools
-import json
 import math
 import sys
-import time
 import types
 from collections.abc import Iterator
 from functools import partial
@@ -31,11 +29,10 @@ from accelerate import Accelerator
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from latents.loader import batches, to_latent
-from runtime import files
+from runtime import clocks
 from runtime.command import command
 from runtime.schema import Location
-from scripts import benchmark, clocks
-from training import speed
+from scripts import benchmark
 from training.run import check_batch_size
 
 FILES = ("dit.py", "edm.py", "routing_module.py", "utils/train_helper.py")
@@ -69,9 +66,8 @@ def modules_of(path: Path) -> Iterator[None]:
 def open_official(path: str | None) -> tuple[types.ModuleType, types.ModuleType, types.ModuleType]:
     """Imports the official dit, edm and utils.train_helper; raises ValueError where `path` does not hold them."""
     if path is None or (missing := [name for name in FILES if not (Path(path) / name).is_file()]):
-        lacks = "" if path is None else f", which lacks {', '.join(missing)}"
-        raise ValueError(f"path={'null' if path is None else path}{lacks}: give a checkout of "
-                         f"github.com/CompVis/tread at {COMMIT}; it is not part of this project.")
+        lacks = "=null" if path is None else f"={path} lacks {', '.join(missing)}"
+        raise ValueError(f"path{lacks}: give a checkout of github.com/CompVis/tread at {COMMIT}.")
     with modules_of(Path(path).resolve()):
         return tuple(importlib.import_module(name) for name in ("dit", "edm", "utils.train_helper"))
 
@@ -100,14 +96,15 @@ class OfficialVariant:
         self.helper.requires_grad(self.ema, False)
         self.net, self.optimizer = accelerator.prepare(net.train(), optimizer)
         self.loss = 0.0
-        self.first_step = self.measure(1)
+        self.first_step = sum(self.measure(1).values())
         self.measure(cfg.warmup)
 
-    def measure(self, count: int, watch: clocks.Stopwatch | None = None) -> float:
-        """Returns the seconds of a step, taken as the official loop takes it."""
-        return clocks.seconds(self.accelerator.device, lambda: self.take_steps(count)) / max(1, count)
+    def measure(self, count: int) -> dict[str, float]:
+        """Returns the seconds of a step."""
+        return clocks.seconds_of_parts(self.accelerator.device, partial(self.take_steps, count), count)
 
-    def take_steps(self, count: int) -> None:
+    def take_steps(self, count: int, mark: clocks.Mark) -> None:
+        """Takes steps as the official loop does."""
         device = self.accelerator.device
         with torch.compiler.set_stance(self.stance):
             for _ in range(count):
@@ -120,9 +117,10 @@ class OfficialVariant:
                 self.optimizer.step()
                 self.helper.update_ema(self.ema, self.net)
                 self.loss += loss.item()      # which waits for the device, in every step
+                mark("step")
 
 
-def time_beside(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
+def time_both(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
     """Times whole training steps of all variants, ours and theirs, in turn; `over official` is of the same round."""
     official, net = open_official(cfg.path), benchmark.make_network(cfg, "dit", "meta")
     with benchmark.latents_of(cfg, net) as latents:
@@ -132,10 +130,7 @@ def time_beside(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
             (benchmark.Variant(cfg, accelerator, name, loader, latents.kind),
              OfficialVariant(cfg, accelerator, name, loader, latents.kind, official)) for name in cfg.variants))
         works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
-        took: dict[str, list[float]] = {name: [] for name in works}
-        for _ in range(cfg.rounds):
-            for name, work in works.items():
-                took[name].append(work())
+        took, _, _ = clocks.take_turns(cfg.rounds, accelerator.device, cfg.precision, works)
         loader.close()
     rows = []
     for variant in variants:
@@ -152,19 +147,13 @@ def time_beside(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
 
 @command("benchmark_official", OfficialSettings)
 def main(cfg: OfficialSettings) -> None:
-    if (cfg.mode, cfg.grad_accum_steps, cfg.precision == "fp8", cfg.compile_cache) != ("train", 1, False, None):
-        raise ValueError(f"mode={cfg.mode} grad_accum_steps={cfg.grad_accum_steps} precision={cfg.precision} "
-                         f"compile_cache={cfg.compile_cache}: the official step is mode=train, in one part, in fp32, "
-                         f"bf16 or fp16, and without a cache of its own.")
-    benchmark.check(cfg)
-    if cfg.threads is not None:
-        torch.set_num_threads(cfg.threads)
-    accelerator = speed.make_accelerator(cfg.precision, 1, cfg.tf32, cfg.device == "cpu")
-    record = benchmark.describe(cfg, accelerator) | {"rows": time_beside(cfg, accelerator), "official": COMMIT}
-    record["finished"] = time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime())
-    out = Path(cfg.out)
-    files.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
-    print(benchmark.table(record["rows"], "variant batch tokens images/s s/step over_official first_step_s"))
+    if (cfg.mode, cfg.grad_accum_steps, cfg.precision == "fp8") != ("train", 1, False):
+        raise ValueError(f"mode={cfg.mode} grad_accum_steps={cfg.grad_accum_steps} precision={cfg.precision}: the "
+                         f"official code has mode=train grad_accum_steps=1 and fp32, bf16 or fp16.")
+    accelerator, out = benchmark.start(cfg), Path(cfg.out)
+    record = benchmark.describe(cfg, accelerator) | {"rows": time_both(cfg, accelerator), "official": COMMIT}
+    benchmark.write(record, out)
+    print(benchmark.table(record["rows"]))
     print(f"\n{out}.json")
 
 

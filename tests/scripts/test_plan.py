@@ -90,7 +90,7 @@ def test_the_official_modules_are_theirs_and_ours_stay_ours(theirs, monkeypatch)
     with pytest.raises(ValueError, match="path=null: give a checkout of github.com/CompVis/tread at fccf77c"):
         benchmark_official.open_official(None)
     (theirs / "edm.py").unlink()
-    with pytest.raises(ValueError, match="which lacks edm.py: give a checkout"):
+    with pytest.raises(ValueError, match="lacks edm.py: give a checkout"):
         benchmark_official.open_official(str(theirs))
 
 
@@ -108,7 +108,7 @@ def test_both_steps_are_timed_in_turns_on_the_same_network(theirs, fresh_acceler
 
     benchmark_official.OfficialVariant.__init__ = remember
     try:
-        rows = benchmark_official.time_beside(read(benchmark_official.OfficialSettings, plain), Accelerator(cpu=True))
+        rows = benchmark_official.time_both(read(benchmark_official.OfficialSettings, plain), Accelerator(cpu=True))
     finally:
         benchmark_official.OfficialVariant.__init__ = original
     assert [row["variant"] for row in rows] == ["tread-eager", "official tread-eager"] and rows[1]["over official"] == 1

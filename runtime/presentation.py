@@ -1,4 +1,4 @@
-"""How commands show their results: tables in Markdown, figures as PNG."""
+"""How commands show results: tables in Markdown, figures as PNG."""
 
 from collections.abc import Iterable
 from pathlib import Path
