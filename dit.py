@@ -16,7 +16,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from blocks import BLOCKS
 from blocks.transformer import modulate
-from routing_module import Route, Router, resolve_routes, routes_by_start
+from routing_module import Route, Router, resolve_routes, stretches
 
 
 def sincos_1d(dim: int, positions: Tensor) -> Tensor:
@@ -161,6 +161,12 @@ class DiT(nn.Module):
         x = x.unflatten(1, (side, side)).unflatten(-1, (p, p, self.out_channels))
         return torch.einsum("bhwpqc->bchpwq", x).reshape(x.shape[0], self.out_channels, side * p, side * p)
 
+    def through(self, blocks: range, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
+        """Passes tokens (B, K, D) at positions (1 or B, K) through a stretch of blocks."""
+        for i in blocks:
+            x = self.blocks[i](x, c, positions)
+        return x
+
     def forward(
         self, x: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = (), mask_noise: Tensor | None = None,
     ) -> Tensor:
@@ -169,24 +175,20 @@ class DiT(nn.Module):
         `routes` are resolved routes, as in `self.routes`; without them every token passes through every block. Which
         tokens take them is drawn here, or decided by mask_noise (B, len(routes), N) (see `Router.get_mask`).
         """
-        start_of = routes_by_start(routes, len(self.blocks))
-        end_layer_idx = None
-
-        x = embedded = self.x_embedder(x) + self.pos_embed                                        # (B, N, D)
+        x = self.x_embedder(x) + self.pos_embed                                                   # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
-        positions = raster = torch.arange(x.shape[1], device=x.device).unsqueeze(0)               # (1, N)
-        for i, block in enumerate(self.blocks):
-            if i in start_of:
-                r, route = start_of[i]
-                original_x, end_layer_idx = route.returning(embedded, x), route.end_layer_idx
+        raster = torch.arange(x.shape[1], device=x.device).unsqueeze(0)                           # (1, N)
+        before = {}                                      # by the first block of a stretch, the tokens before it
+        for blocks, r, route in stretches(routes, len(self.blocks)):
+            before[blocks.start] = x
+            if route is None:
+                x = self.through(blocks, x, c, raster)                                            # (B, N, D)
+            else:
                 ids_keep = (self.router.get_mask(x, route.selection_ratio) if mask_noise is None else
                             self.router.get_mask(x, route.selection_ratio, mask_noise[:, r]))     # (B, K)
                 x = self.router.start_route(x, ids_keep)                                          # (B, K, D)
-                positions = ids_keep
-            x = block(x, c, positions)
-            if i == end_layer_idx:
-                x = self.router.end_route(x, ids_keep, original_x)                                # (B, N, D)
-                positions = raster
+                x = self.through(blocks, x, c, ids_keep)
+                x = self.router.end_route(x, ids_keep, route.returning(before))                   # (B, N, D)
         return self.unpatchify(self.final_layer(x, c))                                    # (B, out_channels, h, w)
 
 

@@ -1,7 +1,8 @@
 """Token routing of TREAD (arXiv 2501.04765): a random share of the tokens skips a span of blocks and then rejoins."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from itertools import pairwise
 
 import torch
 from torch import Tensor
@@ -12,9 +13,9 @@ class Route:
     """A road around blocks start_layer_idx..end_layer_idx, both inclusive, that a share of the tokens takes.
 
     Before block `start_layer_idx`, `selection_ratio` of the tokens leave; after block `end_layer_idx` they rejoin at
-    their own positions with the value they left with. Indices may be negative and then count from the last block.
-    In the recipe of the paper's first version x_T is 1: a token rejoins as x_T · (the network's embedded input) +
-    x_D_last · (the value it left with).
+    their own positions with the value they had before block `return_from`; None is the start, so that they return as
+    they left. Indices may be negative and then count from the last block. In the recipe of the paper's first version
+    x_T is 1: a token rejoins as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`).
     """
 
     start_layer_idx: int
@@ -22,19 +23,23 @@ class Route:
     selection_ratio: float
     x_T: float = 0.0
     x_D_last: float = 1.0
+    return_from: int | None = None
 
     def __str__(self) -> str:
-        back = "" if self.is_identity else f", back as {self.x_T:g}·x_T + {self.x_D_last:g}·x_D_last"
+        back = "" if self.return_from is None else f", back from before block {self.return_from}"
+        if (self.x_T, self.x_D_last) != (0, 1):
+            back += f", back as {self.x_T:g}·x_T + {self.x_D_last:g}·x_D_last"
         return f"{self.start_layer_idx}→{self.end_layer_idx} at selection ratio {self.selection_ratio}{back}"
 
     @property
     def is_identity(self) -> bool:
         """Tells whether tokens rejoin as they left."""
-        return (self.x_T, self.x_D_last) == (0, 1)
+        return (self.x_T, self.x_D_last, self.return_from) == (0, 1, None)
 
-    def returning(self, embedded: Tensor, left: Tensor) -> Tensor:
-        """Returns what tokens rejoin with (B, N, D), from the embedded input and their value at the route's start."""
-        return left if self.is_identity else self.x_T * embedded + self.x_D_last * left
+    def returning(self, before: Mapping[int, Tensor]) -> Tensor:
+        """Returns what tokens rejoin with (B, N, D), of their values `before` blocks, by the block's index."""
+        left = before[self.start_layer_idx if self.return_from is None else self.return_from]
+        return left if (self.x_T, self.x_D_last) == (0, 1) else self.x_T * before[0] + self.x_D_last * left
 
     def plain(self) -> dict:
         """Returns the keywords that make the route, without those at their default, for a record."""
@@ -45,41 +50,59 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     """Returns the routes in order of depth with non-negative indices, for a network of `depth` blocks.
 
     Raises ValueError, naming the route and the depth, for a route that leaves the network, runs backwards, overlaps
-    another, or has a selection ratio outside [0, 1).
+    another, has a selection ratio outside [0, 1), or returns from after its start or from inside another route.
     """
     resolved = []
     for route in routes:
-        if not all(isinstance(i, int) for i in (route.start_layer_idx, route.end_layer_idx)):
+        given = (route.start_layer_idx, route.end_layer_idx, route.return_from)
+        if not all(isinstance(i, int) for i in given[:2]) or not isinstance(route.return_from, int | None):
             raise ValueError(f"Route {route} in a network of {depth} blocks: block indices are whole numbers.")
-        start, end = (i + depth if i < 0 else i for i in (route.start_layer_idx, route.end_layer_idx))
+        start, end, source = (i + depth if i is not None and i < 0 else i for i in given)
         if not (0 <= start < depth and 0 <= end < depth):
             raise ValueError(f"Route {route} leaves the network: with {depth} blocks an index lies in "
                              f"[{-depth}, {depth - 1}]. Set start_layer_idx and end_layer_idx of the route.")
         if start > end:
             raise ValueError(f"Route {route} runs backwards: in a network of {depth} blocks it starts at block "
                              f"{start} and ends at block {end}. The end may not come before the start.")
+        if source is not None and not 0 <= source <= start:
+            raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} must be "
+                             f"a block up to its start, {start}, where tokens leave.")
         if not 0 <= route.selection_ratio < 1:
             raise ValueError(f"Route {route} in a network of {depth} blocks: the selection ratio is the share of "
                              f"tokens that skips and must lie in [0, 1); at 1 no token would be left.")
-        resolved.append(replace(route, start_layer_idx=start, end_layer_idx=end))
+        resolved.append(replace(route, start_layer_idx=start, end_layer_idx=end, return_from=source))
     resolved.sort(key=lambda route: route.start_layer_idx)
-    for first, second in zip(resolved, resolved[1:], strict=False):
+    for first, second in pairwise(resolved):
         if second.start_layer_idx <= first.end_layer_idx:
             raise ValueError(f"Route {second} overlaps route {first} in a network of {depth} blocks: "
                              f"the next route may start at block {first.end_layer_idx + 1} at the earliest.")
+    for route in resolved:
+        for other in resolved if route.return_from is not None else ():
+            if other.start_layer_idx < route.return_from <= other.end_layer_idx:
+                raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} lies "
+                                 f"inside route {other}, where some tokens are absent.")
     return tuple(resolved)
 
 
-def routes_by_start(routes: tuple[Route, ...], depth: int) -> dict[int, tuple[int, Route]]:
-    """Returns the routes that some token takes, each with its place in `routes`, by the block before which it leaves.
+def stretches(routes: tuple[Route, ...], depth: int) -> Iterator[tuple[range, int | None, Route | None]]:
+    """Cuts blocks 0 .. depth - 1, in order, into those of a route and those between routes.
 
-    Raises ValueError for a route that `resolve_routes` has not brought to a network of `depth` blocks.
+    Yields the blocks of a stretch, and the place in `routes` and the route that tokens take around them, or None and
+    None. Off the routes a new stretch begins wherever some route returns from, too. Raises ValueError for a route that
+    `resolve_routes` has not brought to a network of `depth` blocks.
     """
-    for route in routes:
-        if not 0 <= route.start_layer_idx <= route.end_layer_idx < depth:
+    cuts, starting = {0, depth}, {}
+    for r, route in enumerate(routes):
+        start, end = route.start_layer_idx, route.end_layer_idx
+        source = start if route.return_from is None else route.return_from
+        if not 0 <= source <= start <= end < depth:
             raise ValueError(f"Route {route} is not resolved for a network of {depth} blocks: pass "
                              f"resolve_routes([route], {depth}), or the network's own net.routes.")
-    return {route.start_layer_idx: (r, route) for r, route in enumerate(routes) if route.selection_ratio > 0}
+        if route.selection_ratio > 0:
+            cuts |= {source, start, end + 1}
+            starting[start] = r, route
+    for first, last in pairwise(sorted(cuts)):
+        yield range(first, last), *starting.get(first, (None, None))
 
 
 @dataclass

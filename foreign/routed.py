@@ -204,7 +204,8 @@ class Routing:
         self.route_of: list[int | None] = [None] * len(self.blocks)
         for r, route in enumerate(self.routes):
             if not route.is_identity:
-                raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T and x_D_last.")
+                raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T, x_D_last and "
+                                 f"return_from.")
             span = range(route.start_layer_idx, route.end_layer_idx + 1)
             for i in span if route.selection_ratio > 0 else ():
                 self.route_of[i] = r

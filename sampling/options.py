@@ -49,6 +49,7 @@ class GuidanceRoute(Settings):
 
     start_layer_idx: int
     end_layer_idx: int
+    return_from: int | None = None
 
 
 class GuidanceSettings(Settings):
@@ -158,7 +159,7 @@ def build_guidance(
                              f"(sigma_data {weak_data}) and the checkpoint with {type(trained.diffusion).__name__} "
                              f"(sigma_data {strong_data}): their predictions cannot be mixed.")
     routes = None if settings.routes is None else tuple(
-        Route(route.start_layer_idx, route.end_layer_idx, 0.0) for route in settings.routes)
+        Route(selection_ratio=0.0, **route.model_dump()) for route in settings.routes)
     guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
                         settings.interval, routes, settings.channels)
     guidance.check(trained.net)

@@ -334,7 +334,9 @@ def guidance_name(guidance: dict | None) -> str:
         return "unguided"
     parts = [f"scale {guidance['scale']:g}"]
     parts += [f"{key} {guidance[key]}" for key in ("gamma1", "gamma2") if guidance[key]]
-    parts += [f"on {route['start_layer_idx']}→{route['end_layer_idx']}" for route in guidance.get("routes") or []]
+    parts += [f"on {route['start_layer_idx']}→{route['end_layer_idx']}"
+              + (f" from {route['return_from']}" if "return_from" in route else "")
+              for route in guidance.get("routes") or []]
     if weak := guidance.get("weak"):
         parts.append(f"weak of step {weak['step']} ({weak['weights_sha256'][:8]})")
     if guidance.get("interval"):

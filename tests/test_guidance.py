@@ -162,6 +162,11 @@ def test_routes_given_with_the_guidance_go_before_the_networks_own(diffusion, pr
     assert torch.equal(once(predict, dense, Guidance(1.5, 0.3, 0.7, routes=(Route(-2, -2, 0.9),))), expected)
     elsewhere = Guidance(1.5, 0.3, 0.7, routes=(Route(0, 0, 0.5), Route(2, 2, 0.5)))
     assert not torch.allclose(once(predict, routed, elsewhere), expected, atol=1e-3)
+    delayed = Guidance(1.5, 0.3, 0.7, routes=(Route(1, 1, 0.5, return_from=0),))
+    assert not torch.allclose(once(predict, dense, delayed), expected, atol=1e-3)
+    own = small_dit(routes=[Route(1, 1, 0.5, return_from=-3)])
+    assert torch.equal(once(predict, dense, delayed), once(predict, own, Guidance(1.5, 0.3, 0.7)))
+    assert delayed.record()["routes"] == [{"start_layer_idx": 1, "end_layer_idx": 1, "selection_ratio": 0.5, "return_from": 0}]
 
 
 @pytest.mark.parametrize("wrong, sentence", [

@@ -40,6 +40,7 @@ TYPED = {
         ("model.routes.0.end_layer_idx=9", "with 7 blocks"), ("model.routes=[{start_layer_idx: 2}]", "end_layer_idx"),
         ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 1.5}]", "selection_ratio=1.5"),
         ("model.routes=[{start_layer_idx: 4, end_layer_idx: 2, selection_ratio: 0.5}]", "4"),
+        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, return_from: 2}]", "return_from=2"),
         ("model.selection=l2", "model.selection=l2"), ("model=dit", "diffusion=edm_v1", "model.routes"),
         ("+diffusion.mae_weight=0.1", "mae_weight=0.1"),
         # the data

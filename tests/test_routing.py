@@ -203,16 +203,72 @@ def test_a_token_comes_back_as_a_sum_of_the_embedded_input_and_its_value_when_it
         assert torch.equal(after[r][~stays], back[~stays]) and torch.equal(after[r][stays], kept[r].flatten(0, 1))
 
 
+@pytest.mark.parametrize(("sources", "wanted"), [((0, None), (0, 5)), ((-6, -4), (2, 4)), ((3, 1), (3, 1)), ((None, 3), (3, 3))])
+def test_a_token_comes_back_with_its_value_from_before_the_block_that_the_route_names(sources, wanted):
+    model = net([Route(3, 3, 0.5, return_from=sources[0]), Route(5, 6, 0.25, 0.5, return_from=sources[1])])
+    before, kept = [], []
+    for block in model.blocks:
+        seen_by(block, before)
+        block.register_forward_hook(lambda *args: kept.append(args[2]))
+    mask_noise = torch.rand(4, 2, 16)
+    model(*batch(), routes=model.routes, mask_noise=mask_noise)
+    for r, (route, source) in enumerate(zip(model.routes, wanted, strict=True)):
+        ids = router.get_mask(torch.empty(4, 16, 1), route.selection_ratio, mask_noise[:, r])
+        stays = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, ids, True)
+        value = kept[source - 1] if source in (3, 5) else before[source]      # blocks 3 and 5 see only those that stay
+        after, back = before[route.end_layer_idx + 1], route.x_T * before[0] + value
+        assert torch.equal(after[~stays], back[~stays])
+        assert torch.equal(after[stays], kept[route.end_layer_idx].flatten(0, 1))
+
+
+def test_a_delayed_route_of_ratio_0_is_the_dense_network_and_one_from_its_start_is_the_plain_route():
+    model, (x, t, y), noise = net(), batch(), torch.rand(4, 1, 16)
+    assert torch.equal(model(x, t, y, routes=(Route(2, 4, 0.0, return_from=0),)), model(x, t, y))
+    plain, own, delayed = (model(x, t, y, (Route(2, 4, 0.5, return_from=source),), noise) for source in (None, 2, 1))
+    assert torch.equal(plain, own) and not torch.allclose(plain, delayed)
+
+
+def test_the_gradient_of_a_token_that_left_reaches_the_block_that_it_returns_from():
+    model = net([Route(2, 4, 0.5, return_from=1)])
+    inputs, noise = [], torch.rand(4, 1, 16)
+    for block in model.blocks[1:3]:
+        block.register_forward_pre_hook(lambda _, args: args[0].retain_grad() or inputs.append(args[0]))
+    out = []
+    model.blocks[5].register_forward_pre_hook(lambda _, args: out.append(args[0]))
+    model(*batch(), routes=model.routes, mask_noise=noise)
+    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, router.get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0]), False)
+    out[0][left].sum().backward()
+    assert (inputs[0].grad[left] == 1).all() and not inputs[0].grad[~left].any() and not inputs[1].grad.any()
+
+
+@pytest.mark.parametrize(("routes", "says"), [
+    ([Route(2, 8, 0.5, return_from=3)], r"return_from=3 must be a block up to its start, 2"),
+    ([Route(2, 8, 0.5, return_from=-3)], r"return_from=-3 must be a block up to its start, 2"),
+    ([Route(2, 8, 0.5, return_from=-13)], r"return_from=-13 must be a block up to its start"),
+    ([Route(2, 8, 0.5, return_from=1.0)], "whole numbers"),
+    ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=3)], "return_from=3 lies inside route 1→4"),
+    ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=4)], "inside route 1→4"),
+])
+def test_a_route_that_returns_from_where_no_token_is_whole_is_refused(routes, says):
+    with pytest.raises(ValueError, match=says) as error:
+        resolve_routes(routes, 12)
+    assert "12 blocks" in str(error.value)
+    assert resolve_routes([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=5)], 12)[1].return_from == 5
+    assert resolve_routes([Route(1, 4, 0.5, return_from=-12)], 12)[0].return_from == 0
+
+
 def test_the_default_route_gives_back_the_very_tensor_that_left_and_says_no_more_of_itself():
-    embedded, left = tokens(), tokens()
-    assert Route(2, -4, 0.5).returning(embedded, left) is left
+    before = {0: tokens(), 2: tokens()}
+    assert Route(2, -4, 0.5).returning(before) is before[2] and Route(2, -4, 0.5, return_from=0).returning(before) is before[0]
     assert Route(2, -4, 0.5).plain() == {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}
     assert Route(**Route(0, 4, 0.0, 1.0).plain()) == Route(0, 4, 0.0, 1.0, 1.0)
     assert resolve_routes([Route(0, -4, 0.5, 1.0, 0.5)], 12) == (Route(0, 8, 0.5, 1.0, 0.5),)
-    assert "back as" not in str(Route(2, 8, 0.5)) and str(Route(0, 4, 0.5, 1.0)).endswith("back as 1·x_T + 1·x_D_last")
+    assert "back" not in str(Route(2, 8, 0.5)) and str(Route(0, 4, 0.5, 1.0)).endswith("back as 1·x_T + 1·x_D_last")
+    assert str(Route(8, 24, 0.5, return_from=2)).endswith("at selection ratio 0.5, back from before block 2")
+    assert Route(2, 8, 0.5).is_identity and not Route(2, 8, 0.5, return_from=0).is_identity
 
 
 def test_the_gradient_of_a_token_that_left_reaches_the_embedding_twice():
     route, embedded = Route(0, 1, 0.5, x_T=1.0), tokens().requires_grad_()
-    route.returning(embedded, embedded).sum().backward()
+    route.returning({0: embedded}).sum().backward()
     assert (embedded.grad == 2).all()

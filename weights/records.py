@@ -25,6 +25,7 @@ class RouteSettings(Settings):
     selection_ratio: Annotated[float, Field(ge=0, lt=1)]
     x_T: Number = 0.0
     x_D_last: Number = 1.0
+    return_from: int | None = None
 
 
 class Keywords(Settings):
