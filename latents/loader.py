@@ -24,7 +24,7 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
             pin: bool = False, device: torch.device | str | None = None, arrays: Iterable[str] = (),
             ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
     """Yields this rank's share of each global batch, without end: stored (batch_size / world, …) float16, y int64 and,
-    by name, those of `arrays` that lie beside the latents.
+    by name, those of `arrays` that the folder has.
 
     Epoch e is a permutation of all images by (seed, e), cut into floor(count / batch_size) global batches; rank r
     takes the r-th part of each, so what a global batch holds does not depend on `world`. `start` global batches
@@ -40,24 +40,34 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
         raise ValueError(f"The batch size {batch_size} does not divide by {world} ranks: "
                          f"set batch_size to a multiple of {world}.")
     assert 0 <= rank < world and start >= 0
-    plan = _plan(latents, batch_size, seed, rank, world, start)
-    gpu = torch.cuda.current_device() if pin else None
     names = [name for name in arrays if name in latents.arrays]
-    if device is None:
-        parts = read_ahead(_load(partial(_read, latents, names), plan, gpu))
+    wholes = None if device is None else latents.to_device(device, names)
+    load = partial(_load, latents, names, wholes is not None, torch.cuda.current_device() if pin else None)
+    return _batches(names, wholes, in_order(load, _plan(latents, batch_size, seed, rank, world, start)))
+
+
+def _load(latents: Latents, names: list[str], is_on_device: bool, gpu: int | None,
+          job: tuple[np.ndarray, np.ndarray | None]) -> list[torch.Tensor]:
+    """Reads a batch, or of latents on a device the numbers of its rows there."""
+    indices, mirror = job
+    if is_on_device:
+        arrays = [indices if mirror is None else indices + latents.count * mirror]
     else:
-        rows = read_ahead(_load(partial(_rows, latents.count), plan, gpu))
-        parts = _select(latents.to_device(device, names), rows)
-    return _named(names, parts)
+        arrays = [*latents.read(indices, mirror), *latents.rows_of(names, indices, mirror).values()]
+    parts = [torch.from_numpy(array) for array in arrays]
+    if gpu is not None:
+        torch.cuda.set_device(gpu)  # a new thread starts on GPU 0, and pinning would open a context there
+        parts = [part.pin_memory() for part in parts]
+    return parts
 
 
-def _read(latents: Latents, names: list[str], indices: np.ndarray, mirror: np.ndarray | None) -> tuple[np.ndarray, ...]:
-    return *latents.read(indices, mirror), *latents.rows_of(names, indices, mirror).values()
-
-
-def _named(names: list[str], parts: Iterator) -> Iterator[tuple]:
-    with closing(parts):
-        for stored, y, *others in parts:
+def _batches(names: list[str], wholes: tuple[torch.Tensor, ...] | None, loaded: Iterator) -> Iterator[tuple]:
+    with closing(loaded):
+        for parts in loaded:
+            if wholes is not None:
+                rows = parts[0].to(wholes[0].device, non_blocking=True)
+                parts = [whole.index_select(0, rows % len(whole)) for whole in wholes]
+            stored, y, *others = parts
             yield stored, y, dict(zip(names, others, strict=True))
 
 
@@ -80,7 +90,7 @@ def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
     first_epoch, first_batch = divmod(start, per_epoch)
     for epoch in itertools.count(first_epoch):
         rng = np.random.default_rng((seed, epoch))
-        order = np.arange(latents.count, dtype=np.uint32 if latents.count <= 2**32 else np.int64)
+        order = np.arange(latents.count, dtype=np.uint32)
         rng.shuffle(order)
         # Drawn after the order, which is therefore the same with and without mirrored copies.
         mirror = rng.integers(0, 2, latents.count, dtype=np.bool_) if latents.mirrored else None
@@ -91,34 +101,16 @@ def _plan(latents: Latents, batch_size: int, seed: int, rank: int, world: int,
         del order, mirror  # before the next epoch's are made
 
 
-def _load(read: Callable[..., tuple[np.ndarray, ...]], plan: Iterator, gpu: int | None) -> Iterator[tuple]:
-    if gpu is not None:
-        torch.cuda.set_device(gpu)  # a new thread starts on GPU 0, and pinning would open a context there
-    for indices, mirror in plan:
-        parts = map(torch.from_numpy, read(indices, mirror))
-        yield tuple(parts if gpu is None else (part.pin_memory() for part in parts))
-
-
-def _rows(count: int, indices: np.ndarray, mirror: np.ndarray | None) -> tuple[np.ndarray]:
-    """Returns where `Latents.to_device` has put the latents of a batch."""
-    return (indices if mirror is None else indices + count * mirror,)
-
-
-def _select(wholes: tuple[torch.Tensor, ...], batches_of_rows: Iterator) -> Iterator[tuple]:
-    with closing(batches_of_rows):
-        for (rows,) in batches_of_rows:
-            rows = rows.to(wholes[0].device, non_blocking=True)
-            yield tuple(whole.index_select(0, rows % len(whole)) for whole in wholes)
-
-
-def read_ahead(items: Iterator) -> Iterator:
-    """Yields `items`, made by one thread that is at most NUM_AHEAD of them ahead and ends with this generator."""
-    pool, end = ThreadPoolExecutor(1, "read-ahead"), object()
+def in_order(function: Callable, jobs: Iterable, *, threads: int = 1, ahead: int = NUM_AHEAD) -> Iterator:
+    """Yields function(job) of each job in order; threads work up to `ahead` jobs ahead and end with this generator."""
+    pool, waiting = ThreadPoolExecutor(threads, "read-ahead"), deque()
     try:
-        waiting = deque(pool.submit(next, items, end) for _ in range(NUM_AHEAD))
-        while (item := waiting.popleft().result()) is not end:
-            waiting.append(pool.submit(next, items, end))
-            yield item
+        for job in jobs:
+            waiting.append(pool.submit(function, job))
+            if len(waiting) > ahead:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
     finally:
         if not sys.is_finalizing():  # when all threads have been joined
             pool.shutdown(cancel_futures=True)

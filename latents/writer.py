@@ -1,61 +1,44 @@
-"""Rows of latents <-> the files of a latent folder (docs/data.md): written by the shard, so that a kill costs one."""
+"""Rows of latents <-> the files of a latent folder (docs/data.md), written shard by shard, so that a kill costs one."""
 
 import itertools
 import json
 import os
-import re
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import ExitStack, contextmanager
 from pathlib import Path
-from typing import Annotated
 
 import numpy as np
 from filelock import FileLock
-from pydantic import Field
 
-from latents.images import check_labels
 from runtime.files import atomic_write, lock_folder, naming_path, remove, write_text
-from runtime.schema import Record, Whole, read_record
+from runtime.schema import read_json
 
-# What killed writes leave of our files; the version before named it .partial.
-LEFTOVER = re.compile(r"\.?(latents|labels|mirrored|record|metadata|preparing)(-\d+)?\.(npy|json)\.\d+\.(tmp|partial)")
-
-
-class ShardRecord(Record):
-    """record-*.json: the mark that a shard is whole."""
-
-    count: Whole
-    unreadable: list[Annotated[tuple[str, str], Field(strict=False)]]      # name and reason of each
+LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")      # of killed writes; runtime.files.atomic_write names them
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Writes a record in UTF-8, with a question mark for what is no letter in it, as a file's name may hold."""
+    """Writes a record in UTF-8; what is not text in a file's name becomes a question mark."""
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
 
 
 def sweep(out: Path, *patterns: str) -> None:
     """Removes the files of `out` that match the patterns, and what killed writes have left there."""
-    leftovers = [out / name for name in os.listdir(out) if LEFTOVER.fullmatch(name)]
-    for file in itertools.chain(leftovers, *map(out.glob, patterns)):
+    for file in itertools.chain.from_iterable(out.glob(pattern) for pattern in (*LEFTOVERS, *patterns)):
         remove(file)
 
 
-def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type[Record]) -> bool:
-    """Returns whether `out` is already finished with these settings; ValueError where it holds anything else.
-
-    `declared` is the form of preparing.json: the settings and `fingerprint`, which None leaves unchecked.
-    """
+def is_finished(out: Path, settings: dict) -> bool:
+    """Returns whether `out` is whole; raises ValueError where it was begun with other settings or holds other files."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; name a folder.")
     if not (out / "preparing.json").is_file():
-        names = os.listdir(out) if out.is_dir() else []
-        if any(not name.startswith(".") and not LEFTOVER.fullmatch(name) for name in names):
+        if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
             raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
-    before = read_record(declared, out / "preparing.json", "Remove the folder, or name another.")
-    changed = [f"{key}={getattr(before, key)} then and {value} now"
-               for key, value in settings.items() if getattr(before, key) != value]
-    if fingerprint is not None and before.fingerprint != fingerprint:
+    before = {"tf32": True} | read_json(out / "preparing.json")      # torch's default, which version 1 did not record
+    changed = [f"{key}={before.get(key)} then and {value} now" for key, value in settings.items()
+               if before.get(key) != value and key != "fingerprint"]
+    if before["fingerprint"] != settings["fingerprint"]:
         changed.append("what the source holds has changed")
     if changed:
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
@@ -64,7 +47,7 @@ def check_out(out: Path, settings: dict, fingerprint: str | None, declared: type
 
 
 def begin(out: Path, settings: dict, num_whole: int, num_shards: int) -> FileLock:
-    """Keeps `out` to this process and writes preparing.json; raises ValueError where another process writes there."""
+    """Locks `out` and writes preparing.json; raises ValueError where another process writes there."""
     lock = lock_folder(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
     sweep(out)
     write_json(out / "preparing.json", settings)
@@ -75,7 +58,7 @@ def begin(out: Path, settings: dict, num_whole: int, num_shards: int) -> FileLoc
 
 @contextmanager
 def open_rows(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
-    """Yields what appends rows (n, …) of `like`'s type and sizes to an npy v1 file; memory holds none of it."""
+    """Yields a function that appends rows (n, …) of `like`'s type and sizes to an npy v1 file; memory holds none."""
     count = 0
 
     def write_header() -> None:
@@ -106,8 +89,8 @@ def shard_files(shard: int, mirror: bool) -> dict[str, str]:
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
     """Writes one shard and then its record, the mark that it is whole.
 
-    Each batch is its rows by their keys in metadata.json, none where nothing could be read, and (name, reason) of what
-    could not.
+    A batch is its rows by their keys in metadata.json, none where nothing could be read, and [name, reason] of each
+    unreadable image.
     """
     files = shard_files(shard, mirror=True)
     count, unreadable = 0, []
@@ -140,38 +123,35 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     return np.asarray(array)      # rows of a memmap take longer
 
 
-def read_shard(
-    out: Path, shard: int, mirror: bool, row_shape: tuple[int, ...], num_classes: int,
-) -> ShardRecord | None:
-    """Returns the record of a shard that is whole, or None: then it is written again."""
-    files = {kind: out / name for kind, name in shard_files(shard, mirror).items()}
-    try:
-        record = read_record(ShardRecord, out / f"record-{shard:05d}.json", "")
-        if record.count:
-            labels = map_npy(files.pop("labels"), [(record.count,)], ["int64"])
-            check_labels(labels, num_classes, out, "")
-            for file in files.values():
-                map_npy(file, [(record.count, *row_shape)], ["float16"])
-        return record
-    except (OSError, ValueError):      # absent or damaged
-        return None
+def read_records(out: Path, num_shards: int, mirror: bool, row_shape: tuple[int, ...]) -> list[dict | None]:
+    """Returns the record of each shard, None for one that is not whole and has to be written."""
+    records: list[dict | None] = []
+    for shard in range(num_shards):
+        try:
+            record = read_json(out / f"record-{shard:05d}.json")
+            shapes = {"labels": (), "latents": row_shape, "mirrored": row_shape}
+            for kind, name in shard_files(shard, mirror).items() if record["count"] else ():
+                map_npy(out / name, [(record["count"], *shapes[kind])], ["int64" if kind == "labels" else "float16"])
+            records.append(record)
+        except (OSError, ValueError):      # absent or damaged
+            records.append(None)
+    return records
 
 
-def finish(out: Path, metadata: dict, records: list[ShardRecord | None]) -> None:
-    """Checks and adds up the shards' records, marks the folder as whole, and says what is in it."""
+def finish(out: Path, metadata: dict, records: list[dict | None], not_images: Iterable[str] = ()) -> None:
+    """Adds up the shards' records and writes metadata.json, the mark that the folder is whole; prints what it holds."""
     if None in records:
         raise ValueError(f"out={out}: {records.count(None)} shards are not whole, such as number "
                          f"{records.index(None)}; the same command writes them again.")
-    reasons = [(name, "does not look like an image") for name in metadata["unreadable"]]
-    reasons += [row for record in records for row in record.unreadable]
-    metadata["unreadable"] = [name for name, _ in reasons]
-    metadata["count"] = sum(record.count for record in records)
-    if metadata["count"] == 0:
+    reasons = [(name, "does not look like an image") for name in not_images]
+    reasons += [row for record in records for row in record["unreadable"]]
+    count = sum(record["count"] for record in records)
+    if count == 0:
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
-    for shard, record in enumerate(records):
-        if record.count:
-            metadata["shards"].append(shard_files(shard, metadata["mirrored"]) | {"count": record.count})
-    write_json(out / "metadata.json", metadata)
+    shards = [shard_files(shard, metadata["mirrored"]) | {"count": record["count"]}
+              for shard, record in enumerate(records) if record["count"]]
+    metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
+    write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})
     sweep(out, "record-*.json")
 
     if reasons:
@@ -180,4 +160,5 @@ def finish(out: Path, metadata: dict, records: list[ShardRecord | None]) -> None
             print(f"  {name}: {reason}".encode("utf-8", "backslashreplace").decode())
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
     size = sum(file.stat().st_size for file in out.glob("*.npy"))
-    print(f"{out}: {metadata['count']:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
+    print(f"{out}: {count:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
+    print(f"next: accelerate launch train.py experiment=small data.path={out} name={out.name}")

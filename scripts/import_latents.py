@@ -3,8 +3,8 @@
     python scripts/import_latents.py source=imagenet_256_latent_lmdb out=data/maskdit
     python scripts/import_latents.py source=img512-sd.zip out=data/edm2 format=edm2
 
-The options are in configs/import_latents.yaml; docs/interop.md says which form is whose, scripts/latent_forms.py how
-each is read. Nothing is unpickled.
+The options are in configs/import_latents.yaml; docs/interop.md says which form is whose, latents/forms.py how each
+is read. Nothing is unpickled.
 """
 
 import hashlib
@@ -13,8 +13,8 @@ import json
 import math
 import sys
 import time
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Iterable, Iterator
+from contextlib import closing
 from dataclasses import asdict
 from pathlib import Path
 
@@ -27,21 +27,21 @@ from autoencoder import Convention
 from latents.folder import KINDS
 from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
 from latents.images import MAX_CLASSES, check_labels
-from latents.loader import read_ahead
-from latents.writer import begin, check_out, finish, read_shard, sweep, write_shard
+from latents.loader import in_order
+from latents.writer import begin, finish, is_finished, read_records, sweep, write_shard
 from runtime.command import command
 from runtime.files import require_room
-from runtime.schema import Classes, Count, Location, Positive, Record, Settings, one_of
+from runtime.schema import Classes, Count, Location, Positive, Settings, one_of
 
-CHUNK_BYTES = 2**20      # of latents that are converted at once: what a processor's cache holds
+CHUNK = 64               # latents that are read and converted at once
 NUM_PROBED = 256         # latents that are looked at before anything is written
 
 
 class ImportSettings(Settings):
     """configs/import_latents.yaml."""
 
-    source: Location | None
-    out: Location | None
+    source: Location
+    out: Location
     format: one_of(["auto", *FORMS])
     kind: one_of(KINDS) | None
     scale: Positive | None
@@ -50,19 +50,6 @@ class ImportSettings(Settings):
     num_classes: Classes | None
     autoencoder: Location | None
     shard_size: Count
-
-
-class Importing(Record):
-    """preparing.json: what a folder was begun with, by which the same command knows it again."""
-
-    format: str
-    kind: str
-    scale: float
-    autoencoder: str
-    mirrored: bool
-    num_classes: int
-    shard_size: int
-    fingerprint: str
 
 
 def probe(stored: Stored, form: Form, source: str) -> str:
@@ -90,119 +77,88 @@ def probe(stored: Stored, form: Form, source: str) -> str:
     if not 0.2 < spread < 4:
         how = "the values as they are" if form.scaled else f"scale={form.scale:g}"
         raise ValueError(f"source={source}: with {how}, as {form.whose} is read, the latents' root mean square is "
-                         f"{spread:.3g}, where about 1 is expected. They are of another form, or scaled otherwise: set "
-                         f"format= or scale=.")
+                         f"{spread:.3g}, where about 1 is expected: set format= or scale=.")
     return content.hexdigest()[:32]
 
 
 def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
     """Returns float16 rows; raises ValueError, with the row's number, where one holds NaN or is beyond float16."""
-    if not rows.sum(dtype=torch.float32).isfinite():
-        bad = int((~rows.isfinite().flatten(1).all(1)).int().argmax())
-        raise ValueError(f"source={source}: latent {first + bad} is not finite, or beyond float16: correct the source.")
+    good = rows.isfinite().flatten(1).all(1)
+    if not good.all():
+        bad = first + int(good.int().argmin())
+        raise ValueError(f"source={source}: latent {bad} is not finite, or beyond float16: correct the source.")
     return rows
 
 
-@contextmanager
-def nothing_left(out: Path, existed: bool) -> Iterator[None]:
-    """Removes what was written where the source turns out to be bad; a kill or a full disk keeps it for going on."""
-    try:
-        yield
-    except ValueError:
-        sweep(out, "latents-*.npy", "labels-*.npy", "mirrored-*.npy", "record-*.json", "preparing.json", ".lock")
-        with suppress(OSError):      # where it holds other things
-            if not existed:
-                out.rmdir()
-        raise
-
-
-def import_latents(
-    source: str,
-    out: Path,
-    format: str = "auto",
-    kind: str | None = None,
-    scale: float | None = None,
-    latent_norm: bool = True,
-    mirrored: bool | None = None,
-    num_classes: int | None = None,
-    autoencoder: str | None = None,
-    shard_size: int = 4096,
-) -> None:
-    """Writes `source` to `out` as a latent folder; the keywords are those of configs/import_latents.yaml.
-
-    Raises ValueError for whatever stands against it, and then leaves nothing behind.
-    """
-    started = time.monotonic()
+def import_latents(cfg: ImportSettings) -> None:
+    """Writes `source` to `out` as a latent folder; raises ValueError for a bad source."""
+    started, out, format = time.monotonic(), Path(cfg.out), cfg.format
     if format == "auto":
-        format, why = recognize(source)
-        print(f"{source}: taken as {format}, {FORMS[format].whose}: {why}.")
-    stored, form = open_stored(format, source, kind, scale, latent_norm, mirrored, autoencoder)
-    remedy = "set num_classes above it, or correct the source"
-    check_labels(stored.labels, num_classes or MAX_CLASSES, f"source={source}", remedy)
-    stored.labels = stored.labels.astype(np.int64)
-    num_classes, count = num_classes or int(stored.labels.max()) + 1, len(stored.labels)
-    fingerprint = probe(stored, form, source)
-    copies = " and as many mirrored copies" if len(stored.sides) > 1 else ""
-    print(f"{source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
-
-    num_shards, is_mirrored = -(-count // shard_size), len(stored.sides) > 1
-    settings = dict(format=format, kind=form.kind, scale=form.scale, autoencoder=form.autoencoder, mirrored=is_mirrored)
-    settings |= dict(num_classes=num_classes, shard_size=shard_size)
-    if check_out(out, settings, fingerprint, Importing):
+        format, why = recognize(cfg.source)
+        print(f"{cfg.source}: taken as {format}, {FORMS[format].whose}: {why}.")
+    stored, form = open_stored(format, cfg.source, cfg.kind, cfg.scale, cfg.latent_norm, cfg.mirrored, cfg.autoencoder)
+    check_labels(stored.labels, cfg.num_classes or MAX_CLASSES, f"source={cfg.source}",
+                 "set num_classes above it, or correct the source")
+    labels = stored.labels.astype(np.int64)
+    num_classes, count = cfg.num_classes or int(labels.max()) + 1, len(labels)
+    is_mirrored = len(stored.sides) > 1
+    copies = " and as many mirrored copies" if is_mirrored else ""
+    settings = dict(format=format, kind=form.kind, scale=form.scale, autoencoder=form.autoencoder, mirrored=is_mirrored,
+                    num_classes=num_classes, shard_size=cfg.shard_size, fingerprint=probe(stored, form, cfg.source))
+    print(f"{cfg.source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
+    if is_finished(out, settings):
         sweep(out, "record-*.json")
         print(f"{out} is already whole: nothing to do.")
         return
-    whole = (is_mirrored, stored.shape, num_classes)
-    todo = [shard for shard in range(num_shards) if read_shard(out, shard, *whole) is None]
+
+    shards = [range(start, min(start + cfg.shard_size, count)) for start in range(0, count, cfg.shard_size)]
+    records = read_records(out, len(shards), is_mirrored, stored.shape)
+    todo = [shard for shard, record in enumerate(records) if record is None]
     row_bytes = math.prod(stored.shape) * 2 * len(stored.sides) + 8
-    require_room(out, len(todo) * min(shard_size, count) * row_bytes, "name an out= on another disk.")
+    require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes, "name an out= on another disk.")
 
-    chunk = max(1, CHUNK_BYTES // (math.prod(stored.shape) * 4))
-    ranges = [(shard, start, min(start + chunk, (shard + 1) * shard_size, count)) for shard in todo
-              for start in range(shard * shard_size, min((shard + 1) * shard_size, count), chunk)]
-    existed = out.is_dir()
-    lock = begin(out, settings | {"fingerprint": fingerprint}, num_shards - len(todo), num_shards)
-    with nothing_left(out, existed), closing(read_ahead(
-        (shard, start, end, {part: read(start, end) for part, read in stored.sides.items()})
-        for shard, start, end in ranges
-    )) as chunks, tqdm(desc="latents", total=sum(end - start for _, start, end in ranges), unit=" latents",
-                       smoothing=0.05, disable=None) as bar:
-        for shard, group in itertools.groupby(chunks, key=lambda item: item[0]):
-            write_shard(out, shard, rows_of(group, stored, form, source, bar))
-    lock.release()
+    jobs = [(shard, shards[shard][start : start + CHUNK])
+            for shard in todo for start in range(0, len(shards[shard]), CHUNK)]
+    total = sum(len(rows) for _, rows in jobs)
 
+    def read(job: tuple[int, range]) -> tuple[int, range, dict]:
+        shard, rows = job
+        return shard, rows, {part: read(rows.start, rows.stop) for part, read in stored.sides.items()}
+
+    def rows_of(chunks: Iterable) -> Iterator[tuple[dict[str, np.ndarray], list]]:
+        """Yields the rows of a shard by their keys in metadata.json, as they are stored."""
+        for _, rows, values in chunks:
+            parts = {part: finite(convert(form, torch.as_tensor(read)), cfg.source, rows.start).numpy()
+                     for part, read in values.items()}
+            yield parts | {"labels": labels[rows.start : rows.stop]}, []
+            bar.update(len(rows))
+
+    lock = begin(out, settings, len(shards) - len(todo), len(shards))
+    try:
+        with closing(in_order(read, jobs)) as chunks, tqdm(
+            desc="latents", total=total, unit=" latents", smoothing=0.05, disable=None,
+        ) as bar:
+            for shard, group in itertools.groupby(chunks, key=lambda item: item[0]):
+                write_shard(out, shard, rows_of(group))
+    finally:
+        lock.release()
+
+    seconds = time.monotonic() - started
+    print(f"{total:,} latents in {seconds:.1f} s, {total / seconds:,.0f} latents/s")
     channels, side = stored.shape[0] // (2 if form.kind == "moments" else 1), stored.shape[1]
     convention = Convention(form.scale, 0.0, form.latents_mean, form.latents_std, form.pixels)
     resolution = {} if form.downsample is None else {"resolution": side * form.downsample}
     metadata = {
-        "format": 1, "count": 0, "shape": [channels, side, side], "dtype": "float16", "kind": form.kind,
-        "mirrored": is_mirrored, "num_classes": num_classes, "class_names": None, "autoencoder": form.autoencoder,
-    } | convention.record() | resolution | {"shards": [], "source": source, "unreadable": [],
-                                  "imported": {"format": format} | asdict(form)}
-    finish(out, metadata, [read_shard(out, shard, *whole) for shard in range(num_shards)])
-    seconds, done = time.monotonic() - started, sum(end - start for _, start, end in ranges)
-    print(f"{done:,} latents in {seconds:.1f} s, {done / seconds:,.0f} latents/s")
-    print(f"next: accelerate launch train.py experiment=small data.path={out} name={out.name}")
-
-
-def rows_of(
-    chunks: Iterator, stored: Stored, form: Form, source: str, bar: tqdm,
-) -> Iterator[tuple[dict[str, np.ndarray], list]]:
-    """Yields the rows of a shard by their keys in metadata.json, as they are stored."""
-    for _, start, end, values in chunks:
-        rows = {part: finite(convert(form, torch.as_tensor(read)), source, start).numpy()
-                for part, read in values.items()}
-        yield rows | {"labels": stored.labels[start:end]}, []
-        bar.update(end - start)
+        "shape": [channels, side, side], "kind": form.kind, "mirrored": is_mirrored, "num_classes": num_classes,
+        "class_names": None, "autoencoder": form.autoencoder, **convention.record(), **resolution,
+        "source": cfg.source, "imported": {"format": format} | asdict(form),
+    }
+    finish(out, metadata, read_records(out, len(shards), is_mirrored, stored.shape))
 
 
 @command("import_latents", ImportSettings)
 def main(cfg: ImportSettings) -> None:
-    lacking = [key for key in ("source", "out") if getattr(cfg, key) is None]
-    if lacking:
-        raise ValueError(f"{' and '.join(lacking)} must be given, as in source=vae-sd out=data/repa; "
-                         f"configs/import_latents.yaml has all options.")
-    import_latents(**cfg.model_dump() | {"out": Path(cfg.out)})
+    import_latents(cfg)
 
 
 if __name__ == "__main__":

@@ -9,14 +9,13 @@ import torch
 from PIL import Image
 from safetensors.torch import save_file
 from test_data import labels_of, numbered, write_tars
-from test_import_latents import write_fastdit
+from test_import_latents import import_latents, write_fastdit
 
 from dit import DiT
 from latents import folder, images, tars
 from runtime import schema
 from runtime.command import compose
 from scoring import feature_cache, features, statistics
-from scripts import import_latents
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.loading import read_weights
@@ -78,14 +77,14 @@ def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, 
     source, _ = write_fastdit(tmp_path)
     out, whole = tmp_path / "out", tmp_path / "whole"
     for place in (out, whole):
-        import_latents.import_latents(str(source), place, "fastdit", shard_size=5)
+        import_latents(str(source), place, "fastdit", shard_size=5)
     (out / "metadata.json").unlink()      # as a kill leaves it, with a shard to be written
     (out / "latents-00002.npy").unlink()
     for number in range(2):
         (out / f"record-{number:05d}.json").write_text('{"count": 5, "unreadable": []}')
     content = change((out / name).read_bytes())
     (out / name).unlink() if content is None else (out / name).write_bytes(content)
-    import_latents.import_latents(str(source), out, "fastdit", shard_size=5)
+    import_latents(str(source), out, "fastdit", shard_size=5)
     got, wanted = ({file.name: file.read_bytes() for file in place.iterdir()} for place in (out, whole))
     assert got == wanted
 

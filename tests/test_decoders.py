@@ -13,6 +13,8 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 from safetensors.torch import save_file
+from test_import_latents import import_latents
+from test_prepare_latents import prepare
 from test_published_parity import amplitude_of, assert_equal, published, signature, wave
 
 import autoencoder as autoencoders
@@ -22,8 +24,6 @@ from autoencoder import Convention
 from latents.folder import open_latents
 from latents.loader import to_latent
 from scoring import image_sets, results
-from scripts.import_latents import import_latents
-from scripts.prepare_latents import prepare
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.records import build_network
@@ -142,7 +142,7 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
         name, downsample = make_network(form, tmp_path / "network"), NETWORKS[form][0]
     with pytest.MonkeyPatch.context() as patch:      # a random network's latents have any spread
         patch.setattr("latents.folder._check_values", lambda latents: None)
-        prepare("shapes", tmp_path / "out", SIDE, name, shapes_count=COUNT)
+        prepare("shapes", tmp_path / "out", SIDE, name, shapes={"count": COUNT, "seed": 0})
         latents = open_latents(tmp_path / "out")
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
     loaded = autoencoders.load(name)
@@ -155,7 +155,7 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
     x = to_latent(torch.from_numpy(latents.read(np.arange(COUNT))[0]), latents.kind)
     images = decoder_of(latents.autoencoder, latents.shape, latents.convention).decode(x)
 
-    prepare("shapes", tmp_path / "pixels", SIDE, "identity", shapes_count=COUNT)      # the same images, as they are
+    prepare("shapes", tmp_path / "pixels", SIDE, "identity", shapes={"count": COUNT, "seed": 0})      # the same images, as they are
     pixels = torch.from_numpy(open_latents(tmp_path / "pixels").read(np.arange(COUNT))[0]).float()
     with torch.no_grad():      # the network by itself, without a line of ours
         encoded = loaded.vae.encode(pixels)

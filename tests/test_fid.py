@@ -14,6 +14,7 @@ import torch
 from conftest import run_command
 from PIL import Image
 from scipy import linalg
+from test_prepare_latents import prepare
 
 import fid
 from runtime import files
@@ -22,7 +23,6 @@ from scoring import drawing, evaluation, feature_cache, image_sets, metrics
 from scoring.features import Extractor, load
 from scoring.results import describe_classes, read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference
-from scripts.prepare_latents import prepare
 from weights import checkpoint as checkpoints
 
 
@@ -324,7 +324,7 @@ def test_a_folder_a_zip_and_an_npz_of_the_same_images_score_the_same(tmp_path, r
 
 
 def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(tmp_path):
-    prepare("shapes", tmp_path / "latents", resolution=16, autoencoder="identity", shapes_count=60)
+    prepare("shapes", tmp_path / "latents", resolution=16, autoencoder="identity", shapes={"count": 60, "seed": 0})
     np.savez(tmp_path / "images.npz", arr_0=shapes(60).numpy())
     for source in ("latents", "images.npz"):
         command(tmp_path, reference_from=tmp_path / source, out=tmp_path / f"{source}.ref.npz", reference_images=20)

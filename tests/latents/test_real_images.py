@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
+from test_prepare_latents import prepare
 
 import autoencoder as autoencoders
 from latents.images import open_source
-from scripts.prepare_latents import prepare
 
 
 def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):

@@ -14,14 +14,22 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_command
+from omegaconf import OmegaConf
 from safetensors.torch import save_file
 
-import scripts.import_latents as script
 from latents.folder import open_latents
-from scripts.import_latents import import_latents
+from runtime.schema import CONFIGS
+from scripts import import_latents as script
 
 COUNT, SIDE, SCALE = 12, 8, np.float32(0.18215)
 LABELS = np.arange(COUNT) // 5      # 0 0 0 0 0 1 1 1 1 1 2 2
+
+
+def import_latents(source, out, format="auto", **settings) -> None:
+    """Imports with the settings of configs/import_latents.yaml but for those that are given."""
+    plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "import_latents.yaml"))
+    plain = {key: plain[key] for key in script.ImportSettings.model_fields}
+    script.import_latents(script.ImportSettings(**plain | {"source": str(source), "out": str(out), "format": format} | settings))
 
 
 def normal(*shape, seed=0, mean=0.0, std=1.0):
@@ -340,7 +348,7 @@ BAD = [
     (write_fastdit, lambda s: (s / FEATURE / "3.npy").unlink(), "3.npy is in one of the two folders only"),
     (write_fastdit, lambda s: [(s / part / "3.npy").rename(s / part / "03.npy") for part in (FEATURE, LABEL)], "03.npy is not named by a number"),
     (write_fastdit, put(f"{LABEL}/4.npy", np.array([1_700_000_000])), "label 1700000000 (row 4), outside 0..999999"), (write_fastdit, put(f"{LABEL}/4.npy", np.array([0.5])), "whole numbers"),
-    (write_fastdit, twice, "03.npy is not named by a number"), (write_fastdit, each(FEATURE, lambda z: z[:, :3]), "3 channels, but fast-DiT"), (write_fastdit, each(FEATURE, lambda z: z * 5.5), "scaled otherwise"),
+    (write_fastdit, twice, "03.npy is not named by a number"), (write_fastdit, each(FEATURE, lambda z: z[:, :3]), "3 channels, but fast-DiT"), (write_fastdit, each(FEATURE, lambda z: z * 5.5), "root mean square is 5"),
     (partial(write_maskdit, length=13), nothing, "but holds 25 entries"), (partial(write_maskdit, length="many"), nothing, "length is not a whole number"),
     (partial(write_maskdit, labels=[*range(11), 1_700_000_000]), nothing, "label 1700000000 (row 11)"), (partial(write_maskdit, labels=["cat"]), nothing, "y-0 is not a whole number"),
     (partial(write_maskdit, values=normal(COUNT, 7, 8, 8)), nothing, "not float32 (8, R, R)"), (partial(write_maskdit, values=[*moments(11), normal(8, 4, 4)]), nothing, "z-11 has 512 bytes, but z-0 2048"),
@@ -357,7 +365,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("form", "spoil", "sentence"), BAD, ids=[sentence for *_, sentence in BAD])
-def test_a_bad_source_is_a_sentence_and_leaves_nothing_behind(tmp_path, form, spoil, sentence):
+def test_a_bad_source_is_a_sentence_before_anything_is_written(tmp_path, form, spoil, sentence):
     source, _ = form(tmp_path)
     spoil(source)
     with pytest.raises(ValueError) as error:
@@ -366,15 +374,16 @@ def test_a_bad_source_is_a_sentence_and_leaves_nothing_behind(tmp_path, form, sp
     assert "UNPICKLED" not in os.environ
 
 
-def test_a_latent_that_is_bad_beyond_what_is_probed_leaves_nothing_behind_either(tmp_path, monkeypatch):
+def test_a_source_that_is_bad_beyond_what_is_probed_is_gone_on_with_once_it_is_corrected(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "NUM_PROBED", 2)
-    source, _ = write_repa(tmp_path)
+    source, values = write_repa(tmp_path)
     put("vae-sd/00000/img-mean-std-00000007.npy", np.full((8, 8, 8), np.inf, np.float32))(source)
-    for out in (tmp_path / "out", tmp_path / "there"):
-        (tmp_path / "there").mkdir(exist_ok=True)
-        with pytest.raises(ValueError, match="latent 7 is not finite"):
-            import_latents(str(source), out, shard_size=2)
-    assert not (tmp_path / "out").exists() and not list((tmp_path / "there").iterdir())
+    with pytest.raises(ValueError, match="latent 7 is not finite"):
+        import_latents(str(source), tmp_path / "out", shard_size=2)
+    put("vae-sd/00000/img-mean-std-00000007.npy", values[7])(source)
+    import_latents(str(source), tmp_path / "out", shard_size=2)
+    assert "going on: 3 of 6 shards are whole" in capsys.readouterr().out
+    same_bits(read_folder(tmp_path / "out")[1]["latents"], values * SCALE)
 
 
 def test_maskdits_tars_of_pickles_are_refused_with_the_way_around(tmp_path):

@@ -1,5 +1,7 @@
 """Preparing latents: a killed run, two ranks and another container of the same images end in the same bytes."""
 
+import errno
+import fcntl
 import filecmp
 import io
 import json
@@ -16,13 +18,23 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT
+from omegaconf import OmegaConf
 from PIL import Image
 
 import autoencoder as autoencoders
 from latents.folder import open_latents
 from latents.images import draw_shape, open_source
 from runtime.files import lock_folder
-from scripts.prepare_latents import prepare
+from runtime.schema import CONFIGS
+from scripts import prepare_latents as script
+
+
+def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> None:
+    """Prepares with the settings of configs/prepare_latents.yaml but for those that are given."""
+    plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "prepare_latents.yaml"))
+    plain = {key: plain[key] for key in script.PrepareSettings.model_fields}
+    given = {"source": str(source), "out": str(out), "resolution": resolution, "autoencoder": autoencoder}
+    script.prepare(script.PrepareSettings(**plain | given | settings))
 
 
 def noise(size: int, seed: int) -> np.ndarray:
@@ -61,9 +73,7 @@ def read_folder(out: Path) -> tuple[dict, dict[str, np.ndarray]]:
     """The metadata and the shards put together."""
     metadata = json.loads((out / "metadata.json").read_text())
     kinds = [kind for kind in ("latents", "labels", "mirrored") if kind in metadata["shards"][0]]
-    arrays = {
-        kind: [np.load(out / shard[kind], allow_pickle=False) for shard in metadata["shards"]] for kind in kinds
-    }
+    arrays = {kind: [np.load(out / shard[kind]) for shard in metadata["shards"]] for kind in kinds}
     for shard, *parts in zip(metadata["shards"], *arrays.values(), strict=True):
         assert all(len(part) == shard["count"] for part in parts)
     return metadata, {kind: np.concatenate(parts) for kind, parts in arrays.items()}
@@ -78,41 +88,34 @@ def same_folder(a: Path, b: Path) -> bool:
 run = partial(forked.run, "scripts/prepare_latents.py")
 
 
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
 def test_pixels_go_in_and_come_back(pets, tmp_path):
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4, batch_size=3)
+    prepare(pets, tmp_path / "out", shard_size=4, batch_size=3)
     metadata, arrays = read_folder(tmp_path / "out")
-    assert sorted(os.listdir(tmp_path / "out")) == sorted(
-        [".lock", "metadata.json", "preparing.json"]
-        + [f"{kind}-0000{i}.npy" for kind in ("latents", "labels") for i in range(3)]
-    )
+    files = [f"{kind}-0000{i}.npy" for kind in ("latents", "labels") for i in range(3)]
+    assert sorted(os.listdir(tmp_path / "out")) == sorted([".lock", "metadata.json", "preparing.json", *files])
     assert metadata == {
         "format": 1, "count": 10, "shape": [3, 32, 32], "dtype": "float16", "kind": "sample", "mirrored": False,
         "num_classes": 3, "class_names": ["cat", "dog", "emu"], "autoencoder": "identity", "scale": 1.0,
         "shift": 0.0, "resolution": 32, "source": str(pets), "unreadable": [],
         "precision": "fp32", "tf32": False, "device": "cpu",
-        "shards": [
-            {"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n}
-            for i, n in enumerate((4, 4, 2))
-        ],
+        "shards": [{"latents": f"latents-0000{i}.npy", "labels": f"labels-0000{i}.npy", "count": n}
+                   for i, n in enumerate((4, 4, 2))],
     }  # fmt: skip
-    assert arrays["labels"].tolist() == [0] * 4 + [1] * 3 + [2] * 3 and arrays["labels"].dtype == np.dtype(
-        "<i8"
-    )
+    assert arrays["labels"].tolist() == [0] * 4 + [1] * 3 + [2] * 3 and arrays["labels"].dtype == np.dtype("<i8")
     assert arrays["latents"].dtype == np.dtype("<f2")
     images = autoencoders.load("identity").decode(torch.from_numpy(arrays["latents"]))
     assert np.array_equal(images, np.stack([noise(32, k) for k in range(10)]))
-
-
-def test_shards_are_the_bytes_that_numpy_itself_would_save(pets, tmp_path):
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", shard_size=7, mirror=True)
-    for path in (tmp_path / "out").glob("*.npy"):
+    for name in files:
         buffer = io.BytesIO()
-        np.save(buffer, np.load(path, allow_pickle=False), allow_pickle=False)
-        assert path.read_bytes() == buffer.getvalue()
+        np.save(buffer, np.load(tmp_path / "out" / name))
+        assert (tmp_path / "out" / name).read_bytes() == buffer.getvalue()
 
 
 def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_folder, tmp_path):
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder, mirror=True, batch_size=10)
+    prepare(pets, tmp_path / "out", autoencoder=vae_folder, mirror=True, batch_size=10)
     metadata, arrays = read_folder(tmp_path / "out")
     assert metadata["shape"] == [4, 4, 4] and metadata["kind"] == "moments" and metadata["mirrored"]
     assert (metadata["scale"], metadata["shift"], metadata["autoencoder"]) == (0.18215, 0.0, vae_folder)
@@ -120,20 +123,17 @@ def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_fol
     vae = autoencoders.load(vae_folder)
     for kind, side in (("latents", images), ("mirrored", images.flip(2))):
         assert arrays[kind].shape == (10, 8, 4, 4)
-        torch.testing.assert_close(
-            torch.from_numpy(arrays[kind]).float(), torch.cat(vae.encode(side), dim=1), atol=1e-3, rtol=1e-3
-        )
-    assert not np.allclose(
-        arrays["latents"][..., ::-1], arrays["mirrored"], atol=1e-2
-    )  # not merely the flipped latent
+        expected = torch.cat(vae.encode(side), dim=1)
+        torch.testing.assert_close(torch.from_numpy(arrays[kind]).float(), expected, atol=1e-3, rtol=1e-3)
+    assert not np.allclose(arrays["latents"][..., ::-1], arrays["mirrored"], atol=1e-2)  # not the flipped latent
 
 
 def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_folder, tmp_path):
-    settings = {"resolution": 32, "autoencoder": vae_folder, "mirror": True}
-    prepare(str(pets), tmp_path / "moments", **settings)
-    prepare(str(pets), tmp_path / "a", kind="sample", batch_size=3, shard_size=4, **settings)
-    prepare(str(pets), tmp_path / "b", kind="sample", batch_size=10, num_workers=1, **settings)
-    prepare(str(pets), tmp_path / "c", kind="sample", seed=1, **settings)
+    settings = {"autoencoder": vae_folder, "mirror": True}
+    prepare(pets, tmp_path / "moments", **settings)
+    prepare(pets, tmp_path / "a", kind="sample", batch_size=3, shard_size=4, **settings)
+    prepare(pets, tmp_path / "b", kind="sample", batch_size=10, num_workers=1, **settings)
+    prepare(pets, tmp_path / "c", kind="sample", seed=1, **settings)
     moments, a, b, c = (read_folder(tmp_path / name)[1] for name in ("moments", "a", "b", "c"))
     noises = []
     for side in ("latents", "mirrored"):
@@ -155,12 +155,11 @@ def test_a_zip_and_tars_of_the_folder_give_its_latents(pets, tmp_path):
             archive.write(pets / name, f"train/{name}")
     with webdataset.TarWriter(str(tmp_path / "pets.tar")) as writer:
         for index, name in enumerate(source.names):
-            writer.write(
-                {"__key__": f"{index:03d}", "png": (pets / name).read_bytes(), "cls": int(source.labels[index])}
-            )
+            label = int(source.labels[index])
+            writer.write({"__key__": f"{index:03d}", "png": (pets / name).read_bytes(), "cls": label})
     results = []
     for number, given in enumerate((pets, tmp_path / "pets.zip", tmp_path / "pets.tar")):
-        prepare(str(given), tmp_path / str(number), resolution=24, autoencoder="identity", shard_size=4)
+        prepare(given, tmp_path / str(number), resolution=24, shard_size=4)
         results.append(read_folder(tmp_path / str(number))[1])
     for arrays in results[1:]:
         assert all(np.array_equal(arrays[kind], results[0][kind]) for kind in ("latents", "labels"))
@@ -172,267 +171,204 @@ def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys
     for k in range(4):  # the whole first shard
         (pets / "cat" / f"{k}.png").write_bytes(b"no image")
     (pets / "cat" / "notes.txt").write_text("hello")
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4, batch_size=2)
+    prepare(pets, tmp_path / "out", shard_size=4, batch_size=2)
     metadata, arrays = read_folder(tmp_path / "out")
     assert metadata["unreadable"] == ["cat/notes.txt", *(f"cat/{k}.png" for k in range(4)), "dog/4.png"]
     assert metadata["count"] == 5 and [shard["count"] for shard in metadata["shards"]] == [3, 2]
     assert arrays["labels"].tolist() == [1, 1, 2, 2, 2] and metadata["num_classes"] == 3
     printed = capsys.readouterr().out
-    assert "6 files are not in the set" in printed
-    assert (
-        "cat/0.png: not an image of a known kind" in printed
-        and "cat/notes.txt: does not look like an image" in printed
-    )
-
-
-def test_names_that_are_no_text_are_written_so_that_training_reads_them(pets, tmp_path):
-    (pets / "cat").rename(os.fsdecode(os.fsencode(pets) + b"/caf\xe9"))
-    Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
-    (pets / "emu").rename(pets / "große\nKatze")
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
-    assert open_latents(tmp_path / "out").class_names == ["caf?", "dog", "große\nKatze"]
-    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/?.png"]
+    assert "6 files are not in the set" in printed and "cat/0.png: not an image of a known kind" in printed
+    assert "cat/notes.txt: does not look like an image" in printed
 
 
 def test_a_set_with_nothing_readable_is_refused(tmp_path):
     (tmp_path / "cats").mkdir()
     (tmp_path / "cats" / "a.png").write_bytes(b"no image")
     with pytest.raises(ValueError, match="no readable image; a.png: not an image of a known kind"):
-        prepare(str(tmp_path / "cats"), tmp_path / "out", resolution=32, autoencoder="identity")
+        prepare(tmp_path / "cats", tmp_path / "out")
     assert not (tmp_path / "out" / "metadata.json").exists()
 
 
+def test_names_that_are_not_text_are_written_so_that_training_reads_them(pets, tmp_path):
+    (pets / "cat").rename(os.fsdecode(os.fsencode(pets) + b"/caf\xe9"))
+    Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
+    (pets / "emu").rename(pets / "große\nKatze")
+    prepare(pets, tmp_path / "out")
+    assert open_latents(tmp_path / "out").class_names == ["caf?", "dog", "große\nKatze"]
+    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/?.png"]
+
+
+def test_training_reads_both_sides(pets, tmp_path):
+    prepare(pets, tmp_path / "out", kind="moments", mirror=True, shard_size=4)
+    stored, labels = open_latents(tmp_path / "out").read(np.arange(10), np.arange(10) % 2 == 1)
+    arrays = read_folder(tmp_path / "out")[1]
+    assert np.array_equal(stored[0::2], arrays["latents"][0::2])
+    assert np.array_equal(stored[1::2], arrays["mirrored"][1::2])
+    assert (stored[:, 3:] == 0).all() and np.array_equal(labels, arrays["labels"])
+    assert np.array_equal(arrays["mirrored"], arrays["latents"][..., ::-1])  # true of pixels, not of a VAE
+
+
+def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
+    result = run("source=shapes", f"out={tmp_path / 'shapes16'}", "shapes.count=60")
+    assert result.returncode == 0, result.stderr
+    metadata, arrays = read_folder(tmp_path / "shapes16")
+    assert metadata["shape"] == [3, 16, 16] and metadata["class_names"][0] == "circle"
+    images = autoencoders.load("identity").decode(torch.from_numpy(arrays["latents"])).numpy()
+    assert np.array_equal(images, np.stack([draw_shape(0, index, 16) for index in range(60)]))
+    assert arrays["labels"].tolist() == [index % 6 for index in range(60)]
+
+
+def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
+    text = (ROOT / "docs" / "data.md").read_text()
+    examples = [part.split("```")[0] for part in text.split("```python\n")[1:] if "my-latents" in part.split("```")[0]]
+    monkeypatch.chdir(tmp_path)
+    for example in examples:
+        exec(compile(example, "docs/data.md", "exec"), {})
+    latents = open_latents(tmp_path / "my-latents")
+    assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
+    assert len(examples) == 2 and latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
+
+
+# ---- classes --------------------------------------------------------------------------------------------------------
+
+
 def test_a_label_map_is_honoured(pets, tmp_path):
-    label_map = tmp_path / "map.json"
-    label_map.write_text(json.dumps({"emu": 0, "cat": 3, "yak": 1, "dog": 2}))
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", label_map=label_map)
+    (tmp_path / "map.json").write_text(json.dumps({"emu": 0, "cat": 3, "yak": 1, "dog": 2}))
+    prepare(pets, tmp_path / "out", label_map=str(tmp_path / "map.json"))
     metadata, arrays = read_folder(tmp_path / "out")
     assert metadata["class_names"] == ["emu", "yak", "dog", "cat"] and metadata["num_classes"] == 4
     assert arrays["labels"].tolist() == [3] * 4 + [2] * 3 + [0] * 3
 
 
-IDS = {"n01440764": "cat", "n02012849": "dog", "n03126707": "emu"}
+IDS = ["n01440764", "n02012849", "n03126707"]
 WORDNET = "n00001740\tentity\nn01440764\ttench, Tinca tinca\nn02012849\tcrane\n"
 KAGGLE = "n01440764 tench, Tinca tinca\nn02012849 crane\n\nn03126707 \n"
 
 
-@pytest.mark.parametrize(("name", "text"), [
-    ("ids/words.txt", WORDNET), ("words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE), ("ids/LOC_synset_mapping.txt", KAGGLE),
-])  # fmt: skip
+@pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
 def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(pets, tmp_path, name, text):
-
     pets.rename(tmp_path / "ids")
-    for wordnet_id, pet in IDS.items():
+    for pet, wordnet_id in zip(("cat", "dog", "emu"), IDS, strict=True):
         (tmp_path / "ids" / pet).rename(tmp_path / "ids" / wordnet_id)
-    settings = dict(source=str(tmp_path / "ids"), resolution=32, autoencoder="identity")
-    prepare(out=tmp_path / "plain", **settings)
+    prepare(tmp_path / "ids", tmp_path / "plain")
     (tmp_path / name).write_text(text)
-    prepare(out=tmp_path / "shown", **settings)
-    metadata = read_folder(tmp_path / "shown")[0]
-    assert metadata["class_names"] == list(IDS)
-    assert metadata["display_names"] == ["tench", "crane", "n03126707"]  # the file lacks the last one
-    assert "display_names" not in read_folder(tmp_path / "plain")[0]
+    prepare(tmp_path / "ids", tmp_path / "shown")
     plain, shown = (open_latents(tmp_path / folder) for folder in ("plain", "shown"))
-    assert plain.fingerprint == shown.fingerprint and plain.display_names == list(IDS)
-    assert shown.display_names == metadata["display_names"] and shown.class_names == list(IDS)
+    assert plain.fingerprint == shown.fingerprint and plain.display_names == plain.class_names == shown.class_names == IDS
+    assert shown.display_names == ["tench", "crane", "n03126707"]  # the file lacks the last one
 
 
-def test_a_file_of_words_that_is_named_may_be_of_any_classes(pets, tmp_path):
-    (tmp_path / "names.txt").write_text("\ufeffcat Felis catus\nemu\tgroßer Emu, bird\n", encoding="utf-8")
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity", words=tmp_path / "names.txt")
-    assert read_folder(tmp_path / "out")[0]["display_names"] == ["Felis catus", "dog", "großer Emu"]
+def test_a_file_of_words_may_be_of_any_classes_where_it_is_named_and_only_there(tmp_path):
+    (tmp_path / "words.txt").write_text("\ufeffcat Felis catus\nemu\tgroßer Emu, bird\n", encoding="utf-8")
+    names = ["cat", "dog", "emu"]
+    assert script.display_names(names, str(tmp_path / "words.txt"), "pets") == ["Felis catus", "dog", "großer Emu"]
+    assert script.display_names(names, None, str(tmp_path)) is None
 
 
-def test_a_words_file_that_happens_to_lie_beside_other_classes_is_not_read(pets, tmp_path):
-    (pets.parent / "words.txt").write_text("cat Felis catus\n")
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
-    assert "display_names" not in read_folder(tmp_path / "out")[0]
+# ---- what is noticed first ------------------------------------------------------------------------------------------
 
 
-def test_a_resolution_that_the_autoencoder_cannot_halve_is_a_sentence_before_anything_is_written(pets, vae_folder, tmp_path):
+def test_what_cannot_work_is_noticed_before_anything_is_written(pets, vae_folder, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="resolution=30 is not divisible by 8"):
-        prepare(str(pets), tmp_path / "out", 30, vae_folder)
+        prepare(pets, tmp_path / "out", 30, vae_folder)
+    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
+    with pytest.raises(ValueError, match="needs 0.0615 MB more and its disk has 0.01 MB free: name another disk"):
+        prepare(pets, tmp_path / "out")
     assert not (tmp_path / "out").exists()
-
-
-def test_a_disk_without_room_is_noticed_first(pets, tmp_path, monkeypatch):
-    import shutil
-
-    monkeypatch.setattr(shutil, "disk_usage", lambda path: shutil._ntuple_diskusage(10**9, 10**9, 10_000))
-    with pytest.raises(ValueError, match="needs [0-9.]+ MB more and its disk has 0.01 MB free"):
-        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
-    assert not (tmp_path / "out").exists()
-
-
-@pytest.mark.parametrize(("settings", "remedy"), [
-    (dict(kind="sample"), "name another disk"), (dict(kind="moments"), "kind=sample would halve"), (dict(kind="sample", mirror=True), "mirror=false would"),
-    (dict(kind="moments", mirror=True), "kind=sample or mirror=false would halve it"),
-])
-def test_a_disk_without_room_is_met_with_what_is_not_set_already(pets, vae_folder, tmp_path, monkeypatch, settings, remedy):
-    monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=100))
-    with pytest.raises(ValueError, match=f"free: {remedy}"):
-        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder, **settings)
 
 
 def test_a_vae_that_overflows_float16_is_not_stored(pets, vae_folder, tmp_path, monkeypatch):
     encode = autoencoders.DiffusersAutoencoder.encode
-    monkeypatch.setattr(
-        autoencoders.DiffusersAutoencoder, "encode", lambda self, images: [m * 1e9 for m in encode(self, images)]
-    )
+    monkeypatch.setattr(autoencoders.DiffusersAutoencoder, "encode",
+                        lambda self, images: [moments * 1e9 for moments in encode(self, images)])
     with pytest.raises(ValueError, match="not finite"):
-        prepare(str(pets), tmp_path / "out", resolution=32, autoencoder=vae_folder)
+        prepare(pets, tmp_path / "out", autoencoder=vae_folder)
     assert sorted(os.listdir(tmp_path / "out")) == [".lock", "preparing.json"]
 
 
 def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tmp_path, capsys):
-    settings = {"source": str(pets), "out": tmp_path / "out", "autoencoder": "identity", "shard_size": 4}
-    prepare(resolution=32, **settings)
+    prepare(pets, tmp_path / "out", shard_size=4)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
-    prepare(resolution=32, **settings)
+    prepare(pets, tmp_path / "out", shard_size=4)
     assert "already whole" in capsys.readouterr().out
     with pytest.raises(ValueError, match="resolution=32 then and 16 now"):
-        prepare(resolution=16, **settings)
+        prepare(pets, tmp_path / "out", resolution=16, shard_size=4)
     (pets / "emu" / "new.png").write_bytes(png(noise(32, 99)))
     with pytest.raises(ValueError, match="what the source holds has changed"):
-        prepare(resolution=32, **settings)
+        prepare(pets, tmp_path / "out", shard_size=4)
     assert {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()} == before
 
 
-@pytest.mark.parametrize("damage", ["missing", "short", "no record"])
-def test_a_shard_that_is_not_whole_is_written_again(pets, tmp_path, damage):
-    prepare(str(pets), tmp_path / "whole", resolution=32, autoencoder="identity", shard_size=4)
-    out = tmp_path / "out"
-    # Stop as a kill would after the second shard's record: the third shard never comes.
-    with pytest.MonkeyPatch.context() as patch:
-        import scripts.prepare_latents as script
-
-        write_shard = script.write_shard
-
-        def stop_at_two(out, shard, *rest):
-            if shard == 2:
-                raise OSError("killed")
-            write_shard(out, shard, *rest)
-
-        patch.setattr(script, "write_shard", stop_at_two)
-        with pytest.raises(OSError, match="killed"):
-            prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
-    assert not (out / "metadata.json").exists() and (out / "record-00001.json").exists()
-    if damage == "missing":
-        (out / "latents-00001.npy").unlink()
-    elif damage == "short":
-        os.truncate(out / "latents-00001.npy", 5000)
-    else:
-        (out / "record-00001.json").unlink()
-    first = (out / "latents-00000.npy").stat().st_mtime_ns
-    prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
-    assert (out / "latents-00000.npy").stat().st_mtime_ns == first
-    assert same_folder(tmp_path / "whole", out)
+# ---- kills, ranks, two processes ------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("moment", ["before metadata.json is in place", "before the records are gone"])
 def test_a_kill_on_the_last_lines_leaves_nothing_behind(pets, tmp_path, moment):
-    settings = dict(source=str(pets), resolution=32, autoencoder="identity", shard_size=4)
-    prepare(out=tmp_path / "whole", **settings)
+    prepare(pets, tmp_path / "whole", shard_size=4)
     program = f"""
 import os, sys
 from pathlib import Path
-import scripts.prepare_latents as script
+from test_prepare_latents import prepare
 replace, unlink = os.replace, Path.unlink
 os.replace = lambda a, b: os._exit(9) if {moment == "before metadata.json is in place"} and "metadata" in str(b) else replace(a, b)
 Path.unlink = lambda path, **how: os._exit(9) if path.name.startswith("record") else unlink(path, **how)
-script.prepare(out=Path({str(tmp_path / "out")!r}), **{settings!r})
+prepare({str(pets)!r}, {str(tmp_path / "out")!r}, shard_size=4)
 """
     killed = forked.run("-c", program)
     assert killed.returncode == 9, killed.stderr
     assert len(list((tmp_path / "out").glob(".*.tmp"))) + len(list((tmp_path / "out").glob("metadata.json"))) == 1
-    prepare(out=tmp_path / "out", **settings)
+    prepare(pets, tmp_path / "out", shard_size=4)
     assert same_folder(tmp_path / "whole", tmp_path / "out")
 
 
-@pytest.mark.parametrize("name", [".lock", ".DS_Store", "latents-00000.npy.123.partial"])
-def test_a_folder_that_holds_only_hidden_files_or_leftovers_is_taken(pets, tmp_path, name):
-    (tmp_path / "out").mkdir()
-    (tmp_path / "out" / name).write_text("")
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
-    assert not list((tmp_path / "out").glob("*.partial"))
-
-
-def test_files_of_others_stay_where_they_are(pets, tmp_path):
+def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path):
     out = tmp_path / "out"
-    theirs = [".session.tmp", ".latents-draft.npy.tmp", ".mine.12.tmp", "movie.partial", "latents.partial"]
-    ours = [".latents-00001.npy.77.tmp", "labels-00000.npy.123.partial", ".metadata.json.77.tmp", ".record-00002.json.9.tmp"]
+    theirs = [".session.tmp", ".latents-draft.npy.tmp", ".mine.12.tmp", "movie.avi"]
+    ours = [".latents-00001.npy.77.tmp", ".metadata.json.77.tmp", ".record-00002.json.9.tmp"]
     out.mkdir()
-    (out / "movie.partial").write_text("")
+    (out / "movie.avi").write_text("")
     with pytest.raises(ValueError, match="holds files that this script did not write"):
-        prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
-    (out / "movie.partial").unlink()
-    prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+        prepare(pets, out, shard_size=4)
+    (out / "movie.avi").unlink()
+    (out / ".DS_Store").touch()      # hidden files do not matter
+    prepare(pets, out, shard_size=4)
     for is_whole in (True, False):      # the same command on a folder that is whole, and on one that is not
         for name in (*theirs, *ours):
             (out / name).write_text("half")
         if not is_whole:
             (out / "metadata.json").unlink()
-        prepare(str(pets), out, resolution=32, autoencoder="identity", shard_size=4)
+        prepare(pets, out, shard_size=4)
         assert set(theirs) <= set(os.listdir(out)) and not set(ours) & set(os.listdir(out))
 
 
-def old_preparing(out: Path) -> dict:
-    """Makes of preparing.json what the version before wrote there, which said nothing of tf32."""
-    plain = json.loads((out / "preparing.json").read_text())
-    del plain["tf32"]
-    (out / "preparing.json").write_text(json.dumps(plain))
-    return plain
-
-
-def test_a_folder_of_the_version_before_is_gone_on_with(pets, tmp_path, capsys):
-    settings = dict(source=str(pets), out=tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4)
-    prepare(**settings)
-    old_preparing(tmp_path / "out")
-    prepare(**settings)
+def test_a_folder_of_the_version_before_is_resumed(pets, tmp_path, capsys):
+    prepare(pets, tmp_path / "out", shard_size=4)
+    file = tmp_path / "out" / "preparing.json"
+    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "tf32"}))
+    prepare(pets, tmp_path / "out", shard_size=4)
     assert "already whole" in capsys.readouterr().out
     (tmp_path / "out" / "metadata.json").unlink()
-    prepare(**settings)
-    assert json.loads((tmp_path / "out" / "preparing.json").read_text())["tf32"] is True
+    prepare(pets, tmp_path / "out", shard_size=4)
+    assert json.loads(file.read_text())["tf32"] is True
 
 
-@pytest.mark.parametrize(("text", "sentence"), [
-    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("7", "The settings=7: it should be a valid dictionary"),
-    ("{}", "resolution is missing."),
-])  # fmt: skip
-def test_a_damaged_record_of_the_settings_is_a_sentence_and_that_of_a_shard_is_written_again(pets, tmp_path, text, sentence):
-    settings = dict(source=str(pets), out=tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4)
-    prepare(**settings)
-    (tmp_path / "out" / "metadata.json").unlink()
-    (tmp_path / "out" / "record-00001.json").write_text(text)
-    prepare(**settings)
+def test_a_second_process_on_the_same_folder_is_refused_and_the_first_goes_on(pets, tmp_path):
+    lock = lock_folder(tmp_path / "out", "")
+    with pytest.raises(ValueError, match="Another process is writing out="):
+        prepare(pets, tmp_path / "out")
+    assert os.listdir(tmp_path / "out") == [".lock"]
+    lock.release()
+    prepare(pets, tmp_path / "out")
     assert (tmp_path / "out" / "metadata.json").is_file()
-    (tmp_path / "out" / "preparing.json").write_text(text)
-    with pytest.raises(ValueError, match=sentence) as error:
-        prepare(**settings)
-    assert str(error.value).endswith("Remove the folder, or name another.")
 
 
-def test_a_file_system_without_locks_is_said_in_a_line_and_works(pets, tmp_path, monkeypatch, capsys):
-    import errno
-    import fcntl
-
+def test_a_file_system_without_locks_is_named_in_a_line_and_works(pets, tmp_path, monkeypatch, capsys):
     def refuse(*_):
         raise OSError(errno.ENOLCK, "No locks available")
 
     monkeypatch.setattr(fcntl, "flock", refuse)
-    prepare(str(pets), tmp_path / "out", resolution=32, autoencoder="identity")
+    prepare(pets, tmp_path / "out")
     assert "cannot be locked ([Errno 37] No locks available)" in capsys.readouterr().out
-    assert (tmp_path / "out" / "metadata.json").is_file()
-
-
-def test_a_second_process_on_the_same_folder_is_refused_and_the_first_goes_on(pets, tmp_path):
-    settings = dict(source=str(pets), out=tmp_path / "out", resolution=32, autoencoder="identity", shard_size=4)
-    lock = lock_folder(tmp_path / "out", "")
-    with pytest.raises(ValueError, match="Another process is writing out="):
-        prepare(**settings)
-    assert os.listdir(tmp_path / "out") == [".lock"]
-    lock.release()
-    prepare(**settings)
     assert (tmp_path / "out" / "metadata.json").is_file()
 
 
@@ -455,19 +391,12 @@ def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert f"going on: {len(done)} of 30 shards are whole" in resumed.stdout
 
-    prepare("shapes", tmp_path / "whole", resolution=64, shapes_count=4500, shard_size=150, mirror=True)
+    prepare("shapes", tmp_path / "whole", resolution=64, shapes={"count": 4500, "seed": 0}, shard_size=150, mirror=True)
     assert same_folder(tmp_path / "whole", out)
 
 
 def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
-    overrides = (
-        f"source={pets}",
-        "resolution=32",
-        f"autoencoder={vae_folder}",
-        "kind=sample",
-        "shard_size=3",
-        "mirror=true",
-    )
+    overrides = f"source={pets} resolution=32 autoencoder={vae_folder} kind=sample shard_size=3 mirror=true".split()
     one = run(*overrides, f"out={tmp_path / 'one'}")
     two = run(*overrides, f"out={tmp_path / 'two'}", ranks=2)
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
@@ -476,20 +405,15 @@ def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
     assert same_folder(tmp_path / "one", tmp_path / "two")
 
 
-def test_a_users_mistake_is_one_sentence_however_many_ranks_have_it():
-    result = run("source=shapes", ranks=2)
-    assert result.returncode == 1 and result.stderr.count("prepare_latents.py: out must be given, as in source=shapes") == 1
-
-
 def test_memory_does_not_grow_with_the_data_set(tmp_path):
     program = f"""
 import resource, sys
 from pathlib import Path
-from scripts.prepare_latents import prepare
+from test_prepare_latents import prepare
 peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss // 1024
 out = Path({str(tmp_path)!r})
-for count in (1000, 5000):  # 4,000 images more, of which the pixels alone are 49 MB and the latents 98 MB
-    prepare("shapes", out / str(count), resolution=64, shapes_count=count, shard_size=10**6)
+for count in (1000, 5000):  # 4,000 images more: their pixels alone are 49 MB and the latents 98 MB
+    prepare("shapes", out / str(count), resolution=64, shapes=dict(count=count, seed=0), shard_size=10**6)
     print(peak(), file=sys.stderr)
 """
     result = forked.run("-c", program)
@@ -497,52 +421,3 @@ for count in (1000, 5000):  # 4,000 images more, of which the pixels alone are 4
     small, large = (int(line) for line in result.stderr.split("\n") if line.isdigit())
     assert (tmp_path / "5000" / "latents-00000.npy").stat().st_size > 120e6
     assert large - small < 20, f"peak memory went from {small} to {large} MB"
-
-
-def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
-    result = run(
-        "source=shapes",
-        "resolution=16",
-        "autoencoder=identity",
-        f"out={tmp_path / 'shapes16'}",
-        "shapes.count=60",
-    )
-    assert result.returncode == 0, result.stderr
-    metadata, arrays = read_folder(tmp_path / "shapes16")
-    assert metadata["shape"] == [3, 16, 16] and metadata["class_names"][0] == "circle"
-    images = autoencoders.load("identity").decode(torch.from_numpy(arrays["latents"])).numpy()
-    assert np.array_equal(images, np.stack([draw_shape(0, index, 16) for index in range(60)]))
-    assert arrays["labels"].tolist() == [index % 6 for index in range(60)]
-
-
-def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
-
-    text = (ROOT / "docs" / "data.md").read_text()
-    examples = [part.split("```")[0] for part in text.split("```python\n")[1:] if "my-latents" in part.split("```")[0]]
-    monkeypatch.chdir(tmp_path)
-    for example in examples:
-        exec(compile(example, "docs/data.md", "exec"), {})
-    latents = open_latents(tmp_path / "my-latents")
-    assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
-    assert len(examples) == 2 and latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
-
-
-def test_training_reads_what_this_writes(pets, tmp_path):
-
-    prepare(
-        str(pets),
-        tmp_path / "out",
-        resolution=32,
-        autoencoder="identity",
-        kind="moments",
-        mirror=True,
-        shard_size=4,
-    )
-    latents = open_latents(tmp_path / "out")
-    metadata, arrays = read_folder(tmp_path / "out")
-    stored, labels = latents.read(np.arange(10), np.arange(10) % 2 == 1)
-    assert np.array_equal(stored[0::2], arrays["latents"][0::2]) and np.array_equal(
-        stored[1::2], arrays["mirrored"][1::2]
-    )
-    assert (stored[:, 3:] == 0).all() and np.array_equal(labels, arrays["labels"])
-    assert np.array_equal(arrays["mirrored"], arrays["latents"][..., ::-1])  # true of pixels, not of a VAE
