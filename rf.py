@@ -9,6 +9,7 @@ Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)·x + t�
 import math
 from collections.abc import Callable
 from functools import partial
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
@@ -18,28 +19,52 @@ from guidance import UNGUIDED, Guidance
 from routing_module import Route
 
 LAST_STEP = 0.04      # noise level from which the SDE's last step goes, without noise
+LEAST_T = 0.05        # what CleanRF divides by at lower noise levels (JiT, arXiv 2511.13720)
+Shift = float | Literal["size"] | None
+
+
+def shifted(t: Tensor, shift: Shift, shape: torch.Size) -> Tensor:
+    """Moves noise levels t to s·t / (1 + (s - 1)·t), above s = 1 nearer to the noise (arXiv 2403.03206, Eq. 23).
+
+    A shift of "size" is s = sqrt(C·h·w / 4096) for latents of `shape` (B, C, h, w) (arXiv 2512.12386), and None is 1.
+    """
+    s = math.sqrt(math.prod(shape[1:]) / 4096) if shift == "size" else shift or 1.0
+    return s * t / (1 + (s - 1) * t)
 
 
 class RF:
-    """Noises a latent on the line z_t = (1 - t)·x + t·eps, and learns its velocity eps - x.
+    """Noises a latent on the line z_t = (1 - t)·x + t·eps, and learns its velocity v = eps - x.
 
-    Noise levels are drawn as sigmoid(N(0, 1)), "logit_normal" (arXiv 2403.03206), or "uniform" in [0, 1).
-    cosine_weight is that of a second term of the loss, one minus the cosine of the angle between the velocities that
-    are estimated and sought (LightningDiT, arXiv 2501.01423).
+    Noise levels are drawn as sigmoid(N(0, 1)), "logit_normal" (arXiv 2403.03206), or "uniform" in [0, 1), and moved by
+    `shift` (see `shifted`), which the sampler's steps follow unless it is given another. cosine_weight is that of a
+    second term of the loss, one minus the cosine of the angle between the velocities that are estimated and sought
+    (LightningDiT, arXiv 2501.01423). contrastive_weight is that of the squared distance from another sample's velocity,
+    which is subtracted (arXiv 2506.05350). Raises ValueError for weights and shifts that cannot be.
     """
 
-    def __init__(self, timestep_sampling: str = "logit_normal", cosine_weight: float = 0.0):
+    def __init__(
+        self, timestep_sampling: str = "logit_normal", cosine_weight: float = 0.0, contrastive_weight: float = 0.0,
+        shift: Shift = None,
+    ):
         if timestep_sampling not in ("logit_normal", "uniform"):
             raise ValueError(f"timestep_sampling={timestep_sampling} is neither logit_normal nor uniform.")
         if cosine_weight < 0:
             raise ValueError(f"cosine_weight={cosine_weight} is negative: it would reward a velocity that points away.")
+        if not 0 <= contrastive_weight < 1:
+            raise ValueError(f"contrastive_weight={contrastive_weight} is outside [0, 1): from 1 on the loss has no "
+                             f"minimum. 0.05 is published.")
+        if shift not in (None, "size") and not 0 < shift < math.inf:
+            raise ValueError(f"shift={shift} is not above 0: it multiplies the odds t / (1 - t).")
         self.timestep_sampling, self.cosine_weight = timestep_sampling, cosine_weight
+        self.contrastive_weight, self.shift = contrastive_weight, shift
 
-    def draw_t(self, count: int, device: torch.device) -> Tensor:
-        """Draws noise levels (count,) for training."""
+    def draw_t(self, x: Tensor) -> Tensor:
+        """Draws noise levels (B,) for latents x (B, C, h, w) in training."""
         if self.timestep_sampling == "logit_normal":
-            return torch.randn(count, device=device).sigmoid()
-        return torch.rand(count, device=device)
+            t = torch.randn(len(x), device=x.device).sigmoid()
+        else:
+            t = torch.rand(len(x), device=x.device)
+        return shifted(t, self.shift, x.shape)
 
     def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
@@ -50,6 +75,10 @@ class RF:
         z = z.float()
         return net(z, t.float(), y, routes=routes)[:, : z.shape[1]].float()
 
+    def target(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        """Returns what `velocity` should estimate (B, C, h, w); t is (B, 1, 1, 1)."""
+        return eps - x
+
     def loss(
         self, net: nn.Module, x: Tensor, y: Tensor, routes: tuple[Route, ...] = (),
         t: Tensor | None = None, eps: Tensor | None = None,
@@ -57,47 +86,51 @@ class RF:
     ) -> Tensor:
         """Returns each sample's squared error of the velocity (B,), a mean over channels and pixels.
 
-        To it come cosine_weight times one minus the cosine over channels, a mean over pixels. x is (B, C, h, w) float32
-        and y (B,); t (B,) and unit noise eps like x are drawn where they are not given. `weight` and `mask_noise` are
-        those of `EDM.loss`.
+        To it come cosine_weight times one minus the cosine over channels, a mean over pixels, and minus
+        contrastive_weight times the squared error of the velocity of the sample before (of the first one: the last).
+        x is (B, C, h, w) float32 and y (B,); t (B,) and unit noise eps like x are drawn where they are not given.
+        `weight` and `mask_noise` are those of `EDM.loss`. Raises ValueError for a contrast with a sample itself.
         """
+        if self.contrastive_weight and len(x) == 1:
+            raise ValueError(f"contrastive_weight={self.contrastive_weight} sets each image against another one of its "
+                             f"rank's part of the batch, and a part has one image: raise batch_size, or lower "
+                             f"grad_accum_steps or the number of ranks.")
         if t is None:
-            t = self.draw_t(x.shape[0], x.device)
+            t = self.draw_t(x)
         if eps is None:
             eps = torch.randn_like(x)
         t_line = t.view(-1, 1, 1, 1)
         z = (1 - t_line) * x + t_line * eps
         if mask_noise is not None:
             net = partial(net, mask_noise=mask_noise)
-        v_hat, v = self.velocity(net, z, t, y, routes), eps - x
+        v_hat, v = self.velocity(net, z, t, y, routes), self.target(x, eps, t_line)
         # A network starts by answering 0, which has no direction. Below a length of 0.1 the cosine fades: else the
         # first gradient would be of 1e7, and AdamW would remember it for hundreds of steps.
         angle = 1 - F.cosine_similarity(v_hat, v, dim=1, eps=0.1).unsqueeze(1)                   # (B, 1, h, w)
-        return (weight * ((v_hat - v).square() + self.cosine_weight * angle)).mean(dim=(1, 2, 3))
+        error = (v_hat - v).square() + self.cosine_weight * angle
+        error = error - self.contrastive_weight * (v_hat - v.roll(1, dims=0)).square()
+        return (weight * error).mean(dim=(1, 2, 3))
 
     @torch.no_grad()
     def sample(
         self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 40, solver: str = "euler",
         guidance: Guidance | None = None,
-        shift: float | None = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+        shift: Shift = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
     ) -> Tensor:
-        """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32 along t = 1 → 0 in equal steps.
+        """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32 along t = 1 → 0.
 
         `solver` is "euler", num_steps evaluations; "heun", 2·num_steps - 1: the last step is Euler's, as a network
         has hardly been trained at t = 0; or "euler_maruyama", the SDE of `sample_euler_maruyama`, which alone draws
-        from `randn_like`. A `shift` moves the steps of the other two to s·t / (1 + (s - 1)·t) (arXiv 2403.03206,
-        Eq. 23), above 1 nearer to the noise. The state is float64, as in EDM's sampler.
+        from `randn_like`. The steps are equal but for the `shift`, None being that of training (see `shifted`). The
+        state is float64, as in EDM's sampler.
         """
         if solver not in ("euler", "heun", "euler_maruyama"):
             raise ValueError(f"solver={solver} is neither euler, heun nor euler_maruyama.")
         if solver == "euler_maruyama":
-            if shift is not None:
-                raise ValueError(f"shift={shift} is for solver=euler and heun: the steps of euler_maruyama are equal.")
-            return self.sample_euler_maruyama(net, noise, y, num_steps, guidance, randn_like)
+            return self.sample_euler_maruyama(net, noise, y, num_steps, guidance, shift, randn_like)
         v = (guidance or UNGUIDED).guide(self.velocity, net, noise, y, num_steps)
         t_steps = torch.linspace(1, 0, num_steps + 1, dtype=torch.float64)
-        s = 1 if shift is None else shift
-        t_steps = (s * t_steps / (1 + (s - 1) * t_steps)).tolist()
+        t_steps = shifted(t_steps, shift or self.shift, noise.shape).tolist()
 
         z_next = noise.double()
         for i in range(num_steps):
@@ -113,15 +146,16 @@ class RF:
 
     def sample_euler_maruyama(
         self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 250, guidance: Guidance | None = None,
-        randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
+        shift: Shift = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
     ) -> Tensor:
         """Turns unit noise into latents by the SDE dz = (v - t·s) dt + sqrt(2t) dW, whose score is s (SiT, Eq. 4).
 
-        num_steps - 1 equal steps lead from t = 1 to 0.04, and one of the drift alone to 0, as SiT and REPA publish.
-        `randn_like` draws the noise of each step but the last.
+        num_steps - 1 equal steps lead from t = 1 to 0.04, and one of the drift alone to 0, as SiT and REPA publish. A
+        shift moves them all, as SR-DiT does. `randn_like` draws the noise of each step but the last.
         """
         v = (guidance or UNGUIDED).guide(self.velocity, net, noise, y, num_steps)
-        t_steps = [*torch.linspace(1, LAST_STEP, num_steps, dtype=torch.float64).tolist(), 0.0]
+        t_steps = torch.linspace(1, LAST_STEP, num_steps, dtype=torch.float64)
+        t_steps = [*shifted(t_steps, shift or self.shift, noise.shape).tolist(), 0.0]
 
         z_next = noise.double()
         for i in range(num_steps):
@@ -132,6 +166,21 @@ class RF:
             if i < num_steps - 1:
                 z_next = z_next + math.sqrt(2 * t_cur * (t_cur - t_next)) * randn_like(z_cur)
         return z_next.float()
+
+
+class CleanRF(RF):
+    """Flow matching whose network predicts the clean latent; the loss is still of its velocity (JiT, arXiv 2511.13720).
+
+    On the line, v = (z - x) / t. Below t = 0.05 both the estimate and what is sought are divided by 0.05, so that the
+    loss does not grow without bounds.
+    """
+
+    def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
+        x_hat = super().velocity(net, z, t, y, routes)
+        return (z.float() - x_hat) / t.float().clamp(min=LEAST_T).view(-1, 1, 1, 1)
+
+    def target(self, x: Tensor, eps: Tensor, t: Tensor) -> Tensor:
+        return (eps - x) * (t / LEAST_T).clamp(max=1)
 
 
 def sample_tread(

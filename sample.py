@@ -14,6 +14,7 @@ from functools import partial
 from pathlib import Path
 
 from guidance import Guidance
+from rf import RF
 from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import Location, Selection
@@ -84,8 +85,8 @@ def compare_guided(cfg: GridSettings) -> None:
         raise ValueError(f"out={cfg.out} is no .png; python sample.py writes npz files and folders.")
     sampling = open_sampling(cfg, state, most_classes=GRID_CLASSES)
     trained = sampling.trained
-    name = trained.recorded["diffusion"]["name"]
-    if name != "rf":
+    if not isinstance(trained.diffusion, RF):
+        name = trained.recorded["diffusion"]["name"]
         raise ValueError(f"{cfg.checkpoint} was trained with {name}, not by flow matching (diffusion=rf). "
                          f"python sample.py takes the same guidance settings for it.")
     if sampling.guidance is None:

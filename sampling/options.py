@@ -36,7 +36,7 @@ class SamplerSettings(Settings):
     S_max: Annotated[float, Field(ge=0)] | None = None      # infinity is its usual value
     S_noise: NotNegative | None = None
     solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
-    shift: Annotated[float, Field(ge=0.01, le=100)] | None = None
+    shift: Annotated[float, Field(ge=0.01, le=100)] | Literal["size"] | None = None
 
 
 Ratio = Annotated[float, Field(ge=0, lt=1)]
@@ -92,12 +92,13 @@ class DrawingSettings(GuidanceSettings):
 
 
 def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
-    """Completes the settings of a diffusion's sampler; None is the sampler's own value.
+    """Completes the settings of a diffusion's sampler; None is the diffusion's own value, as a shift, or the sampler's.
 
     Raises ValueError for a setting or a solver that the sampler lacks, or noise levels in the wrong order.
     """
     def settings_of(sample: Callable) -> dict[str, float | str | None]:
-        return {name: parameter.default for name, parameter in inspect.signature(sample).parameters.items()
+        parameters = inspect.signature(sample).parameters
+        return {name: getattr(diffusion, name, parameters[name].default) for name in parameters
                 if name not in ("net", "noise", "y", "num_steps", "guidance", "randn_like")}
 
     own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"

@@ -34,7 +34,7 @@ from weights.others import FAMILIES, to_diffusers
 from weights.records import build_diffusion
 
 SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")      # what draws, beside torch and diffusers
-DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching"}
+DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching", "rf_clean": "flow matching"}
 
 
 class ExportSettings(Settings):

@@ -33,6 +33,9 @@ TYPED = {
         ("data.on_device=maybe", "data.on_device=maybe"), ("evaluate.metrics=[]", "evaluate.metrics="),
         ("diffusion.P_mean=banana", "P_mean=banana"), ("diffusion.sigma_data=0", "sigma_data=0"),
         ("diffusion=rf", "+diffusion.cosine_weight=-1", "cosine_weight=-1"),
+        ("diffusion=rf", "diffusion.contrastive_weight=1", "contrastive_weight=1"),
+        ("diffusion=rf", "diffusion.contrastive_weight=0.1", "batch_size=1", "raise batch_size"),
+        ("diffusion=rf", "diffusion.shift=0", "shift=0"), ("diffusion=rf", "diffusion.shift=large", "shift=large"),
         # the network
         ("model.backbone_type=DiT-M/2", "DiT-S/2"), ("model.hidden_size=0", "model.hidden_size=0"),
         ("model.hidden_size=1048576", "1048576"), ("model.num_heads=3", "num_heads 3"),

@@ -10,6 +10,7 @@ import signal
 import time
 
 import forked
+import numpy as np
 import pytest
 import torch
 from torch._dynamo.testing import CompileCounterWithBackend
@@ -25,8 +26,10 @@ from training_runs import (
 
 from dit import DiT
 from runtime import files
+from scoring.drawing import Drawing
 from training.run_folder import check_resumable, drop_after
 from weights import checkpoint as checkpoints
+from weights.loading import load_trained
 
 
 def newest(run) -> int:
@@ -257,10 +260,39 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     assert second.returncode == 1 and "Another process is training" in second.stderr
 
 
+RECORD = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"}, "world": 1, "seed": 0, "batch_size": 8}
+
+
 def test_a_change_of_selection_is_said_and_goes_on(tmp_path):
-    was = {"network": {"depth": 3, "routes": []}, "diffusion": {}, "data": {"fingerprint": "a"}, "world": 1, "seed": 0, "batch_size": 8}
-    now = {**was, "network": {**was["network"], "selection": "l1", "l1_reg": 0.5, "inverse": False}}
-    assert check_resumable(was, was, tmp_path) == [] and check_resumable(was, now, tmp_path) == ["selection was random and is now l1"]
+    now = {**RECORD, "network": {**RECORD["network"], "selection": "l1", "l1_reg": 0.5, "inverse": False}}
+    assert check_resumable(RECORD, RECORD, tmp_path) == []
+    assert check_resumable(RECORD, now, tmp_path) == ["selection was random and is now l1"]
+
+
+def test_a_setting_of_a_diffusion_that_is_newer_than_the_run_has_its_default_there(tmp_path):
+    now = {**RECORD, "diffusion": {"name": "rf", "timestep_sampling": "logit_normal", "shift": None, "contrastive_weight": 0.0}}
+    assert check_resumable(RECORD, now, tmp_path) == []
+    with pytest.raises(ValueError, match="another diffusion, so it cannot go on: it has {'shift': None}, this command {'shift': 2.0}"):
+        check_resumable(RECORD, {**RECORD, "diffusion": {"name": "rf", "shift": 2.0}}, tmp_path)
+
+
+RECIPES = {
+    "contrast, shift, clean": ["diffusion=rf_clean", "diffusion.contrastive_weight=0.05", "diffusion.shift=size"],
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("settings", RECIPES.values(), ids=RECIPES)
+def test_a_recipe_resumes_bit_for_bit_and_draws(shapes, tmp_path, settings):
+    for folder, last_steps in (("whole", [6]), ("parts", [3, 6])):
+        for last in last_steps:
+            result = train_here(tmp_path / folder, shapes, *settings, f"steps={last}")
+            assert result.returncode == 0, result.stderr
+    assert "resuming" in result.stdout
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    trained = load_trained(tmp_path / "whole")
+    drawing = Drawing(trained.net, trained.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2)
+    [(_, latents)] = drawing.draw(np.arange(2))
+    assert latents.isfinite().all()
 
 
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path, monkeypatch):

@@ -5,13 +5,16 @@ import math
 
 import pytest
 import torch
+from test_published_parity import Pointwise, names, published, wave
 from torch import nn
 
 from dit import DiT
 from guidance import Guidance, MaskNoise
-from rf import RF, sample_tread
+from rf import RF, CleanRF, sample_tread
 from routing_module import Route
+from sampling.options import sampler_settings
 
+RECIPES = published("recipes")
 LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)      # noises that are easy to follow
 
 
@@ -183,6 +186,131 @@ def test_unknown_noise_levels_and_solvers_are_sentences():
         RF("cosine")
     with pytest.raises(ValueError, match="solver=rk4 is neither"):
         RF().sample(ExactVelocity(0.5), torch.randn(1, 1, 2, 2), labels(1), solver="rk4")
+
+
+# ---- contrastive flow matching ----------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", RECIPES["contrastive"], ids=names(RECIPES["contrastive"]))
+def test_the_contrastive_loss_equals_deltafms_and_sr_dits(case):
+    x, eps, t, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    plain, contrastive = (RF(contrastive_weight=weight).loss(Pointwise(), x, y, t=t, eps=eps) for weight in (0, case["weight"]))
+    assert plain.tolist() == pytest.approx(case["flow"], abs=1e-5)
+    assert contrastive.tolist() == pytest.approx(case["loss"], abs=1e-5)
+    if case["weight"] == 0.05:
+        assert contrastive.mean().item() == pytest.approx(RECIPES["sr_dit_mean"], abs=1e-5)
+
+
+@pytest.mark.parametrize("t", [0.2, 0.7])
+def test_the_optimum_of_the_contrastive_loss_is_the_velocity_away_from_the_mean_of_all_classes(t):
+    torch.manual_seed(0)
+    n, std, weight, means = 200_000, 0.5, 0.5, torch.tensor([1.5, -0.5])
+    exact, y = ExactVelocity(std, means=means.tolist()), torch.randint(2, (n,))
+    x, eps, mean_u = means[y].view(-1, 1, 1, 1) + std * torch.randn(n, 1, 1, 1), torch.randn(n, 1, 1, 1), -means.mean()
+
+    class Optimum(nn.Module):
+        """(E[u | z] - weight · E[u]) / (1 - weight), and something beside it."""
+
+        def __init__(self):
+            super().__init__()
+            self.beside = nn.Parameter(torch.zeros(3))
+
+        def forward(self, z, t, y, routes=()):
+            v = (exact(z, t, y) - weight * mean_u) / (1 - weight)
+            return v + self.beside[0] + self.beside[1] * z + self.beside[2] * y.view(-1, 1, 1, 1)
+
+    def slopes(contrastive_weight):
+        net = Optimum()
+        loss = RF(contrastive_weight=contrastive_weight).loss(net, x, y, t=torch.full((n,), t), eps=eps)
+        return torch.autograd.grad(loss.mean(), net.beside)[0].abs()
+
+    assert slopes(weight).max() < 0.02 and slopes(0.0).max() > 0.2
+
+
+def test_contrast_weight_0_is_the_plain_loss_bit_for_bit_and_a_batch_of_one_has_no_other_image():
+    x, y = torch.randn(4, 3, 4, 4), labels(4)
+    t, eps = torch.rand(4), torch.randn_like(x)
+    plain, none = (RF(**how).loss(ExactVelocity(0.3), x, y, t=t, eps=eps) for how in ({}, {"contrastive_weight": 0.0}))
+    assert torch.equal(plain, none)
+    assert RF().loss(ExactVelocity(0.3), x[:1], y[:1]).shape == (1,)
+    with pytest.raises(ValueError, match="contrastive_weight=0.05 sets each image against another one .* raise batch_size"):
+        RF(contrastive_weight=0.05).loss(ExactVelocity(0.3), x[:1], y[:1])
+
+
+# ---- shifted times ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("case", RECIPES["shift"], ids=names(RECIPES["shift"]))
+def test_times_shifted_by_the_latents_size_are_sr_dits_in_training_and_sampling(case, monkeypatch):
+    net, shape = ExactVelocity(0.5), case["shape"]
+    monkeypatch.setattr(torch, "rand", lambda *_, **__: torch.tensor(case["t"]))
+    RF("uniform", shift="size").loss(net, torch.zeros(shape), labels(2))
+    assert net.calls[0][1].tolist() == pytest.approx(case["shifted"], abs=1e-6)
+    net.calls.clear()
+    RF(shift="size").sample(net, torch.randn(shape), labels(2), case["num_steps"], solver="euler_maruyama")
+    assert [t[0].item() for _, t, _ in net.calls] == pytest.approx(case["sde_steps"][:-1], abs=1e-6)
+
+
+def test_a_shift_moves_the_noise_levels_of_training():
+    torch.manual_seed(0)
+    net = ExactVelocity(0.5)
+    RF("uniform", shift=3.0).loss(net, torch.zeros(40_000, 1, 1, 1), labels(40_000))
+    q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+    assert torch.allclose(net.calls[0][1].quantile(q), 3 * q / (1 + 2 * q), atol=0.01)
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun", "euler_maruyama"])
+def test_a_samplers_steps_follow_the_shift_of_training_unless_they_are_given_another(solver):
+    net, z, y = ExactVelocity(0.5), torch.randn(3, 1, 4, 4), labels(3)
+
+    def drawn(diffusion, **given):
+        settings = sampler_settings(diffusion, {"solver": solver, **given})
+        torch.manual_seed(0)
+        through_record = diffusion.sample(net, z, y, 5, **settings)
+        torch.manual_seed(0)
+        assert torch.equal(diffusion.sample(net, z, y, 5, solver=solver, **given), through_record)
+        return through_record, settings.get("shift")
+
+    (followed, recorded), (plain, none) = drawn(RF(shift=3.0)), drawn(RF())
+    assert (recorded, none) == (3.0, None) and not torch.equal(followed, plain)
+    assert torch.equal(drawn(RF(), shift=3.0)[0], followed) and torch.equal(drawn(RF(shift=3.0), shift=1.0)[0], plain)
+    assert torch.equal(drawn(RF(shift="size"))[0], drawn(RF(shift=(16 / 4096) ** 0.5))[0])
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"contrastive_weight": 1.0}, "contrastive_weight=1.0 is outside"), ({"contrastive_weight": -0.1}, "contrastive_weight=-0.1"),
+    ({"shift": 0}, "shift=0 is not above 0"), ({"shift": -2.0}, "shift=-2.0"), ({"shift": math.inf}, "shift=inf"),
+])
+def test_weights_and_shifts_that_cannot_be_are_sentences(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        RF(**wrong)
+
+
+# ---- the clean latent predicted ---------------------------------------------------------------------------------------
+
+
+class ExactClean(ExactVelocity):
+    """E[x | z_t] of the same data."""
+
+    def forward(self, z, t, y, routes=()):
+        return z - t.view(-1, 1, 1, 1) * super().forward(z, t, y)
+
+
+def test_a_network_that_predicts_the_clean_latent_has_the_loss_of_its_velocity_and_below_a_twentieth_a_bounded_one():
+    x, eps, t = torch.randn(64, 1, 2, 2), torch.randn(64, 1, 2, 2), torch.linspace(0.004, 1, 64)
+    velocity, clean = (loss.loss(net(0.5), x, labels(64), t=t, eps=eps) for loss, net in ((RF(), ExactVelocity), (CleanRF(), ExactClean)))
+    high = t >= 0.05
+    torch.testing.assert_close(clean[high], velocity[high])
+    torch.testing.assert_close(clean[~high], velocity[~high] * (t[~high] / 0.05).square())
+    point = torch.full_like(x, 0.7)
+    assert CleanRF().loss(ExactClean(0.0, means=(0.7,)), point, labels(64), t=t, eps=eps).max() < 1e-6, "what is sought is bounded likewise"
+
+
+@pytest.mark.parametrize("solver", ["euler", "heun"])
+def test_a_network_that_predicts_the_clean_latent_draws_what_its_velocity_draws(solver):
+    net, clean = (net(0.5, means=(0.7,)) for net in (ExactVelocity, ExactClean))
+    x, other = (loss.sample(one, LINE, labels(9), num_steps=20, solver=solver) for loss, one in ((RF(), net), (CleanRF(), clean)))
+    torch.testing.assert_close(other, x, rtol=0, atol=1e-5)      # the least noise level is a twentieth
 
 
 def test_a_short_routed_training_learns_and_the_dense_network_learns_with_it():

@@ -18,7 +18,14 @@ from training.run import Run
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.loading import Trained, latest_checkpoint, load_base, load_parent
-from weights.records import ROUTER_DEFAULTS, CheckpointRecord, DataRecord, architecture, with_objective
+from weights.records import (
+    ROUTER_DEFAULTS,
+    CheckpointRecord,
+    DataRecord,
+    architecture,
+    diffusion_keywords,
+    with_objective,
+)
 
 
 class TrainedData(DataRecord):
@@ -89,9 +96,10 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     Raises ValueError for another network, diffusion, objective, data set, start or adapter.
     """
     def facts(record: dict) -> dict:
-        diffusion, objective = with_objective(record["diffusion"], record.get("objective", {}))
-        return {"network": architecture(record["network"]), "diffusion": diffusion, "objective": objective,
-                "data set": record["data"]["fingerprint"], "init_from": record.get("init_from"),
+        _, objective = with_objective(record["diffusion"], record.get("objective", {}))
+        return {"network": architecture(record["network"]), "diffusion": diffusion_keywords(record["diffusion"]),
+                "objective": objective, "data set": record["data"]["fingerprint"],
+                "init_from": record.get("init_from"),
                 "adapter": {**(record.get("lora") or {"rank": None}), "base": None}}
 
     for (fact, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):

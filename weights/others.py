@@ -24,6 +24,7 @@ FAMILIES = {
     "edm": Family("edm", "weights of this project, diffusion=edm"),
     "ddpm": Family("ddpm", "as dit"),
     "rf": Family("rf", "weights of this project, diffusion=rf, or any velocity eps - x with noise at t = 1"),
+    "rf_clean": Family("rf_clean", "weights of this project, diffusion=rf_clean"),
     "dit": Family("ddpm", "facebookresearch/DiT and its kin, noise predicted at 1000 steps"),
     "sit": Family("rf", "willisma/SiT, a velocity with data at t = 1", backwards=True),
     "repa": Family("rf", "sihyun-yu/REPA and its kin, a velocity with noise at t = 1"),

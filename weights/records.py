@@ -8,12 +8,12 @@ from pydantic import ConfigDict, Field, create_model
 
 from dit import DiT
 from edm import DDPM, EDM
-from rf import RF
+from rf import RF, CleanRF
 from routing_module import Route, Router
 from runtime.schema import Number, Record, Settings, Whole, read
 from weights import lora as adapters
 
-DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
+DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
 ROUTER_DEFAULTS = asdict(Router())      # what a record without them means
 
 
@@ -103,11 +103,16 @@ def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
     return diffusion, {"version1": {"mae_weight": mae_weight}, **objective} if kept == "kept" else objective
 
 
-def build_diffusion(diffusion: dict) -> EDM | RF:
-    """Builds a diffusion from its name and keywords; raises ValueError for those that do not fit."""
+def diffusion_keywords(diffusion: dict) -> dict:
+    """Completes a diffusion's name and keywords by defaults; raises ValueError for those that do not fit."""
     diffusion, _ = with_objective(diffusion, {})      # of a record
     name = diffusion.get("name")
     if name not in [*DIFFUSIONS]:      # which may be a list, say
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
-    known = read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ")
-    return DIFFUSIONS[name](**known.model_dump(exclude={"name"}))
+    return read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump()
+
+
+def build_diffusion(diffusion: dict) -> EDM | RF:
+    """Builds a diffusion from its name and keywords; raises ValueError for those that do not fit."""
+    keywords = diffusion_keywords(diffusion)
+    return DIFFUSIONS[keywords.pop("name")](**keywords)

@@ -14,10 +14,10 @@ from PIL import Image
 from .autoencoder import Convention, DiffusersAutoencoder, Identity
 from .edm import DDPM, EDM
 from .guidance import Guidance
-from .rf import RF
+from .rf import RF, CleanRF
 from .routing_module import Route
 
-DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF}
+DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
 
 
 class Network:
