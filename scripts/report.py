@@ -4,7 +4,7 @@
     python scripts/report.py runs/a runs/b study=runs/study-cifar10-cpu out=report
     python scripts/report.py runs/a watch=true                 # built again while training goes on, until Ctrl-C
 
-The page is a Bokeh document with the library inside it: it needs no network. What could not be read is listed on it.
+The page is a Bokeh document with the library inside it: it needs no network. Options: configs/report.yaml.
 """
 
 import hashlib
@@ -24,10 +24,11 @@ from bokeh.palettes import Colorblind
 from bokeh.plotting import Document, column, figure, row
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from runtime import files  # noqa: E402
-from runtime.command import command, commit  # noqa: E402
-from runtime.schema import Location, Positive, Settings, as_text, first_line, read_json  # noqa: E402
-from weights import checkpoint as checkpoints  # noqa: E402
+from runtime import files
+from runtime.command import command, commit
+from runtime.schema import Location, Positive, Settings, as_text, read_json
+from scoring.results import read_results
+from weights import checkpoint as checkpoints
 
 AXES = {"step": "steps", "images": "images", "hours": "hours"}
 STUDY_AXES = {"step": "steps", "images": "images", "seconds": "seconds", "flops": "FLOPs"}
@@ -93,16 +94,9 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
     return {prefix.removeprefix("."): value if isinstance(value, str) else json.dumps(value, default=str)}
 
 
-def read_rows(path: Path, left_out: list[str]) -> list[dict]:
-    rows, text = files.read_rows(path), path.read_text("utf-8", "replace") if path.is_file() else ""
-    if wrong := sum(bool(line.strip()) for line in text.splitlines()) - len(rows):
-        left_out.append(f"{path}: {wrong} of its lines cannot be read, as a kill leaves one.")
-    return rows
-
-
-def read_metrics(path: Path, left_out: list[str]) -> dict[str, np.ndarray]:
+def read_metrics(path: Path) -> dict[str, np.ndarray]:
     """Reads metrics.jsonl as columns, ordered by step; of two rows of a step the later one counts."""
-    rows = {found["step"]: found for found in read_rows(path, left_out) if is_number(found.get("step"))}
+    rows = {found["step"]: found for found in files.read_rows(path)}
     rows = [found for _, found in sorted(rows.items())]
     columns = {name: np.array([found[name] if is_number(found.get(name)) else math.nan for found in rows])
                for name in dict.fromkeys(name for found in rows for name in found)}
@@ -113,61 +107,46 @@ def read_metrics(path: Path, left_out: list[str]) -> dict[str, np.ndarray]:
             for name, values in columns.items() if not np.isnan(values).all()}
 
 
-def read_scores(path: Path, run: str, columns: dict[str, np.ndarray], left_out: list[str]) -> list[dict]:
+def read_scores(path: Path, run: str, columns: dict[str, np.ndarray]) -> list[dict]:
     """Reads results.jsonl, an entry for each score, under study.json's names; tables leave out what begins with `_`."""
     scores = []
-    for found in read_rows(path, left_out):
-        try:
-            source, features, step = found["source"], found["extractor"]["name"], found["source"]["step"]
-            place = {axis: float(np.interp(step, [0, *columns["step"]], [0, *columns[axis]], right=math.nan))
-                     for axis in ("images", "hours") if axis in columns and step is not None}
-            guidance = ", ".join(f"{key} {as_text(part)}" for key, part in (source["guidance"] or {}).items() if part)
-            scores += [{
-                "run": run, "metric": metric, "value": value, "num_samples": found["images"],
-                "guidance": guidance or "unguided", "step": step, **place, "features": features,
-                "reference": found["reference"]["path"], "seeds": source["seeds"], "_conditions": json.dumps(
-                    [found.get(key, source.get(key)) for key in CONDITIONS], sort_keys=True)}
-                for metric, value in found["metrics"].items()]
-        except (KeyError, TypeError, AttributeError) as error:
-            left_out.append(f"{path}: a row is not as fid.py writes it ({type(error).__name__}: {error}).")
+    for found in read_results(path):
+        source, step = found["source"], found["source"].get("step")
+        place = {axis: float(np.interp(step, [0, *columns["step"]], [0, *columns[axis]], right=math.nan))
+                 for axis in ("images", "hours") if axis in columns and step is not None}
+        guidance = ", ".join(f"{key} {as_text(part)}" for key, part in (source.get("guidance") or {}).items() if part)
+        scores += [{
+            "run": run, "metric": metric, "value": value, "num_samples": found["images"],
+            "guidance": guidance or "unguided", "step": step, **place, "features": found["extractor"]["name"],
+            "reference": found["reference"]["path"], "seeds": source.get("seeds"), "_conditions": json.dumps(
+                [found.get(key, source.get(key)) for key in CONDITIONS], sort_keys=True)}
+            for metric, value in found["metrics"].items()]
     return scores
 
 
-def read_study(path: Path, left_out: list[str]) -> tuple[str, dict[str, list], list[dict]]:
+def read_study(path: Path) -> tuple[str, dict[str, list], list[dict]]:
     """Reads study.json: its name, its tables by name, and its scores as `read_scores` returns them."""
-    try:
-        study = read_json(path)
-        # A fine-tune counts its own images, not those of what it began with: only what is compared is drawn.
-        compared = {name for found in study.get("crossings", ()) for name in found["between"]}
-        tables = {name: rows for name, rows in study.items() if isinstance(rows, list) and name != "runs"}
-        return study["name"], tables, [{
-            "run": run["variant"], "seed": run["seed"], "features": score.get("extractor"),
-            **{key: score[key] for key in ("metric", "value", "num_samples", "guidance", *STUDY_AXES)},
-            "_drawn": not compared or run["variant"] in compared} for run in study["runs"] for score in run["scores"]]
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        left_out.append(f"{path}: it is not as scripts/study.py tasks=[report] writes it ({first_line(error)}).")
-        return "", {}, []
+    study = read_json(path)
+    # A fine-tune counts its own images, not those of what it began with: only what is compared is drawn.
+    compared = {name for found in study.get("crossings", ()) for name in found["between"]}
+    tables = {name: rows for name, rows in study.items() if isinstance(rows, list) and name != "runs"}
+    return study["name"], tables, [{
+        "run": run["variant"], "seed": run["seed"], "features": score.get("extractor"),
+        **{key: score[key] for key in ("metric", "value", "num_samples", "guidance", *STUDY_AXES)},
+        "_drawn": not compared or run["variant"] in compared} for run in study["runs"] for score in run["scores"]]
 
 
-def read_run(folder: Path, name: str, left_out: list[str]) -> SimpleNamespace | None:
-    """Reads all that a run's folder holds, its pictures as paths and the grids by step; None where that is nothing."""
-    if not any((folder / file).exists() for file in ("metrics.jsonl", "results.jsonl", "config.yaml", "checkpoints")):
-        left_out.append(f"{folder}: it has no metrics.jsonl, results.jsonl, config.yaml or checkpoints.")
-        return None
-    records: dict[str, dict] = {}
-    for path in (folder / "config.yaml", *(saved / "meta.json" for saved in checkpoints.all_steps(folder)[-1:])):
-        try:
-            records[path.stem] = dict(yaml.safe_load(path.read_text(encoding="utf-8")))      # JSON is YAML, too
-        except (OSError, ValueError, TypeError, yaml.YAMLError) as error:
-            left_out.append(f"{path}: it cannot be read ({getattr(error, 'strerror', None) or first_line(error)}).")
-    config, meta = records.get("config") or {}, records.get("meta") or {}
-    columns = read_metrics(folder / "metrics.jsonl", left_out)
+def read_run(folder: Path, name: str) -> SimpleNamespace:
+    """Reads all that a run's folder holds, its pictures as paths and the grids by step."""
+    config, saved = folder / "config.yaml", checkpoints.all_steps(folder)[-1:]
+    meta = checkpoints.read_meta(saved[0]) if saved else {}
+    columns = read_metrics(folder / "metrics.jsonl")
     grids = {int(path.stem[5:]): path for path in sorted(folder.glob("samples/step-" + 8 * "[0-9]" + ".png"))}
     return SimpleNamespace(
         name=name, columns=columns, source=bk.ColumnDataSource(columns), grids=grids,
-        scores=read_scores(folder / "results.jsonl", name, columns, left_out),
+        scores=read_scores(folder / "results.jsonl", name, columns),
         pictures=sorted({*folder.glob("*.png"), *folder.glob("samples/*.png")} - {*grids.values()}),
-        config=flat(config or meta.get("config") or {}),
+        config=flat(yaml.safe_load(config.read_text("utf-8")) if config.is_file() else meta.get("config", {})),
         environment=flat({key: value for key, value in meta.items() if key not in ("config", "files")}))
 
 
@@ -285,8 +264,8 @@ def gallery(pictures: list[tuple[str, Path]], out: Path) -> str:
     return f'<div style="{GRID}">{"".join(cells)}</div>'
 
 
-def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path, left_out: list[str]) -> list:
-    """Shows what a page is opened for: the newest grids, the loss, the scores; then where each run stands."""
+def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path) -> list:
+    """Shows the newest grids, the loss and the scores, and the last row of each run."""
     rows = []
     for run in runs:
         last = {name: next((float(value) for value in values[::-1] if math.isfinite(value)), None)
@@ -300,8 +279,7 @@ def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path, left_o
     if len({any(key.startswith("model.routes.") for key in run.config) for run in runs}) > 1:
         parts.append(prose("A routed run's loss is higher than a dense run's, as part of its tokens miss the middle "
                            "blocks: compare scores, not losses."))
-    listed = "".join(f"<li>{html.escape(line)}</li>" for line in dict.fromkeys(left_out))
-    return [*parts, *table(rows, "runs"), *([prose(f"<h3>Left out</h3><ul>{listed}</ul>")] if listed else [])]
+    return [*parts, *table(rows, "runs")]
 
 
 def grids_by_step(runs: list[SimpleNamespace], out: Path) -> list:
@@ -327,22 +305,38 @@ def side_by_side(runs: list[SimpleNamespace], part: str) -> list:
     return table(sorted(rows, key=lambda found: not found[""]), part)
 
 
-def build(cfg: ReportSettings) -> list[str]:
-    """Writes <out>/index.html whole, and pictures beside it; returns lines for the screen. Deletes nothing.
+def find_runs(cfg: ReportSettings) -> list[Path]:
+    """Lists the folders of the runs asked for, or of the study's; raises ValueError for one that holds no run."""
+    def is_run(folder: Path) -> bool:
+        return any((folder / name).exists() for name in ("metrics.jsonl", "results.jsonl", "config.yaml"))
+
+    folders = [Path(run) for run in dict.fromkeys(cfg.runs)]
+    for folder in folders:
+        if not is_run(folder):
+            raise ValueError(f"{folder} has no metrics.jsonl, results.jsonl or config.yaml: name the folder of a run.")
+    if cfg.study_dir and not folders:
+        folders = [folder for folder in sorted(Path(cfg.study_dir).glob("runs/*/")) if is_run(folder)]
+    return folders
+
+
+def build(cfg: ReportSettings) -> str:
+    """Writes <out>/index.html whole, and pictures into <out>/files; returns a line for the screen. Deletes nothing.
 
     Raises ValueError where there is nothing to show, or where the page that is there is not ours.
     """
-    out, left_out, study_dir = Path(cfg.out), [], Path(cfg.study_dir or "no study")
+    out = Path(cfg.out)
     if (index := out / "index.html").is_file() and OURS not in index.read_text("utf-8", "replace")[:2000]:
         raise ValueError(f"{index} is not a page of this command and is not replaced: give out=<another folder>.")
-    folders = [Path(run) for run in dict.fromkeys(cfg.runs)] or sorted(study_dir.glob("runs/*/"))
+    folders = find_runs(cfg)
     names = [folder.name for folder in folders]
-    runs = [run for folder, name in zip(folders, names, strict=True)
-            if (run := read_run(folder, name if names.count(name) == 1 else str(folder), left_out))]
-    study, tables, study_scores = read_study(
-        study_dir if study_dir.suffix else study_dir / "study.json", left_out) if cfg.study_dir else ("", {}, [])
+    runs = [read_run(folder, name if names.count(name) == 1 else str(folder))
+            for folder, name in zip(folders, names, strict=True)]
+    study, tables, study_scores = "", {}, []
+    if cfg.study_dir and (record := Path(cfg.study_dir, "study.json")).is_file():
+        study, tables, study_scores = read_study(record)
     if not runs and not study:
-        raise ValueError("There is nothing to show: give runs/<name> …, or study=<its folder>. " + " ".join(left_out))
+        raise ValueError(f"runs={cfg.runs} study={cfg.study_dir or 'null'} show nothing: give runs/<name> …, or the "
+                         f"folder of a study.")
     scores = [score for run in runs for score in run.scores]
     columns = dict.fromkeys(name for run in runs for name, values in run.columns.items() if values.any())
     curves = [(name, name, [(run.name, run.source, i, i // len(COLORS)) for i, run in enumerate(runs)
@@ -350,7 +344,7 @@ def build(cfg: ReportSettings) -> list[str]:
     score_lines, study_lines = score_curves(scores, AXES), score_curves(study_scores, STUDY_AXES)
     front = [draw(*curve, {"step": "steps"}) for curve in [*curves[:1], *(study_lines or score_lines)[:1]]]
     contents = {
-        "Overview": overview(runs, front, out, left_out),
+        "Overview": overview(runs, front, out),
         "Training": tied(curves, AXES) + [download(run.name, run.source) for run in runs if run.columns],
         "Scores": tied(score_lines, AXES) + table(scores, "scores"),
         "Pictures": grids_by_step(runs, out),
@@ -375,16 +369,15 @@ def build(cfg: ReportSettings) -> list[str]:
     doc.js_on_event("document_ready", bk.CustomJS(code=OPEN, args={
         "tabs": tabs, "plots": plots, "wait": 1000 * cfg.every if cfg.watch else None}))
     files.write_text(index, file_html(doc, resources="inline", template=HEAD))
-    return [f"{index}: {title}", *(f"left out: {line}" for line in dict.fromkeys(left_out))]
+    return f"{index}: {title}"
 
 
 @command("report", ReportSettings)
 def main(cfg: ReportSettings) -> None:
-    printed = None
-    while printed is None or cfg.watch:
-        if (lines := build(cfg)) != printed:
-            print("\n".join(printed := lines))
-        time.sleep(cfg.every if cfg.watch else 0)
+    print(build(cfg))
+    while cfg.watch:
+        time.sleep(cfg.every)
+        build(cfg)
 
 
 def as_settings(arguments: list[str]) -> list[str]:

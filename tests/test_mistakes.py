@@ -121,6 +121,7 @@ TYPED = {
         ("repo=b", "user/name"), ("upload=true", "repo="), ("out=pets", "overwrite=true"),
         ("out=pets", "overwrite=true", "pets"),
     ],
+    "report": [("runs=[nowhere]", "nowhere"), ("runs=[]", "runs=")],
     "merge_lora": [("checkpoint=null", "merge"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
     "choose_routes": [("speedup=1", "speedup=1"), ("tokens=[200]", "200"), ("tokens=[]", "tokens="),
     ("model.depth=4", "speedup=1.2", "no route")],
