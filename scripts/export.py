@@ -1,4 +1,4 @@
-"""Writes a trained network in a form that other code reads: diffusers' folder, facebookresearch/DiT's .pt, a hub's.
+"""Writes a trained network as a folder for diffusers, a .pt for facebookresearch/DiT, or a folder for a hub.
 
     python scripts/export.py checkpoint=runs/x to=diffusers out=exported/x
     python scripts/export.py checkpoint=runs/x to=dit out=x.pt
@@ -8,17 +8,14 @@ What is written is read back by `sample.py checkpoint=`. Options: configs/export
 cannot say: docs/interop.md.
 """
 
-import contextlib
 import json
 import re
 import shutil
 import sys
-from collections import OrderedDict
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
@@ -26,14 +23,14 @@ import autoencoder as autoencoders
 from runtime.command import command
 from runtime.files import atomic_write, sha256
 from runtime.presentation import table
-from runtime.schema import Location, Settings, Size, Text, first_line, one_of
+from runtime.schema import Location, Settings, Size, Text, one_of
 from scoring.results import read_results
 from weights import checkpoint as checkpoints
 from weights.loading import EXPORTED, Trained, load_trained
 from weights.others import FAMILIES, to_diffusers
 from weights.records import build_diffusion
 
-SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")      # what draws, beside torch and diffusers
+SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")      # what draws, with torch and diffusers
 DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching", "rf_clean": "flow matching"}
 
 
@@ -93,9 +90,8 @@ def write_diffusers(trained: Trained, folder: Path) -> None:
         "diffusion": trained.recorded["diffusion"], "convention": decoder.convention.record(),
         "class_names": trained.class_names,
     })
-    beside_this = Path(__file__).with_suffix("")
-    shutil.copy(beside_this / "dit_transformer.py", folder / "transformer")
-    shutil.copy(beside_this / "pipeline.py", folder)
+    shutil.copy(ROOT / "scripts/export/dit_transformer.py", folder / "transformer")
+    shutil.copy(ROOT / "scripts/export/pipeline.py", folder)
     shutil.copy(ROOT / "LICENSE.txt", folder / "LICENSE-code.txt")
     for name in SCIENCE:
         (folder / f"{name}.py").write_text(as_part(ROOT / f"{name}.py"), encoding="utf-8")
@@ -114,39 +110,32 @@ def write_json(path: Path, content: dict) -> None:
 # ---- to=dit ---------------------------------------------------------------------------------------------------------
 
 
-MARK = {"exported": "dit"}      # where torch keeps the versions of modules; nobody reads this one but us
-
-
 def write_dit(trained: Trained, path: Path) -> None:
-    state: OrderedDict[str, Tensor] = OrderedDict(
-        (name, value.clone()) for name, value in trained.net.state_dict().items()
-    )
-    state._metadata = MARK
     with atomic_write(path) as partial:
-        torch.save(state, partial)
+        torch.save({name: value.clone() for name, value in trained.net.state_dict().items()}, partial)
 
 
 def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
-    """Returns in words what a bare state dict lacks, and the command that samples it here."""
+    """Says what a bare state dict lacks, and the command that samples it here."""
     recorded = dict(trained.recorded["diffusion"])
     name, heads = recorded.pop("name"), trained.recorded["network"]["num_heads"]
     usual = vars(build_diffusion({"name": name}))
     lost = [f"{key}={value}" for key, value in recorded.items() if usual.get(key, value) != value]
-    theirs = "" if name == "ddpm" else (f" facebookresearch/DiT's sampler is for DDPM: it draws noise of this network, "
-                                        f"which is {DIFFUSION_TITLES[name]}'s.")
-    own = f" {', '.join(lost)} cannot be given there: keep the run to draw exactly as it does." if lost else ""
-    return (f"The file holds tensors alone. It cannot say the diffusion, the number of heads, routes, autoencoder and "
-            f"names of classes.{theirs}{own}\nHere: python sample.py checkpoint={out} diffusion_name={name} "
-            f"num_heads={heads} autoencoder={trained.autoencoder}")
+    theirs = "" if name == "ddpm" else (f" facebookresearch/DiT's sampler is for DDPM and draws noise of this network, "
+                                        f"which was trained by {DIFFUSION_TITLES[name]}.")
+    own = f" It cannot be given {', '.join(lost)}: keep the run to draw exactly as it does." if lost else ""
+    return (f"The file holds tensors alone: no diffusion, number of heads, routes, autoencoder or names of classes."
+            f"{theirs}\nHere: python sample.py checkpoint={out} diffusion_name={name} num_heads={heads} "
+            f"autoencoder={trained.autoencoder}.{own}")
 
 
 # ---- to=hub ---------------------------------------------------------------------------------------------------------
 
 
 def scores_of(trained: Trained) -> list[dict]:
-    """Reads the rows of a run's results.jsonl that are of these weights, not of others that had their step before.
+    """Reads the rows of a run's results.jsonl that are of these weights.
 
-    Training's own rows have no hash, as training drops its scores where it goes back.
+    Training's rows have no hash, and training drops them where it goes back.
     """
     if not trained.run_folder:
         return []
@@ -166,7 +155,7 @@ def find_grid(trained: Trained) -> Path | None:
 
 
 def table_of_scores(rows: list[dict]) -> str:
-    """Lays scores out with what they depend on most; the whole record is in scores.jsonl."""
+    """Tabulates scores and what they depend on most; the whole record is in scores.jsonl."""
     lines = []
     for row in rows:
         source, reference = row["source"], Path(row.get("reference", {}).get("path", "unknown")).name
@@ -247,15 +236,9 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
 def upload(folder: Path, cfg: ExportSettings) -> str:
     """Uploads a folder to the repository `repo`, which is made if there is none; returns its address."""
     from huggingface_hub import HfApi
-    from huggingface_hub.errors import HfHubHTTPError
 
-    api = HfApi()
-    try:
-        api.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
-        api.upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
-    except (HfHubHTTPError, OSError) as error:
-        raise ValueError(f"{folder} is written, but repo={cfg.repo} took no upload ({first_line(error)}): see "
-                         f"`hf auth whoami`, then `hf upload {cfg.repo} {folder}`.") from error
+    HfApi().create_repo(cfg.repo, private=cfg.private, exist_ok=True)
+    HfApi().upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
     return f"https://huggingface.co/{cfg.repo}"
 
 
@@ -265,35 +248,24 @@ def upload(folder: Path, cfg: ExportSettings) -> str:
 def check_out(cfg: ExportSettings) -> Path:
     """Returns the place to write to; raises ValueError for what does not go together, or must not be replaced."""
     if cfg.checkpoint is None or cfg.to is None:
-        raise ValueError("Say what to export, and to which form: checkpoint=runs/<name> to=diffusers | dit | hub.")
+        raise ValueError("Give what to export and the form: checkpoint=runs/<name> to=diffusers | dit | hub.")
     if cfg.to != "hub" and (cfg.repo or cfg.upload):
         raise ValueError(f"repo= and upload= are for to=hub, not for to={cfg.to}.")
-    if cfg.repo and not re.fullmatch(r"[\w.-]+/[\w.-]+", cfg.repo):
-        raise ValueError(f"repo={cfg.repo} is not of the form user/name.")
     if cfg.upload and not cfg.repo:
         raise ValueError("upload=true needs repo=user/name.")
-    if not re.fullmatch(r"[\w.-]+", cfg.license):
-        raise ValueError(f"license={cfg.license!r} is not a licence as huggingface.co abbreviates it: write mit, say.")
     if cfg.out is None and not cfg.repo:
         raise ValueError(f"to={cfg.to} needs out=<{'a file .pt' if cfg.to == 'dit' else 'a folder'}>.")
-    out = Path(cfg.out or cfg.repo.split("/")[1])
+    out = Path(cfg.out or Path(cfg.repo).name)
     if (out.suffix == ".pt") != (cfg.to == "dit"):
         raise ValueError(f"out={out}: to=dit writes a file whose name ends in .pt, the other forms a folder.")
-    if out.exists() and not cfg.overwrite:
-        raise ValueError(f"out={out} is there already: name another, or set overwrite=true.")
-    if out.exists() and not is_export(out):
-        raise ValueError(f"out={out} is nothing that an export has made, so overwrite=true does not replace it: name "
-                         f"another, or move it away.")
+    if out.exists() and not (cfg.overwrite and (out.is_file() or is_export(out))):
+        raise ValueError(f"out={out} is there already: name another. overwrite=true replaces a .pt, and a folder that "
+                         f"an export has made.")
     return out
 
 
-def is_export(out: Path) -> bool:
-    """Tells whether an export made this folder or .pt."""
-    if out.is_dir():
-        return (out / "meta.json").is_file() and "exported" in checkpoints.read_meta(out)
-    with contextlib.suppress(Exception):      # of torch's readers, for what is not a state dict
-        return getattr(torch.load(out, map_location="meta", weights_only=True), "_metadata", None) == MARK
-    return False
+def is_export(folder: Path) -> bool:
+    return (folder / "meta.json").is_file() and "exported" in checkpoints.read_meta(folder)
 
 
 def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:

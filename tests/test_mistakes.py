@@ -118,7 +118,7 @@ TYPED = {
     "export": [
         ("checkpoint=null", "checkpoint="), ("to=null", "diffusers"), ("to=onnx", "to=onnx"), ("to=dit", ".pt"),
         ("out=x.pt", "folder"), ("out=null", "out="), ("to=dit", "out=x.pt", "repo=a/b", "to=hub"),
-        ("repo=b", "user/name"), ("upload=true", "repo="), ("out=pets", "overwrite=true"),
+        ("upload=true", "repo="), ("out=pets", "overwrite=true"),
         ("out=pets", "overwrite=true", "pets"),
     ],
     "report": [("runs=[nowhere]", "nowhere"), ("runs=[]", "runs=")],

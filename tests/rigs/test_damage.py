@@ -241,7 +241,6 @@ READERS = [      # command and settings, the setting that names what is damaged,
     ("fid images=four", "reference", "ref.npz"),
     ("fid images=four features=inception", "features_weights", "weights.pt"), ("fid", "checkpoint", "run"),
     ("sample", "checkpoint", "run"), ("rf", "checkpoint", "flow"), ("export", "checkpoint", "run"),
-    ("report", "runs", "run"),
     ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"), ("sample", "autoencoder", "weights.pt"),
     ("sample diffusion_name=edm num_heads=2", "checkpoint", "ema.safetensors"),
 ]

@@ -5,7 +5,6 @@ import os
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -183,12 +182,12 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
               *(f"blocks.{i}.{name}" for i in range(3) for name in of_a_block)]
     assert {*state} == {"pos_embed", "y_embedder.embedding_table.weight", *(f"{name}.{kind}" for name in layers for kind in ("weight", "bias"))}
     assert isinstance(state, dict) and all(torch.equal(value, network(in_channels=3).state_dict()[name]) for name, value in state.items())
-    said = capsys.readouterr().out
-    assert "cannot say the diffusion, the number of heads, routes" in said and "it draws noise of this network, which is EDM's" in said
-    words = said.split("sample.py checkpoint=")[1].split()
+    printed = capsys.readouterr().out
+    assert "no diffusion, number of heads, routes" in printed and "draws noise of this network, which was trained by EDM" in printed
+    words = printed.split("sample.py checkpoint=")[1].rstrip(".\n").split()
     assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"), drawn(run, tmp_path / "2.npz", "num_steps=2"))
     exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
-    assert "P_mean=-1.0, sigma_data=0.4 cannot be given there" in capsys.readouterr().out
+    assert "cannot be given P_mean=-1.0, sigma_data=0.4" in capsys.readouterr().out
 
 
 def test_an_adapter_is_exported_merged(tmp_path):
@@ -256,13 +255,6 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
     assert calls == [("user/x", {"private": True, "exist_ok": True}), ("user/x", str(tmp_path / "x"))]
     assert "https://huggingface.co/user/x" in capsys.readouterr().out
 
-    def refuse(self, repo, **options):
-        raise OSError("no login")
-
-    monkeypatch.setattr(Hub, "create_repo", refuse)
-    with pytest.raises(SystemExit, match=r"is written, but repo=user/x took no upload \(no login\)"):
-        exported(tmp_path / "run", "hub", tmp_path / "x", repo="user/x", upload=True, overwrite=True)
-
 
 # ---- mistakes and kills ---------------------------------------------------------------------------------------------
 
@@ -271,7 +263,6 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
     (dict(to="diffusers", out="x", autoencoder="python:mine.decode"), "is code of your own, which the folder cannot hold"),
     (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, and these have 3"),
     (dict(to="hub", out="x", autoencoder="no_such_thing"), "autoencoder=no_such_thing is neither one of identity"),
-    (dict(to="hub", out="x", license='"mit\\ntags: [x]"'), "is not a licence as huggingface.co abbreviates it"),
 ])  # fmt: skip
 def test_a_mistake_is_a_sentence_and_writes_nothing(settings, says, vae, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
@@ -294,23 +285,16 @@ def test_what_the_form_cannot_hold_is_refused(to, changes, tmp_path):
     assert load_trained(exported(run, "hub", tmp_path / "hub")).recorded["network"][key] == value
 
 
-@pytest.mark.parametrize("theirs", ["weights", "a pickle", "no pickle"])
-def test_overwriting_replaces_a_pt_that_an_export_made_and_no_other(theirs, tmp_path):
-    run, out = save_run(tmp_path / "run", EDM, in_channels=3), tmp_path / "x.pt"
-    before = exported(run, "dit", out).stat().st_ino
-    assert exported(run, "dit", out, overwrite=True).stat().st_ino != before
-    if theirs == "no pickle":
-        out.write_bytes(b"precious")
-    else:
-        torch.save({"model": torch.ones(3)} if theirs == "weights" else {"model": Path("x")}, out)
-    precious = out.read_bytes()
-    with pytest.raises(SystemExit, match="is nothing that an export has made"):
-        exported(run, "dit", out, overwrite=True)
-    assert out.read_bytes() == precious
-
-
-def test_the_weights_themselves_are_never_replaced(tmp_path):
-    folder = exported(save_run(tmp_path / "run", EDM, in_channels=3), "hub", tmp_path / "x")
+def test_overwriting_replaces_what_an_export_made_and_never_a_run_or_the_weights_themselves(tmp_path):
+    run = save_run(tmp_path / "run", EDM, in_channels=3)
+    folder, pt = exported(run, "hub", tmp_path / "x"), exported(run, "dit", tmp_path / "x.pt")
+    for out, to in ((folder, "hub"), (pt, "dit")):
+        before = out.stat().st_ino
+        with pytest.raises(SystemExit, match="is there already"):
+            exported(run, to, out)
+        assert exported(run, to, out, overwrite=True).stat().st_ino != before
+    with pytest.raises(SystemExit, match="is there already"):
+        exported(folder, "hub", run, overwrite=True)
     with pytest.raises(SystemExit, match="holds the weights that are to be exported"):
         exported(folder, "hub", folder, overwrite=True)
     assert checkpoints.problem(folder) is None
