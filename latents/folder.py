@@ -1,8 +1,8 @@
 """Latent folders and TREAD's webdataset tars, opened, checked and read by index.
 
 Files are memory-mapped and never read whole, unless all of them are to lie on a device. What grows with the data set
-is 4 bytes an image for the epoch's permutation (8 past 4 billion images), 1 for the coin where there are mirrored
-copies, 1 or 2 for the label and, in tars, 8 for the offset.
+is 4 bytes an image for the epoch's permutation, 1 for the coin where there are mirrored copies, 1 or 2 for the label
+and, in tars, 8 for the offset.
 """
 
 import hashlib
@@ -10,6 +10,7 @@ import json
 import math
 import warnings
 from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Any, NamedTuple
 
@@ -29,21 +30,21 @@ WEIGHT = "weight"  # the name under which objectives know masks-*.npy
 NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 CHUNK = 4096  # latents that are copied to a device at once
 
-HOW_TO_PREPARE = """Prepare it with
-  accelerate launch scripts/prepare_latents.py source=<images> out={path} resolution=256 autoencoder=sd_vae_ema mirror=true
-or run the built-in shapes, which need no download:
-  bash scripts/quickstart.sh
-or
-  python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16
-and then the same training command with data=shapes."""  # noqa: E501
-
 
 # ------------------------------------------------------------------------------------------------------------
 # A data set of latents
 
 
+class Array(NamedTuple):
+    """A further array with the latents' rows: a map of each shard's file, and how its rows follow a flipped image."""
+
+    shards: list[np.ndarray]
+    mirror: str             # same: they do not | flip: their last axis | files: in files of their own, after the others
+
+
+@dataclass(eq=False)
 class Latents:
-    """Holds the record of a data set and reads its latents and labels by index; `open_latents` makes one.
+    """The record of a data set, which reads its latents and labels by index; `open_latents` makes one.
 
     `shape` is (C, h, w) of one latent; what is stored has 2C channels [mean, std] where `kind` is "moments".
     `fingerprint` names the content whatever its path, so a folder that moved is still the same data set.
@@ -51,44 +52,32 @@ class Latents:
     `classes` are the labels that images have, in order; of `num_classes` there may be fewer.
     """
 
-    def __init__(
-        self,
-        *,
-        where: str,                                 # a name for sentences
-        files: list[Path],                          # plain shards, then mirrored ones; or tars
-        shards: list[Any],                          # by row, the latents of each file
-        starts: np.ndarray,                         # index of each shard's first image, and the count at the end
-        labels: np.ndarray,                         # (count,)
-        stored_shape: tuple[int, int, int],         # of one latent, as it is on disk
-        stored_dtype: np.dtype,
-        kind: str,                                  # one of KINDS
-        mirrored: bool,
-        num_classes: int,
-        class_names: list[str] | None,
-        autoencoder: str,
-        convention: Convention,                     # by which the network's latents are made of the autoencoder's
-        applied: Convention | None = None,          # tars: what of it is still to be done to their values
-        display_names: list[str] | None = None,
-        arrays: "dict[str, Beside] | None" = None,  # further ones of the same rows, by the name an objective knows
-    ):
-        self.where = where
-        self.kind, self.mirrored = kind, mirrored
-        self.num_classes, self.class_names = num_classes, class_names
-        self.display_names = class_names if display_names is None else display_names
-        self.autoencoder, self.convention, self.applied = autoencoder, convention, applied
-        self.count = len(labels)
-        self.shape = (stored_shape[0] // (2 if kind == "moments" else 1), *stored_shape[1:])
+    where: str                                  # a name for messages
+    files: list[Path]                           # plain shards, then mirrored ones; or tars
+    shards: list[Any]                           # by row, the latents of each file
+    starts: np.ndarray                          # index of each shard's first image, and the count at the end
+    labels: np.ndarray                          # (count,)
+    stored_shape: tuple[int, int, int]          # of one latent, as it is on disk
+    stored_dtype: np.dtype
+    kind: str                                   # one of KINDS
+    mirrored: bool
+    num_classes: int
+    class_names: list[str] | None
+    autoencoder: str
+    convention: Convention                      # by which the network's latents are made of the autoencoder's
+    applied: Convention | None = None           # tars: the part of it that is still to be applied to their values
+    display_names: list[str] | None = None
+    arrays: dict[str, Array] = field(default_factory=dict)      # by the names that objectives know
 
-        self._shards, self._starts, self._labels, self.arrays = shards, starts, labels, arrays or {}
-        self.classes = np.unique(labels).tolist()
-        self._stored_shape, self._stored_dtype = stored_shape, stored_dtype
-        self.in_tars = applied is not None  # values come as they are there: `applied` is due
-
-        record = [[(file.name, file.stat().st_size) for file in files], self.count, self.shape,
-                  str(stored_dtype), kind, mirrored, num_classes, class_names, autoencoder,
-                  *(applied or convention).record().values()]
+    def __post_init__(self):
+        self.display_names = self.display_names or self.class_names
+        self.count, self.classes = len(self.labels), np.unique(self.labels).tolist()
+        self.shape = (self.stored_shape[0] // (2 if self.kind == "moments" else 1), *self.stored_shape[1:])
+        record = [[(file.name, file.stat().st_size) for file in self.files], self.count, self.shape,
+                  str(self.stored_dtype), self.kind, self.mirrored, self.num_classes, self.class_names,
+                  self.autoencoder, *(self.applied or self.convention).record().values()]
         content = hashlib.sha256(json.dumps(record).encode())
-        content.update(labels)
+        content.update(self.labels)
         content.update(self._read_stored(*self.probe()))
         for name, rows in sorted(self.rows_of(self.arrays, *self.probe()).items()):
             content.update(rows.astype(np.float16) if name == WEIGHT else name.encode() + rows.tobytes())
@@ -100,15 +89,15 @@ class Latents:
         `mirror` (B,) bool picks the encoding of the flipped image where True.
         """
         stored = self._read_stored(indices, mirror)
-        if self.in_tars:
+        if self.applied is not None:
             convert = self.applied.moments if self.kind == "moments" else self.applied.latent
             stored = convert(torch.from_numpy(stored).float()).half().numpy()
-        return stored, self._labels[indices].astype(np.int64)
+        return stored, self.labels[indices].astype(np.int64)
 
     def rows_of(
         self, names: Iterable[str], indices: np.ndarray, mirror: np.ndarray | None = None,
     ) -> dict[str, np.ndarray]:
-        """Returns the rows of `indices` (B, …) of the arrays beside the latents, as their files have them."""
+        """Returns the rows of `indices` (B, …) of further arrays, as their files have them."""
         rows = {}
         for name in names:
             array = self.arrays[name]
@@ -130,36 +119,33 @@ class Latents:
                 most, image = found, start + int(counts.argmax())
         return most, image
 
-    def to_device(self, device: torch.device | str, names: Iterable[str] = ()) -> tuple[torch.Tensor, ...]:
+    def to_device(self, device: torch.device | str, names: Sequence[str] = ()) -> tuple[torch.Tensor, ...]:
         """Copies all that is stored to a device: latents, labels, and the arrays of `names` in their order.
 
         Of n images there are n rows of each, and with mirrored copies twice as many of what differs in them (image i's
         copy is at i + count).
         """
-        copies, names = 2 if self.mirrored else 1, [*names]
-        like = [self._stored_shape, *(self.arrays[name].shards[0].shape[1:] for name in names)]
-        dtypes = [torch.float16, *(torch.from_numpy(self.arrays[name].shards[0][:0].copy()).dtype for name in names)]
-        there = [torch.empty((copies * self.count, *shape), dtype=dtype, device=device)
-                 for shape, dtype in zip(like, dtypes, strict=True)]
-        for copy in range(copies):
+        wholes: list[torch.Tensor] = []
+        for copy in range(2 if self.mirrored else 1):
             for start in range(0, self.count, CHUNK):
                 indices = np.arange(start, min(start + CHUNK, self.count))
                 mirror = np.full(len(indices), copy == 1)
-                rows = [self.read(indices, mirror)[0], *self.rows_of(names, indices, mirror).values()]
-                for whole, part in zip(there, rows, strict=True):
-                    whole[copy * self.count + start :][: len(part)] = torch.from_numpy(part)
-        return there[0], torch.from_numpy(self._labels.astype(np.int64)).to(device), *there[1:]
+                arrays = [self.read(indices, mirror)[0], *self.rows_of(names, indices, mirror).values()]
+                parts = [torch.from_numpy(array) for array in arrays]
+                if not wholes:
+                    wholes = [torch.empty((self.count * (1 + self.mirrored), *part.shape[1:]), dtype=part.dtype,
+                                          device=device) for part in parts]
+                for whole, part in zip(wholes, parts, strict=True):
+                    whole[copy * self.count + start :][: len(part)] = part
+        return wholes[0], torch.from_numpy(self.labels.astype(np.int64)).to(device), *wholes[1:]
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
         if tuple(shape) != self.shape:
-            remedy = f"set data.channels={self.shape[0]} and data.input_size={self.shape[1]}"
-            if self.in_tars and self.kind == "sample" and self.shape[0] == 2 * shape[0]:
-                remedy = "set data.kind=moments if the channels are [mean, logvar]"
-            if self.in_tars and self.kind == "moments" and 2 * self.shape[0] == shape[0]:
-                remedy = "set data.kind=sample if the channels are not [mean, logvar]"
+            of_tars = f", or data.kind={'moments' if self.kind == 'sample' else 'sample'}" if self.applied else ""
             raise ValueError(f"{self.where} holds latents of shape {self.shape} (channels, height, width), but the "
-                             f"network is set up for {tuple(shape)}: {remedy}, or data.path to another data set.")
+                             f"network is set up for {tuple(shape)}: set data.channels={self.shape[0]} and "
+                             f"data.input_size={self.shape[1]}{of_tars}, or data.path to another data set.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
@@ -172,8 +158,8 @@ class Latents:
     def _read_stored(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> np.ndarray:
         assert len(indices) and 0 <= indices.min() and indices.max() < self.count
         assert mirror is None or self.mirrored or not mirror.any()
-        rows = np.empty((len(indices), *self._stored_shape), self._stored_dtype)
-        self._fill(rows, self._shards, indices, mirror)
+        rows = np.empty((len(indices), *self.stored_shape), self.stored_dtype)
+        self._fill(rows, self.shards, indices, mirror)
         return rows
 
     def _fill(
@@ -181,10 +167,10 @@ class Latents:
     ) -> None:
         """Copies the rows of `indices` out of shards, the plain ones or, where `mirror` is True, those after them."""
         order = np.argsort(indices)  # pages are visited in the order of the file
-        shard = np.searchsorted(self._starts, indices[order], side="right") - 1
-        row = indices[order] - self._starts[shard]
-        shard = shard if mirror is None else shard + mirror[order] * (len(self._starts) - 1)
-        # Row by row beats fancy indexing per shard: a shuffled batch meets most shards once or twice.
+        shard = np.searchsorted(self.starts, indices[order], side="right") - 1
+        row = indices[order] - self.starts[shard]
+        shard = shard if mirror is None else shard + mirror[order] * (len(self.starts) - 1)
+        # Row by row is faster than fancy indexing per shard: a shuffled batch meets most shards once or twice.
         for i, s, r in zip(order.tolist(), shard.tolist(), row.tolist(), strict=True):
             rows[i] = shards[s][r]
 
@@ -200,7 +186,6 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     opening indexes them and keeps the index beside them, so let one rank open before the others. Raises ValueError,
     with the numbers and the remedy, for data that is absent, unfinished, damaged, or not scaled for the network.
     """
-    assert kind in (None, *KINDS) and (scale is None or scale > 0)
     path = Path(path)
     if (path / "metadata.json").is_file():
         latents = _open_folder(path, kind, scale)
@@ -212,7 +197,8 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     else:
         seen = (f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
                 if path.is_dir() else f"There is no data set at {path}.")
-        raise ValueError(f"{seen} {HOW_TO_PREPARE.format(path=path)}")
+        raise ValueError(f"{seen} Prepare one with `python scripts/prepare_latents.py source=<images> out={path}`, or "
+                         f"try the built-in shapes with `bash scripts/quickstart.sh`.")
     _check_values(latents)
     return latents
 
@@ -228,13 +214,6 @@ class Shard(Record):
     labels: str
     mirrored: str | None = None
     count: Whole
-
-
-class Beside(NamedTuple):
-    """An array beside the latents: a map of each shard's file, and how its rows follow a flipped image."""
-
-    shards: list[np.ndarray]
-    mirror: str             # same: they do not | flip: their last axis | files: in files of their own, after the others
 
 
 class ArrayRecord(Record):
@@ -270,19 +249,15 @@ class Metadata(Record):
 def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:
     file = folder / "metadata.json"
     meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
-    classes, counts = meta.num_classes, [shard.count for shard in meta.shards]
-    parts = ["latents", "mirrored"] if meta.mirrored else ["latents"]
-    for key, given in (("class_names", meta.class_names), ("display_names", meta.display_names)):
-        if given is not None and len(given) != classes:
-            raise ValueError(f"{file} says num_classes {classes} but names {len(given)} classes in {key}.")
-    if meta.mirrored and not all(shard.mirrored for shard in meta.shards):
-        raise ValueError(f"{file} says mirrored true, but not every shard names a file of mirrored latents.")
+    counts = [shard.count for shard in meta.shards]
+    for key, names in (("class_names", meta.class_names), ("display_names", meta.display_names)):
+        if names is not None and len(names) != meta.num_classes:
+            raise ValueError(f"{file} says num_classes {meta.num_classes} but names {len(names)} classes in {key}.")
     if sum(counts) != meta.count:
         raise ValueError(f"{file} says {meta.count} images, but its {len(counts)} shards hold {sum(counts)}.")
-    names = {part: [folder / getattr(shard, part) for shard in meta.shards] for part in (*parts, "labels")}
-    for name, asked, said in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
-        if asked is not None and asked != said:
-            raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {said!r}: "
+    for name, asked, recorded in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
+        if asked is not None and asked != recorded:
+            raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {recorded!r}: "
                              f"leave data.{name}=null for a latent folder.")
     try:
         convention = Convention.read(meta.model_dump())
@@ -291,25 +266,26 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
         raise ValueError(f"{file}: {error}") from None
 
     stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
-    files = [file for part in parts for file in names[part]]
-    allow_open_files(len(files) + len(counts))
+    parts = ["latents", "mirrored"] if meta.mirrored else ["latents"]
+    files = [folder / str(getattr(shard, part)) for part in parts for shard in meta.shards]
+    allow_open_files(len(files) * (2 + len(meta.arrays)))
     shards = [map_npy(file, [(n, *stored_shape)], ["float16"])
               for file, n in zip(files, counts * len(parts), strict=True)]
-    starts = np.concatenate([[0], np.cumsum(counts)])
-    labels = np.empty(meta.count, np.min_scalar_type(classes - 1))
-    for file, start, end in zip(names["labels"], starts[:-1], starts[1:], strict=True):
-        of_shard = map_npy(file, [(int(end - start),)], ["int64"])
-        check_labels(of_shard, classes, file, 'correct the labels or "num_classes" in metadata.json')
-        labels[start:end] = of_shard
-    return Latents(where=str(folder), files=files, shards=shards, starts=starts, labels=labels,
-                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"),
-                   arrays=_open_arrays(folder, meta, names["latents"], counts),
-                   convention=convention,
+    labels = []
+    for shard in meta.shards:
+        labels.append(map_npy(folder / shard.labels, [(shard.count,)], ["int64"]))
+        check_labels(labels[-1], meta.num_classes, folder / shard.labels,
+                     'correct the labels or "num_classes" in metadata.json')
+    latents = [folder / shard.latents for shard in meta.shards]
+    return Latents(where=str(folder), files=files, shards=shards, starts=np.concatenate([[0], np.cumsum(counts)]),
+                   labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
+                   stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), convention=convention,
+                   arrays=_open_arrays(folder, meta, latents, counts),
                    **meta.model_dump(include={"kind", "mirrored", "num_classes", "class_names", "display_names",
                                               "autoencoder"}))
 
 
-def _open_arrays(folder: Path, meta: Metadata, latents: list[Path], counts: list[int]) -> dict[str, Beside]:
+def _open_arrays(folder: Path, meta: Metadata, latents: list[Path], counts: list[int]) -> dict[str, Array]:
     """Maps the arrays that metadata.json names, and masks-*.npy, the weights of the loss, as (n, 1, h, w)."""
     def shards(name: str, shapes: list[list[int]], dtypes: list[str]) -> list[np.ndarray]:
         files = [file.with_name(file.name.replace("latents-", f"{name}-")) for file in latents]
@@ -320,11 +296,11 @@ def _open_arrays(folder: Path, meta: Metadata, latents: list[Path], counts: list
     for name, record in meta.arrays.items():
         parts = [name] + [f"{name}_mirrored"] * (record.mirror == "files" and meta.mirrored)
         maps = [shards(part, [record.shape], [record.dtype]) for part in parts]
-        arrays[name] = Beside(sum(maps, []), record.mirror)
+        arrays[name] = Array(sum(maps, []), record.mirror)
     if any(folder.glob("masks-*.npy")):
         sides = meta.shape[1:]
         maps = [mask.reshape(-1, 1, *sides) for mask in shards("masks", [sides, [1, *sides]], ["uint8", "float16"])]
-        arrays[WEIGHT] = Beside(maps, "flip")
+        arrays[WEIGHT] = Array(maps, "flip")
     return arrays
 
 
@@ -336,22 +312,18 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
     if kind is None:
         raise ValueError(f"{path} holds latents of {channels} channels, but tars carry no record of what they are: set "
                          "data.kind=moments for [mean, logvar], as 8 almost surely are, or data.kind=sample.")
-    if kind == "moments" and channels % 2:
-        raise ValueError(f"{path} holds latents of {channels} channels, but moments, [mean, logvar], have an even "
-                         "number of them: set data.kind=sample.")
     # TREAD trains on samples as they are, so they are scaled already; moments are an autoencoder's own.
     scale = scale or (1.0 if kind == "sample" else SD_VAE_SCALE)
     check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
     labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
-    # The autoencoder is the one TREAD trains on; nothing in the tars says so or otherwise.
-    latents = Latents(where=str(path), files=tars, shards=open_rows(tars, index), starts=index["starts"], labels=labels,
-                      stored_shape=stored_shape, stored_dtype=dtype, kind=kind, mirrored=False,
-                      num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema",
-                      convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
     if kind == "moments" and channels == 4:
         warnings.warn(f"{path} holds latents of 4 channels, which are almost surely samples: set data.kind=sample, "
                       "unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
-    return latents
+    # The autoencoder is the one TREAD trains on; nothing in the tars names one.
+    return Latents(where=str(path), files=tars, shards=open_rows(tars, index), starts=index["starts"], labels=labels,
+                   stored_shape=stored_shape, stored_dtype=dtype, kind=kind, mirrored=False,
+                   num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema",
+                   convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
 
 
 # ------------------------------------------------------------------------------------------------------------
@@ -395,7 +367,7 @@ def _check_pixels(low: float, high: float, where: str) -> None:
 
 def _check_scale(spread: float, latents: Latents, where: str) -> None:
     scale = (latents.applied or latents.convention).scale
-    remedy = (f"data.scale is {scale:g}: set data.scale={SD_VAE_SCALE if spread > 3 else 1}." if latents.in_tars else
+    remedy = (f"data.scale is {scale:g}: set data.scale={SD_VAE_SCALE if spread > 3 else 1}." if latents.applied else
               "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")
     seen = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks"
     if spread > 3:

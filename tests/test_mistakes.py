@@ -213,7 +213,6 @@ SPOILT = {
         (array(put(np.nan), LATENTS), "NaN"), (array(lambda a: a * 99, LATENTS), "127.5"),
         (record(META, count=13), "13"), (record(META, kind="moments"), "(12, 6, 8, 8)"),
         (record(META, scale=0), "scale=0"), (record(META, class_names=["a"]), "class_names"),
-        (record(META, mirrored=True), "mirrored"),
         (both(record(META, **VAE), array(lambda a: a * 9, LATENTS)), "unscaled"),
         (both(record(META, **VAE), array(lambda a: a * 0.2, LATENTS)), "scaled twice"),
         (lambda path: np.save(path / "masks-00000.npy", np.ones((12, 4, 4), np.uint8)), "masks-00000.npy"),

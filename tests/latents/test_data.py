@@ -1,9 +1,9 @@
 """What a latent folder promises: every image once an epoch, on any number of ranks, from any start, memory-mapped."""
 
-import gzip
 import itertools
 import json
 import os
+import resource
 import subprocess
 import sys
 import tarfile
@@ -83,7 +83,7 @@ def folder(tmp_path):
 # --- folders and batches
 
 
-def test_a_folder_tells_what_it_holds(tmp_path):
+def test_a_folder_says_what_it_holds(tmp_path):
     names = ["a", "b", "c", "d", "e", "f", "g"]
     latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), class_names=names))
     assert (latents.count, latents.shape, latents.kind, latents.mirrored) == (COUNT, (4, 4, 4), "sample", False)
@@ -95,65 +95,38 @@ def test_read_returns_the_rows_that_were_asked_for_in_their_order(folder):
     indices = np.array([102, 3, 40, 39, 3, 80])
     stored, labels = open_latents(folder).read(indices)
     assert stored.dtype == np.float16 and labels.dtype == np.int64
-    [(x, y)] = take(open_latents(folder), 1, 8, seed=0)
-    assert (x.dtype, tuple(x.shape), y.dtype, tuple(y.shape)) == (torch.float16, (8, 4, 4, 4), torch.int64, (8,))
     np.testing.assert_array_equal(stored, numbered()[indices])
     np.testing.assert_array_equal(labels, labels_of()[indices])
 
 
-def test_every_image_is_seen_at_most_once_an_epoch_and_only_the_rest_is_dropped(folder):
-    for epoch in range(3):
-        taken = take(open_latents(folder), 10, 10, seed=3, start=10 * epoch)
-        seen = [n for stored, _ in taken for n in numbers(stored)]
-        assert len(set(seen)) == 100
+def test_every_image_is_seen_once_an_epoch_with_its_label_and_only_the_rest_is_dropped(folder, tmp_path):
+    for latents, batch_size in ((open_latents(folder), 10), (open_latents(write_folder(tmp_path / "even", numbered(100), labels_of(100))), 20)):
+        epochs = []
+        for epoch in range(3):
+            taken = take(latents, 100 // batch_size, batch_size, seed=3, start=100 // batch_size * epoch)
+            assert (taken[0][0].dtype, taken[0][0].shape, taken[0][1].dtype) == (torch.float16, (batch_size, 4, 4, 4), torch.int64)
+            for stored, y in taken:
+                np.testing.assert_array_equal(y.numpy(), labels_of()[numbers(stored)])
+            epochs.append([n for stored, _ in taken for n in numbers(stored)])
+            assert len(set(epochs[-1])) == 100
+        assert epochs[0] != epochs[1]
 
 
-def test_every_image_is_seen_where_the_batch_divides_the_count(tmp_path):
-    latents = open_latents(write_folder(tmp_path / "set", numbered(100), labels_of(100)))
-    seen = [n for stored, _ in take(latents, 10, 20, seed=3) for n in numbers(stored)]
-    first, second = seen[:100], seen[100:]
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert first != second and first != list(range(100))
-
-
-def test_labels_stay_with_their_images(folder):
-    for stored, y in take(open_latents(folder), 12, 10, seed=1):
-        np.testing.assert_array_equal(y.numpy(), labels_of()[numbers(stored)])
-
-
-def test_the_shuffle_is_global(folder):
-    first = numbers(take(open_latents(folder), 1, 30, seed=0)[0][0])
-    assert {n // 40 for n in first} == {0, 1, 2}  # one batch meets every shard
-
-
-def test_another_seed_is_another_order_and_the_same_seed_the_same(folder):
+def test_the_order_is_global_and_the_one_that_was_written_down(folder):
+    """A change here breaks the resumption of every run there is."""
     latents = open_latents(folder)
-    orders = [numbers(take(latents, 1, 100, seed=seed)[0][0]) for seed in (0, 0, 1)]
-    assert orders[0] == orders[1] != orders[2]
+    assert numbers(take(latents, 1, 8, seed=0)[0][0]) == [85, 37, 20, 5, 86, 16, 74, 96]      # of all three shards
+    assert numbers(take(latents, 1, 8, seed=1)[0][0]) != [85, 37, 20, 5, 86, 16, 74, 96]
 
 
-@pytest.mark.parametrize("world", [2, 4])
-def test_ranks_partition_each_global_batch_of_the_one_rank_run(tmp_path, world):
+@pytest.mark.parametrize(("world", "start"), [(1, 1), (1, 12), (1, 25), (2, 0), (4, 11)])
+def test_ranks_and_a_resumed_run_see_the_batches_of_one_rank_that_was_not_stopped(tmp_path, world, start):
     latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=numbered(seed=9)))
-    whole = take(latents, 14, 8, seed=5)  # twelve batches an epoch
-    parts = [take(latents, 14, 8, seed=5, rank=rank, world=world) for rank in range(world)]
+    whole = take(latents, 28, 8, seed=5)[start:]      # twelve batches an epoch
+    parts = [take(latents, 28 - start, 8, seed=5, rank=rank, world=world, start=start) for rank in range(world)]
     for g, (stored, y) in enumerate(whole):
         assert torch.equal(torch.cat([part[g][0] for part in parts]), stored)
         assert torch.equal(torch.cat([part[g][1] for part in parts]), y)
-
-
-@pytest.mark.parametrize("start", [1, 9, 10, 11, 25])
-def test_resuming_gives_the_batches_of_a_run_that_was_not_stopped(tmp_path, start):
-    latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=numbered(seed=9)))
-    unbroken = take(latents, 28, 10, seed=5)  # ten batches an epoch
-    resumed = take(latents, 28 - start, 10, seed=5, start=start)
-    for (stored, y), (stored_again, y_again) in zip(unbroken[start:], resumed, strict=True):
-        assert torch.equal(stored, stored_again) and torch.equal(y, y_again)
-
-
-def test_the_order_is_the_one_that_was_written_down(folder):
-    """A change here breaks the resumption of every run there is."""
-    assert numbers(take(open_latents(folder), 1, 8, seed=0)[0][0]) == [85, 37, 20, 5, 86, 16, 74, 96]
 
 
 # --- mirrored copies
@@ -203,7 +176,7 @@ def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_
     assert not readers()
 
 
-def test_moments_are_sampled_with_their_mean_and_standard_deviation():
+def test_moments_are_sampled_with_their_mean_and_standard_deviation_and_samples_are_only_widened():
     stored = torch.empty(20_000, 2, 2, 2, dtype=torch.float16)
     stored[:, 0], stored[:, 1] = 1.5, 0.25
     torch.manual_seed(0)
@@ -213,10 +186,6 @@ def test_moments_are_sampled_with_their_mean_and_standard_deviation():
     torch.manual_seed(0)
     assert torch.equal(to_latent(stored, "moments"), x)  # the default generator and nothing else
     assert not torch.equal(to_latent(stored, "moments"), x)
-
-
-def test_samples_are_only_widened():
-    stored = torch.randn(3, 4, 2, 2).half()
     x = to_latent(stored, "sample")
     assert x.dtype == torch.float32 and torch.equal(x, stored.float())
 
@@ -261,7 +230,7 @@ def test_webdataset_tars_read_back_as_the_folder_with_the_same_latents(tmp_path,
         torch.testing.assert_close(x, x_tar, rtol=2e-3, atol=1e-6)
 
 
-@pytest.mark.parametrize("pattern", ["", "*.tar", "shard-{000000..000002}.tar", "shard-00000[0-2].tar"])
+@pytest.mark.parametrize("pattern", ["", "*.tar", "shard-{000000..000002}.tar"])
 def test_tars_are_named_by_a_folder_a_glob_or_braces(tmp_path, pattern):
     write_tars(tmp_path, numbered(), labels_of())
     latents = open_latents(f"{tmp_path}/{pattern}", kind="sample")      # which are the network's own as they are
@@ -297,9 +266,6 @@ def test_tars_in_a_folder_that_cannot_be_written_are_read_all_the_same(tmp_path,
     def refuse(*_, **__):
         raise PermissionError("read-only")
 
-    monkeypatch.setattr(np, "savez", refuse)
-    assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
-    monkeypatch.undo()
     monkeypatch.setattr("runtime.files.os.fsync", refuse)
     assert open_latents(tmp_path, kind="sample", scale=1).count == COUNT
     assert {file.suffix for file in tmp_path.iterdir()} == {".tar"}
@@ -374,14 +340,6 @@ def test_the_mask_of_a_mirrored_copy_is_mirrored(tmp_path):
         assert 0 < flipped.sum() < 10
 
 
-def test_a_resumed_run_sees_the_masks_of_one_that_was_not_stopped_on_any_number_of_ranks(folder):
-    latents = open_latents(write_masks(folder, masks_of()))
-    whole = take_weighted(latents, 12, 10, seed=5)
-    parts = [take_weighted(latents, 4, 10, seed=5, start=8, rank=rank, world=2) for rank in (0, 1)]
-    for g in range(4):
-        assert torch.equal(torch.cat([part[g][2] for part in parts]), whole[8 + g][2])
-
-
 def test_masks_are_part_of_the_data_set(folder):
     prints = [open_latents(folder).fingerprint]
     prints += [open_latents(write_masks(folder, masks)).fingerprint for masks in (masks_of(), 1 - masks_of())]
@@ -434,29 +392,13 @@ def test_a_batch_that_cannot_be_is_refused_at_once(folder):
         refused(words, batches, open_latents(folder), seed=0, **how)  # not at the first next()
 
 
-# --- what is refused on opening
+# --- what is refused on opening, but for what tests/test_mistakes.py has
 
 
 def refused(words, function, *arguments, **options):
     with pytest.raises(ValueError) as error:
         function(*arguments, **options)
     assert all(word in str(error.value) for word in words), error.value
-
-
-def cut(name, size):
-    return lambda folder: os.truncate(folder / name, size)
-
-
-def put(name, array):
-    return lambda folder: np.save(folder / name, array, allow_pickle=True)
-
-
-def write(name, content):
-    return lambda folder: (folder / name).write_bytes(content)
-
-
-def remove(name):
-    return lambda folder: (folder / name).unlink()
 
 
 def record(**changes):
@@ -478,17 +420,12 @@ def masks(array=None, name="masks-00001.npy"):
     return damage
 
 
-def with_bad_row(value):
-    values = numbered()
-    values[41, 1, 2, 2] = value
-    return values
-
-
 def moments(mean, std):
     return np.concatenate([mean, std], axis=1)
 
 
-def rename_in_tar(old, new):
+def in_tar(old, new):
+    """Renames members of the second tar."""
     def damage(folder):
         with tarfile.open(folder / TAR) as tar, tarfile.open(folder / "new", "w") as out:
             for member in tar.getmembers():
@@ -497,10 +434,6 @@ def rename_in_tar(old, new):
                 out.addfile(member, content)
         os.replace(folder / "new", folder / TAR)
     return damage
-
-
-def compress(folder):
-    (folder / TAR).write_bytes(gzip.compress((folder / TAR).read_bytes()))
 
 
 def without_end_mark(folder):
@@ -514,69 +447,34 @@ def one_more(latent):
     return lambda folder: write_tars(folder, [*numbered(), latent], labels_of(COUNT + 1))
 
 
-LATENTS, LABELS, TAR = "latents-00001.npy", "labels-00001.npy", "shard-000001.tar"  # of the second shard, 40 images
-PIXELS, MOMENTS, SAMPLE = {"autoencoder": "identity", "scale": 1.0}, {"kind": "moments"}, {"kind": "sample", "scale": 1}
-WHOLE_TAR = [TAR, "not a whole uncompressed tar"]
+TAR, SAMPLE, MOMENTS = "shard-000001.tar", {"kind": "sample", "scale": 1}, {"kind": "moments"}
+INFINITE = numbered()
+INFINITE[41, 1, 2, 2] = np.inf
 BAD = {
-    "shard missing": (remove(LATENTS), {}, ["latents-00001.npy is missing"]),
-    "labels missing": (remove(LABELS), {}, ["labels-00001.npy is missing"]),
-    "shard truncated": (cut(LATENTS, 3000), {}, ["latents-00001.npy is not a whole npy file", "copy the folder again"]),
-    "labels truncated": (cut(LABELS, 300), {}, ["labels-00001.npy is not a whole npy file"]),
-    "not npy": (write(LATENTS, b"x" * 9999), {}, ["latents-00001.npy is not a whole npy file", "magic"]),
-    "pickled": (put(LABELS, np.array([{}] * 40)), {}, ["not a whole npy file of numbers", "Python objects"]),
-    "float32": (put(LATENTS, numbered(40).astype(np.float32)), {}, ["float32", "float16"]),
-    "short labels": (put(LABELS, labels_of(39)), {}, ["(39,)", "(40,)"]),
-    "int32 labels": (put(LABELS, labels_of(40).astype(np.int32)), {}, ["int32", "int64"]),
-    "other shape": (put(LATENTS, numbered(40, size=8)), {}, ["(40, 4, 8, 8)", "(40, 4, 4, 4)"]),
-    "label too high": (put(LABELS, labels_of(40) + 1), {}, ["label 7 (row 4)", "0..6"]),
-    "label negative": (put(LABELS, labels_of(40) - 1), {}, ["label -1 (row 0)", "0..6"]),
-    "counts differ": (record(count=104), {}, ["104 images", "hold 103"]),
-    "moments shape": (record(kind="moments"), {}, ["(40, 4, 4, 4)", "(40, 8, 4, 4)"]),
-    "kind unknown": (record(kind="mean"), {}, ["metadata.json: kind=mean: it should be 'sample' or 'moments'"]),
-    "class names": (record(class_names=["a"]), {}, ["num_classes 7", "names 1"]),
+    "pickled": (lambda folder: np.save(folder / "labels-00001.npy", np.array([{}] * 40), allow_pickle=True), {}, ["not a whole npy file of numbers", "Python objects"]),
     "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
-    "no json": (write("metadata.json", b"{"), {}, ["metadata.json is not"]),
-    "unfinished": (remove("metadata.json"), {}, ["has not finished", "same command again"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
     "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
-    "no mirrored file": (record(mirrored=True), {}, ["not every shard names a file of mirrored latents"]),
-    "masks of another side": (masks(np.ones((40, 8, 8), np.uint8)), {}, ["masks-00001.npy holds uint8 (40, 8, 8)", "(40, 4, 4) or (40, 1, 4, 4)"]),
-    "too few masks": (masks(np.ones((39, 4, 4), np.uint8)), {}, ["(39, 4, 4)", "(40, 4, 4)"]),
-    "masks of float32": (masks(np.ones((40, 4, 4), np.float32)), {}, ["float32", "uint8 or float16"]),
-    "masks 0 to 255": (masks(np.full((40, 4, 4), 255, np.uint8)), {}, ["masks run from 0 to 255", "0..1", "mask / 255"]),
     "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["all masks are 0", "nothing would be trained"]),
-    "negative masks": (masks(np.full((40, 4, 4), -1, np.float16)), {}, ["masks run from -1"]),
     "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks run from nan"]),
     "one file of masks missing": (masks(), {}, ["masks-00001.npy is missing"]),
-    "unscaled": (latents(numbered() * 4.7), {}, ["standard deviation 4.68", "unscaled", "0.18215 times that is 0.8"]),
-    "scaled twice": (latents(numbered() * 0.18215), {}, ["standard deviation 0.18", "scaled twice", "it is 1"]),
-    "NaN": (latents(with_bad_row(np.nan)), {}, ["1 hold NaN", "image 41 first"]),
-    "infinity in a mirrored copy": (latents(numbered(), with_bad_row(np.inf)), {}, ["1 hold NaN or infinity", "image 41 first"]),
+    "infinity in a mirrored copy": (latents(numbered(), INFINITE), {}, ["1 hold NaN or infinity", "image 41 first"]),
     "logvar for std": (latents(moments(numbered(), numbered() - 9), **MOMENTS), {}, ["never negative", "[mean, logvar]"]),
     "unscaled moments": (latents(moments(numbered() * 4.7, abs(numbered()) * 0.01), **MOMENTS), {}, ["unscaled"]),
-    "bytes": (latents(abs(numbered()) * 50, **PIXELS), {}, ["pixels run from 0", "image / 127.5 - 1"]),
-    "latents as pixels": (latents(numbered(), **PIXELS), {}, ["pixels run from -3.", "-1..1"]),
 }
 BAD_TARS = {
-    "no kind": (None, {}, ["4 channels", "data.kind=moments for [mean, logvar], as 8 almost surely are", "data.kind=sample"]),
     "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
     "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale is 0.18215: set data.scale=1."]),
     "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
-    "truncated": (cut(TAR, 20000), SAMPLE, WHOLE_TAR),
-    "truncated in a header": (cut(TAR, 51300), SAMPLE, WHOLE_TAR),
-    "truncated between members": (without_end_mark, SAMPLE, WHOLE_TAR),
-    "empty": (cut(TAR, 0), SAMPLE, WHOLE_TAR),
-    "not a tar": (write(TAR, b"x" * 9999), SAMPLE, WHOLE_TAR),
-    "compressed": (compress, SAMPLE, [*WHOLE_TAR, "decompress"]),
+    "truncated between members": (without_end_mark, SAMPLE, [TAR, "not a whole uncompressed tar"]),
     "one absent": (None, {**SAMPLE, "name": "shard-{000000..000003}.tar"}, ["names 4 tars, but 1 of them are absent, ", "shard-000003.tar first"]),
-    "images": (rename_in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", "prepare_latents"]),
-    "no label": (rename_in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
-    "label no number": (rename_in_tar("50.json", "50b.cls"), SAMPLE, ["n00000050b.cls", "class number"]),
+    "images": (in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", "prepare_latents"]),
+    "no label": (in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
+    "label no number": (in_tar("50.json", "50b.cls"), SAMPLE, [TAR, "n00000050b.cls", "invalid literal"]),
+    "not npy": (in_tar("50.json", "50b.latent.npy"), SAMPLE, [TAR, "n00000050b.latent.npy", "magic"]),
     "another shape": (one_more(np.zeros((4, 8, 8), np.float16)), SAMPLE, ["(4, 8, 8)", "(4, 4, 4)"]),
-    "another type": (one_more(np.zeros((4, 4, 4), np.float32)), SAMPLE, ["float32", "float16"]),
     "two axes": (one_more(np.zeros((4, 4), np.float16)), SAMPLE, ["(4, 4)", "(channels, height, width)"]),
-    "float64": (one_more(np.zeros((4, 4, 4))), SAMPLE, ["float64", "float32"]),
     "pickled": (one_more(np.array([{}])), SAMPLE, ["object", "float32"]),
 }
 
@@ -599,23 +497,19 @@ def test_bad_tars_are_refused_in_a_sentence(tmp_path, case):
     refused(words, open_latents, tmp_path / arguments.pop("name", ""), **arguments)
 
 
-def test_tars_of_moments_read_as_samples_are_told_so(tmp_path):
-    write_tars(tmp_path, numbered(channels=8), labels_of())
-    as_samples = open_latents(tmp_path, kind="sample", scale=1)
-    refused(["(8, 4, 4)", "(4, 4, 4)", "data.kind=moments"], as_samples.require, shape=(4, 4, 4), num_classes=1000)
+def test_tars_of_another_kind_than_they_are_read_as_do_not_fit_the_network(tmp_path):
+    write_tars(tmp_path / "moments", numbered(channels=8), labels_of())
+    write_tars(tmp_path / "samples", numbered(), labels_of())
+    as_samples = open_latents(tmp_path / "moments", kind="sample", scale=1)
+    with pytest.warns(UserWarning, match="set data.kind=sample, unless they are the moments of a 2-channel autoencoder"):
+        as_moments = open_latents(tmp_path / "samples", kind="moments", scale=1)
+    refused(["(8, 4, 4)", "(4, 4, 4)", "or data.kind=moments"], as_samples.require, shape=(4, 4, 4), num_classes=1000)
+    refused(["(2, 4, 4)", "(4, 4, 4)", "or data.kind=sample"], as_moments.require, shape=(4, 4, 4), num_classes=1000)
 
 
-def test_a_folder_that_is_being_prepared_says_so(tmp_path):
-    (tmp_path / "preparing.json").write_text("{}")
-    refused(["has not finished"], open_latents, tmp_path)
-
-
-@pytest.mark.parametrize("name", ["data/imagenet256", "shards/*.tar", "s-{000..004}.tar", ""])
-def test_an_absent_data_set_tells_how_to_prepare_it_and_how_to_go_without(tmp_path, name):
-    refused([
-        str(tmp_path / name), "scripts/prepare_latents.py source=", "bash scripts/quickstart.sh", "data=shapes",
-        "python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=data/shapes16",
-    ], open_latents, tmp_path / name)  # fmt: skip
+@pytest.mark.parametrize("name", ["data/imagenet256", "s-{000..004}.tar", ""])
+def test_an_absent_data_set_says_how_to_prepare_it_and_how_to_go_without(tmp_path, name):
+    refused([str(tmp_path / name), "scripts/prepare_latents.py source=", "bash scripts/quickstart.sh"], open_latents, tmp_path / name)
 
 
 def test_arguments_that_agree_with_the_folder_are_accepted(folder):
@@ -629,15 +523,6 @@ def test_arguments_that_agree_with_the_folder_are_accepted(folder):
 def test_what_may_be_right_is_only_warned_of(tmp_path, values, autoencoder):
     with pytest.warns(UserWarning, match="looks"):
         open_latents(write_folder(tmp_path / "set", values, labels_of(), autoencoder=autoencoder))
-
-
-def test_moments_of_a_two_channel_autoencoder_are_read_with_a_warning(tmp_path):
-    write_tars(tmp_path, numbered(), labels_of())
-    with pytest.warns(UserWarning, match="set data.kind=sample, unless they are the moments of a 2-channel autoencoder"):
-        latents = open_latents(tmp_path, kind="moments", scale=1)
-    assert latents.shape == (2, 4, 4)
-    with pytest.raises(ValueError, match="data.kind=sample if the channels are not"):
-        latents.require(shape=(4, 4, 4), num_classes=1000)
 
 
 @pytest.mark.parametrize("written", ["folder", "tars"])
@@ -710,7 +595,7 @@ def test_a_program_that_leaves_its_batches_open_still_ends(folder):
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
 def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_path):
     count = 1_000_000  # 6 GB of latents in holes of a sparse file
-    write_folder(tmp_path, np.zeros((1, 3, 32, 32), np.float16), np.zeros(1, np.int64), **PIXELS)
+    write_folder(tmp_path, np.zeros((1, 3, 32, 32), np.float16), np.zeros(1, np.int64), autoencoder="identity", scale=1.0)
     for name, dtype, shape in (("latents", "<f2", (count, 3, 32, 32)), ("labels", "<i8", (count,))):
         with open(tmp_path / f"{name}-00000.npy", "wb") as stream:
             header = {"descr": dtype, "fortran_order": False, "shape": shape}
@@ -733,13 +618,12 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
 
 def test_more_files_than_a_process_may_open_at_first_are_opened_all_the_same(tmp_path):
     write_folder(tmp_path, numbered(300), labels_of(300), shard=1)
-    program = (
-        "import resource, numpy\nfrom latents.folder import open_latents\n"
-        "resource.setrlimit(resource.RLIMIT_NOFILE, (200, resource.getrlimit(resource.RLIMIT_NOFILE)[1]))\n"
-        f"print(open_latents({str(tmp_path)!r}).read(numpy.arange(300))[0].shape)"
-    )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
-    assert done.stdout == "(300, 4, 4, 4)\n", done.stderr
+    before = resource.getrlimit(resource.RLIMIT_NOFILE)
+    try:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (200, before[1]))
+        assert open_latents(tmp_path).read(np.arange(300))[0].shape == (300, 4, 4, 4)
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
 def test_the_data_configs_name_what_the_code_reads():
