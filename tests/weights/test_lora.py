@@ -209,14 +209,6 @@ def drawn(checkpoint, out):
     return np.load(out)["arr_0"]
 
 
-def test_nothing_is_merged_into_the_checkpoints_of_a_run(trained_run, tmp_path):
-    with pytest.raises(SystemExit, match="is among a run's checkpoints, from which training resumes"):
-        run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={trained_run}/checkpoints/step-00000099")
-    assert not (trained_run / "checkpoints/step-00000099").exists()
-    (tmp_path / "checkpoints").mkdir()      # of no run
-    run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={tmp_path}/checkpoints/mine")
-
-
 def test_what_base_and_adapter_draw_the_merged_folder_draws_without_a_base(trained_run, parent, tmp_path):
     run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={tmp_path}/merged")
     assert checkpoints.problem(tmp_path / "merged") is None and "lora" not in checkpoints.read_meta(tmp_path / "merged")
