@@ -24,6 +24,7 @@ from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime.files import atomic_write
+from runtime.schema import first_line
 
 MEMBER = re.compile(r"package/(?:emoji\.json|img/(\w+)/64/([\w-]+\.png))")
 EVERY = 10      # emoji of a class: one of so many is held out
@@ -40,8 +41,8 @@ def read_package(path: Path, skin_tones: bool) -> dict[str, dict[str, list[tuple
     images = {(found[1], found[2]): content for found, content in files.items() if found[2]}
     described = next((content for found, content in files.items() if not found[2]), None)
     if not images or described is None:
-        raise ValueError(f"{path} has no package/emoji.json or no package/img/<maker>/64/*.png: give a file that "
-                         f"`npm pack emoji-datasource-google@16.0.0` writes.")
+        raise ValueError("no package/emoji.json or no package/img/<maker>/64/*.png in it. Give a "
+                         "file that `npm pack emoji-datasource-google@16.0.0` writes.")
     classes = defaultdict(lambda: defaultdict(list))
     for emoji in json.loads(described):
         name = "-".join(re.findall(r"\w+", emoji["category"])).lower()
@@ -98,7 +99,7 @@ def main() -> None:
                 for image, pictures in emoji.items():
                     classes[name][image] += pictures
     except (OSError, ValueError, EOFError, tarfile.TarError) as error:
-        sys.exit(f"prepare_emoji.py: {error}")
+        sys.exit(f"prepare_emoji.py: {package}: {first_line(error)}")
     kept, held = split(classes)
     if given.held_out:
         write_zip(given.held_out, held)
