@@ -181,6 +181,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
+        files.require_same(run.folder, run.place)
         files.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
@@ -310,6 +311,7 @@ def main(cfg: TrainSettings) -> None:
             break
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
+        run.objective.step = run.step
         stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
         loss, grad_norm, skipped, terms = train_step(
             accelerator, called, run.objective, run.optimizer, to_latent(stored, latents.kind), y,
@@ -324,6 +326,8 @@ def main(cfg: TrainSettings) -> None:
 
     loader.close()
     bar.close()
+    if run.place is not None:
+        files.require_same(run.folder, run.place)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if stopped_by and not finished:

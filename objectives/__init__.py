@@ -5,7 +5,6 @@ A file `objectives/<name>.py` holds a class of the same name in CamelCase, and `
 """
 
 import importlib
-import inspect
 import pkgutil
 from collections.abc import Mapping
 
@@ -13,12 +12,12 @@ from torch import nn
 
 from objectives.diffusion import DiffusionLoss, Objective, own_state, trained_parameters
 
-__all__ = ["DiffusionLoss", "Objective", "build_objective", "own_state", "trained_parameters"]
+__all__ = ["DiffusionLoss", "Objective", "build_objective", "class_of", "own_state", "trained_parameters"]
 
 
 def class_of(name: str) -> type[Objective]:
     """Returns the class that `objectives/<name>.py` holds; raises ValueError where there is no such file."""
-    names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"diffusion", "hidden"})
+    names = sorted({module.name for module in pkgutil.iter_modules(__path__)} - {"diffusion", "hidden", "teachers"})
     if name not in names:
         raise ValueError(f"objective={name}: there is no objectives/{name}.py; choose one of {', '.join(names)}.")
     return getattr(importlib.import_module(f"objectives.{name}"), name.title().replace("_", ""))
@@ -26,16 +25,13 @@ def class_of(name: str) -> type[Objective]:
 
 def build_objective(
     net: nn.Module, diffusion: object, parts: Mapping[str, Mapping] | None = None, keep_masked: bool = False,
+    array_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Objective | DiffusionLoss:
     """Puts `parts`, names of files here and their keywords, around the plain diffusion loss, in their order.
 
-    Raises ValueError for a name or a keyword that is not there.
+    `array_shapes` are those of a row of each array beside the latents. Raises ValueError for a name that is not there.
     """
-    objective: Objective | DiffusionLoss = DiffusionLoss(net, diffusion, keep_masked)
+    objective: Objective | DiffusionLoss = DiffusionLoss(net, diffusion, keep_masked, array_shapes)
     for name, keywords in (parts or {}).items():
-        kind = class_of(name)
-        known = [*inspect.signature(kind).parameters][1:]
-        if unknown := [key for key in keywords if key not in known]:
-            raise ValueError(f"objective.{name} has no setting {unknown[0]}; it has {', '.join(known) or 'none'}.")
-        objective = kind(objective, **keywords)
+        objective = class_of(name)(objective, **keywords)
     return objective

@@ -1,6 +1,6 @@
 """The plain objective: the diffusion's loss over all tokens. TREAD needs no other (arXiv 2501.04765)."""
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
@@ -14,15 +14,21 @@ from rf import RF
 class DiffusionLoss(nn.Module):
     """Minimises `diffusion.loss` of a network on its routes.
 
-    With keep_masked, no route takes a token over whose patch the mean of `weight` is above 0.5.
+    With keep_masked, no route takes a token over whose patch the mean of `weight` is above 0.5. `array_shapes` are
+    those of a row of each array beside the latents, by name.
     """
 
     terms: tuple[str, ...] = ()
     arrays: tuple[str, ...] = ("weight",)      # of those beside the latents, where they are there
+    step: int = 0                              # of the run, as the loop sets it
 
-    def __init__(self, net: DiT, diffusion: EDM | RF, keep_masked: bool = False):
+    def __init__(
+        self, net: DiT, diffusion: EDM | RF, keep_masked: bool = False,
+        array_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    ):
         super().__init__()
         self.net, self.diffusion, self.keep_masked = net, diffusion, keep_masked
+        self.array_shapes = array_shapes or {}
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; it is 1 where it is not given."""
@@ -66,6 +72,18 @@ class Objective(nn.Module):
     @property
     def keep_masked(self) -> bool:
         return self.inner.keep_masked
+
+    @property
+    def array_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.inner.array_shapes
+
+    @property
+    def step(self) -> int:
+        return self.inner.step
+
+    @step.setter
+    def step(self, step: int) -> None:
+        self.inner.step = step
 
 
 def kept_tokens(masks: Tensor, patch_size: int) -> Tensor:

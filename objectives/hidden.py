@@ -12,8 +12,9 @@ def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor
     are their places in raster order. Call this before the network is compiled. Negative indices count from the last
     block; raises ValueError for blocks that the network does not have.
     """
-    taken: dict[int, tuple[Tensor, Tensor]] = {}
-    for i in blocks:
+    # Not empty at first, or torch.compile would guard on that and compile the network anew in the second step.
+    taken: dict[int, tuple[Tensor, Tensor]] = dict.fromkeys(blocks)
+    for i in taken:
         if not -len(net.blocks) <= i < len(net.blocks):
             raise ValueError(f"Block {i} is not in this network, which has {len(net.blocks)} blocks.")
 

@@ -21,7 +21,7 @@ TYPED = {
         # no such setting, or none at all
         ("step=3", "'step'"), ("optimizer.learning_rate=1", "learning_rate"), ("data.chanels=3", "chanels"),
         ("steps", "key=value"), ("model=tredd", "tredd"), ("diffusion=rf", "+diffusion.sigma_data=1", "sigma_data"),
-        ("batch_size=8,16", "batch_size=8,16"), ("name=größe", "name=größe cannot be read"),
+        ("batch_size=8,16", "batch_size=8,16"), ("name=größe", "'größe'"),
         # another type, or out of range
         ("steps=abc", "steps=abc"), ("seed=1.5", "seed=1.5"), ("batch_size=0", "batch_size=0"),
         ("optimizer.lr=-1", "optimizer.lr=-1"), ("optimizer.lr=null", "optimizer.lr=null"),
@@ -58,8 +58,19 @@ TYPED = {
         ("run_dir=.", "current folder"), ("run_dir=images.npz/run", "images.npz"), ("init_from=nowhere", "nowhere"),
         ("init_from=flow", "diffusion"), ("init_from=run", "model.depth=8", "{'depth': 7} there, {'depth': 8} here"),
         ("init_from=weights.pt", "diffusion_name="), ("lora.rank=4", "init_from="),
-        ("init_from=run", "lora.alpha=2", "lora.rank=null"),
+        ("init_from=run", "lora.rank=33", "lora.rank=33"), ("init_from=run", "lora.alpha=2", "lora.rank=null"),
         ("init_from=run", "lora.rank=2", "lora.targets=[attn.query]", "attn.query"),
+        # alignment
+        ("objective=alignment", "teacher=<name>"), ("objective=aligned", "objective/aligned"),
+        ("objective=alignment", "objective.alignment.teacher=vit_smal", "image-*.npy"),
+        *(("data.path=taught", "objective=alignment", f"objective.alignment.{setting}", words) for setting, words in [
+            ("end_step=-1", "end_step=-1"), ("weight=-1", "weight=-1"), ("weight=much", "weight=much"),
+            ("blocks=[7]", "7 blocks"), ("blocks=3", "blocks=3"), ("projector=vit", "projector=vit"),
+            ("normalise=2", "normalise=2"), ("block=3", "alignment.block"),
+        ]),
+        ("data.path=taught", "objective=alignment", "model.patch_size=2", "the network has 16 tokens"),
+        ("data.path=taught", "objective=alignment", "objective.alignment.projector=conv",
+         "objective.alignment.blocks=[2]", "route 2→3"),
         # what this machine, or the mode, has not
         ("precision=fp8", "precision=fp8"), ("sharding=fsdp", "single process"),
         ("sharding=fsdp", "precision=fp16", "precision=fp16"),
@@ -69,7 +80,7 @@ TYPED = {
     "sample": [
         ("checkpoint=null", "checkpoint="), ("checkpoint=nowhere", "nowhere"), ("checkpoint=latents", "latents"),
         ("weights=best", "weights=best"), ("classes=fish", "circle"), ("classes=9", "class 9"),
-        ("classes=ant,bee", "key=[value1,value2]"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
+        ("classes=ant,bee", "'ant,bee'"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
         ("batch_size=0", "batch_size=0"), ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"),
         ("latents=true", "latents=true"), ("autoencoder=nowhere", "nowhere"), ("autoencoder=python:decode", "python:"),
         ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),
@@ -217,6 +228,11 @@ SPOILT = {
         (both(record(META, **VAE), array(lambda a: a * 0.2, LATENTS)), "scaled twice"),
         (lambda path: np.save(path / "masks-00000.npy", np.ones((12, 4, 4), np.uint8)), "masks-00000.npy"),
         (lambda path: np.save(path / "masks-00000.npy", np.full((12, 8, 8), 255, np.uint8)), "255"),
+    ],
+    ("train objective=alignment", "data.path", "taught"): [
+        (array(lambda a: a[1:], "teacher-00000.npy"), "teacher-00000.npy"),
+        (array(lambda a: a[..., :5], "teacher-00000.npy"), "teacher-00000.npy"),
+        (gone("teacher-00000.npy"), "teacher-00000.npy"), (cut("teacher-00000.npy"), "teacher-00000.npy"),
     ],
     ("train", "data.path", "tars"): [
         (both(), "data.kind"), (packed("a.tar", ":gz"), "a.tar"), (cut("train-0000.tar"), "train-0000.tar"),

@@ -9,6 +9,7 @@ import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
+import numpy as np
 import torch
 from conftest import ROOT, run_command
 from PIL import Image
@@ -41,6 +42,11 @@ def make(place: Path) -> Path:
     for name in ("run", "latents"):
         shutil.copytree(ROOT / "tests/before" / name, place / name)
     shutil.copy(ROOT / "tests/before/images.npz", place)
+    shutil.copytree(place / "latents", place / "taught")      # by a teacher of 4 tokens an image
+    np.save(place / "taught/teacher-00000.npy", np.ones((12, 4, 6), np.float16))
+    meta = json.loads((place / "taught/metadata.json").read_text())
+    meta["arrays"] = {"teacher": {"shape": [4, 6], "dtype": "float16", "mirror": "files"}}
+    (place / "taught/metadata.json").write_text(json.dumps(meta))
     for name, changes in {"flow": {}, "dense": {"routes": []}}.items():
         shutil.copytree(place / "run", place / name)
         meta = json.loads((place / name / STEP / "meta.json").read_text())

@@ -6,6 +6,7 @@ anything slow starts.
 
 import copy
 import math
+import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -101,6 +102,7 @@ class Run:
     reported_loss: float = 0.0              # of the last report
     lowest_loss: float = math.inf           # of all reports
     lock: object = None                     # on the folder, until the process ends; on the main rank
+    place: os.stat_result | None = None     # what the folder was at the start; on the main rank
 
     @property
     def elapsed(self) -> float:
@@ -287,7 +289,9 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     ema = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
-    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked)
+    shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
+    objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked,
+                                shapes)
     if lacking := [name for name in objective.arrays if name not in (*latents.arrays, "weight")]:
         raise ValueError(f"The objective {', '.join(cfg.objective)} needs {lacking[0]}-*.npy beside the latents, and "
                          f"{latents.where} has no such array in its metadata.json (docs/data.md).")

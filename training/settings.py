@@ -11,6 +11,7 @@ from runtime.device import DTYPES
 from runtime.schema import (
     Classes,
     Count,
+    Depth,
     Location,
     NotNegative,
     Number,
@@ -29,7 +30,7 @@ from scoring.features import EXTRACTORS
 from training import speed
 from training.optimizers import OPTIMIZERS
 from weights.others import FAMILIES
-from weights.records import RouteSettings
+from weights.records import RouteSettings, check_objective
 
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -44,7 +45,7 @@ class ModelSettings(Settings):
     l1_reg: Share
     inverse: bool
     hidden_size: Size | None
-    depth: Size | None
+    depth: Depth | None
     num_heads: Size | None
     patch_size: Size | None
 
@@ -156,6 +157,7 @@ def check_settings(cfg: TrainSettings) -> None:
     if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
         raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it: give a folder of its own, "
                          f"such as runs/{cfg.name}.")
+    check_objective(cfg.objective)
     lora = cfg.lora
     if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
         raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} need an adapter, and lora.rank=null "

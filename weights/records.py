@@ -8,6 +8,7 @@ from pydantic import ConfigDict, Field, create_model
 
 from dit import DiT
 from edm import DDPM, EDM
+from objectives import class_of
 from rf import RF, CleanRF
 from routing_module import Route, Router
 from runtime.schema import Number, Record, Settings, Whole, read
@@ -101,6 +102,12 @@ def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
                          f"and kept alone has the term that mae_weight weighs. Set objective=version1.")
     diffusion = {key: value for key, value in diffusion.items() if key not in ("routed_loss", "mae_weight")}
     return diffusion, {"version1": {"mae_weight": mae_weight}, **objective} if kept == "kept" else objective
+
+
+def check_objective(objective: dict[str, dict]) -> None:
+    """Raises ValueError for a part that there is no file of, and for a keyword that it lacks or of another type."""
+    for name, given in objective.items():
+        read(keywords(class_of(name), inner=None), given, f"objective.{name}: ")
 
 
 def diffusion_keywords(diffusion: dict) -> dict:

@@ -19,6 +19,7 @@ from routing_module import Route, Router
 from training.optimizers import load_optimizer, optimizer_tensors, step_unless
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
+from weights.records import check_objective
 
 
 def routed_net():
@@ -101,11 +102,18 @@ def test_the_network_draws_its_masks_itself_where_nothing_else_must_know_them(di
 
 @pytest.mark.parametrize(("parts", "says"), [
     ({"version1": {"mae_weight": -1.0}}, "mae_weight=-1.0 may not be negative"), ({"version2": {}}, "there is no objectives/version2.py; choose one of"),
-    ({"version1": {"weight": 1}}, "objective.version1 has no setting weight; it has mae_weight"),
 ])
 def test_objectives_that_cannot_be_are_refused(parts, says):
     with pytest.raises(ValueError, match=says):
         build_objective(routed_net(), EDM(), parts)
+
+
+@pytest.mark.parametrize(("settings", "says"), [({"mae_weigt": 1.0, "mae_weight": 0.0}, "There is no setting mae_weigt: did you mean mae_weight"),
+                                                ({"mae_weight": "much"}, "objective.version1: mae_weight=much")])
+def test_an_objectives_settings_are_those_of_its_class(settings, says):
+    check_objective({"version1": {"mae_weight": 1}})
+    with pytest.raises(ValueError, match=says):
+        check_objective({"version1": settings})
 
 
 # ---- a loss of one's own: the one that docs/training.md shows

@@ -1,0 +1,121 @@
+"""Alignment of hidden states with a frozen vision network's tokens of the clean image: REPA (arXiv 2410.06940).
+
+The options are iREPA's normalisation and convolutional projector (arXiv 2512.10794) and HASTE's end (arXiv 2505.16792).
+"""
+
+import math
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from objectives.diffusion import Objective
+from objectives.hidden import take_hidden
+from objectives.teachers import load_teacher
+
+
+class Alignment(Objective):
+    """Adds weight · the mean over tokens and blocks of −cos(projected hidden state, the teacher's token).
+
+    The hidden states are those after `blocks`, counted from 0; None is REPA's choice, the eighth block, or the one at a
+    third of a shallower network. Inside a route they are the tokens that stayed, and the teacher's are gathered at the
+    same places. One projector serves all blocks: "mlp" is REPA's, "conv" iREPA's 3 × 3 convolution, which needs the
+    whole grid. `normalise` = α makes of each of the teacher's tokens z, over the image's whole grid,
+    (z − α · mean) / (std + 1e-6). From `end_step` on nothing is added. The teacher's tokens (B, N, Z) are the array
+    "teacher" beside the latents, or what `teacher` makes of the array "image" in each step. Raises ValueError for
+    settings out of range, and for an array that is not there or does not fit the network's grid.
+    """
+
+    own_terms = ("alignment",)
+
+    def __init__(
+        self, inner: Objective, blocks: list[int] | None = None, weight: float = 0.5, projector: str = "mlp",
+        normalise: float | None = None, end_step: int | None = None, teacher: str | None = None,
+    ):
+        super().__init__(inner)
+        depth, num_tokens, width = len(self.net.blocks), *self.net.pos_embed.shape[1:]
+        self.blocks = [max(0, min(8, depth // 3) - 1)] if blocks is None else blocks
+        self.weight, self.normalise, self.end_step = weight, normalise, end_step
+        self.hidden = take_hidden(self.net, self.blocks)
+        self.check(projector)
+        self.own_arrays = ("teacher",) if teacher is None else ("image",)
+        shape = self.array_shapes.get(self.own_arrays[0])
+        if shape is None:
+            raise ValueError(f"objective=alignment needs {self.own_arrays[0]}-*.npy beside the latents: prepare them "
+                             f"with teacher=<name>, or with images=true and train with objective.alignment.teacher=.")
+        self.teacher = None if teacher is None else load_teacher(teacher, math.isqrt(num_tokens))
+        if teacher is None and (len(shape) != 2 or shape[0] != num_tokens):
+            raise ValueError(f"The teacher's tokens beside the latents have the shape {tuple(shape)}, but the network "
+                             f"has {num_tokens} tokens: prepare latents with the patch size of this network, or set "
+                             f"model.patch_size to theirs.")
+        self.projector = PROJECTORS[projector](width, shape[1] if self.teacher is None else self.teacher.width)
+
+    def check(self, projector: str) -> None:
+        """Raises ValueError for settings that are out of range or do not go with the network's routes."""
+        if not self.blocks:
+            raise ValueError("objective.alignment.blocks=[] names no block: name one, or null for REPA's.")
+        if self.weight < 0:
+            raise ValueError(f"objective.alignment.weight={self.weight} would push the two apart: give 0 or more.")
+        if self.normalise is not None and not 0 <= self.normalise <= 1:
+            raise ValueError(f"objective.alignment.normalise={self.normalise} is the share of the mean that is taken "
+                             f"off, from 0 to 1.")
+        if self.end_step is not None and self.end_step < 0:
+            raise ValueError(f"objective.alignment.end_step={self.end_step} lies before the first step: give 0 or "
+                             f"more, or null to align to the end.")
+        if projector not in PROJECTORS:
+            raise ValueError(f"objective.alignment.projector={projector} is neither {' nor '.join(PROJECTORS)}.")
+        for block in (block % len(self.net.blocks) for block in self.blocks):
+            for route in self.net.routes:
+                if projector == "conv" and route.start_layer_idx <= block <= route.end_layer_idx:
+                    raise ValueError(f"objective.alignment.projector=conv needs the whole grid of tokens, but block "
+                                     f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
+
+    def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        given = arrays.pop(self.own_arrays[0])
+        loss, terms = self.inner(x, y, **arrays)
+        if self.end_step is not None and self.step >= self.end_step:
+            # DDP waits for a gradient of each weight, so that the projector gets one of 0.
+            nothing = 0.0 * sum(p.sum() for p in self.projector.parameters())
+            return loss + nothing, {**terms, "alignment": torch.zeros_like(loss)}
+        target = given if self.teacher is None else self.teacher(given)
+        if self.normalise is not None:
+            target = normalised(target, self.normalise)
+        alignment = sum(self.distance(*self.hidden[block], target) for block in self.blocks) / len(self.blocks)
+        return loss + self.weight * alignment, {**terms, "alignment": alignment}
+
+    def distance(self, tokens: Tensor, positions: Tensor, target: Tensor) -> Tensor:
+        """Returns the mean −cos (B,) of tokens (B, K, D) at positions (1 or B, K) and their targets of (B, N, Z)."""
+        target = torch.take_along_dim(target, positions.unsqueeze(-1), dim=1)                     # (B, K, Z)
+        return -F.cosine_similarity(self.projector(tokens).float(), target.float(), dim=-1).mean(dim=1)
+
+
+def normalised(target: Tensor, share: float) -> Tensor:
+    """Takes `share` of an image's mean token off its tokens (B, N, Z) and divides by their deviation (iREPA)."""
+    std, mean = torch.std_mean(target.float(), dim=1, keepdim=True)
+    return (target - share * mean) / (std + 1e-6)
+
+
+class MLP(nn.Sequential):
+    """REPA's projector: three linear layers with SiLU between, initialised as the network's."""
+
+    def __init__(self, width: int, out: int, hidden: int = 2048):
+        super().__init__(nn.Linear(width, hidden), nn.SiLU(), nn.Linear(hidden, hidden), nn.SiLU(),
+                         nn.Linear(hidden, out))
+        for layer in (self[0], self[2], self[4]):
+            nn.init.xavier_uniform_(layer.weight)
+            nn.init.zeros_(layer.bias)
+
+
+class Convolution(nn.Conv2d):
+    """iREPA's projector: a 3 × 3 convolution over the square grid of tokens (B, N, D)."""
+
+    def __init__(self, width: int, out: int):
+        super().__init__(width, out, kernel_size=3, padding=1)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        side = math.isqrt(tokens.shape[1])
+        grid = tokens.transpose(1, 2).unflatten(2, (side, side))
+        return super().forward(grid).flatten(2).transpose(1, 2)
+
+
+PROJECTORS = {"mlp": MLP, "conv": Convolution}

