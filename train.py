@@ -181,7 +181,6 @@ def report(run: Run, num_steps: int, since: float) -> None:
         run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
     if accelerator.is_main_process:
         tqdm.write(as_line(row, cfg.steps))
-        files.require_same(run.folder, run.place)
         files.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
@@ -326,8 +325,6 @@ def main(cfg: TrainSettings) -> None:
 
     loader.close()
     bar.close()
-    if run.place is not None:
-        files.require_same(run.folder, run.place)
     accelerator.wait_for_everyone()
     accelerator.end_training()
     if stopped_by and not finished:

@@ -14,25 +14,23 @@ DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 def set_float32(tf32: bool) -> None:
-    """Says how a GPU multiplies float32: in full, or in TensorFloat-32, which keeps 10 bits of each factor."""
+    """Sets how a GPU multiplies float32: in full, or in TensorFloat-32, which keeps 10 bits of each factor."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.backends.cudnn.allow_tf32 = tf32
 
 
 def require_plain_launch() -> None:
-    """Raises ValueError where accelerate's own config asks for what would wrap the network a second time."""
+    """Raises ValueError where accelerate's own config would wrap the network a second time."""
     for name in ("DeepSpeed", "FSDP", "Megatron_LM"):
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
-            raise ValueError(f"accelerate's config turns {name} on, which these commands do not take: start them with "
-                             f"torchrun, or turn it off by `accelerate config`. To shard a network, train.py has "
-                             f"sharding=fsdp.")
+            raise ValueError(f"accelerate's config turns {name} on: start with torchrun, or turn it off by `accelerate "
+                             f"config`. To shard a network, train.py has sharding=fsdp.")
 
 
 def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:
-    """Makes what knows of ranks and device, for a command that does not train."""
+    """Starts the process group of a command that does not train; its state knows ranks and device."""
     set_float32(tf32)
     require_plain_launch()
-    # Several ranks on CPUs need to be told.
     return PartialState(cpu=cpu or not torch.cuda.is_available(), **{"timeout": ranks.TIMEOUT, **options})
 
 
@@ -41,7 +39,7 @@ def multiplies_in_tf32(device: torch.device) -> bool:
 
 
 def device_name(device: torch.device) -> str:
-    """Names a GPU, or the processor and how many threads torch takes of it: what a time depends on."""
+    """Names a GPU, or the processor and torch's number of threads on it, for the record of a time."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     name = platform.machine()

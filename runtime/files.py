@@ -1,4 +1,4 @@
-"""Files that a kill cannot halve, because they are renamed when they are whole; rows of JSON; the lock on a folder."""
+"""Files that are renamed when they are whole, so that a kill cannot halve them; rows of JSON; the lock on a folder."""
 
 import contextlib
 import errno
@@ -6,9 +6,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterator
+import zipfile
+from collections.abc import Iterable, Iterator
 from pathlib import Path
+from typing import BinaryIO
 
+import numpy as np
 from filelock import FileLock, Timeout
 
 
@@ -19,8 +22,6 @@ def atomic_write(path: Path) -> Iterator[Path]:
     After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder
     that was at `path` as `.<name>.<pid>.old.tmp`.
     """
-    if path.exists() and not (path.is_file() or path.is_dir()):      # as /dev/null, which a rename would replace
-        raise FileExistsError(errno.EEXIST, "it is not a file", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     remove(partial)
@@ -83,15 +84,20 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
-def append_row(path: Path, row: dict) -> None:
-    """Appends a JSON line, on a new line even where a kill has halved the last one.
+def open_rows(path: Path) -> BinaryIO:
+    """Opens a file of JSON lines to append to it.
 
     Raises OSError for a link, which in somebody else's run may lead anywhere.
     """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, and rows are appended to files only", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
-    with naming_path(path), open(path, "a+b") as file:
+    return open(path, "a+b")
+
+
+def append_row(path: Path, row: dict) -> None:
+    """Appends a JSON line, on a new line even where a kill has halved the last one."""
+    with naming_path(path), open_rows(path) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         unfinished = file.read(1) not in (b"", b"\n")
@@ -102,7 +108,7 @@ def read_rows(path: Path) -> list[dict]:
     """Reads a file of JSON lines, without those that a kill has halved."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError, RecursionError):
+        with contextlib.suppress(ValueError):
             if isinstance(row := json.loads(line), dict):
                 rows.append(row)
     return rows
@@ -111,7 +117,7 @@ def read_rows(path: Path) -> list[dict]:
 def lock_folder(folder: Path, mistake: str) -> FileLock:
     """Locks a folder until this process ends; raises ValueError(mistake) where another process has locked it.
 
-    On a file system without locks it prints that and locks nothing.
+    On a file system without locks it prints so and goes on.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
@@ -124,12 +130,14 @@ def lock_folder(folder: Path, mistake: str) -> FileLock:
     return lock
 
 
-def require_same(folder: Path, before: os.stat_result) -> None:
-    """Raises OSError where `folder` is not the one of `before`, as when its disk has been unmounted."""
-    with contextlib.suppress(FileNotFoundError):
-        if os.path.samestat(before, folder.stat()):
-            return
-    raise FileNotFoundError(errno.ENOENT, "the folder has gone away, and maybe another has come", str(folder))
+def write_array(archive: zipfile.ZipFile, key: str, parts: Iterable[np.ndarray], count: int) -> None:
+    """Streams an array of `count` rows, which come in parts, into an npz."""
+    with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
+        for i, part in enumerate(parts):
+            if i == 0:
+                header = {"descr": part.dtype.str, "fortran_order": False, "shape": (count, *part.shape[1:])}
+                np.lib.format.write_array_header_1_0(file, header)
+            file.write(part.tobytes())
 
 
 def sha256(path: Path) -> str:

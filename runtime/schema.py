@@ -19,35 +19,32 @@ from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Fie
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
 
-# Greetings of libraries that are no user's business, each by itself: any other warning is still heard.
-# diffusers looks for tensors of torchao that its newer versions have moved; no quantized autoencoder is read here.
+# Two messages of diffusers about other libraries' versions, at each load of an autoencoder. Other warnings stay.
 logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
-# diffusers hands huggingface_hub an argument that it no longer takes.
 warnings.filterwarnings("ignore", message="The `local_dir_use_symlinks` argument is deprecated")
 
 
 class Settings(BaseModel):
-    """Settings or a record whose keys, types and ranges are declared; it is never changed once it is read."""
+    """Settings or a record whose keys, types and ranges are declared; it cannot be changed."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
 
 class Record(Settings):
-    """What a file of ours must hold; keys that a newer or an older version wrote beside it are let be."""
+    """What a file of ours must hold; further keys, which another version wrote, are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
 
 def _square(tokens: int) -> int:
     if math.isqrt(tokens) ** 2 != tokens:
-        raise ValueError(f"{tokens} tokens make no square: take 64, 256 or 1024, for instance.")
+        raise ValueError(f"{tokens} tokens are not a square: take 64, 256 or 1024, for instance.")
     return tokens
 
 
-Whole = Annotated[int, Field(ge=0, le=2**62)]      # so that sums of two still fit into 64 bits
-Count = Annotated[int, Field(ge=1, le=2**62)]
+Whole = Annotated[int, Field(ge=0)]
+Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=2**16)]      # of one side of an array: more is a slip, and fills the memory
-Depth = Annotated[int, Field(ge=1, le=1000)]      # blocks
 Tokens = Annotated[Size, AfterValidator(_square)]
 Classes = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]      # of a sampler
@@ -55,8 +52,6 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-
-
 # A folder named by digits is a number to Hydra.
 Text = Annotated[str, Field(min_length=1), BeforeValidator(lambda value: str(value) if type(value) is int else value)]
 Location = Text
@@ -71,24 +66,19 @@ def one_of(choices: typing.Iterable) -> Any:
 
 def as_text(value: object) -> str:
     """Writes a value as a command line does."""
-    return shorten(value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False), 200)
+    return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
 def first_line(error: Exception) -> str:
-    """Returns what an error of another's code says first, or its name where it says nothing."""
+    """Returns the first line of a library's error, or the error's name where it has no text."""
     return (str(error).strip() or type(error).__name__).splitlines()[0]
-
-
-def shorten(text: str, most: int) -> str:
-    """Shortens a text to `most` characters; its end, where a sentence has its remedy, stays."""
-    return text if len(text) <= most else f"{text[: most - most // 4 - 1]}…{text[-(most // 4) :]}"
 
 
 Declared = TypeVar("Declared", bound=Settings)
 
 
 def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
-    """Checks plain values; raises ValueError with key, value and what is wrong with it, `where` ahead of it."""
+    """Checks plain values; raises ValueError with `where`, the key, its value and what pydantic says of it."""
     try:
         return declared.model_validate(plain)
     except ValidationError as error:
@@ -96,7 +86,7 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
 
 
 def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
-    """Follows a place of pydantic's, which names the choices of a union too; returns key and value there."""
+    """Follows one of pydantic's places, which also names the choices of a union; returns key and value there."""
     key = []
     for part in place:
         if part in plain if isinstance(plain, dict) else isinstance(plain, list | tuple) and part in range(len(plain)):
@@ -105,7 +95,7 @@ def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
 
 
 def first_problem(plain: Any, errors: list) -> str:
-    """Puts the key and the value that a user gave before what pydantic says of them; of several keys, of the first."""
+    """Writes pydantic's words for the first key that is wrong, after the key and the value that was given."""
     first, kind = errors[0], errors[0]["type"]
     key, value = value_at(plain, first["loc"])
     if kind == "value_error":      # of a validator of ours, which says it all
@@ -118,28 +108,21 @@ def first_problem(plain: Any, errors: list) -> str:
         near = difflib.get_close_matches(str(first["loc"][-1]), others, n=1)
         known = f"did you mean {near[0]}?" if near else f"there are {', '.join(others)}."
         return f"There is no setting {key}: {known}"
-    said = dict.fromkeys(error["msg"] for error in errors if value_at(plain, error["loc"])[0] == key)
-    said = "; or ".join(said).replace("Input should", "it should").replace("String should", "it should")
-    return f"{key or 'The settings'}={'null' if value is None else as_text(value)}: {said}."
-
-
-def look_up(plain: Any, key: str) -> Any:
-    """Finds the value of a dotted key; ... where there is none."""
-    for part in key.split("."):
-        plain = plain.get(part, ...) if isinstance(plain, dict) else ...
-    return plain
+    problems = dict.fromkeys(error["msg"] for error in errors if value_at(plain, error["loc"])[0] == key)
+    problems = "; or ".join(problems).replace("Input should", "it should").replace("String should", "it should")
+    return f"{key or 'The settings'}={as_text(value)}: {problems}."
 
 
 def read_json(file: Path) -> Any:
-    """Reads a JSON file of ours; raises ValueError where it is none."""
+    """Reads a JSON file; raises ValueError, with its name, where it is not JSON."""
     try:
         return json.loads(file.read_text(encoding="utf-8"))
-    except (ValueError, RecursionError) as error:
+    except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
 
 
 def read_record(declared: type[Declared], file: Path, remedy: str) -> Declared:
-    """Reads a JSON file of ours; raises ValueError, ending in `remedy`, where it is none or lacks something."""
+    """Reads a JSON file of ours; raises ValueError, ending in `remedy`, where it is not JSON or lacks something."""
     try:
         return read(declared, read_json(file), f"{file}: ")
     except ValueError as error:

@@ -1,7 +1,7 @@
 """Shards a network over ranks by torch's FSDP2, block by block; takes its tensors out whole and puts whole ones in.
 
-A sharded tensor is a DTensor: its shape is the whole's, and each rank holds some of its rows. Whatever handles tensors
-here takes plain ones, too, and leaves them as they are, so that nobody else asks which they are.
+A sharded tensor is a DTensor, which has the whole's shape and on each rank some of its rows. Every function here that
+handles tensors leaves plain ones as they are, so that its callers need not ask which they have.
 """
 
 import contextlib
@@ -10,6 +10,7 @@ from functools import partial
 
 import torch
 from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
 STATE_BYTES = 20     # of a parameter that is trained: weight, gradient, AdamW's two moments and average, in float32
 
@@ -19,16 +20,14 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
     Each block is gathered when it is called, in `dtype`, that of autocast or float32: its linear layers, which autocast
     would cast anyway. All else is gathered with the network, in float32 as autocast leaves it: embeddings, the final
-    layer, and what blocks have beside linear layers (norms, a scan's decays). Gradients are added up in float32.
+    layer, and a block's norms and a scan's decays. Gradients are added up in float32.
     """
-    from torch.distributed.device_mesh import init_device_mesh  # which take a second
-    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard  # which take a second
 
-    mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
     layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
     linear = {p for layer in layers for p in layer.parameters()}
-    # What the network has gathered is let go like the rest: the average's would still be there when it has moved on.
-    unit = partial(fully_shard, mesh=mesh, reshard_after_forward=True)
+    # The whole network's weights are freed after a pass like the blocks': the average's would stay while it is unused.
+    unit = partial(fully_shard, mesh=all_ranks(device), reshard_after_forward=True)
     # The network first, as it would not look into blocks that are units already.
     unit(net, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=linear)
     cast = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
@@ -38,21 +37,22 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
 
 def shard_rest(objective: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:
-    """Shares out what an objective trains beside its network, which is sharded already, as one more unit.
+    """Shares out what an objective trains besides its network, which is sharded already, as one more unit.
 
     Without this its gradients would not be added up over ranks. What is frozen stays whole on each rank.
     """
-    of_net = {*net.parameters()}
-    rest = [p for p in objective.parameters() if p not in of_net]
-    if any(p.requires_grad for p in rest):
-        from torch.distributed.device_mesh import init_device_mesh
-        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+    from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        mesh = init_device_mesh(device.type, (torch.distributed.get_world_size(),))
-        frozen = {p for p in rest if not p.requires_grad}
-        fully_shard(objective, mesh=mesh, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
-                    ignored_params=of_net | frozen)
+    rest = {*objective.parameters()} - {*net.parameters()}
+    trained = {p for p in rest if p.requires_grad}
+    if trained:
+        fully_shard(objective, mesh=all_ranks(device), mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False),
+                    ignored_params={*objective.parameters()} - trained)
     return objective
+
+
+def all_ranks(device: torch.device) -> DeviceMesh:
+    return init_device_mesh(device.type, (torch.distributed.get_world_size(),))
 
 
 def size(module: nn.Module) -> int:
@@ -66,8 +66,8 @@ def is_sharded(tensor: Tensor) -> bool:
 def bytes_a_rank(net: nn.Module, world: int) -> int:
     """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is whole, and may lie on meta.
 
-    That is STATE_BYTES a parameter, of as many of its rows as are a rank's share, rounded up. On top comes what a pass
-    needs: activations, and one block gathered while another is used.
+    That is STATE_BYTES a parameter, of a rank's share of its rows, rounded up. A pass needs activations and two
+    gathered blocks on top.
     """
     return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
 
@@ -84,8 +84,8 @@ def whole(tensor: Tensor) -> Tensor:
 def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
     """Yields the tensors, each gathered when it is its turn, so that one at a time is whole.
 
-    All ranks enter with the same ones. Whoever leaves before the end, as the main rank before a full disk or the others
-    at once, still takes part in gathering the rest, so that nobody waits for it.
+    All ranks enter with the same ones. A rank that leaves before the end, as the main one on a full disk or the others
+    at once, still takes part in gathering the rest, so that no rank waits for it.
     """
     stream = map(whole, tensors)
     try:
@@ -102,12 +102,9 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
     """
     if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
-    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor import distribute_tensor
 
-    rows = -(-len(tensor) // like.device_mesh.size())
-    first = rows * like.device_mesh.get_local_rank()
-    return DTensor.from_local(tensor[first : first + rows].to(like.device), like.device_mesh, like.placements,
-                              run_check=False, shape=like.shape, stride=like.stride())
+    return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
 def load(net: nn.Module, state: Mapping[str, Tensor]) -> None:

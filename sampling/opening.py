@@ -3,7 +3,6 @@
 from collections.abc import Callable
 from dataclasses import dataclass
 
-import torch
 from accelerate import PartialState
 from torch import Tensor
 
@@ -36,7 +35,7 @@ def open_sampling(
     is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
-        raise ValueError("Say what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
+        raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
     trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
                            cfg.num_heads)
     if trained.inferred:
@@ -49,18 +48,17 @@ def open_sampling(
         state.print(empty)
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,
                             trained.classes[:most_classes])
-    decode = finite if as_latents else load_decoder(cfg, trained, state.device)
+    decode = finite
+    if not as_latents:
+        decoder = autoencoders.load_decoder(
+            trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, state.device,
+            DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, asked=cfg.autoencoder is not None,
+        )
+
+        def decode(latents: Tensor) -> Tensor:
+            return decoder.decode(finite(latents), strict=True)
+
     return Sampling(trained, sampler, guidance, guidance_record, classes, decode)
-
-
-def load_decoder(cfg: DrawingSettings, trained: Trained, device: torch.device) -> Callable[[Tensor], Tensor]:
-    """Loads what decodes a network's latents; raises ValueError where they are not the autoencoder's."""
-    net = trained.net
-    decoder = autoencoders.load_decoder(
-        trained.autoencoder, (net.in_channels, net.input_size, net.input_size), trained.convention, device,
-        DTYPES[cfg.decode_precision], batch_size=cfg.decode_batch_size, asked=cfg.autoencoder is not None,
-    )
-    return lambda latents: decoder.decode(finite(latents), strict=True)
 
 
 def finite(latents: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
 from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Size, Steps, one_of
-from weights.loading import Trained, find_weights, load_trained
+from weights.loading import Trained, load_like
 from weights.others import FAMILIES
 
 Level = Annotated[float, Field(ge=1e-6, le=1e6)]      # a noise level: squares and roots of it stay in float32
@@ -113,18 +113,22 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
     if settings.get("sigma_min", 0) >= settings.get("sigma_max", math.inf):
         raise ValueError(f"sampler.sigma_min={settings['sigma_min']} is not below "
                          f"sampler.sigma_max={settings['sigma_max']}.")
-    if settings.get("S_min", 0) > settings.get("S_max", math.inf):
-        raise ValueError(f"sampler.S_min={settings['S_min']} is above sampler.S_max={settings['S_max']}: churn "
-                         f"acts between them.")
     return settings
 
 
-def noise_levels(diffusion: EDM | RF, sampler: SamplerSettings | None) -> tuple[float, float]:
-    """Returns the lowest and the highest noise level of a diffusion's sampler."""
-    given = sampler_settings(diffusion, sampler.model_dump() if sampler else {})
-    if "sigma_max" in given:
-        return given["sigma_min"], given["sigma_max"]
-    return (0.0, 1.0) if isinstance(diffusion, RF) else (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item())
+def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: Mapping) -> None:
+    """Raises ValueError for an interval of guidance that is not one of the diffusion's noise levels."""
+    if isinstance(diffusion, RF):
+        if 1 < interval[1] < math.inf:
+            raise ValueError(f"interval={list(interval)} reaches past 1, but flow matching's noise levels t lie in "
+                             f"[0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+        return
+    given = sampler_settings(diffusion, sampler)
+    low, high = ((given["sigma_min"], given["sigma_max"]) if "sigma_max" in given else
+                 (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item()))
+    if interval[1] < low or interval[0] > high:
+        raise ValueError(f"interval={list(interval)} guides at no noise level: the sampler's run from {high:g} to "
+                         f"{low:g}.")
 
 
 def build_guidance(
@@ -142,18 +146,10 @@ def build_guidance(
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
     if settings.interval:
-        low, high = noise_levels(trained.diffusion, getattr(settings, "sampler", None))
-        if settings.interval[1] < low or settings.interval[0] > high:
-            raise ValueError(f"interval={list(settings.interval)} guides at no noise level: the sampler's run from "
-                             f"{high:g} to {low:g}.")
-        if isinstance(trained.diffusion, RF) and 1 < settings.interval[1] < math.inf:
-            raise ValueError(f"interval={list(settings.interval)} reaches past 1, but flow matching's noise levels t "
-                             f"lie in [0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
+        check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
     weak = None
-    if settings.weak:      # one without a record is taken for what the strong one is
-        has_record = find_weights(Path(settings.weak), "ema")[1] is not None
-        name = None if has_record else trained.family or trained.recorded["diffusion"]["name"]
-        weak = load_trained(settings.weak, diffusion=name, device=device)
+    if settings.weak:
+        weak = load_like(Path(settings.weak), trained.family or trained.recorded["diffusion"]["name"], device=device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "

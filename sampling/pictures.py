@@ -4,7 +4,7 @@ import importlib.util
 import json
 import math
 import zipfile
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -15,14 +15,14 @@ from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
 from runtime.device import describe_device
-from runtime.files import atomic_write
+from runtime.files import atomic_write, write_array
 from sampling.generate import Batch
 
 
 def caption_font() -> ImageFont.FreeTypeFont:
-    """Loads the font that comes with matplotlib, which has letters far beyond Latin."""
+    """Loads DejaVu Sans, which comes with matplotlib and has letters far beyond Latin."""
     [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
-    return ImageFont.truetype(Path(folder) / "mpl-data" / "fonts" / "ttf" / "DejaVuSans.ttf", size=12)
+    return ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
 
 
 def draw_grid(
@@ -50,7 +50,6 @@ def draw_grid(
 
     def caption(label: int) -> str:
         name = display_names[label] if display_names and label < len(display_names) else ""
-        name = " ".join(name.split())      # the font writes one line
         return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
 
     texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]
@@ -105,18 +104,16 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
         for _ in batches:      # every rank draws its share
             pass
         return
-    labels_of_all, seeds_of_all = [], []
+    all_seeds, all_labels = [], []
+
+    def images() -> Iterator[np.ndarray]:
+        for seeds, labels, images in batches:
+            all_seeds.append(seeds.numpy())
+            all_labels.append(labels.numpy())
+            yield images.numpy()
+
     with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         archive.comment = json.dumps(describe_device(PartialState().device)).encode()
-        with archive.open(f"{keys[0]}.npy", "w", force_zip64=True) as file:
-            for seeds, labels, images in batches:
-                if not seeds_of_all:
-                    descr = np.lib.format.dtype_to_descr(images.numpy().dtype)
-                    header = {"descr": descr, "fortran_order": False, "shape": (count, *images.shape[1:])}
-                    np.lib.format.write_array_header_1_0(file, header)
-                file.write(images.numpy().tobytes())
-                labels_of_all.append(labels.numpy())
-                seeds_of_all.append(seeds.numpy())
-        for key, values in ((keys[1], labels_of_all), ("seeds", seeds_of_all)):
-            with archive.open(f"{key}.npy", "w") as file:
-                np.lib.format.write_array(file, np.concatenate(values))
+        write_array(archive, keys[0], images(), count)
+        write_array(archive, keys[1], all_labels, count)
+        write_array(archive, "seeds", all_seeds, count)

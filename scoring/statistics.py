@@ -97,14 +97,11 @@ def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Imag
         arrays |= dict(zip(FEATURE_KEYS[name], (mu.cpu().numpy(), sigma.cpu().numpy()), strict=True))
     with files.atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         for key, array in arrays.items():
-            with archive.open(f"{key}.npy", "w", force_zip64=True) as file:
+            with archive.open(f"{key}.npy", "w") as file:
                 np.lib.format.write_array(file, array, allow_pickle=False)
         if num_images:
-            with archive.open("arr_0.npy", "w", force_zip64=True) as file:
-                shape = (num_images, *images.record["size"], 3)
-                np.lib.format.write_array_header_1_0(file, {"descr": "|u1", "fortran_order": False, "shape": shape})
-                for indices in np.array_split(evenly(images.count, num_images), -(-num_images // 64)):
-                    file.write(images.read(indices).cpu().numpy().tobytes())
+            batches = np.array_split(evenly(images.count, num_images), -(-num_images // 64))
+            files.write_array(archive, "arr_0", (images.read(indices).cpu().numpy() for indices in batches), num_images)
 
 
 def available_metrics(extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None) -> list[str]:

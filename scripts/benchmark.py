@@ -113,7 +113,7 @@ def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | st
         return build_network(network)
 
 
-def write_noise(folder: Path, count: int, shape: tuple[int, int, int], num_classes: int) -> None:
+def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_classes: int) -> None:
     """Writes random moments as a latent folder (docs/data.md)."""
     rng = np.random.default_rng(0)
     moments = rng.standard_normal((count, 2 * shape[0], *shape[1:]), np.float32)
@@ -133,7 +133,7 @@ def latents_of(cfg: BenchmarkSettings, net: DiT) -> Iterator[Latents]:
     with tempfile.TemporaryDirectory() as folder:
         if cfg.data_path is None:
             most = 2**28 // (4 * math.prod(shape))      # 256 MiB of moments in float16
-            write_noise(Path(folder), max(cfg.batch_size, min(cfg.num_latents, most)), shape, cfg.num_classes)
+            write_latents(Path(folder), max(cfg.batch_size, min(cfg.num_latents, most)), shape, cfg.num_classes)
         latents = open_latents(cfg.data_path or folder)
         latents.require(shape=shape, num_classes=cfg.num_classes)
         yield latents
@@ -226,7 +226,7 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
             "images/s": cfg.batch_size / per_step, "s/step": per_step, "parts": parts[name],
             "GFLOP/image": flops / 1e9, "TFLOP/s a rank": rate / 1e12, "MFU": rate / max(products.values()),
             "over dense": ratios.get(f"{name} over {dense}", 1.0 if name == dense else None),
-            "FLOP ceiling": sum(counts["dit"]) / sum(counts[name]), "peak GiB": variant.peak,
+            "FLOP ratio": sum(counts["dit"]) / sum(counts[name]), "peak GiB": variant.peak,
             "first step s": None if is_warm else variant.first_step, "graphs": variant.graphs,
             "rounds s/step": took[name],
             "multiply-adds": dict(zip(("linear", "attention"), counts[name], strict=True)),

@@ -1,11 +1,11 @@
-"""What a route can save, and which routes reach a wish: the presets of routes=, or all that the paper speaks for.
+"""What the presets of routes= can save, and which routes near the paper's can reach a speed-up.
 
     python scripts/choose_routes.py model.backbone_type=DiT-XL/2
     python scripts/choose_routes.py model.backbone_type=DiT-XL/2 speedup=1.6
     python scripts/choose_routes.py speedup=1.4 measure=true benchmark.batch_size=4
 
-A ceiling is the dense network's FLOPs over the routed one's: no machine is faster by more. Whether a route is good is
-the paper's to say, which tried DiT-B/2 for 400,000 steps. Options: configs/choose_routes.yaml.
+The FLOP ratio is that of the dense network to the routed one. How good a route is follows from the paper's ablations
+of DiT-B/2 after 400,000 steps. Options: configs/choose_routes.yaml.
 """
 
 import functools
@@ -33,23 +33,23 @@ from weights.records import build_network
 
 # FID of B/2 after 400K steps without guidance (arXiv 2501.04765): by selection ratio, on the route 2→8; by the block
 # where a route to block 8 starts; by the end of a route from block 0, counted from the depth 12. Ratio 0 is dense.
-# Beside the last two, which are probably of 5,000 images, the dense network has 49.89.
+# In the tables of the last two, which are probably of 5,000 images, the dense network has 49.89.
 BY_RATIO = {0.0: 43.47, 0.25: 26.50, 0.5: 21.34, 0.75: 49.29}
 BY_START = {0: 33.58, 1: 28.21, 2: 28.02, 3: 33.58, 4: 35.69, 5: 45.05, 6: 50.71}
 BY_END = {-8: 57.12, -4: 33.58, -2: 57.36}
 # What lies next to the best of these, and covers at least half of the blocks.
 STARTS, ENDS, RATIOS = (1, 2, 3), (-5, -4, -3), (0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 WHY = f"""\
-Why in this order. The paper tried routes on DiT-B/2 (12 blocks, 256 tokens, 400K steps; FID, lower is better):
+The reasons for this order. The paper tried routes on DiT-B/2 (12 blocks, 256 tokens, 400K steps; FID, lower is better):
 * ratio, on the route 2→8: {", ".join(f"{ratio:g} → {fid:.2f}" for ratio, fid in BY_RATIO.items())};
 * start, of a route to block 8: {", ".join(f"{start} → {fid:.2f}" for start, fid in BY_START.items())};
 * end, of a route from block 0: {", ".join(f"depth - {-end} → {fid:.2f}" for end, fid in BY_END.items())}.
-The dense network has 43.47 beside the ratios, and 49.89 beside starts and ends, which have ratio 0.5 and are probably
-of fewer images.
+The dense network has 43.47 in the table of ratios, and 49.89 in that of starts and ends, which have ratio 0.5 and are
+probably of fewer images.
 So: one long route, from near block 2 to near depth - 4, and at most half of the tokens on it. "FID lost" adds up what
 start, end and ratio cost by these numbers against 2→(depth - 4) at 0.5, with straight lines between them.
-This ranking is for B/2 at 400K steps. Of another size the paper tells one thing: on XL/2 the route 2→24 (depth - 4) has
-7.38 and one from about 4 to 18 has 18.81. For other data, sizes and lengths of training it is a guess."""
+This ranking is for B/2 at 400K steps. Of XL/2 the paper reports 7.38 for the route 2→24 (depth - 4) and 18.81 for one
+from about 4 to 18. For other data, sizes and lengths of training the ranking is a guess."""
 
 
 class ChoiceSettings(Settings):
@@ -84,7 +84,7 @@ class Costs:
             net = build_network({**self.network, "depth": depth})
         return sum(multiply_adds(net, (Route(0, 0, ratio),)))
 
-    def ceiling(self, routes: tuple[Route, ...]) -> float:
+    def flop_ratio(self, routes: tuple[Route, ...]) -> float:
         """Returns the dense network's multiply-adds over those of the network with resolved `routes`."""
         saved = sum((route.end_layer_idx - route.start_layer_idx + 1) * (self.count(1) - self.count(1, ratio))
                     for route in routes for ratio in [route.selection_ratio])
@@ -107,7 +107,7 @@ def fid_lost(route: Route, depth: int) -> float:
 
 
 def candidates(depth: int) -> list[Route]:
-    """Lists the routes that the ablations speak for in a network of `depth` blocks, the best first."""
+    """Lists the routes near the paper's in a network of `depth` blocks, the best by its ablations first."""
     routes = [Route(start, end + depth, ratio) for start, end, ratio in product(STARTS, ENDS, RATIOS)
               if 2 * (end + depth - start + 1) >= depth]
     return sorted(routes, key=lambda route: fid_lost(route, depth))
@@ -129,26 +129,26 @@ def main(cfg: ChoiceSettings) -> None:
     depth, first = costs[0].depth, costs[0]
     size = f"{cfg.model.backbone_type}, {depth} blocks"
     if cfg.speedup is None:
-        chosen = dict(sorted(presets(depth).items(), key=lambda preset: first.ceiling(preset[1])))
+        chosen = dict(sorted(presets(depth).items(), key=lambda preset: first.flop_ratio(preset[1])))
         print(f"{size}: the presets of train.py routes=…\n")
     else:
         found = candidates(depth)
         if not found:
-            raise ValueError(f"{size}: no route of these starts near block 2 and ends near depth - 4 over half of the "
-                             f"blocks. Set model.routes yourself, or take a deeper network.")
-        reach = [route for route in found if first.ceiling((route,)) >= cfg.speedup]
+            raise ValueError(f"{size}: no route from near block 2 to near depth - 4 covers half of the blocks. Set "
+                             f"model.routes yourself, or take a deeper network.")
+        reach = [route for route in found if first.flop_ratio((route,)) >= cfg.speedup]
         if reach:
-            print(f"{size}: routes that can make {cfg.speedup:g} times as many steps at {cfg.tokens[0]} tokens, the "
-                  f"best first\n")
+            print(f"{size}: routes with a FLOP ratio of at least {cfg.speedup:g} at {cfg.tokens[0]} tokens, the best "
+                  f"first\n")
         else:
-            reach = [max(found, key=lambda route: first.ceiling((route,)))]
-            print(f"{size}: no sensible route reaches {cfg.speedup:g} at {cfg.tokens[0]} tokens. The largest that the "
-                  f"paper's ablations speak for is {first.ceiling((reach[0],)):.2f}:\n")
+            reach = [max(found, key=lambda route: first.flop_ratio((route,)))]
+            print(f"{size}: no route near the paper's has a FLOP ratio of {cfg.speedup:g} at {cfg.tokens[0]} tokens. "
+                  f"The largest is {first.flop_ratio((reach[0],)):.2f}:\n")
         chosen = {str(rank): (route,) for rank, route in enumerate(reach[: cfg.count], start=1)}
     rows = []
     for name, routes in chosen.items():
         row = {"routes=" if cfg.speedup is None else "": name, "route": ", ".join(map(str, routes))}
-        row |= {f"FLOP ceiling at {tokens}": f"{cost.ceiling(routes):.2f}"
+        row |= {f"FLOP ratio at {tokens}": f"{cost.flop_ratio(routes):.2f}"
                 for tokens, cost in zip(cfg.tokens, costs, strict=True)}
         if cfg.speedup is not None:
             row["FID lost"] = f"{fid_lost(routes[0], depth):.1f}"
@@ -160,7 +160,7 @@ def main(cfg: ChoiceSettings) -> None:
         print("\nMeasured: seconds of a dense training step over a routed one's, in turns, the median of the rounds.")
     if cfg.speedup is not None:
         route = chosen["1"][0]
-        print(f"\n{WHY}\n\nThe first of them: 'model.routes=[{{selection_ratio: {route.selection_ratio}, "
+        print(f"\n{WHY}\n\nThe first one: 'model.routes=[{{selection_ratio: {route.selection_ratio}, "
               f"start_layer_idx: {route.start_layer_idx}, end_layer_idx: {route.end_layer_idx - depth}}}]'")
 
 

@@ -1,9 +1,9 @@
-"""Adds an adapter (LoRA) to the weights that it was trained on: a checkpoint folder that needs neither base nor PEFT.
+"""Adds an adapter (LoRA) to the weights that it was trained on, in a checkpoint folder that needs no base and no PEFT.
 
     python scripts/merge_lora.py checkpoint=runs/mine out=merged/mine
     python sample.py checkpoint=merged/mine
 
-The average and the weights behind it are both merged. train.py, sample.py and fid.py take the folder as any other.
+Both the average and the trained weights are merged. Every command that takes a checkpoint takes the folder.
 """
 
 import sys
@@ -26,19 +26,14 @@ class MergeSettings(Settings):
 @command("merge_lora", MergeSettings)
 def main(cfg: MergeSettings) -> None:
     if cfg.checkpoint is None or cfg.out is None:
-        raise ValueError("Say what to merge, and where to: checkpoint=runs/<name> out=<folder>.")
+        raise ValueError("Give what to merge and where to write it: checkpoint=runs/<name> out=<folder>.")
     out = Path(cfg.out)
     if out.exists():
-        raise ValueError(f"out={out} is there already: name a folder that is not, or move it away.")
-    place = out.resolve().parent
-    if place.name == "checkpoints" and checkpoints.all_steps(place.parent):
-        raise ValueError(f"out={out} is among a run's checkpoints, from which training resumes and which it deletes: "
-                         f"name another folder, as merged/{out.name}.")
+        raise ValueError(f"out={out} is there already: name another folder.")
     folder = load_trained(cfg.checkpoint).folder
     meta = checkpoints.read_meta(folder) if folder else {}
     if not meta.get("lora"):
-        raise ValueError(f"checkpoint={cfg.checkpoint} is no adapter: its weights are whole, and nothing is to be "
-                         f"merged.")
+        raise ValueError(f"checkpoint={cfg.checkpoint} holds whole weights and no adapter to merge.")
     nets = {weights: load_trained(folder, weights).net for weights in ("ema", "model")}
     merged = {key: value for key, value in meta.items() if key not in ("lora", "files")} | {"merged": meta["lora"]}
     checkpoints.save(out, {weights: net.state_dict() for weights, net in nets.items()}, merged)

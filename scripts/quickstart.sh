@@ -1,7 +1,6 @@
 #!/usr/bin/env bash
 # From nothing to pictures in minutes, on a CPU and without data: installs, writes the built-in shapes as latents,
-# trains a TREAD-routed DiT on them, scores it, draws a grid, one row a class, and builds a page to look at. Run again,
-# it resumes or is done.
+# trains a TREAD-routed DiT on them, scores it, draws a grid, one row a class, and builds a page. Run again, it resumes.
 #   bash scripts/quickstart.sh [model=dit]
 set -euo pipefail
 cd "$(dirname "$0")/.."
@@ -18,32 +17,38 @@ if [ ! -f $data/metadata.json ]; then
     python scripts/prepare_latents.py source=shapes resolution=16 autoencoder=identity out=$data | sed '/^next:/d'
 fi
 if [ ! $reference -nt $data/metadata.json ]; then
-    printf '\n2/3  Measures them, for the scores to compare with: seconds.\n'
+    printf '\n2/3  Measures the shapes, to which scores compare: seconds.\n'
     python fid.py reference_from=$data features=pixels out=$reference
 fi
 printf '\n3/3  Trains, and scores the untrained and the trained network: 2 to 4 minutes on two cores.\n'
 python train.py experiment=quickstart model="$model" evaluate.every=1000000 evaluate.reference=$reference
 python scripts/report.py "$run" out="$run"/report
 
-grid=$(printf '%s\n' "$run"/samples/step-*.png | tail -n 1)
 python - "$run" <<'PYTHON'
 import json, sys
-rows = [json.loads(line) for line in open(f"{sys.argv[1]}/results.jsonl")]
-scores = {row["source"]["step"]: next(iter(row["metrics"].items())) for row in rows if row["source"].get("in_training")}
-name, untrained = scores[0]
-_, trained = scores[max(scores)]
-print(f"\nFréchet distance to the training set, of images averaged to 8x8 pixels ({name}, {rows[0]['images']} images; "
-      f"no FID, and no measure across data sets):\n  untrained {untrained:10.2f}\n  trained   {trained:10.2f}")
-PYTHON
-cat <<TEXT
+from pathlib import Path
 
-The pictures:       $grid (one row a class; those of earlier steps lie beside it)
-The numbers:        $run/metrics.jsonl and results.jsonl
-All of it, to look at in a browser, from disk:  $run/report/index.html
+import torch
+
+run = Path(sys.argv[1])
+rows = [json.loads(line) for line in open(run / "results.jsonl")]
+scores = {row["source"]["step"]: next(iter(row["metrics"].items())) for row in rows if row["source"].get("in_training")}
+(name, untrained), (_, trained) = scores[0], scores[max(scores)]
+# accelerate launch would give a CPU one thread, and experiment=small is of the size and precision of a GPU.
+own = ("autoencoder=identity resolution=32", "python", " precision=fp32 model.backbone_type=DiT-S/4")
+if torch.cuda.is_available():
+    own = ("autoencoder=sd_vae_ema resolution=256", "accelerate launch", "")
+print(f"""
+Fréchet distance to the training set, of images averaged to 8x8 pixels ({name}, {rows[0]["images"]} images; no FID, and
+not comparable between data sets): untrained {untrained:.2f}, trained {trained:.2f}
+
+The pictures:       {max(run.glob("samples/step-*.png"))} (one row a class; those of earlier steps lie in its folder)
+The numbers:        {run}/metrics.jsonl and results.jsonl
+A page of it all:   {run}/report/index.html, to open in a browser
 Next:
   source .venv/bin/activate
   bash scripts/quickstart.sh model=dit                                    the same without routing
-  python sample.py checkpoint=$run classes=ring guidance=cfg scale=2
-  python scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine
-  accelerate launch train.py experiment=small data.path=data/mine name=mine
-TEXT
+  python sample.py checkpoint={run} classes=ring guidance=cfg scale=2
+  {own[1]} scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine {own[0]}
+  {own[1]} train.py experiment=small data.path=data/mine name=mine{own[2]}""")
+PYTHON

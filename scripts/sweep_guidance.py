@@ -4,8 +4,8 @@
     python scripts/sweep_guidance.py … scale=1.2,1.5,2 gamma1=0,0.5 gamma2=0.5,0.7,0.9 metric=sfid
 
 Each point is scored as fid.py does, with all its options, and is a row of its results.jsonl; so is the unguided one. A
-point that has its row is not scored again: a sweep that was killed goes on, or grows. The picture is drawn anew after
-each.
+point that has a row is not scored again, so a sweep that was killed goes on. The picture is drawn after each point.
+Options: configs/sweep_guidance.yaml.
 """
 
 import itertools
@@ -26,7 +26,7 @@ from runtime.command import command
 from runtime.device import join_ranks
 from runtime.presentation import save_figure
 from runtime.schema import Location, Number, Settings
-from sampling.options import Gamma, build_guidance
+from sampling.options import UNGUIDED, Gamma, build_guidance
 from scoring.results import read_results
 from weights.loading import load_trained, resolve_run
 
@@ -50,7 +50,7 @@ class SweepSettings(fid.ScoringSettings):
 
 
 def onto_the_grid(argument: str) -> str:
-    """Turns `scale=1.2,1.5,2` of a command line into `grid.scale=[1.2,1.5,2]`; other arguments stay as they are."""
+    """Turns `scale=1.2,1.5,2` of a command line into `grid.scale=[1.2,1.5,2]`, and leaves other arguments alone."""
     try:
         override = OverridesParser.create().parse_override(argument)
     except HydraException:      # the command says what is wrong with it
@@ -113,7 +113,7 @@ def main(cfg: SweepSettings) -> None:
     points = []
     for scale, gamma1, gamma2 in itertools.product(cfg.grid.scale, cfg.grid.gamma1, cfg.grid.gamma2):
         if min(ends(gamma1)) > max(ends(gamma2)):      # a whole grid need not make sense
-            state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: passed over, as gamma1 is above gamma2.")
+            state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: skipped, because gamma1 is above gamma2.")
         else:
             points.append({"scale": scale, "gamma1": gamma1, "gamma2": gamma2})
     if not points:
@@ -123,9 +123,7 @@ def main(cfg: SweepSettings) -> None:
     cfg = cfg.model_copy(update={"checkpoint": resolve_run(cfg.checkpoint, cfg.weights or "ema"),
                                  "weak": cfg.weak and resolve_run(cfg.weak)})
     check_points(cfg, points)
-    plain = cfg.model_copy(update={"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None,
-                                   "routes": None, "channels": None})
-    unguided, results = fid.run(plain, reuse=True, must_have=cfg.metric)
+    unguided, results = fid.run(cfg.model_copy(update=UNGUIDED), reuse=True, must_have=cfg.metric)
     metric = cfg.metric or (cfg.metrics or [*unguided["metrics"]])[0]
     picture = Path(cfg.picture or results.parent / "samples" / f"guidance-{metric}.png")
 

@@ -189,7 +189,7 @@ def test_a_preset_of_routes_goes_before_the_models_own_and_has_a_run_of_its_own(
 
 
 @pytest.mark.parametrize("preset", PRESETS)
-def test_the_ceilings_at_the_head_of_a_preset_are_what_is_counted(preset):
+def test_the_flop_ratios_at_the_head_of_a_preset_are_counted(preset):
     head = (CONFIGS / "presets" / "routes" / f"{preset}.yaml").read_text()
     [told] = re.findall(r"at 256 / 1024 tokens: B/2 (\S+) / (\S+), XL/2 (\S+) / (\S+)$", head, flags=re.M)
     counted = []
@@ -197,5 +197,5 @@ def test_the_ceilings_at_the_head_of_a_preset_are_what_is_counted(preset):
         net = network(load(f"model.backbone_type={name}", f"routes={preset}"))
         for side in (32, 64):
             keywords = {**DiT_models[name].keywords, "input_size": side, "in_channels": 4, "num_classes": 1000}
-            counted.append(f"{Costs(keywords).ceiling(net.routes):.2f}")
+            counted.append(f"{Costs(keywords).flop_ratio(net.routes):.2f}")
     assert counted == [*told]

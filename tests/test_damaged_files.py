@@ -7,17 +7,14 @@ import numpy as np
 import pytest
 import torch
 from PIL import Image
-from safetensors.torch import save_file
 from test_data import labels_of, numbered, write_tars
 from test_import_latents import import_latents, write_fastdit
 
 from dit import DiT
 from latents import folder, images, tars
-from runtime import schema
 from runtime.command import compose
 from scoring import feature_cache, features, statistics
 from weights import checkpoint as checkpoints
-from weights import lora as adapters
 from weights.loading import read_weights
 
 
@@ -100,32 +97,6 @@ def test_a_kept_index_of_tars_that_does_not_fit_is_made_again(tmp_path):
 # ---- checkpoints and records ----------------------------------------------------------------------------------------
 
 
-class Note(schema.Record):
-    text: str
-
-
-@pytest.mark.parametrize(("content", "words"), [(b"\xff", "utf-8"), (b'{"text"', "JSON"), (b"[]", "it should be a valid dictionary")])
-def test_a_record_that_is_none_is_a_sentence(content, words, tmp_path):
-    (tmp_path / "x.json").write_bytes(content)
-    assert words in refusal(schema.read_record, Note, tmp_path / "x.json", "Make it anew.")
-
-
-@pytest.mark.parametrize(("tensors", "words"), [
-    ({"a": torch.ones(2)}, "b is missing"),
-    ({"a": torch.ones(2), "b": torch.ones(()), "c": torch.ones(1)}, "c is unknown"),
-    ({"a": torch.ones(3), "b": torch.ones(())}, "(3,)"),
-    ({"a": torch.ones(2, dtype=torch.int64), "b": torch.ones(())}, "int64"),
-    ({"a": torch.tensor([1, torch.nan]), "b": torch.ones(())}, "not finite"), ({}, "a is missing"),
-    (b"", "safetensors"),
-])  # fmt: skip
-def test_a_training_state_of_another_run_is_a_sentence(tensors, words, tmp_path):
-    if isinstance(tensors, bytes):
-        (tmp_path / "x.safetensors").write_bytes(tensors)
-    else:
-        save_file(tensors, tmp_path / "x.safetensors")
-    assert words in refusal(checkpoints.load, tmp_path, "x", {"a": torch.zeros(2), "b": torch.zeros(())})
-
-
 def test_a_link_in_a_checkpoints_place_is_passed_over_and_set_aside(tmp_path):
     checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(1)}}, {"step": 2})
     place = checkpoints.step_folder(tmp_path, 4)
@@ -135,15 +106,6 @@ def test_a_link_in_a_checkpoints_place_is_passed_over_and_set_aside(tmp_path):
     checkpoints.set_aside_after(tmp_path, 2)
     checkpoints.save(place, {"model": {"a": torch.ones(1)}}, {"step": 4})
     assert checkpoints.problem(place) is None and place.with_name("damaged-step-00000004").is_symlink()
-
-
-@pytest.mark.parametrize("adapter", [
-    {"x.lora_A.weight": torch.ones(2, 3)}, {"x.lora_A.weight": torch.ones(2, 3), "x.lora_B.weight": torch.ones(4, 1)},
-    {"x.lora_A.weight": torch.ones(2, 3), "x.lora_B.weight": torch.ones(4, 2), "odd": torch.ones(1)},
-    {"y.lora_A.weight": torch.ones(2, 3)},
-])  # fmt: skip
-def test_an_adapter_of_other_layers_is_a_sentence(adapter):
-    assert refusal(adapters.merge, {"x.weight": torch.zeros(4, 3)}, adapter, 1.0).startswith("The adapter")
 
 
 # ---- references and scores ------------------------------------------------------------------------------------------

@@ -45,7 +45,8 @@ COMMANDS = {
     "scripts/study.py": ("study", study.StudySettings),
 }
 # Which take plain arguments.
-SCRIPTS_OF_THEIR_OWN = ("scripts/studies/cifar10_features.py", "scripts/plan.py", "examples/route_diffusers.py")
+SCRIPTS_OF_THEIR_OWN = ("scripts/studies/export_features.py", "scripts/prepare_emoji.py", "scripts/plan.py",
+                        "examples/route_diffusers.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
         *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 LAUNCHED = re.compile(r"(\w+=\S+ )*(python|accelerate launch|torchrun|timeout|sbatch)( \S+)*? (\S+\.py)\b")

@@ -192,7 +192,7 @@ def test_a_sweep_scores_each_point_once_and_draws_the_landscape(sweep, tmp_path,
     for scored, arguments in ((4, ("scale=1.5,2", "gamma1=0,0.9", "gamma2=0.5,0.95", "scale=2")), (1, ("scale=1.5", "gamma1=0", "gamma2=0.5")), (0, ("scale=2", "gamma1=0", "gamma2=0.5"))):
         sweep(*arguments)
         assert sweep.scored == scored, arguments
-    assert "scale=2.0 gamma1=0.9 gamma2=0.5: passed over" in capsys.readouterr().out
+    assert "scale=2.0 gamma1=0.9 gamma2=0.5: skipped" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert len(rows) == 5, "four points and the unguided one"
     assert sweep.landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
@@ -256,7 +256,7 @@ def test_a_sweeps_defaults_are_its_yamls_grid():
 def test_a_sweep_is_started_from_a_command_line(tmp_path):
     result = forked.run("scripts/sweep_guidance.py", "checkpoint=nowhere", "reference=none.npz", "features=pixels", "scale=2", "gamma1=0.9,0",
                         "gamma2=0.5", f"results={tmp_path}/results.jsonl", f"picture={tmp_path}/landscape.png")
-    assert "gamma1=0.9 gamma2=0.5: passed over" in result.stdout
+    assert "gamma1=0.9 gamma2=0.5: skipped" in result.stdout
     assert result.returncode == 1 and result.stderr.startswith("sweep_guidance.py: There is no run, checkpoint folder or weights file at nowhere")
     assert not list(tmp_path.iterdir())
 

@@ -21,7 +21,7 @@ TYPED = {
         # no such setting, or none at all
         ("step=3", "'step'"), ("optimizer.learning_rate=1", "learning_rate"), ("data.chanels=3", "chanels"),
         ("steps", "key=value"), ("model=tredd", "tredd"), ("diffusion=rf", "+diffusion.sigma_data=1", "sigma_data"),
-        ("batch_size=8,16", "batch_size=8,16"), ("name=größe", "'größe'"),
+        ("batch_size=8,16", "batch_size=8,16"), ("name=größe", "name=größe cannot be read"),
         # another type, or out of range
         ("steps=abc", "steps=abc"), ("seed=1.5", "seed=1.5"), ("batch_size=0", "batch_size=0"),
         ("optimizer.lr=-1", "optimizer.lr=-1"), ("optimizer.lr=null", "optimizer.lr=null"),
@@ -58,7 +58,7 @@ TYPED = {
         ("run_dir=.", "current folder"), ("run_dir=images.npz/run", "images.npz"), ("init_from=nowhere", "nowhere"),
         ("init_from=flow", "diffusion"), ("init_from=run", "model.depth=8", "{'depth': 7} there, {'depth': 8} here"),
         ("init_from=weights.pt", "diffusion_name="), ("lora.rank=4", "init_from="),
-        ("init_from=run", "lora.rank=33", "lora.rank=33"), ("init_from=run", "lora.alpha=2", "lora.rank=null"),
+        ("init_from=run", "lora.alpha=2", "lora.rank=null"),
         ("init_from=run", "lora.rank=2", "lora.targets=[attn.query]", "attn.query"),
         # alignment
         ("objective=alignment", "teacher=<name>"), ("objective=aligned", "objective/aligned"),
@@ -80,7 +80,7 @@ TYPED = {
     "sample": [
         ("checkpoint=null", "checkpoint="), ("checkpoint=nowhere", "nowhere"), ("checkpoint=latents", "latents"),
         ("weights=best", "weights=best"), ("classes=fish", "circle"), ("classes=9", "class 9"),
-        ("classes=ant,bee", "'ant,bee'"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
+        ("classes=ant,bee", "key=[value1,value2]"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
         ("batch_size=0", "batch_size=0"), ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"),
         ("latents=true", "latents=true"), ("autoencoder=nowhere", "nowhere"), ("autoencoder=python:decode", "python:"),
         ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),

@@ -165,23 +165,6 @@ def test_what_a_kill_left_of_a_save_or_a_grid_and_did_not_prune_is_gone_after_th
     assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists() for file in left)
 
 
-def test_a_run_whose_folder_goes_away_ends_in_a_sentence_and_goes_on_when_it_is_back(shapes, reference, tmp_path, monkeypatch):
-    run, save = tmp_path / "run", checkpoints.save
-
-    def unmounted(folder, tensors, meta, values):
-        save(folder, tensors, meta, values)
-        if meta["step"] == 8:
-            run.rename(tmp_path / "disk")
-    monkeypatch.setattr(checkpoints, "save", unmounted)
-    result = train_here(run, shapes)
-    assert result.returncode == 1 and "the folder has gone away" in result.stderr
-    assert not run.exists()      # nothing is written to where the disk had been
-    (tmp_path / "disk").rename(run)
-    monkeypatch.undo()
-    assert train(run, shapes).returncode == 0
-    assert_same_end(run, reference)
-
-
 def test_a_clock_that_is_set_back_or_stands_neither_ends_a_run_nor_keeps_it_from_going_on(shapes, tmp_path, monkeypatch):
     ticks = itertools.count(0, -30)
     monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))

@@ -56,7 +56,7 @@ def flow(shapes, tmp_path_factory) -> Path:
 
 def test_flow_matching_trains_in_the_same_loop_and_resumes_bit_for_bit(shapes, flow, tmp_path):
     assert (flow / "samples/step-00000008.png").is_file()
-    assert checkpoints.read_meta(checkpoints.latest(flow))["diffusion"] == {"name": "rf", "timestep_sampling": "logit_normal"}
+    assert checkpoints.read_meta(checkpoints.latest(flow))["diffusion"]["name"] == "rf"
     for steps in (5, 8):
         assert train(tmp_path / "run", shapes, "diffusion=rf", f"steps={steps}").returncode == 0
     ends = [load_file(checkpoints.latest(run) / "ema.safetensors") for run in (flow, tmp_path / "run")]
@@ -361,7 +361,7 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
 def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_path, monkeypatch, fresh_accelerator):
     """The sums begin again at a report, so what it said must outlive them until the save after it."""
     accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "ema"))
-    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, place=tmp_path.stat(), objective=SimpleNamespace(terms=()),
+    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     for loss, trouble in ((0.2, False), (0.3, False), (50.0, True), (0.2, False)):
         run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))

@@ -28,7 +28,7 @@ from scoring.drawing import Drawing
 from scoring.feature_cache import SCORING_VERSION
 
 FILE = Path(__file__).with_name("versions.json")
-HOMES = {"drawing": "sampling/generate.py", "scoring": "scoring/kept.py"}
+HOMES = {"drawing": "sampling/generate.py", "scoring": "scoring/feature_cache.py"}
 ROUTE = Route(1, 1, 0.5)
 SEEDS = [3, 100_000, 100_007]
 # Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.

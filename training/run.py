@@ -6,7 +6,6 @@ anything slow starts.
 
 import copy
 import math
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -102,7 +101,6 @@ class Run:
     reported_loss: float = 0.0              # of the last report
     lowest_loss: float = math.inf           # of all reports
     lock: object = None                     # on the folder, until the process ends; on the main rank
-    place: os.stat_result | None = None     # what the folder was at the start; on the main rank
 
     @property
     def elapsed(self) -> float:

@@ -17,7 +17,7 @@ from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.loading import Trained, latest_checkpoint, load_base, load_parent
+from weights.loading import Trained, latest_checkpoint, load_base, load_like
 from weights.records import (
     ROUTER_DEFAULTS,
     CheckpointRecord,
@@ -59,9 +59,6 @@ def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
     Raises ValueError where all checkpoints are damaged or have been deleted, or where another rank does not see it.
     """
     folder = latest_checkpoint(run_dir)
-    if folder is None and ranks.broadcast_from_main(accelerator, len(checkpoints.all_steps(run_dir))):
-        raise ValueError(f"None of the checkpoints in {run_dir / 'checkpoints'} is whole, as the warnings say. Restore "
-                         f"one, or move the folder away to start from the beginning.")
     if folder is None and (step := ranks.broadcast_from_main(accelerator, lost_steps(run_dir))):
         raise ValueError(f"{run_dir} has recorded {step} steps and has no checkpoint, so that training would start "
                          f"again and replace the record. Restore its checkpoints, set name=<another>, or move the "
@@ -118,7 +115,7 @@ def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
 
     Raises ValueError for weights of another network or diffusion. Routes may differ.
     """
-    parent = load_parent(Path(path), record["network"], diffusion_name)
+    parent = load_like(Path(path), diffusion_name, record["network"]["num_heads"])
     old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
     if old:
         raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "
@@ -175,16 +172,11 @@ def restore(run: Run, folder: Path) -> None:
         base = load_base(meta, folder).net.state_dict()
         for net in (run.model, run.ema):
             adapters.load_base(net, base)
-    adapters.load(run.model, checkpoints.load(folder, "model", adapters.tensors(run.model)))
-    adapters.load(run.ema, checkpoints.load(folder, "ema", adapters.tensors(run.ema)))
+    adapters.load(run.model, checkpoints.load(folder, "model"))
+    adapters.load(run.ema, checkpoints.load(folder, "ema"))
     training = checkpoints.load(folder, "training")
-    if (sums := training.pop("sums")).shape != run.sums.values.shape:
-        raise ValueError(f"{folder} has {len(sums)} sums of its loss's terms, and this run {len(run.sums.values)}: "
-                         f"give the objective that it began with.")
-    run.sums.values.copy_(sums)
+    run.sums.values.copy_(training.pop("sums"))
     own = own_state(run.objective)
-    if missing := own.keys() - training.keys():
-        raise ValueError(f"{folder} lacks {min(missing)}: give the objective that it began with.")
     sharding.copy_into(own, {name: training.pop(name) for name in own})
     load_optimizer(trained_parameters(run.objective), run.optimizer, training)
     if accelerator.scaler is not None and meta.scaler:
@@ -205,7 +197,6 @@ def save(run: Run) -> None:
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
-            files.require_same(run.folder, run.place)
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
             checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
@@ -217,7 +208,6 @@ def lock_run(run: Run) -> None:
     """Locks a run's folder for this process; raises ValueError where another one trains in it."""
     run.lock = files.lock_folder(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
                                       f"name=<another> for a second run.")
-    run.place = run.folder.stat()
 
 
 def prepare_folder(run: Run) -> None:

@@ -11,7 +11,6 @@ from runtime.device import DTYPES
 from runtime.schema import (
     Classes,
     Count,
-    Depth,
     Location,
     NotNegative,
     Number,
@@ -45,7 +44,7 @@ class ModelSettings(Settings):
     l1_reg: Share
     inverse: bool
     hidden_size: Size | None
-    depth: Depth | None
+    depth: Size | None
     num_heads: Size | None
     patch_size: Size | None
 

@@ -4,7 +4,6 @@ A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<n
 `meta.json`, which lists every file with its size and SHA-256.
 """
 
-import contextlib
 import json
 import os
 import re
@@ -18,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.files import atomic_write, remove, sha256
-from runtime.schema import Record, Whole, as_text, read, read_json
+from runtime.schema import Record, Whole, read, read_json
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -47,7 +46,7 @@ class Files(Record):
 
 
 def write_tensors(path: Path, names: Iterable[str], values: Iterator[Tensor]) -> None:
-    """Writes a safetensors file of named tensors, all of which are in the CPU's memory at once."""
+    """Writes a safetensors file of named tensors, all of them in the CPU's memory at once."""
     save_file({name: next(values).detach().cpu().contiguous() for name in names}, path)
 
 
@@ -62,7 +61,7 @@ def save(
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
 
     `values` yields the tensors in the order of `stored` where they are gathered from other ranks. A whole checkpoint
-    that exists already is not written again. Raises OSError with the room needed and the room left.
+    that exists is not written again. Raises OSError with the room needed and the room left.
     """
     if folder.is_dir() and problem(folder) is None:
         return
@@ -86,11 +85,7 @@ def save(
 
 
 def read_meta(folder: Path) -> dict:
-    """Reads meta.json; raises ValueError for anything but a JSON object."""
-    plain = read_json(folder / "meta.json")
-    if not isinstance(plain, dict):
-        raise ValueError(f"{folder / 'meta.json'} holds {as_text(plain)}, which is not a record")
-    return plain
+    return read_json(folder / "meta.json")
 
 
 def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
@@ -114,9 +109,10 @@ def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
 
 def is_sound(folder: Path) -> bool:
     """Tells whether training went well when a checkpoint was saved; one of an earlier version counts as sound."""
-    with contextlib.suppress(OSError, ValueError):
-        return read_meta(folder).get("sound", True) is not False
-    return False
+    try:
+        return read_meta(folder).get("sound", True)
+    except (OSError, ValueError):      # damaged
+        return False
 
 
 def last_sound(run: Path, before: int) -> Path | None:
@@ -127,21 +123,15 @@ def last_sound(run: Path, before: int) -> Path | None:
 
 def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
     """Finds the newest whole checkpoint of a run; warns of each damaged one that is newer."""
-    folders = all_steps(run)
-    while folders:
-        folder = folders.pop()
-        why = problem(folder, names)
-        if why is None:
+    for folder in reversed(all_steps(run)):
+        if (why := problem(folder, names)) is None:
             return folder
-        if os.path.lexists(folder):
-            warnings.warn(f"The checkpoint {folder} is damaged and is passed over: {why}.", stacklevel=2)
-        else:      # training has pruned it, and saved a newer one before that
-            folders = all_steps(run)
+        warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
     return None
 
 
 def set_aside_after(run: Path, step: int) -> None:
-    """Renames the checkpoints past `step`, which `latest` found damaged, to `damaged-…`: the run writes them anew."""
+    """Renames the checkpoints past `step`, which `latest` found damaged, to `damaged-…`, as the run repeats them."""
     for folder in all_steps(run):
         if step_of(folder) > step:
             aside = folder.with_name(f"damaged-{folder.name}")
@@ -149,32 +139,8 @@ def set_aside_after(run: Path, step: int) -> None:
             os.rename(folder, aside)
 
 
-def load(folder: Path, name: str, like: Mapping[str, Tensor] | None = None) -> dict[str, Tensor]:
-    """Reads a file of a checkpoint.
-
-    Raises ValueError for tensors that are not finite, or of other names, kinds and shapes than those of `like`.
-    """
-    file = folder / f"{name}.safetensors"
-    try:
-        tensors = load_file(file)
-    except SafetensorError as error:
-        raise ValueError(f"{file} is not a whole safetensors file: {error}.") from error
-
-    def forms(tensors: Mapping[str, Tensor]) -> dict[str, tuple]:
-        return {key: (tuple(value.shape), value.is_floating_point()) for key, value in tensors.items()}
-
-    found, wanted = forms(tensors), forms(tensors if like is None else like)
-    if odd := sorted(key for key in found.keys() | wanted.keys() if found.get(key) != wanted.get(key)):
-        key = odd[0]
-        why = (f"{key} is missing" if key not in found else f"{key} is unknown" if key not in wanted else
-               f"{key} is {tensors[key].dtype} {found[key][0]} there, and {like[key].dtype} {wanted[key][0]} here")
-        raise ValueError(f"{file} is not of this run: {why}, and {len(odd) - 1} others differ. Move the checkpoint "
-                         f"away, or give the settings that it began with.")
-    for key, value in tensors.items():
-        if not value.sum().isfinite():
-            raise ValueError(f"{file} has values in {key} that are not finite: move the checkpoint away to resume from "
-                             f"an earlier one.")
-    return tensors
+def load(folder: Path, name: str) -> dict[str, Tensor]:
+    return load_file(folder / f"{name}.safetensors")
 
 
 def prune(run: Path, keep_last: int, keep_every: int) -> None:

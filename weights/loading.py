@@ -43,7 +43,6 @@ class Trained:
     folder: Path | None      # the checkpoint folder, None for a bare weights file
     file: Path               # of the weights
     recorded: dict           # `network` and `diffusion` as plain keywords, and `published` if there is any
-    inferred: str | None     # a sentence that says what was read off weights without a record
     family: str | None       # of weights without a record: a name of FAMILIES
     recorded_sha256: str | None      # of the file, which was checked by it; None without a record
 
@@ -58,8 +57,18 @@ class Trained:
         folder = self.folder
         return folder.parent.parent if folder is not None and folder.parent.name == "checkpoints" else None
 
+    @property
+    def inferred(self) -> str | None:
+        """A sentence that says what was read off weights without a record; None where there is a record."""
+        if self.family is None:
+            return None
+        return (f"{self.file} carries no record: taken as {self.family} ({FAMILIES[self.family].meaning}), "
+                f"{self.recorded['network']['num_heads']} heads, decoded by {self.autoencoder}. Otherwise set "
+                f"diffusion_name=, num_heads=, autoencoder=.")
 
-WEIGHT_TYPES = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+# ---- a weights file -------------------------------------------------------------------------------------------------
+
 # Under these keys a published .pt has its average and its trained weights.
 STATE_KEYS = {"ema": ("ema", "ema_state_dict"), "model": ("model", "model_state_dict", "state_dict")}
 
@@ -80,15 +89,8 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
         if key is None:
             raise ValueError(f"{path} holds {', '.join(held)}, and no weights={weights}.")
         state, which, around = state[key], held[key], state
-    if not isinstance(state, dict) or not all(isinstance(key, str) and isinstance(value, Tensor)
-                                              for key, value in state.items()):
+    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} does not hold a state dict, that is, a dictionary of tensors by name.")
-    for key, value in state.items():
-        if (value.dtype not in WEIGHT_TYPES or value.layout is not torch.strided or value.is_meta
-                or value.numel() * value.element_size() > value.untyped_storage().nbytes()):      # one, for terabytes
-            raise ValueError(f"{path} holds {key} as {value.dtype}, {value.layout}, on {value.device}, of shape "
-                             f"{tuple(value.shape)}: weights are plain floating-point numbers in memory, each by "
-                             f"itself. Save its state dict so.")
     damaged = [key for key, value in state.items() if not value.isfinite().all()]
     if damaged:
         raise ValueError(f"{path} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "
@@ -103,18 +105,35 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
         raise ValueError(f"{path} is not read: {error}") from None
 
 
+def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
+    """Builds a network of these keywords around its weights; raises ValueError where the two do not fit."""
+    with torch.device("meta"):
+        net = build_network(network)
+    try:
+        net.load_state_dict(state, assign=True)
+    except RuntimeError as error:
+        why = " ".join(str(error).split())[:500]
+        raise ValueError(f"The weights in {file} do not fit their network. {why}") from None
+    return net
+
+
+# ---- where it lies --------------------------------------------------------------------------------------------------
+
 EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")      # of scripts/export.py
 
 
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
-    """Returns a run's latest whole checkpoint, as the main rank finds it, or None.
+    """Returns a run's latest whole checkpoint, as the main rank finds it, or None where none was saved.
 
-    A run in training may save another meanwhile. Raises ValueError where a rank does not see the one found.
+    Raises ValueError where all are damaged, or where a rank does not see the one found.
     """
     state = PartialState()
     found = checkpoints.latest(run, names) if state.is_main_process else None
     step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found))
     if step < 0:
+        if ranks.broadcast_from_main(state, len(checkpoints.all_steps(run))):
+            raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is whole, as the warnings say. Restore "
+                             f"one, or move the folder away to start from the beginning.")
         return None
     folder = checkpoints.step_folder(run, step)
     if not folder.is_dir():
@@ -123,25 +142,20 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path |
     return folder
 
 
-def is_run(path: Path) -> bool:
-    """Tells a run's folder, which stands for its latest checkpoint, from a checkpoint or weights."""
-    return (path / "checkpoints").is_dir() and not (path / "meta.json").is_file()
-
-
 def resolve_run(path: str, weights: str = "ema") -> str:
     """Returns the latest checkpoint of the run at `path`, and any other path as it is.
 
     Raises ValueError for a run without a whole checkpoint.
     """
-    if not is_run(Path(path)):
+    if not (Path(path) / "checkpoints").is_dir() or (Path(path) / "meta.json").is_file():
         return path
     folder = latest_checkpoint(Path(path), (weights,))
     if folder is None:
-        raise ValueError(f"The run {path} holds no whole checkpoint yet; wait for its first save.")
+        raise ValueError(f"The run {path} has saved no checkpoint yet; wait for its first save.")
     return str(folder)
 
 
-def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
+def find_weights(path: Path, weights: str = "ema") -> tuple[Path, Path | None]:
     """Finds the weights file that `path` names, and its checkpoint folder or None; raises ValueError for none."""
     path = Path(resolve_run(str(path), weights))
     if path.is_file():
@@ -154,6 +168,9 @@ def find_weights(path: Path, weights: str) -> tuple[Path, Path | None]:
                          f"those of checkpoint.keep_every: name another one, or the run.")
     raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
                      f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
+
+
+# ---- loaded ---------------------------------------------------------------------------------------------------------
 
 
 def load_trained(
@@ -171,107 +188,81 @@ def load_trained(
     show it, and the weights are rewritten for an ordinary network of ours. Of a run all ranks must call it.
     Raises ValueError for a path without a whole checkpoint, or for weights that are not a DiT's or of no known family.
     """
-    path = Path(path)
-    while True:
-        file, folder = find_weights(path, weights or "ema")
-        trained = None
-        try:
-            trained = read_trained(path, file, folder, weights, diffusion, autoencoder, device, num_heads)
-        except (OSError, ValueError):
-            if not is_run(path) or folder.is_dir():
-                raise      # else training has pruned it meanwhile, and saved a newer one
-        if not is_run(path) or ranks.all_ranks_agree(PartialState(), trained is not None):
-            return trained
-
-
-def read_trained(
-    path: Path, file: Path, folder: Path | None, weights: str | None, diffusion: str | None, autoencoder: str | None,
-    device: torch.device | str, num_heads: int | None,
-) -> Trained:
-    """Reads the weights `file` of the checkpoint `folder`, if any, for `load_trained`, which names the errors."""
-    if folder is not None:
-        check_recorded(path, file, folder, weights, num_heads)
-    state, which, family = read_weights(file, weights)
-    published = recorded_sha256 = inferred = None
-    if folder is not None:
-        meta = read_record(CheckpointRecord, folder / "meta.json",
-                           "It does not describe a checkpoint; move the weights elsewhere.")
-        network, recorded, data, step, family = meta.network, meta.diffusion, meta.data, meta.step, None
-        published, which = meta.published, meta.weights or file.stem
-        recorded_sha256 = checkpoints.read_meta(folder)["files"].get(str(file.relative_to(folder)), {}).get("sha256")
-        if diffusion not in (None, recorded.get("name")):
-            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} records "
-                             f"{recorded.get('name')}: leave it out.")
-        if meta.weights is not None and weights not in (None, which):
-            raise ValueError(f"{folder} holds weights={which} alone, not weights={weights}.")
-        if meta.lora is not None:
-            base = load_base(meta, folder).net.state_dict()
-            state = adapters.merge(base, state, meta.lora.alpha / meta.lora.rank)
-        check_fit(state, network, path)
+    file, folder = find_weights(Path(path), weights or "ema")
+    if folder is None:
+        trained = read_bare(file, weights, diffusion, num_heads)
     else:
-        network, step, family = infer_architecture(state, num_heads), None, diffusion or family
-        check_fit(state, network, path)
-        if family not in FAMILIES:
-            raise ValueError(unknown_family(file, network))
-        state, network = as_ours(state, network, FAMILIES[family])
-        recorded = {"name": FAMILIES[family].diffusion}
-        data = DataRecord(autoencoder="identity" if network["in_channels"] == 3 else "sd_vae_ema", class_names=None)
-        inferred = (f"{file} carries no record: taken as {family} ({FAMILIES[family].meaning}), {network['num_heads']} "
-                    f"heads, decoded by {autoencoder or data.autoencoder}. Otherwise set diffusion_name=, num_heads=, "
-                    f"autoencoder=.")
-    with torch.device("meta"):
-        net = build_network(network)
-    net.load_state_dict(state, assign=True)
+        trained = read_checkpoint(file, folder, weights)
+        name = trained.recorded["diffusion"]["name"]
+        if diffusion not in (None, name):
+            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} records {name}: "
+                             f"leave it out.")
+        if num_heads is not None:
+            raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one: leave it out.")
+    trained.autoencoder = autoencoder or trained.autoencoder
+    trained.net.to(device).float().eval()      # not frozen: autocast keeps its casts of trainable weights only
+    return trained
+
+
+def load_like(
+    path: Path, diffusion: str | None, num_heads: int | None = None, device: torch.device | str = "cpu",
+) -> Trained:
+    """Loads weights that belong to another network; without a record they are of its family and have its heads."""
+    if find_weights(path)[1] is not None:
+        return load_trained(path, device=device)
+    return load_trained(path, diffusion=diffusion, device=device, num_heads=num_heads)
+
+
+def read_checkpoint(file: Path, folder: Path, weights: str | None) -> Trained:
+    """Reads the weights `file` of the checkpoint `folder`; raises ValueError for a damaged one or for other weights."""
+    if why := checkpoints.problem(folder, (file.stem,)):
+        raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
+    meta = read_record(CheckpointRecord, folder / "meta.json",
+                       "It does not describe a checkpoint; move the weights elsewhere.")
+    meta = meta.model_copy(update={"weights": meta.weights or file.stem})
+    if weights not in (None, meta.weights):
+        raise ValueError(f"{file} holds weights={meta.weights}, not weights={weights}.")
+    state, _, _ = read_weights(file)
+    if meta.lora is not None:
+        state = adapters.merge(load_base(meta, folder).net.state_dict(), state, meta.lora.alpha / meta.lora.rank)
+    saved = checkpoints.read_meta(folder)["files"].get(str(file.relative_to(folder)), {})
+    return describe(fit(state, meta.network, file), meta, file, folder, recorded_sha256=saved.get("sha256"))
+
+
+def read_bare(file: Path, weights: str | None, diffusion: str | None, num_heads: int | None) -> Trained:
+    """Reads a weights file without a record; raises ValueError where its family is not known."""
+    state, which, family = read_weights(file, weights)
+    network, family = infer_architecture(state, num_heads), diffusion or family
+    fit(state, network, file)
+    if family not in FAMILIES:
+        raise ValueError(unknown_family(file, network))
+    state, network = as_ours(state, network, FAMILIES[family])
+    data = DataRecord(autoencoder="identity" if network["in_channels"] == 3 else "sd_vae_ema", class_names=None)
+    meta = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
+                            weights=which)
+    return describe(fit(state, network, file), meta, file, family=family)
+
+
+def describe(
+    net: DiT, meta: CheckpointRecord, file: Path, folder: Path | None = None, family: str | None = None,
+    recorded_sha256: str | None = None,
+) -> Trained:
+    data, published = meta.data, {"published": meta.published} if meta.published else {}
     return Trained(
-        net=net.to(device).float().eval(),      # not frozen: autocast keeps its casts of trainable weights only
-        diffusion=build_diffusion(recorded), autoencoder=autoencoder or data.autoencoder,
+        net=net, diffusion=build_diffusion(meta.diffusion), autoencoder=data.autoencoder,
         convention=data.convention and Convention.read(data.convention),
         class_names=data.class_names, display_names=data.display_names or data.class_names,
         classes=data.classes or list(range(net.num_classes)),
-        step=step, weights=which, folder=folder, file=file,
-        recorded={"network": network, "diffusion": with_objective(recorded, {})[0],
-                  **({"published": published} if published else {})},
-        inferred=inferred, family=family, recorded_sha256=recorded_sha256,
+        step=meta.step, weights=meta.weights, folder=folder, file=file, family=family, recorded_sha256=recorded_sha256,
+        recorded={"network": meta.network, "diffusion": with_objective(meta.diffusion, {})[0], **published},
     )
-
-
-def check_recorded(path: Path, file: Path, folder: Path, weights: str | None, num_heads: int | None) -> None:
-    """Raises ValueError for a damaged checkpoint, or for settings that contradict its files."""
-    if why := checkpoints.problem(folder, (file.stem,)):
-        raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
-    if path.is_file() and weights not in (None, file.stem):
-        raise ValueError(f"checkpoint={path} is the file of weights={file.stem}, not of weights={weights}.")
-    if num_heads is not None:
-        raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one.")
-
-
-def check_fit(state: Mapping[str, Tensor], network: dict, path: Path) -> None:
-    """Raises ValueError where the weights of the file at `path` are not those of a network of these keywords."""
-    with torch.device("meta"):
-        expected = build_network(network).state_dict()
-    missing = [key for key, value in expected.items() if key not in state or state[key].shape != value.shape]
-    unexpected = [key for key in state if key not in expected]
-    if missing or unexpected:
-        raise ValueError(f"The weights at {path} do not fit their network: {len(missing)} are missing or of another "
-                         f"shape ({', '.join(missing[:3])} …), {len(unexpected)} are unknown "
-                         f"({', '.join(unexpected[:3])} …).")
 
 
 def load_base(meta: CheckpointRecord, folder: Path) -> Trained:
     """Loads the weights that the adapter in `folder` was trained on; raises ValueError where they differ."""
-    base = Path(meta.lora.base)
-    if not base.is_file():
-        raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} is not there: put it back, or "
-                         f"run this where it is. scripts/merge_lora.py makes weights that need no base.")
-    parent = meta.parent or ParentRecord()
-    if files.sha256(base) != parent.weights_sha256:
-        raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} is not the file that it was "
-                         f"trained on: its SHA-256 differs. Put that file back.")
-    return load_parent(base, meta.network, parent.diffusion_name or meta.diffusion.get("name"))
-
-
-def load_parent(path: Path, network: dict, diffusion: str | None) -> Trained:
-    """Loads the weights that a run of `network` starts from; `diffusion` is the family of weights without a record."""
-    if find_weights(path, "ema")[1] is not None:
-        return load_trained(path)
-    return load_trained(path, diffusion=diffusion, num_heads=network["num_heads"])
+    base, parent = Path(meta.lora.base), meta.parent or ParentRecord()
+    if not base.is_file() or files.sha256(base) != parent.weights_sha256:
+        why = "is another file now: its SHA-256 differs" if base.is_file() else "is not there"
+        raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} {why}. Put that file back; "
+                         f"scripts/merge_lora.py makes weights that need no base.")
+    return load_like(base, parent.diffusion_name or meta.diffusion.get("name"), meta.network["num_heads"])

@@ -30,8 +30,7 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
     """Attaches an adapter to linear layers of the blocks, freezes everything else and returns the number of layers.
 
     `targets` are ends of the layers' names, such as attn.qkv; None is all of a block's linear layers but those of its
-    modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, for a target that no layer has, and for
-    a rank above the smaller side of a layer.
+    modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, and for a target that no layer has.
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError(f"lora.rank={rank} needs PEFT, which is not installed: pip install peft=={PEFT}, or set "
@@ -45,11 +44,6 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
                              f"{', '.join(ends)}.")
     chosen = [name for name in layers if (
         "adaLN" not in name if targets is None else name.endswith(tuple(f".{target}" for target in targets)))]
-    for name in chosen:
-        sides = layers[name].in_features, layers[name].out_features
-        if rank > min(sides):
-            raise ValueError(f"lora.rank={rank} is more than {name} can have, which is {sides[0]} × {sides[1]}: at "
-                             f"most {min(sides)}.")
     from peft import LoraConfig, inject_adapter_in_model  # which takes seconds
 
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha or rank, target_modules=chosen), net)
@@ -87,15 +81,8 @@ def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
 
 @torch.no_grad()
 def merge(base: Mapping[str, Tensor], adapter: Mapping[str, Tensor], scale: float) -> dict[str, Tensor]:
-    """Adds a saved adapter to a state dict, W + scale · B·A; raises ValueError for other layers or shapes."""
+    """Adds a saved adapter to the state dict of its base: W + scale · B·A."""
     merged = dict(base)
-    for name in dict.fromkeys(key.removesuffix(DOWN).removesuffix(UP) for key in adapter):
-        weight, up, down = base.get(f"{name}.weight"), adapter.get(name + UP), adapter.get(name + DOWN)
-        if weight is None or up is None or down is None:
-            raise ValueError(f"The adapter has {name}, and its base has no such layer, or it lacks a half of it.")
-        if (up.ndim, down.ndim) != (2, 2) or (*up.shape, *down.shape) != (
-                weight.shape[0], len(down), up.shape[1], weight.shape[1]):
-            raise ValueError(f"The adapter's {name} is {tuple(up.shape)} by {tuple(down.shape)}, and does not fit its "
-                             f"base's, which is {tuple(weight.shape)}.")
-        merged[f"{name}.weight"] = weight + scale * (up @ down)
+    for name in (key.removesuffix(DOWN) for key in adapter if key.endswith(DOWN)):
+        merged[f"{name}.weight"] = base[f"{name}.weight"] + scale * (adapter[name + UP] @ adapter[name + DOWN])
     return merged

@@ -95,7 +95,7 @@ prepare() {
     fi
     if [ ! -f data/resnet56.pt ]; then
         [ -f "$WEIGHTS" ] || { echo "gpu_study.sh: WEIGHTS=$WEIGHTS is no file: give a ResNet-56's .th."; return 1; }
-        "$python" scripts/studies/cifar10_features.py "$WEIGHTS" data/resnet56.pt || return
+        "$python" scripts/studies/export_features.py resnet56 "$WEIGHTS" data/resnet56.pt || return
     fi
     [ -f data/cifar10-resnet56.npz ] || "$python" fid.py reference_from=data/cifar10 features=torchscript \
         features_weights=data/resnet56.pt batch_size=500 out=data/cifar10-resnet56.npz || return

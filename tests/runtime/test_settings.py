@@ -7,7 +7,6 @@ import sys
 from typing import Annotated, Literal
 
 import pytest
-import torch
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
@@ -107,19 +106,12 @@ def test_unknown_missing_and_no_settings_at_all_are_sentences():
         assert str(error.value) == f"here: {sentence}"
 
 
-def test_a_long_value_is_cut_short():
-    with pytest.raises(ValueError) as error:
-        read(Everything, {**GOOD, "flag": list(range(1000))})
-    assert len(str(error.value)) < 300 and "…" in str(error.value)
-
-
 class Note(Record):
     count: Count
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("{", "is not JSON"), ("[" * 100_000, "is not JSON"), ("ÿþ", "is not JSON"), ("3", "note.json: The settings=3: "),
-    ("{}", "note.json: count is missing."), ('{"count": 1e999}', "count=Infinity: it should be"),
+    ("{", "is not JSON"), ("ÿþ", "is not JSON"), ("3", "note.json: The settings=3: "), ("{}", "note.json: count is missing."),
 ])  # fmt: skip
 def test_a_record_that_cannot_be_read_is_a_sentence_with_the_remedy(tmp_path, text, words):
     (tmp_path / "note.json").write_text(text, encoding="latin-1")
@@ -180,31 +172,22 @@ def fail_by(error):
 
 @pytest.mark.parametrize(("arguments", "sentence"), [
     (["steps=0"], "small.py: steps=0: it should be greater than or equal to 1."), (["steps=inf"], "small.py: steps=Infinity: it should be a valid integer."),
-    (["step=3"], "small.py: Could not override 'step': configs/small.yaml names all settings."),
-    (["steps"], "small.py: steps is not a setting: write key=value, as in steps=100."),
-    (["größe=3"], "small.py: größe=3 is not a setting: write key=value, as in steps=100."),
-    (["place=größe"], """"place='größe'"."""), (["place=[ring,größe,sea lion]"], """"place=['ring','größe','sea lion']"."""),
-    (["place=it's"], r""""place='it\'s'"."""), (["place=a (1)"], """"place='a (1)'"."""), (["place=[a"], """"place=['a']"."""),
-    (["place=a,b"], """small.py: place=a,b gives several values: write 'place=[a,b]' for a list, or "place='a,b'" for one text."""),
-    (["group=[one,two]"], "group=[one,two] gives several names and only the last would count: write group=two."),
-    (["place=${nothing}"], "small.py: Interpolation key 'nothing' not found: configs/small.yaml names all settings."),
+    (["step=3"], "small.py: Could not override 'step'. To append to your config use +step=3: configs/small.yaml names all settings."),
+    (["+step=3"], "small.py: There is no setting step: did you mean steps?"),
+    (["place=a,b"], "3. To sweep over it, add --multirun to your command line: configs/small.yaml names all settings."),
+    (["place=${nothing}"], "small.py: Interpolation key 'nothing' not found full_key: place object_type=dict: configs/small.yaml names all settings."),
+    *(([argument], f"""small.py: {argument} cannot be read: write key=value, and a value with other characters than letters, digits and _-+./:%*?@$| in two kinds of quotes, as "name='größe (1)'".""")
+      for argument in ("steps", "größe=3", "place=größe", "place=it's", "place=a (1)", "place=[a", "place=a=b")),
 ])  # fmt: skip
 def test_a_mistake_on_the_command_line_ends_in_a_sentence(call, arguments, sentence):
     code, said = call(lambda cfg: None, *arguments)
     assert code == 1 and said.startswith("small.py: ") and said.endswith(sentence) and "\n" not in said
 
 
-@pytest.mark.parametrize("written", ["größe", "[größe,sea lion]", "it's", "a=b", "a{b", "[a#b,it's]", "shape[1]", "folder/a (1)/b"])
-def test_the_quoting_that_the_sentence_shows_works(call, written):
+def test_what_the_sentence_says_of_quotes_is_so(call):
     seen = []
-    said = call(seen.append, f"place={written}")[1]
-    assert call(seen.append, said.rpartition(': "')[2].removesuffix('".')) == (0, "")
-    assert seen[0].place == (written.strip("[]").split(",") if written.startswith("[") else written)
-
-
-def test_all_that_the_sentence_says_may_stand_as_it_is(call):
-    seen = []
-    assert call(seen.append, "place=aZ09 _-+./:%*?@$|") == (0, "") and seen[0].place == "aZ09 _-+./:%*?@$|"
+    for written, value in (("aZ09 _-+./:%*?@$|", "aZ09 _-+./:%*?@$|"), ("'größe (1)'", "größe (1)"), ("['größe (1)',b]", ["größe (1)", "b"])):
+        assert call(seen.append, f"place={written}") == (0, "") and seen[-1].place == value
 
 
 def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
@@ -212,18 +195,12 @@ def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
     said = f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory."
     assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, said)
     assert call(fail_by(KeyboardInterrupt())) == (130, "small.py: stopped by Ctrl-C.")
-    for error in (MemoryError(), torch.OutOfMemoryError("CUDA out of memory."), RuntimeError("DefaultCPUAllocator: can't allocate memory: 8 bytes")):
-        code, said = call(fail_by(error))
-        assert code == 1 and "Memory is full: " in said and said.endswith("What helps: less at once.")
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
     assert "HYDRA_FULL_ERROR" not in os.environ  # which a command sets for itself, and for none that it starts
 
 
-@pytest.mark.parametrize(("main", "argument", "error"), [
-    (fail_by(ValueError("Too many.")), "steps=1", ValueError), (fail_by(OSError("Full.")), "steps=1", OSError), (print, "steps=0", ValueError),
-    (print, "step=1", Exception),
-])  # fmt: skip
+@pytest.mark.parametrize(("main", "argument", "error"), [(fail_by(OSError("Full.")), "steps=1", OSError), (print, "steps=0", ValueError)])
 def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, error):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(error):

@@ -23,13 +23,13 @@ def load(*overrides):
         return schema.read(choose_routes.ChoiceSettings, OmegaConf.to_container(compose("choose_routes", overrides=list(overrides)), resolve=True))
 
 
-def told(capsys, *overrides):
+def printed(capsys, *overrides):
     run_command(choose_routes.main, "choose_routes.py", *overrides)
     return capsys.readouterr().out
 
 
 @pytest.mark.parametrize("name", DiT_models)
-def test_a_ceiling_of_counted_blocks_is_that_of_the_whole_network(name):
+def test_the_flop_ratio_of_counted_blocks_is_that_of_the_whole_network(name):
     cfg = load(f"model.backbone_type={name}", "model.depth=7", "model.hidden_size=64", "model.num_heads=2")
     network = choose_routes.network_of(cfg, 49)      # of which 0.3 is no whole number
     costs = choose_routes.Costs(network)
@@ -38,7 +38,7 @@ def test_a_ceiling_of_counted_blocks_is_that_of_the_whole_network(name):
     for routes in ([Route(2, -4, 0.5)], [Route(0, 1, 0.3), Route(3, -1, 0.7)]):
         routes = resolve_routes(routes, 7)
         assert costs.dense == sum(multiply_adds(net))
-        assert costs.ceiling(routes) == pytest.approx(costs.dense / sum(multiply_adds(net, routes)), rel=1e-12)
+        assert costs.flop_ratio(routes) == pytest.approx(costs.dense / sum(multiply_adds(net, routes)), rel=1e-12)
 
 
 @pytest.mark.parametrize("depth", [12, 24, 28])
@@ -52,14 +52,14 @@ def test_the_papers_route_comes_first_and_all_are_long_and_near_it(depth):
         assert 2 * (route.end_layer_idx - route.start_layer_idx + 1) >= depth
 
 
-def test_what_a_route_loses_is_what_the_ablations_say():
+def test_the_fid_that_a_route_loses_is_that_of_the_ablations():
     for route, lost in ((Route(1, 8, 0.5), 28.21 - 28.02), (Route(2, 8, 0.25), 26.50 - 21.34), (Route(2, 8, 0.375), (26.50 - 21.34) / 2),
                         (Route(2, 9, 0.5), (57.36 - 33.58) / 2), (Route(0, 10, 0.75), (33.58 - 28.02) + (57.36 - 33.58) + (49.29 - 21.34))):
         assert choose_routes.fid_lost(route, 12) == pytest.approx(lost)
 
 
-def test_the_routes_that_reach_a_wish_are_told_with_the_reasons(capsys):
-    lines = told(capsys, "model.backbone_type=DiT-XL/2", "speedup=1.6", "tokens=[256]", "count=3").splitlines()
+def test_the_routes_that_reach_a_speed_up_are_listed_with_the_reasons(capsys):
+    lines = printed(capsys, "model.backbone_type=DiT-XL/2", "speedup=1.6", "tokens=[256]", "count=3").splitlines()
     assert [line.split(" | ")[1:] for line in lines if line.startswith(("| 1", "| 2", "| 3"))] == [
         ["2→24 at selection ratio 0.5", "1.72", "0.0 |"], ["1→24 at selection ratio 0.5", "1.77", "0.2 |"],
         ["2→24 at selection ratio 0.45", "1.60", "1.0 |"]]
@@ -70,15 +70,15 @@ def test_the_routes_that_reach_a_wish_are_told_with_the_reasons(capsys):
     assert lines[-1].endswith("'model.routes=[{selection_ratio: 0.5, start_layer_idx: 2, end_layer_idx: -4}]'")
 
 
-def test_a_wish_that_nothing_sensible_reaches_is_answered_with_the_largest_that_does(capsys):
-    text = told(capsys, "speedup=1.8", "tokens=[256]")
-    assert "no sensible route reaches 1.8 at 256 tokens" in text and "speak for is 1.62" in text and "| 1→9 at selection ratio 0.5 | 1.62 |" in text
+def test_where_no_route_reaches_the_speed_up_the_largest_is_listed(capsys):
+    text = printed(capsys, "speedup=1.8", "tokens=[256]")
+    assert "has a FLOP ratio of 1.8 at 256 tokens" in text and "The largest is 1.62" in text and "| 1→9 at selection ratio 0.5 | 1.62 |" in text
 
 
-def test_without_a_wish_the_presets_are_told(capsys):
-    text = told(capsys, "tokens=[256]", "model.backbone_type=DiT-B/2")
-    for name, ceiling in {"lora": "1.26", "paper": "1.43", "balanced": "1.62", "high_resolution": "1.68", "masked": "2.13", "max_speed": "2.85"}.items():
-        assert any(line.startswith(f"| {name} |") and line.endswith(f"| {ceiling} |") for line in text.splitlines())
+def test_without_a_speed_up_the_presets_are_listed(capsys):
+    text = printed(capsys, "tokens=[256]", "model.backbone_type=DiT-B/2")
+    for name, ratio in {"lora": "1.26", "paper": "1.43", "balanced": "1.62", "high_resolution": "1.68", "masked": "2.13", "max_speed": "2.85"}.items():
+        assert any(line.startswith(f"| {name} |") and line.endswith(f"| {ratio} |") for line in text.splitlines())
 
 
 def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
@@ -95,7 +95,7 @@ def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
     monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=run))
     monkeypatch.setitem(clocks.SQUARES, "cpu", (32,))
     monkeypatch.setattr(benchmark, "plot", lambda record, path: None)
-    text = told(capsys, *TINY, "model.depth=7", "speedup=1.1", "count=1", "measure=true", "benchmark.batch_size=2", "benchmark.steps=1",
+    text = printed(capsys, *TINY, "model.depth=7", "speedup=1.1", "count=1", "measure=true", "benchmark.batch_size=2", "benchmark.steps=1",
                 "benchmark.rounds=1", "+benchmark.num_latents=2", "+benchmark.num_classes=3", "+benchmark.device=cpu")
     [row] = [line for line in text.splitlines() if line.startswith("| 1 |")]
     assert "measured at 16" in text and [row.split()[-2]] == [f"{ratio:.2f}" for ratio in ratios]

@@ -91,8 +91,6 @@ def test_what_is_saved_is_the_adapter_and_loads_again():
     assert torch.equal(other(*inputs()), net(*inputs()))
     plain = network()
     assert lora.tensors(plain).keys() == plain.state_dict().keys()
-    with pytest.raises(ValueError, match="The adapter has blocks.3.attn.qkv, and its base has no such layer"):
-        lora.merge({k: v for k, v in plain.state_dict().items() if "blocks.3" not in k}, saved, 1.0)
 
 
 def test_steps_and_their_average_move_the_adapter_alone(fresh_accelerator):
@@ -129,7 +127,7 @@ def test_the_network_with_an_adapter_is_one_graph():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    benchmark.write_latents(folder, 16, (3, 8, 8), 4)
+    benchmark.write_noise(folder, 16, (3, 8, 8), 4)
     return folder
 
 
@@ -209,14 +207,6 @@ def drawn(checkpoint, out):
     return np.load(out)["arr_0"]
 
 
-def test_nothing_is_merged_into_the_checkpoints_of_a_run(trained_run, tmp_path):
-    with pytest.raises(SystemExit, match="is among a run's checkpoints, from which training resumes"):
-        run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={trained_run}/checkpoints/step-00000099")
-    assert not (trained_run / "checkpoints/step-00000099").exists()
-    (tmp_path / "checkpoints").mkdir()      # of no run
-    run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={tmp_path}/checkpoints/mine")
-
-
 def test_what_base_and_adapter_draw_the_merged_folder_draws_without_a_base(trained_run, parent, tmp_path):
     run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={tmp_path}/merged")
     assert checkpoints.problem(tmp_path / "merged") is None and "lora" not in checkpoints.read_meta(tmp_path / "merged")
@@ -248,7 +238,7 @@ def test_a_base_that_is_gone_or_has_changed_is_a_sentence(trained_run, parent, c
         meta["lora"]["base"] = str(base)
         (folder / "meta.json").write_text(json.dumps(meta))
     base.write_bytes(base.read_bytes()[:-1] + b"\1")
-    for says in ("is not the file that it was trained on: its SHA-256 differs", "is not there: put it back"):
+    for says in ("is another file now: its SHA-256 differs. Put that file back", "is not there. Put that file back"):
         with pytest.raises(ValueError, match=says):
             load_trained(run)
         with pytest.raises(SystemExit) as ended:

@@ -1,0 +1,112 @@
+"""Two npm packages of emoji -> a zip of class folders, which scripts/prepare_latents.py reads.
+
+    npm pack emoji-datasource-google@16.0.0 emoji-datasource-twitter@16.0.0
+    python scripts/prepare_emoji.py emoji-datasource-*-16.0.0.tgz --out data/emoji.zip
+    python scripts/prepare_latents.py source=data/emoji.zip resolution=32 autoencoder=identity out=data/emoji
+
+The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, here on white; name them where
+you show them. Classes are the ten categories of the packages' emoji.json. --skin-tones adds the five tones of people
+and hands: 3,757 more images of much the same pictures.
+"""
+
+import argparse
+import hashlib
+import io
+import json
+import re
+import sys
+import tarfile
+import zipfile
+from collections import defaultdict
+from pathlib import Path
+
+from PIL import Image
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from runtime.files import atomic_write
+from runtime.schema import first_line
+
+MEMBER = re.compile(r"package/(?:emoji\.json|img/(\w+)/64/([\w-]+\.png))")
+EVERY = 10      # emoji of a class: one of so many is held out
+
+
+def read_package(path: Path, skin_tones: bool) -> dict[str, dict[str, list[tuple[str, bytes]]]]:
+    """Reads PNGs of a package, each with its name in the zip, by class and emoji; raises ValueError for another file.
+
+    An emoji's key is its code points without a skin tone.
+    """
+    with tarfile.open(path) as package:
+        files = {found: package.extractfile(member).read() for member in package
+                 if (found := MEMBER.fullmatch(member.name)) and member.isfile()}
+    images = {(found[1], found[2]): content for found, content in files.items() if found[2]}
+    described = next((content for found, content in files.items() if not found[2]), None)
+    if not images or described is None:
+        raise ValueError("no package/emoji.json or no package/img/<maker>/64/*.png in it. Give a "
+                         "file that `npm pack emoji-datasource-google@16.0.0` writes.")
+    classes = defaultdict(lambda: defaultdict(list))
+    for emoji in json.loads(described):
+        name = "-".join(re.findall(r"\w+", emoji["category"])).lower()
+        tones = emoji.get("skin_variations", {}).values() if skin_tones else ()
+        for picture in (emoji["image"], *(tone["image"] for tone in tones)):
+            for maker in {maker for maker, _ in images}:
+                if content := images.get((maker, picture)):
+                    classes[name][Path(emoji["image"]).stem].append((f"{name}/{maker}-{picture}", on_white(content)))
+    return classes
+
+
+def on_white(png: bytes) -> bytes:
+    picture = Image.open(io.BytesIO(png)).convert("RGBA")
+    page = Image.new("RGBA", picture.size, "white")
+    page.alpha_composite(picture)
+    written = io.BytesIO()
+    page.convert("RGB").save(written, "PNG")
+    return written.getvalue()
+
+
+def split(classes: dict[str, dict[str, list]]) -> tuple[list, list]:
+    """Holds out every tenth emoji of a class, by all makers and in all tones, unless a kept image looks the same."""
+    kept, held = [], []
+    for emoji in classes.values():
+        for place, name in enumerate(sorted(emoji), start=1):
+            (kept if place % EVERY else held).extend(sorted(emoji[name]))
+    seen = {look(content) for _, content in kept}
+    return kept, [(name, content) for name, content in held if look(content) not in seen]
+
+
+def look(png: bytes) -> str:
+    return hashlib.sha256(Image.open(io.BytesIO(png)).tobytes()).hexdigest()
+
+
+def write_zip(path: Path, images: list[tuple[str, bytes]]) -> None:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+        for name, content in images:
+            archive.writestr(zipfile.ZipInfo(name), content)      # without the time: equal images, equal file
+    print(f"{path}: {len(images):,} images")
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("packages", type=Path, nargs="+")
+    parser.add_argument("--out", type=Path, required=True, help="zip to write")
+    parser.add_argument("--held-out", type=Path, help="zip for every tenth emoji of a class, which --out then lacks")
+    parser.add_argument("--skin-tones", action="store_true")
+    given = parser.parse_args()
+    classes = defaultdict(lambda: defaultdict(list))
+    try:
+        for package in given.packages:
+            for name, emoji in read_package(package, given.skin_tones).items():
+                for image, pictures in emoji.items():
+                    classes[name][image] += pictures
+    except (OSError, ValueError, EOFError, tarfile.TarError) as error:
+        sys.exit(f"prepare_emoji.py: {package}: {first_line(error)}")
+    kept, held = split(classes)
+    if given.held_out:
+        write_zip(given.held_out, held)
+    else:
+        kept = [picture for emoji in classes.values() for pictures in emoji.values() for picture in pictures]
+    write_zip(given.out, sorted(kept))
+
+
+if __name__ == "__main__":
+    main()

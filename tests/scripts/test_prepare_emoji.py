@@ -1,0 +1,79 @@
+"""scripts/prepare_emoji.py: packages of emoji become class folders in a zip, some of the emoji kept apart."""
+
+import io
+import json
+import subprocess
+import sys
+import tarfile
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+SCRIPT = Path(__file__).resolve().parents[2] / "scripts/prepare_emoji.py"
+MAKERS = ("google", "twitter")
+
+
+def png(colour):
+    written = io.BytesIO()
+    Image.new("RGBA", (64, 64), colour).save(written, "PNG")
+    return written.getvalue()
+
+
+def package(path, maker, emoji, pictures):
+    """Packs emoji.json and pictures by file name as npm does."""
+    files = {"package/emoji.json": json.dumps(emoji).encode(),
+             **{f"package/img/{maker}/64/{name}": content for name, content in pictures.items()}}
+    with tarfile.open(path, "w:gz") as archive:
+        for name, content in files.items():
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            archive.addfile(member, io.BytesIO(content))
+    return path
+
+
+@pytest.fixture
+def packages(tmp_path):
+    """Two makers of twenty emoji with one tone each; `google` draws 05 and 09 alike."""
+    emoji = [{"image": f"{i:02}.png", "category": "People & Body",
+              "skin_variations": {"1F3FB": {"image": f"{i:02}-1f3fb.png"}}} for i in range(20)]
+    return [package(tmp_path / f"{maker}.tgz", maker, emoji, {
+        f"{i:02}{tone}.png": png((12 * (5 if (maker, i, tone) == ("google", 9, "") else i), 9 * len(maker), 8 * len(tone),
+                                  128)) for i in range(20) for tone in ("", "-1f3fb")}) for maker in MAKERS]
+
+
+def prepare(*arguments):
+    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+
+
+def names(path):
+    return zipfile.ZipFile(path).namelist()
+
+
+def test_every_picture_lies_in_the_folder_of_its_category_on_white(packages, tmp_path):
+    assert prepare(*packages, "--out", tmp_path / "all.zip").returncode == 0
+    assert names(tmp_path / "all.zip") == [f"people-body/{maker}-{i:02}.png" for maker in MAKERS
+                                           for i in range(20)]
+    with zipfile.ZipFile(tmp_path / "all.zip") as archive:
+        image = np.asarray(Image.open(archive.open("people-body/google-04.png")))
+    assert image.shape == (64, 64, 3) and abs(int(image[0, 0, 0]) - (48 + 255) // 2) <= 1      # half transparent
+
+
+def test_a_tenth_of_the_emoji_is_held_out_with_its_tones_but_for_what_looks_as_a_kept_one(packages, tmp_path):
+    prepare(*packages, "--out", tmp_path / "kept.zip", "--held-out", tmp_path / "held.zip", "--skin-tones")
+    assert names(tmp_path / "held.zip") == [f"people-body/{name}.png" for name in (
+        "google-09-1f3fb", "twitter-09-1f3fb", "twitter-09", "google-19-1f3fb", "google-19", "twitter-19-1f3fb",
+        "twitter-19")]
+    kept = names(tmp_path / "kept.zip")
+    assert len(kept) == 72 and not any("-09" in name or "-19" in name for name in kept)
+
+
+def test_another_file_is_a_sentence(packages, tmp_path):
+    packages[0].write_bytes(packages[0].read_bytes()[:-200])
+    (tmp_path / "plain.tgz").write_text("no package")
+    for path in (packages[0], tmp_path / "plain.tgz", package(tmp_path / "none.tgz", "google", [], {})):
+        found = prepare(path, "--out", tmp_path / "all.zip")
+        assert found.returncode == 1 and found.stderr.startswith("prepare_emoji.py: "), found.stderr
+        assert found.stderr.count("\n") == 1 and not (tmp_path / "all.zip").exists()
