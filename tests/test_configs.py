@@ -1,5 +1,6 @@
 """Every config composes and builds its network; a key that does not exist is an error."""
 
+import functools
 import re
 from pathlib import Path
 
@@ -8,8 +9,7 @@ import torch
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
-from blocks import BLOCKS, WIDTHS
-from blocks.transformer import LightningBlock
+from blocks import BLOCKS
 from dit import DiT_models
 from routing_module import Route
 from runtime import schema
@@ -22,14 +22,20 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 
 
+@functools.cache      # composing takes a tenth of a second; nobody changes what is composed
 def load(*overrides, name="config"):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose(name, overrides=list(overrides))
 
 
+def settings(cfg):
+    """Checks a composed config as train.py does."""
+    return schema.read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
+
+
 def described(cfg):
-    """Checks a composed config as train.py does; returns its network's keywords."""
-    cfg = schema.read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
+    """Returns the network's keywords."""
+    cfg = settings(cfg)
     shape = (cfg.data.channels or 4, cfg.data.input_size or 32, cfg.data.input_size or 32)
     return describe_network(cfg.model, shape, cfg.data.num_classes or 1000)
 
@@ -47,67 +53,6 @@ def test_an_experiment_composes_and_builds(experiment):
     assert bool(model.routes) == (cfg.model.name != "dit") and cfg.steps != 0
 
 
-def test_every_row_of_the_papers_table_has_its_experiment():
-    for size, (start, end) in {"S": (2, 8), "B": (2, 8), "L": (2, 20), "XL": (2, 24)}.items():
-        for name in ("dit", "tread", "sit", "sit_tread"):
-            cfg = load(f"experiment={size.lower()}2_{name}")
-            model = network(cfg)
-            assert cfg.diffusion.name == ("rf" if "sit" in name else "edm")
-            assert len(model.blocks) == WIDTHS[size]["depth"] and model.pos_embed.shape[1] == 256
-            assert (cfg.steps, cfg.batch_size, cfg.optimizer.lr, cfg.ema.decay) == (400_000, 256, 1e-4, 0.9999)
-            assert (cfg.data.name, cfg.optimizer.weight_decay, cfg.label_dropout) == ("imagenet256", 0, 0.1)
-            assert cfg.diffusion.get("timestep_sampling") == ("uniform" if "sit" in name else None)
-            routes = [(r.start_layer_idx, r.end_layer_idx, r.selection_ratio) for r in model.routes]
-            assert routes == ([(start, end, 0.5)] if "tread" in name else [])
-
-
-def test_the_rows_of_the_papers_first_version_have_two_routes_and_their_loss():
-    for size, wanted in {"s2": [(0, 4), (6, 9)], "b2": [(0, 4), (6, 9)], "xl2": [(0, 10), (13, 21)]}.items():
-        cfg = load(f"experiment={size}_tread_v1")
-        routes, (diffusion, objective) = network(cfg).routes, with_objective(dict(cfg.diffusion), {})
-        edm = build_diffusion(diffusion)
-        assert [(r.start_layer_idx, r.end_layer_idx) for r in routes] == wanted
-        assert all((r.selection_ratio, r.x_T, r.x_D_last) == (0.5, 1, 1) for r in routes)
-        assert (objective, edm.P_mean, cfg.steps, cfg.batch_size) == ({"version1": {"mae_weight": 0}}, -1.2, 400_000, 256)
-        assert cfg.model.backbone_type == f"DiT-{size.upper()[:-1]}/2"
-
-
-def test_the_rows_of_lightningdit_have_their_experiments():
-    for name, routes in (("xl1_lightning", []), ("xl1_lightning_tread", [(2, 24, 0.5)])):
-        cfg = load(f"experiment={name}")
-        model = network(cfg)
-        assert (len(model.blocks), model.in_channels, model.pos_embed.shape[1]) == (28, 32, 256)
-        assert type(model.blocks[0]) is LightningBlock and described(cfg)["block"] == "lightning" and not described(cfg)["qk_norm"]
-        assert [(r.start_layer_idx, r.end_layer_idx, r.selection_ratio) for r in model.routes] == routes
-        assert (cfg.steps, cfg.batch_size, cfg.optimizer.lr, list(cfg.optimizer.betas)) == (80_000, 1024, 2e-4, [0.9, 0.95])
-        assert (cfg.ema.decay, cfg.optimizer.weight_decay, cfg.label_dropout) == (0.9999, 0, 0.1)
-        diffusion = build_diffusion(dict(cfg.diffusion))
-        assert (diffusion.timestep_sampling, diffusion.cosine_weight) == ("logit_normal", 1)
-
-
-@pytest.mark.parametrize(("row", "block", "depth"), [("b2_mamba", "mamba", 20), ("l2_rwkv", "rwkv", 18)])
-def test_the_rows_of_mamba_and_rwkv_have_their_experiments(row, block, depth):
-    for name, routes in ((row, []), (f"{row}_tread", [Route(2, depth - 4, 0.5)])):
-        cfg = load(f"experiment={name}")
-        model = network(cfg)
-        assert described(cfg)["block"] == block and type(model.blocks[0]) is BLOCKS[block].block
-        assert (len(model.blocks), model.pos_embed.shape[1], list(model.routes)) == (depth, 256, routes)
-        assert (cfg.name, cfg.steps, cfg.batch_size, cfg.optimizer.lr, cfg.diffusion.name) == (name, 400_000, 256, 1e-4, "edm")
-
-
-@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.endswith("_finetune")])
-def test_a_dense_fine_tune_fits_the_run_it_starts_from(experiment):
-    cfg, parent = load(f"experiment={experiment}"), load(f"experiment={experiment.removesuffix('_finetune')}")
-    assert cfg.init_from == parent.run_dir and cfg.run_dir != parent.run_dir and cfg.diffusion == parent.diffusion
-    assert (network(cfg).routes, bool(network(parent).routes)) == ((), True)
-    assert architecture(described(cfg)) == architecture(described(parent))
-
-
-@pytest.mark.parametrize("experiment", EXPERIMENTS)
-def test_any_experiment_trains_by_flow_matching_on_demand(experiment):
-    assert build_diffusion(dict(load(f"experiment={experiment}", "diffusion=rf").diffusion)).timestep_sampling == "logit_normal"
-
-
 FID = dict(s2_dit=68.40, s2_tread=47.04, s2_sit=57.60, s2_sit_tread=38.08, b2_dit=43.47, b2_tread=21.34, b2_sit=33.00, b2_sit_tread=15.98,
            l2_dit=23.33, l2_tread=9.10, l2_sit=18.80, l2_sit_tread=5.91, xl2_dit=19.47, xl2_tread=7.38, xl2_sit=17.20, xl2_sit_tread=4.89,
            s2_tread_v1=54.79, b2_tread_v1=28.80, xl2_tread_v1=10.63, l2_rwkv=59.84, l2_rwkv_tread=53.79, b2_mamba=69.39, b2_mamba_tread=61.17,
@@ -116,25 +61,57 @@ FID = dict(s2_dit=68.40, s2_tread=47.04, s2_sit=57.60, s2_sit_tread=38.08, b2_di
 HEUN, DDPM = ("edm", 400_000, 40, None, None), ("ddpm", 400_000, 250, "ancestral", None)
 SDE, EULER = ("rf", 400_000, 250, "euler_maruyama", None), ("rf", 400_000, 40, "euler", None)
 SHIFTED = ("rf", 80_000, 249, "euler", 1 / 0.3)
-PUBLISHED = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_tread": EULER, "mamba": HEUN, "mamba_tread": HEUN,
-             "rwkv": HEUN, "rwkv_tread": HEUN, "lightning": SHIFTED, "lightning_tread": SHIFTED}
+SAMPLERS = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_tread": EULER, "mamba": HEUN, "mamba_tread": HEUN,
+            "rwkv": HEUN, "rwkv_tread": HEUN, "lightning": SHIFTED, "lightning_tread": SHIFTED}
+DEPTHS = {"s2": 12, "b2": 12, "l2": 24, "xl2": 28, "xl1": 28, "mamba": 20, "rwkv": 18}
+VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}      # the routes of the paper's first version, by depth
 
 
-@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if re.match("[sbxl]+[12]_", name)])
-def test_an_experiment_carries_the_sampler_that_its_published_number_was_made_with(experiment):
-    published = schema.read(TrainSettings, OmegaConf.to_container(load(f"experiment={experiment}"), resolve=True)).published
-    if experiment.endswith("_finetune"):      # whose training nobody has published a score of
-        assert published is None
-        return
+@pytest.mark.parametrize("experiment", FID)
+def test_a_row_of_a_published_table_has_its_network_routes_and_training(experiment):
+    size, kind = experiment.split("_", 1)
+    cfg = load(f"experiment={experiment}")
+    model, block = network(cfg), next((name for name in ("mamba", "rwkv", "lightning") if name in kind), "dit")
+    depth = DEPTHS.get(block, DEPTHS[size])
+    assert (type(model.blocks[0]), len(model.blocks), model.pos_embed.shape[1]) == (BLOCKS[block].block, depth, 256)
+    routes = [Route(2, depth - 4, 0.5)] if kind.endswith("tread") else []
+    if kind == "tread_v1":
+        routes = [Route(start, end, 0.5, x_T=1, x_D_last=1) for start, end in VERSION_1[depth]]
+    assert list(model.routes) == routes
+    length = (80_000, 1024, 2e-4, [0.9, 0.95]) if block == "lightning" else (400_000, 256, 1e-4, [0.9, 0.999])
+    assert (cfg.steps, cfg.batch_size, cfg.optimizer.lr, list(cfg.optimizer.betas)) == length
+    assert (cfg.ema.decay, cfg.optimizer.weight_decay, cfg.label_dropout) == (0.9999, 0, 0.1)
+    drawn = "uniform" if "sit" in kind else "logit_normal" if block == "lightning" else None
+    assert (cfg.diffusion.name, cfg.diffusion.get("timestep_sampling")) == ("rf" if drawn else "edm", drawn)
+    assert cfg.diffusion.get("cosine_weight", 0) == (block == "lightning")
+    _, objective = with_objective(dict(cfg.diffusion), {})
+    assert objective.get("version1") == ({"mae_weight": 0} if kind == "tread_v1" else None)
+
+
+@pytest.mark.parametrize("experiment", FID)
+def test_an_experiment_carries_its_published_number_and_the_sampler_that_made_it(experiment):
+    published = settings(load(f"experiment={experiment}")).published
     sampler = dict(published.sampler)
     found = published.diffusion, published.step, published.num_steps, sampler.pop("solver"), sampler.pop("shift")
-    assert found == PUBLISHED[experiment.split("_", 1)[1]] and not any(sampler.values())
+    assert found == SAMPLERS[experiment.split("_", 1)[1]] and not any(sampler.values())
     assert published.num_samples == 50_000 and (published.scale, published.interval, published.channels) == (None, None, None)
     assert published.scores == {"fid": FID[experiment]}
 
 
+@pytest.mark.parametrize("experiment", [name for name in EXPERIMENTS if name.endswith("_finetune")])
+def test_a_dense_fine_tune_fits_the_run_it_starts_from_and_has_no_published_number(experiment):
+    cfg, parent = load(f"experiment={experiment}"), load(f"experiment={experiment.removesuffix('_finetune')}")
+    assert cfg.init_from == parent.run_dir and cfg.run_dir != parent.run_dir and cfg.diffusion == parent.diffusion
+    assert (network(cfg).routes, bool(network(parent).routes)) == ((), True) and settings(cfg).published is None
+    assert architecture(described(cfg)) == architecture(described(parent))
+
+
+def test_an_experiment_trains_by_flow_matching_on_demand():
+    assert load("experiment=b2_tread", "diffusion=rf").diffusion.timestep_sampling == "logit_normal"
+
+
 @pytest.mark.parametrize(("name", "quantile"), [("rf", lambda q: torch.special.ndtri(q).sigmoid()), ("rf_uniform", lambda q: q)])
-def test_a_config_for_either_way_to_draw_t(name, quantile):
+def test_each_config_of_flow_matching_draws_t_from_its_distribution(name, quantile):
     torch.manual_seed(0)
     drawn, q = [], torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
     diffusion = build_diffusion(dict(load(f"diffusion={name}").diffusion))
@@ -147,10 +124,11 @@ def test_every_way_to_guide_is_a_setting_of_one_value():
            "autoguidance": (1.5, 0, 0, False), "autoguidance_tread": (1.5, [0.0, 0.6], [0.6, 0.0], False), "interval": (2.0, 0, 0, True)}
     assert {path.stem for path in (CONFIGS / "guidance").glob("*.yaml")} == set(own)
     for name, values in own.items():
-        for entry in ("sample", "fid", "rf", "sweep_guidance"):
-            cfg = load(f"guidance={name}", name=entry)
-            assert (cfg.scale, cfg.gamma1, cfg.gamma2, cfg.drop_label) == values
+        cfg = load(f"guidance={name}", name="sample")
+        assert (cfg.scale, cfg.gamma1, cfg.gamma2, cfg.drop_label) == values
         assert cfg.weak == ("required" if "auto" in name else None) and (cfg.interval is not None) == (name == "interval")
+    for entry in ("fid", "rf", "sweep_guidance"):
+        assert load("guidance=cfg_tread", name=entry).gamma2 == 0.7
 
 
 @pytest.mark.parametrize("model", ["dit", "tread"])
@@ -174,7 +152,7 @@ PRESETS = {"paper": (2, -4, 0.5), "balanced": (2, -2, 0.5), "max_speed": (1, -1,
 
 
 @pytest.mark.parametrize("model", ["dit", "tread"])
-def test_a_preset_of_routes_goes_before_the_models_own_and_has_a_run_of_its_own(model):
+def test_a_preset_replaces_the_models_routes_and_names_the_run(model):
     assert {path.stem for path in (CONFIGS / "presets" / "routes").glob("*.yaml")} == set(PRESETS)
     for name, (start, end, ratio) in PRESETS.items():
         cfg = load(f"model={model}", f"routes={name}")
@@ -188,14 +166,14 @@ def test_a_preset_of_routes_goes_before_the_models_own_and_has_a_run_of_its_own(
         assert (route.start_layer_idx, route.end_layer_idx, route.selection_ratio) == (0, 3, 0.25)
 
 
+@functools.cache
+def costs(name, side):
+    return Costs({**DiT_models[name].keywords, "input_size": side, "in_channels": 4, "num_classes": 1000})
+
+
 @pytest.mark.parametrize("preset", PRESETS)
 def test_the_flop_ratios_at_the_head_of_a_preset_are_counted(preset):
     head = (CONFIGS / "presets" / "routes" / f"{preset}.yaml").read_text()
-    [told] = re.findall(r"at 256 / 1024 tokens: B/2 (\S+) / (\S+), XL/2 (\S+) / (\S+)$", head, flags=re.M)
-    counted = []
-    for name in ("DiT-B/2", "DiT-XL/2"):
-        net = network(load(f"model.backbone_type={name}", f"routes={preset}"))
-        for side in (32, 64):
-            keywords = {**DiT_models[name].keywords, "input_size": side, "in_channels": 4, "num_classes": 1000}
-            counted.append(f"{Costs(keywords).flop_ratio(net.routes):.2f}")
-    assert counted == [*told]
+    [written] = re.findall(r"at 256 / 1024 tokens: B/2 (\S+) / (\S+), XL/2 (\S+) / (\S+)$", head, flags=re.M)
+    routes = {name: network(load(f"model.backbone_type={name}", f"routes={preset}")).routes for name in ("DiT-B/2", "DiT-XL/2")}
+    assert [*written] == [f"{costs(name, side).flop_ratio(routes[name]):.2f}" for name in routes for side in (32, 64)]
