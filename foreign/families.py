@@ -1,7 +1,11 @@
-"""What `routed` needs to know of other people's networks: one table of values, a row for each class."""
+"""What `routed` needs to know of other people's networks: one table of values, a row for each class.
 
-from collections.abc import Mapping
+    python -m foreign.families              prints the table of docs/routing.md
+"""
+
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
+from math import prod
 from typing import Any
 
 from torch import nn
@@ -11,68 +15,147 @@ from torch import nn
 class Blocks:
     """A list of blocks: the first argument of a block is its tokens, and what else matters is said here.
 
-    `along` has the arguments that run along the tokens, each with the axis; "name.0" is the first of a tuple, and
-    (axis, ndim) an axis that is there when the tensor has ndim dimensions. `text` is the argument with the text tokens,
-    where text has a stream of its own; joined blocks have tokens that never leave in the same sequence as the others.
-    `out` is the place of the tokens in a tuple that a block returns.
+    `along` has the arguments that run along the tokens, each with its axis of tokens, which follows an axis of the
+    samples, or of size 1; "name.0" is the first of a tuple. {ndim: axis} says it for tensors of so many axes only, and
+    {ndim: (axis, rank)} for tables without an axis of the samples, which the block broadcasts to `rank` axes. An axis
+    that has size 1 stays. None is for what a block may not be given.
+
+    `text` is the argument with the text tokens, where text has a stream of its own; joined blocks have tokens that
+    never leave in the same sequence as the others. `front` is the argument that counts the first tokens of the stream,
+    where they never leave. `out` is the place of the tokens in a tuple that a block returns. Where the network changes
+    all tokens between two blocks they must be `whole` there: each block then takes its own out, and puts them back.
     """
 
     path: str
     along: Mapping[str, Any] = field(default_factory=dict)
     text: str = ""
     joined: bool = False
+    front: str = ""
     out: int = 0
+    whole: bool = False
 
 
 @dataclass(frozen=True)
 class Family:
-    """A network's lists of blocks in the order of their call, and how many tokens before the others never leave.
+    """A network's lists of blocks in the order of their call, and which tokens of a joined sequence never leave.
 
-    These are counted by the attribute `prefix` of the network, by the mask (B, T) that its call names `text_mask`, or
-    by the text of an earlier block. `alone` has arguments of the call that no route may meet.
+    `text` counts them from the network and its arguments: a number, or one for each sample (B,). Where it is absent,
+    an earlier block's text counts, or `free` says from the arguments how many tokens may leave. They stand before the
+    others, or after them if `text_last`. `never` names them for the reader. `alone` has arguments of the call that no
+    route may meet.
     """
 
     lists: tuple[Blocks, ...]
-    prefix: str = ""
-    text_mask: str = ""
+    never: str = ""
+    text: Callable[[nn.Module, dict], Any] | None = None
+    free: Callable[[dict], int] | None = None
+    text_last: bool = False
     alone: tuple[str, ...] = ()
 
 
-TEXT, ROPE = "encoder_hidden_states", "image_rotary_emb"
+def padded_image(call: dict) -> int:
+    """Counts the tokens of each image of a list, padded to a multiple of 32; raises ValueError for several sizes."""
+    images = call["x"]
+    if any(getattr(image, "shape", None) != images[0].shape for image in images):
+        raise ValueError("A batch of images of several sizes, or of several images a sample, cannot be routed: its "
+                         "samples have different numbers of tokens. Batch images of one size.")
+    patch = call["f_patch_size"] * call["patch_size"] ** 2
+    return -(-prod(images[0].shape[1:]) // patch // 32) * 32
+
+
+def in_front(network: nn.Module, call: dict) -> int:
+    return network.num_prefix_tokens
+
+
+TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
+CLASS_TOKENS = "class and register tokens"
 FAMILIES = {
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
     "timm.VisionTransformer": Family(
         (Blocks("blocks", joined=True),),
-        prefix="num_prefix_tokens",
+        never=CLASS_TOKENS,
+        text=in_front,
         alone=("attn_mask",)),
+    "timm.Eva": Family(
+        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}}, joined=True),),
+        never=CLASS_TOKENS,
+        text=in_front,
+        alone=("attn_mask",)),
+    "transformers.ViTModel": Family(
+        (Blocks("layers", {MASK: None}, joined=True),),
+        never=CLASS_TOKENS,
+        text=lambda network, call: 1),
+    "transformers.Dinov2Model": Family(
+        (Blocks("encoder.layer", {MASK: None}, joined=True),),
+        never=CLASS_TOKENS,
+        text=lambda network, call: 1),
+    "transformers.Dinov2WithRegistersModel": Family(
+        (Blocks("encoder.layer", {MASK: None}, joined=True),),
+        never=CLASS_TOKENS,
+        text=lambda network, call: 1 + network.config.num_register_tokens),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
-    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {"attention_mask": 2}),)),
+    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),), never="text"),
     "diffusers.SD3Transformer2DModel": Family(
         (Blocks("transformer_blocks", text=TEXT, out=1),),
+        never="text",
         alone=("block_controlnet_hidden_states",)),
     "diffusers.FluxTransformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
          Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)),
+        never="text",
         alone=("controlnet_block_samples", "controlnet_single_block_samples")),
     "diffusers.Flux2Transformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0}, joined=True))),
+         Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)),
+        never="text"),
     "diffusers.AuraFlowTransformer2DModel": Family(
         (Blocks("joint_transformer_blocks", text=TEXT, out=1),
-         Blocks("single_transformer_blocks", joined=True))),
+         Blocks("single_transformer_blocks", joined=True)),
+        never="text and registers"),
     "diffusers.Lumina2Transformer2DModel": Family(
-        (Blocks("layers", {"attention_mask": 1, ROPE: 1}, joined=True),),
-        text_mask="encoder_attention_mask"),
+        (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),),
+        never="text of any lengths",
+        text=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
         (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),),
+        never="text",
         alone=("controlnet_block_samples",)),
-    "diffusers.WanTransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1, "temb": (1, 4)}),)),
+    "diffusers.QwenImage21Transformer2DModel": Family(
+        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": {1: 0}, "key_valid": 1, MASK: None},
+                joined=True),),
+        never="text and condition images",
+        free=lambda call: prod(call["img_shapes"][0][-1]),
+        alone=("kv_cache",)),
+    "diffusers.ZImageTransformer2DModel": Family(
+        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),),
+        never="text of any lengths",
+        free=padded_image,
+        text_last=True,
+        alone=("controlnet_block_samples", "siglip_feats")),
+    "diffusers.HunyuanVideoTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT, front="num_tokens"),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT, front="num_tokens")),
+        never="text; a given first frame",
+        text_last=True),
+    "diffusers.HunyuanVideo15Transformer3DModel": Family(
+        (Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),),
+        never="text and the condition image"),
+    "diffusers.WanTransformer3DModel": Family(
+        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),),
+        never="text"),
 }
 REFUSED = {
     "SanaTransformer2DModel": "its blocks convolve over the grid of tokens, which a route would tear",
     "HunyuanDiT2DModel": "long skips lead from its first blocks to its last, across the ends of a route",
     "UViT": "long skips lead from its first blocks to its last, across the ends of a route",
 }
+
+
+def lists_of_blocks(network: nn.Module) -> str:
+    """Names the lists of several blocks of one class in a network, as in `layers (28 of Block)`."""
+    found = [(name, part) for name, part in network.named_modules() if isinstance(part, nn.ModuleList) and len(part) > 1
+             and len({type(block) for block in part}) == 1 and any(part[0].children())]
+    return ", ".join(f"{name} ({len(part)} of {type(part[0]).__name__})" for name, part in found) or "none"
 
 
 def family_of(network: nn.Module) -> Family:
@@ -82,8 +165,9 @@ def family_of(network: nn.Module) -> Family:
         raise ValueError(f"{owner.__name__} cannot be routed exactly: {REFUSED[owner.__name__]}.")
     family = FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}")
     if family is None:
-        raise ValueError(f"{owner.__name__} of {owner.__module__} is not one of {', '.join(FAMILIES)}: name its list "
-                         f"of blocks by blocks=, and by along= what runs along the tokens.")
+        raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/routing.md): name its "
+                         f"list of blocks by blocks=, and by along= what runs along the tokens. Lists of blocks in it: "
+                         f"{lists_of_blocks(network)}.")
     return family
 
 
@@ -95,3 +179,20 @@ def network_of(model: nn.Module) -> nn.Module:
         return network_of(model.get_base_model())
     parts = [name for name, _ in model.named_children()]
     return network_of(getattr(model, parts[0])) if parts in (["_orig_mod"], ["module"]) else model
+
+
+def table() -> str:
+    """Returns the known classes and those that are refused as two Markdown tables."""
+    known = ["| class | blocks, in this order | never leaves |", "|---|---|---|"]
+    refused = ["| refused | why |", "|---|---|"]
+    for name, family in FAMILIES.items():
+        library, _, owner = name.partition(".")
+        named = f"`{owner}`" if library == "diffusers" else f"{library} `{owner}`"
+        paths = ", ".join(f"`{blocks.path}`" for blocks in family.lists)
+        known.append(f"| {named} | {paths} | {family.never} |")
+    refused += [f"| `{name}` | {why} |" for name, why in REFUSED.items()]
+    return "\n".join([*known, "", *refused])
+
+
+if __name__ == "__main__":
+    print(table())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreign.families import REFUSED, Blocks, Family, family_of, network_of
+from foreign.families import REFUSED, Blocks, Family, family_of, lists_of_blocks, network_of
 from routing_module import Route, Router, resolve_routes
 
 
@@ -42,14 +42,19 @@ class PerSample:
 
 
 class Pass:
-    """One forward pass: its masks, and the tokens that are away."""
+    """One forward pass: its masks, and the tokens that are away.
+
+    Of a sequence, `free` tokens may leave, in one run behind `front` and `text` others. Blocks whose text has a stream
+    of its own see their stream without the text, and some of their tables run along the whole sequence.
+    """
 
     def __init__(self, routing: "Routing"):
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
-        self.fixed = routing.fixed
-        self.num_tokens = self.length = 0       # tokens that may leave; with those that never do
+        self.text: Any = routing.keep           # a number, one for each sample (B,), or places in the sequence
+        self.free = self.front = 0
+        self.length = 0                         # of the whole sequence, with the tokens that are away
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        self.index: dict[int, Tensor] = {}      # ids_keep of each route, counted over the whole sequence
+        self.index: dict[tuple[int, int], Tensor] = {}      # of a route and a length: where the tokens that stay are
         self.away: dict[int, Tensor] = {}       # the tokens before its start
         self.along: dict[tuple[str, int], tuple[Tensor, Any]] = {}     # the latest table of a name and route, gathered
 
@@ -61,66 +66,89 @@ class Pass:
                              f"route needs each of the {depth} blocks once, from the first to the last.")
         self.last = block
 
-    def read_call(self, given: dict[str, Any]) -> None:
-        """Takes the length of the text (B,) from the network's arguments, and refuses what cannot be routed."""
+    def read_call(self, network: nn.Module, given: dict[str, Any]) -> None:
+        """Counts tokens by the network's arguments, and refuses what cannot be routed."""
         family = self.routing.family
         for name in family.alone:
             if given.get(name) is not None and not (isinstance(given[name], tuple) and not given[name]):
                 raise ValueError(f"{name} goes to blocks inside a route, past the tokens that left: call the network "
                                  f"without {name}, or without routed().")
-        if family.text_mask:
-            self.fixed = given[family.text_mask].sum(dim=1)
+        if family.text:
+            self.text = family.text(network, given)
+        if family.free:
+            self.free = family.free(given)
 
-    def draw(self, x: Tensor, r: int, block: int) -> None:
-        """Draws the mask of route r before its first block."""
-        routing, (batch, n), joined = self.routing, x.shape[:2], self.routing.specs[block].joined
-        fixed = 0 if self.fixed is None and not joined else self.fixed
-        if isinstance(fixed, tuple):
-            fixed = sorted({range(n)[i] for i in fixed})
-        before = int(fixed.max()) if isinstance(fixed, Tensor) else len(fixed) if isinstance(fixed, list) else fixed
-        self.num_tokens, self.length = (n - before, n) if joined else (n, n + before)
-        if self.num_tokens < 1:
-            raise ValueError(f"{routing.place(block)}: {before} of {n} tokens never leave, so none may; see keep=.")
-        noise, shape = routing.mask_noise, (batch, len(routing.routes), self.num_tokens)
+    def draw(self, x: Tensor, r: int, block: int, front: int) -> None:
+        """Draws the mask of route r before its first block, from all tokens x of that block."""
+        routing, (batch, length), spec = self.routing, x.shape[:2], self.routing.specs[block]
+        self.front = front
+        if isinstance(self.text, tuple):
+            self.text = sorted({range(length)[i] for i in self.text})
+        if not routing.family.free:
+            text = (0 if not spec.joined else len(self.text) if isinstance(self.text, list) else
+                    int(self.text.max()) if isinstance(self.text, Tensor) else self.text)
+            self.free = length - front - text
+        elif spec.joined:
+            self.text = length - self.free
+        if not 0 < self.free <= length:
+            raise ValueError(f"{routing.place(block)}: {length - self.free} of {length} tokens never leave, so none "
+                             f"may; see keep=.")
+        noise, shape = routing.mask_noise, (batch, len(routing.routes), self.free)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
-                             f"routes, and {self.num_tokens} tokens that may leave.")
-        ids = routing.router.get_mask(x[:, n - self.num_tokens:], routing.routes[r].selection_ratio,
-                                      None if noise is None else noise[:, r])
-        if self.ids_keep[r] is not None:        # a recomputation, which draws so that later dropout finds its numbers
-            return
-        self.ids_keep[r] = self.index[r] = ids
-        self.away[r] = x
-        if isinstance(fixed, list):
-            free = torch.tensor([[i for i in range(n) if i not in fixed]], device=x.device)
-            never = torch.tensor([fixed], device=x.device)
-        elif before:
-            first = fixed[:, None] if isinstance(fixed, Tensor) else fixed
-            free = first + torch.arange(self.num_tokens, device=x.device)[None]
-            never = torch.arange(before, device=x.device)[None]
-            never = torch.where(never < first, never, never + self.num_tokens)      # text, and what pads a short one
-        if before:
-            both = never.expand(batch, -1), free.expand(batch, -1).gather(1, ids)
-            self.index[r] = torch.cat(both, dim=1).sort(dim=1).values
+                             f"routes, and {self.free} tokens that may leave.")
+        free = routing.router.start_route(x.detach(), self.places(length, x.device).expand(batch, -1))
+        ids = routing.router.get_mask(free, routing.routes[r].selection_ratio, None if noise is None else noise[:, r])
+        if self.ids_keep[r] is None:        # a recomputation draws only so that later dropout finds its numbers
+            self.ids_keep[r], self.away[r] = ids, x
 
-    def kept(self, value: Tensor, axis: Any, name: str, block: int) -> Any:
+    def places(self, length: int, device: torch.device) -> Tensor:
+        """Returns where the tokens that may leave are in a sequence or stream of a length, (B, n) or (1, n)."""
+        if isinstance(self.text, list):
+            return torch.tensor([[i for i in range(length) if i not in self.text]], device=device)
+        before = self.text if length == self.length and not self.routing.family.text_last else 0
+        first = self.front + (before[:, None] if isinstance(before, Tensor) else before)
+        return first + torch.arange(self.free, device=device)[None]
+
+    def stayed(self, r: int, length: int) -> Tensor:
+        """Returns the places (B, …) of the tokens that stay on route r, in a sequence or stream of a length."""
+        ids = self.ids_keep[r]
+        if length == self.free:
+            return ids
+        if (r, length) not in self.index:
+            free, others = self.places(length, ids.device), length - self.free
+            if isinstance(self.text, list):
+                never = torch.tensor([self.text], device=ids.device)
+            else:                               # those before, and those behind: text, and what pads a short one
+                never = torch.arange(others, device=ids.device)[None]
+                never = torch.where(never < free[:, :1], never, never + self.free)
+            both = never.expand(len(ids), -1), free.expand(len(ids), -1).gather(1, ids)
+            self.index[r, length] = torch.cat(both, dim=1).sort(dim=1).values
+        return self.index[r, length]
+
+    def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
         """Keeps the rows of the tokens that stay along an axis of a tensor."""
-        axis, ndim = axis if isinstance(axis, tuple) else (axis, value.ndim)
-        if value.ndim != ndim:
+        r, ndim, by_ndim = self.routing.route_of[block], value.ndim, isinstance(axis, Mapping)
+        axis = axis.get(ndim) if by_ndim else axis
+        axis, rank = axis if isinstance(axis, tuple) else (axis, ndim)
+        if axis is None or axis > 0 and value.shape[axis] == 1:         # the same for all tokens
             return value
-        r = self.routing.route_of[block]
         source, result = self.along.get((name, r), (None, None))
         if source is value:
             return result
-        axis, batch, shared = range(ndim)[axis], len(self.ids_keep[r]), ndim == 2 and axis in (0, -2)
-        if value.shape[axis] not in (self.num_tokens, self.length) or not shared and (
+        axis, batch = range(ndim)[axis], len(self.ids_keep[r])
+        no_batch = axis == 0 and rank == ndim and (ndim == 2 or ndim == 1 and by_ndim)
+        if value.shape[axis] not in (self.free, stream, self.length) or not no_batch and rank == ndim and (
                 axis == 0 or len(value) not in (1, batch)):
             raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
-                             f"{self.num_tokens} long, for the tokens that may leave, or {self.length}, for all, after "
-                             f"an axis of the {batch} samples or of size 1.")
-        index = self.ids_keep[r] if value.shape[axis] == self.num_tokens else self.index[r]
-        result = PerSample(value[index]) if shared else torch.take_along_dim(
-            value, index.view([batch, *[1] * (axis - 1), -1, *[1] * (ndim - axis - 1)]), axis)
+                             f"{self.free} long, for the tokens that may leave, or {self.length}, for all, after an "
+                             f"axis of the {batch} samples or of size 1.")
+        index = self.stayed(r, value.shape[axis])
+        if no_batch:
+            result = value[index[0]] if ndim == 1 else PerSample(value[index])
+        else:
+            table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
+            result = table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
         if not value.requires_grad:     # a recomputation must record the same operations
             self.along[name, r] = value, result
         return result
@@ -130,7 +158,7 @@ class Pass:
         routing, spec, names = self.routing, self.routing.specs[block], self.routing.names[block]
         given, r = dict(zip(names, args, strict=False)) | kwargs, routing.route_of[block]
         if spec.text:
-            self.fixed = given[spec.text].shape[1]
+            self.text = given[spec.text].shape[1]
         if r is None:
             return args, kwargs
         for name, value in given.items():
@@ -138,35 +166,50 @@ class Pass:
             if isinstance(value, dict) and not all(isinstance(v, plain) for v in value.values()):
                 raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and what of it runs along the "
                                  f"tokens is not known: call the network without it, or without routed().")
-        if block == routing.routes[r].start_layer_idx:
-            x = given[names[0]]
-            self.draw(x, r, block)
-            given[names[0]] = routing.router.start_route(x, self.index[r] if spec.joined else self.ids_keep[r])
+        x, starts = given[names[0]], block == routing.routes[r].start_layer_idx
+        stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
+        self.length = stream + (self.text if spec.text else 0)
+        if starts:
+            self.draw(x, r, block, given.get(spec.front) or 0)
+        if starts or spec.whole:
+            given[names[0]] = routing.router.start_route(x, self.stayed(r, stream))
         for key, axis in spec.along.items():
             name, _, part = (names[key] if isinstance(key, int) else key).partition(".")
             value = given.get(name)
+            if axis is None and value is not None:
+                raise ValueError(f"{routing.place(block)}: {name} relates the tokens in a way that a route would "
+                                 f"tear: call the network without it, or without routed().")
             if isinstance(value, tuple | list):
-                given[name] = type(value)(self.kept(v, axis, f"{name}.{i}", block) if part in ("", str(i)) else v
+                given[name] = type(value)(v if part not in ("", str(i)) else
+                                          self.kept(v, axis, f"{name}.{i}", block, stream)
                                           for i, v in enumerate(value))
             elif value is not None:
-                given[name] = self.kept(value, axis, name, block)
-        return tuple(given[name] for name in names[:len(args)]), {name: given[name] for name in kwargs}
+                given[name] = self.kept(value, axis, name, block, stream)
+        args = *(given[name] for name in names[:len(args)]), *args[len(names):]
+        return args, {name: given[name] for name in kwargs}
 
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
         r, spec = self.routing.route_of[block], self.routing.specs[block]
-        if r is None or block != self.routing.routes[r].end_layer_idx:
+        ends = r is not None and block == self.routing.routes[r].end_layer_idx
+        if r is None or not (ends or spec.whole):
             return output
         x = output[spec.out] if (several := isinstance(output, tuple | list)) else output
-        away, index = self.away.pop(r), self.index[r] if spec.joined else self.ids_keep[r]
-        if x.shape[:2] != index.shape:
-            raise ValueError(f"{self.routing.place(block)} returns {tuple(x.shape)} where {tuple(index.shape)} stay.")
-        if recomputable:                    # without its graph, which leads to this pass
-            self.away[r] = away.detach()
-        if spec.joined and away.shape[1] < self.length:     # they left before text and image became one sequence
-            away = torch.cat([x[:, :self.length - away.shape[1]], away], dim=1)
-        x = self.routing.router.end_route(x, index, away.to(x.dtype))
-        self.along.clear()
+        ids, away = self.ids_keep[r], self.away[r]
+        length = x.shape[1] + self.free - ids.shape[1]
+        joins = spec is not self.routing.specs[self.routing.routes[r].start_layer_idx]
+        if len(x) != len(ids) or length < away.shape[1] or length > away.shape[1] and not joins:
+            raise ValueError(f"{self.routing.place(block)} returns {tuple(x.shape)}, where {ids.shape[1]} of "
+                             f"{self.free} tokens that may leave stay.")
+        if ends:                            # without its graph, which leads to this pass
+            self.away.pop(r)
+            if recomputable or spec.whole:
+                self.away[r] = away.detach()
+            self.along.clear()
+        if joins:                           # they left before others, such as text, were in their sequence
+            before = self.text if spec.joined and not self.routing.family.text_last else 0
+            away = nn.functional.pad(away, (0, 0, before, length - before - away.shape[1]))
+        x = self.routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
 
 
@@ -181,19 +224,18 @@ class Routing:
     """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
     def __init__(self, network, routes, blocks, along, keep, mask_noise):
-        # self.fixed: how many tokens in front never leave, or which; None where a call says it.
         if blocks is None or type(network).__name__ in REFUSED:
             self.family = family_of(network)
             if along is not None or keep is not None:
                 raise ValueError(f"along= and keep= are for what blocks= names; {type(network).__name__} is known.")
-            self.fixed = getattr(network, self.family.prefix) if self.family.prefix else None
+            keep = 0
         else:
             self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),))
-            self.fixed = keep if isinstance(keep, int) else tuple(keep or ()) or 0
+        self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0       # how many never leave, or which
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
-            found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
+            found = list(blocks if isinstance(blocks, nn.Module) else submodule(network, spec.path))
             self.blocks += (getattr(block, "_orig_mod", block) for block in found)
             self.specs += [spec] * len(found)
         self.names = [names_of(getattr(block, "_checkpoint_wrapped_module", block)) for block in self.blocks]
@@ -215,6 +257,8 @@ class Routing:
         own = getattr(network, "router", None)
         self.router, self.mask_noise = own if isinstance(own, Router) else Router(), mask_noise
         self.call = names_of(network)
+        self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()
+                         if p.default is not p.empty}
 
         self.open = True                        # until the `with` block ends
         self.latest: Pass | None = None
@@ -272,7 +316,7 @@ class Routing:
             needs_gradient = self.latest.has_gradient and self.route_of[i] is not None
         else:
             given = dict(zip(self.call, args, strict=False)) | kwargs
-            self.latest.read_call(given)
+            self.latest.read_call(self.modules[0], self.defaults | given)
             needs_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in given.values())
         if needs_gradient and not torch.is_grad_enabled():
             raise ValueError(f"{self.place(i) if i >= 0 else 'The network'} runs without the gradient that its input "
@@ -324,7 +368,16 @@ def mark_checkpoint(run: Pass) -> bool:
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
-    return tuple(inspect.signature(type(module).forward).parameters)[1:]
+    return tuple(name for name, parameter in inspect.signature(type(module).forward).parameters.items()
+                 if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD))[1:]
+
+
+def submodule(network: nn.Module, path: str) -> nn.Module:
+    try:
+        return network.get_submodule(path)
+    except AttributeError:
+        raise ValueError(f"blocks= names {path!r}, which {type(network).__name__} does not have. Lists of blocks in "
+                         f"it: {lists_of_blocks(network)}.") from None
 
 
 @contextmanager
