@@ -11,7 +11,6 @@ Each result is a row of results.jsonl that says exactly what was measured. Optio
 configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
 """
 
-import os
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -73,7 +72,7 @@ class ScoringSettings(DrawingSettings):
 
 
 def check_settings(cfg: ScoringSettings) -> None:
-    """Raises ValueError, with the knob, for settings that do not go together."""
+    """Raises ValueError for settings that do not go together."""
     given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
@@ -83,10 +82,8 @@ def check_settings(cfg: ScoringSettings) -> None:
         if getattr(cfg, key) and given[0] not in keys:
             raise ValueError(f"{key}={getattr(cfg, key)} is for {' and '.join(keys)}, not for {given[0]}.")
     needed = "out" if given == ["reference_from"] else "reference"
-    if getattr(cfg, needed) is None:
+    if not (getattr(cfg, needed) or "").endswith(".npz"):
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs {needed}=<an npz>.")
-    if cfg.out and Path(cfg.out).suffix != ".npz":
-        raise ValueError(f"out={cfg.out} must end in .npz.")
 
 
 # ---- what is scored -------------------------------------------------------------------------------------------------
@@ -105,7 +102,6 @@ class Subject:
 
 
 def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> Subject:
-    """Loads a checkpoint to draw from."""
     sampling = open_sampling(cfg, state)
     trained, given = sampling.trained, Path(cfg.checkpoint)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
@@ -131,9 +127,8 @@ def open_stored(cfg: ScoringSettings, state: PartialState, key: str) -> tuple[Im
     """Opens the images that the setting `key` names, and chooses all of them or `num_samples`, evenly spread."""
     path = getattr(cfg, key)
     images = open_images(key, path, cfg.resolution, state.device, cfg.autoencoder, cfg.decode_batch_size)
-    if images.count < (cfg.num_samples or 2):
-        raise ValueError(f"{key}={path} holds {images.count} images and {cfg.num_samples or 'at least two'} are "
-                         f"needed: set num_samples lower, or add images.")
+    if images.count < (needed := cfg.num_samples or 2):
+        raise ValueError(f"{key}={path} holds {images.count} images and {needed} are needed.")
     return images, evenly(images.count, cfg.num_samples or images.count)
 
 
@@ -151,14 +146,11 @@ def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
 
 def report(row: dict, path: Path) -> None:
     """Prints a row as a table."""
-    images, reference, extractor = row["source"], row["reference"], row["extractor"]
-    origin = images.get("checkpoint") or images["path"]
-    step = f", step {images['step']} ({images['weights']})" if images.get("step") is not None else ""
-    sha256 = f" ({extractor['sha256'][:12]})" if extractor["sha256"] else ""
+    images, reference = row["source"], row["reference"]
     lines = {metric: f"{value:.6g}" for metric, value in row["metrics"].items()} | {
-        "images": f"{row['images']:,} from {origin}{step}",
-        "reference": f"{reference['path']} ({reference['sha256'][:12]})",
-        "features": f"{extractor['name']}{sha256}", "time": f"{row['seconds']:.1f} s", "record": path}
+        "images": f"{row['images']:,} from {images.get('checkpoint') or images['path']}",
+        "reference": reference["path"], "features": row["extractor"]["name"], "time": f"{row['seconds']:.1f} s",
+        "record": path}
     print("\n" + "\n".join(f"{name:<16}  {value}" for name, value in lines.items()))
     size, reference_size = images.get("size"), reference.get("size")
     if size and reference_size and size != reference_size:
@@ -173,8 +165,8 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     """Scores what the settings, completed by `as_published`, name; returns the row and the file it was appended to.
 
     With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
-    its numbers. Raises ValueError or OSError, with the knob, for settings and files that cannot work, or where the
-    metric `must_have` would not be among the numbers.
+    its numbers. Raises ValueError or OSError for settings and files that cannot work, or where the metric `must_have`
+    would not be among the numbers.
     """
     state, started = PartialState(), time.perf_counter()
     check_settings(cfg)
@@ -190,10 +182,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
     results = Path(cfg.results or subject.results)
-    results.parent.mkdir(parents=True, exist_ok=True)
-    writable = os.access(results if results.exists() else results.parent, os.W_OK)
-    if not writable or results.is_symlink() or results.is_dir():
-        raise ValueError(f"{results} cannot be written, or is no ordinary file: set results=<a file>.")
+    files.open_rows(results).close()      # fails now rather than after hours of drawing
 
     def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:
         return result_row(
@@ -233,8 +222,8 @@ def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
     extractor = open_extractor(cfg, state)
     images, chosen = open_stored(cfg, state, "reference_from")
     if cfg.reference_images > images.count:
-        raise ValueError(f"reference_images={cfg.reference_images} are asked for arr_0, but "
-                         f"reference_from={cfg.reference_from} holds {images.count}.")
+        raise ValueError(f"reference_images={cfg.reference_images} is more than the {images.count} images of "
+                         f"reference_from={cfg.reference_from}.")
     tally = measure(images, extractor, cfg.batch_size, chosen=chosen)
     if state.is_main_process:
         write_reference(Path(cfg.out), tally, extractor, images, cfg.reference_images)

@@ -136,7 +136,7 @@ def build_guidance(
 ) -> tuple[Guidance | None, dict | None]:
     """Builds guidance and its record from its settings, loading a weak network; None, None where `scale` is None.
 
-    Raises ValueError, with the numbers and the knob, for settings that cannot work with `trained`.
+    Raises ValueError, with the numbers and the setting, where they cannot work with `trained`.
     """
     if settings.scale is None:
         if changed := [f"{key}={getattr(settings, key)}" for key, value in UNGUIDED.items()

@@ -1,6 +1,6 @@
 """Images -> features: the Inception of 2015 as ADM's graph or in PyTorch, DINOv2, plain pixels, or a TorchScript file.
 
-Every extractor takes uint8 images (B, H, W, 3) as they are, and resizes and scales them by itself.
+Every extractor takes uint8 images (B, H, W, 3) and resizes and scales them.
 """
 
 import contextlib
@@ -20,7 +20,7 @@ from scoring.metrics import exact_float32
 
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
 INCEPTION_URL = ("https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
-                 "weights-inception-2015-12-05-6726825d.pth")     # the name ends in the first digits of its SHA-256
+                 "weights-inception-2015-12-05-6726825d.pth")
 DINOV2_REPO = "timm/vit_large_patch14_dinov2.lvd142m"
 NUM_SPATIAL = 7      # channels of mixed_6/conv that sFID looks at: 17 × 17 × 7 = 2023 values
 
@@ -49,7 +49,7 @@ def load(
 ) -> Extractor:
     """Loads one of EXTRACTORS; `weights` is a local path, else they are downloaded once, and `sha256` must be theirs.
 
-    Draws no random numbers from the caller's generators. Raises ValueError for weights that cannot be read or fetched,
+    The caller's generators stay as they are. Raises ValueError for weights that cannot be read or fetched,
     or a hash that differs.
     """
     if weights is not None and not Path(weights).is_file():
@@ -75,58 +75,39 @@ def extract(
         indices = indices[indices >= 0].cpu()
         for name, values in features.items():
             if not (finite := values.isfinite().all(1).cpu()).all():
-                raise ValueError(
-                    f"The {extractor.name} features ({name}) of {int((~finite).sum())} of {len(finite)} images are not "
-                    f"finite, of image {int(indices[~finite][0])} first: the images or the weights are damaged."
-                )
+                raise ValueError(f"The {extractor.name} features ({name}) of {int((~finite).sum())} of {len(finite)} "
+                                 f"images are not finite, of image {int(indices[~finite][0])} first: the images or "
+                                 f"the weights are damaged.")
         yield indices, features
 
 
 # ---- the weights ----------------------------------------------------------------------------------------------------
 
 
-def fetch(url: str, name: str) -> Path:
+def fetch(url: str, hash_prefix: str | None = None) -> Path:
     """Downloads a file once into torch.hub's folder (TORCH_HOME moves it); raises ValueError where it cannot."""
     path = Path(torch.hub.get_dir()) / "checkpoints" / url.rpartition("/")[2]
     if not path.is_file():
+        path.parent.mkdir(parents=True, exist_ok=True)
         try:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            torch.hub.download_url_to_file(url, str(path))
+            torch.hub.download_url_to_file(url, str(path), hash_prefix)
         except Exception as error:      # urllib, ssl and socket each have their own
-            raise ValueError(
-                f"{name} is not at {path} and could not be downloaded ({type(error).__name__}: {error}). On a machine "
-                f"with network fetch {url}, copy it here, and pass features_weights=path/to/{path.name}."
-            ) from error
+            raise ValueError(f"{url} could not be downloaded ({error}): fetch it elsewhere and set "
+                             f"features_weights=path/to/{path.name}.") from error
     return path
 
 
-def verified(path: Path, sha256: str | None, published: bool = True) -> str:
-    """Returns the SHA-256 of weights; raises ValueError, with both, where another one is expected.
-
-    Expected are `sha256` and, for a `published` file, which never changes, what `record_hash` wrote at its first use.
-    """
-    found, record = files.sha256(path), path.with_name(f"{path.name}.sha256")
+def checked(path: Path, sha256: str | None) -> str:
+    """Returns the SHA-256 of weights; raises ValueError, with both, where `sha256` is another one."""
+    found = files.sha256(path)
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
-    if published and record.exists() and (recorded := record.read_text().partition(" ")[0]) != found:
-        raise ValueError(f"{path} has SHA-256 {found}, but {record.name} says {recorded}, from its first use: the "
-                         f"file has changed. Fetch it again; or, if the change was meant, delete {record}.")
     return found
-
-
-def record_hash(path: Path, found: str) -> None:
-    """Writes the SHA-256 of published weights into `<name>.sha256` at their first use, once they have proved right."""
-    record = path.with_name(f"{path.name}.sha256")
-    if not os.path.lexists(record):
-        try:
-            files.write_text(record, f"{found}  {path.name}\n")      # what `sha256sum -c` reads
-        except OSError as error:      # a folder that all share and nobody may write
-            print(f"The SHA-256 of {path} was not recorded ({error}): give sha256={found} to check it.")
 
 
 @contextlib.contextmanager
 def reading(path: Path, what: str) -> Iterator[None]:
-    """Makes any error of another's reader a ValueError, which says that the file is not `what`."""
+    """Makes any error of a library's reader a ValueError, which says that the file is not `what`."""
     try:
         yield
     except Exception as error:
@@ -138,14 +119,14 @@ def reading(path: Path, what: str) -> Iterator[None]:
 
 def adm(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
     """Loads the frozen graph that OpenAI's evaluator runs; TensorFlow runs it on the CPU and never sees a GPU."""
-    path = weights or fetch(ADM_GRAPH_URL, "ADM's Inception graph")
-    digest = verified(path, sha256)
+    path = weights or fetch(ADM_GRAPH_URL)
+    digest = checked(path, sha256)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         import tensorflow as tf
     except ModuleNotFoundError as error:
-        raise ValueError("features=adm needs TensorFlow, which is not installed: pip install -r requirements.txt, or "
-                         "set features=inception, the same weights in PyTorch.") from error
+        raise ValueError("features=adm needs TensorFlow: pip install -r requirements.txt, or set features=inception, "
+                         "the same weights in PyTorch.") from error
     tf.config.set_visible_devices([], "GPU")
     with contextlib.suppress(RuntimeError):     # already running in this process
         tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
@@ -168,7 +149,6 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
         return {name: torch.from_numpy(value.numpy().copy()).to(device)
                 for name, value in zip(("pool", "spatial", "probs"), values, strict=True)}
 
-    record_hash(path, digest)
     return Extractor(
         "adm", "inception-2015", "fid", dict(zip(("pool", "spatial", "probs"), sizes, strict=True)),
         "299x299 by TensorFlow 1's bilinear (no antialiasing, corners not aligned), (x - 128) / 128, inside the graph",
@@ -180,10 +160,8 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
     """Loads torch-fidelity's inception-v3-compat: the weights and the resize of ADM's graph, on the training device."""
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
-    path = weights or fetch(INCEPTION_URL, "torch-fidelity's Inception")
-    digest = verified(path, sha256)
-    if weights is None and not digest.startswith("6726825d"):      # a download that was cut short
-        raise ValueError(f"{path} has SHA-256 {digest}, and not 6726825d… as its name says: delete it, and run again.")
+    path = weights or fetch(INCEPTION_URL, hash_prefix="6726825d")
+    digest = checked(path, sha256)
     with reading(path, "torch-fidelity's weights-inception-2015-12-05 as weights alone"):
         # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
         autoencoders.require_unpacked(path)
@@ -199,7 +177,6 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
         spatial = caught.pop("spatial")[:, :NUM_SPATIAL].permute(0, 2, 3, 1).flatten(1)     # channels last
         return {"pool": pool, "spatial": spatial, "probs": logits.softmax(1)}
 
-    record_hash(path, digest)
     return Extractor(
         "inception", "inception-2015", "fid",
         {"pool": 2048, "spatial": 17 * 17 * NUM_SPATIAL, "probs": len(network.fc.weight)},
@@ -219,26 +196,20 @@ def dinov2(
     import timm
     from safetensors.torch import load_file
 
-    is_local = weights is not None      # the hub's cache keeps its own record
     if weights is None:
         from huggingface_hub import hf_hub_download
 
         try:
             weights = Path(hf_hub_download(DINOV2_REPO, "model.safetensors"))
         except Exception as error:      # huggingface_hub and its HTTP client each have their own
-            raise ValueError(
-                f"features=dinov2 needs {DINOV2_REPO} from the Hugging Face hub, which could not be fetched "
-                f"({type(error).__name__}). Run `hf download {DINOV2_REPO} model.safetensors --local-dir dinov2` where "
-                f"there is network, copy it here, and pass its path as features_weights."
-            ) from error
-    digest = verified(weights, sha256, published=is_local)
+            raise ValueError(f"{DINOV2_REPO} could not be downloaded from Hugging Face ({first_line(error)}): fetch "
+                             f"its model.safetensors elsewhere and set features_weights=path/to/it.") from error
+    digest = checked(weights, sha256)
     with reading(weights, f"timm's {architecture} in safetensors"):
         state = load_file(weights)
         state["pos_embed"] = positions_at_224(state["pos_embed"])
         network = timm.create_model(architecture, pretrained=False, img_size=224, num_classes=0)
         network.load_state_dict(state)
-    if is_local:
-        record_hash(weights, digest)
     network = network.to(device).eval().requires_grad_(False)
     mean, std = (torch.tensor(values, device=device).view(3, 1, 1)
                  for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
@@ -267,7 +238,7 @@ def positions_at_224(positions: Tensor) -> Tensor:
 
 
 def pixels(*_: object) -> Extractor:
-    """Makes features of the image itself, averaged to 8 × 8: no weights, no semantics, and never to be called FID."""
+    """Makes features of the image, averaged to 8 × 8: without weights or semantics, so never to be called FID."""
     def compute(images: Tensor) -> dict[str, Tensor]:
         small = adaptive_avg_pool2d(images.permute(0, 3, 1, 2).float() / 255, 8)
         return {"pool": small.permute(0, 2, 3, 1).flatten(1)}
@@ -277,23 +248,21 @@ def pixels(*_: object) -> Extractor:
 
 
 def torchscript(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
-    """Loads a TorchScript file of the user's own: it maps uint8 (B, 3, H, W) of any size to features (B, D).
+    """Loads a user's TorchScript file, which maps uint8 (B, 3, H, W) of any size to features (B, D).
 
-    TorchScript is a program: loading one runs what its author wrote, so load only files that you trust.
+    TorchScript is a program: load only files that you trust.
     """
     if weights is None:
         raise ValueError("features=torchscript needs features_weights=path/to/file.pt, a TorchScript file of your own.")
-    digest = verified(weights, sha256, published=False)
-    with reading(weights, "TorchScript that takes uint8 images (B, 3, H, W) of any size"), torch.no_grad():
+    digest = checked(weights, sha256)
+    with reading(weights, "TorchScript from uint8 images (B, 3, H, W) of any size to (B, D)"), torch.no_grad():
         network = torch.jit.load(weights, map_location=device).eval()
-        size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
-    if len(size) != 2 or size[0] != 2:
-        raise ValueError(f"{weights} maps two images to a tensor of shape {tuple(size)}; features are (B, D).")
+        _, size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         return {"pool": network(images.to(device).permute(0, 3, 1, 2).contiguous()).float()}
 
-    return Extractor("torchscript", f"torchscript {digest}", "fd_torchscript", {"pool": size[1]},
+    return Extractor("torchscript", f"torchscript {digest}", "fd_torchscript", {"pool": size},
                      "uint8 as it is; the file resizes and scales", compute, str(weights), digest)
 
 

@@ -51,7 +51,7 @@ def open_images(
     Raises ValueError for what cannot be scored.
     """
     if not Path(path).exists():
-        raise ValueError(f"{key}={path} does not exist (looked from {Path.cwd()}).")
+        raise ValueError(f"{key}={path} does not exist.")
     is_npz, is_latents = Path(path).suffix == ".npz", (Path(path) / "metadata.json").is_file()
     if resolution is not None and (is_npz or is_latents):
         raise ValueError(f"resolution={resolution} is for folders and zips of images; {key}={path} is read as it is.")
@@ -114,7 +114,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
     except ValueError as error:
         raise ValueError(str(error).replace("source=", f"{key}=")) from error
     if source.not_images and PartialState().is_main_process:
-        print(f"{key}={path}: {len(source.not_images)} files are no images by their names and are passed over: "
+        print(f"{key}={path}: {len(source.not_images)} files have no image's name and are skipped: "
               f"{', '.join(source.not_images[:5])}.")
     digest, sizes, broken = hashlib.sha256(), Counter(), []
     for index in tqdm(range(len(source)), desc="looking at files", unit="img", delay=2, leave=False,
@@ -129,18 +129,20 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
         digest.update(hashlib.sha256(data).digest())
     if broken:
         raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, {broken[0]} "
-                         f"first. Remove or replace them.")
+                         f"first: replace them.")
     if len(sizes) > 1 and resolution is None:
         most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in sizes.most_common(3))
         raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}): bring them to one, or set "
                          f"resolution= to scale and crop them by ADM's rule.")
 
-    def read(indices: np.ndarray) -> Tensor:
+    def pixels(index: int) -> np.ndarray:
         try:
-            return torch.from_numpy(np.stack(list(pool.map(lambda i: source.pixels(int(i), resolution), indices))))
+            return source.pixels(index, resolution)
         except UnreadableImage as error:
-            raise ValueError(f"{key}={path}: one of {source.names[indices[0]]} to {source.names[indices[-1]]} is "
-                             f"damaged ({error}). Remove or replace it.") from error
+            raise ValueError(f"{key}={path}: {source.names[index]} is damaged ({error}): replace it.") from error
+
+    def read(indices: np.ndarray) -> Tensor:
+        return torch.from_numpy(np.stack(list(pool.map(pixels, indices.tolist()))))
 
     pool = ThreadPoolExecutor(8)
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])

@@ -3,7 +3,6 @@
 import io
 import os
 
-import numpy as np
 import pytest
 import torch
 from PIL import Image
@@ -13,7 +12,7 @@ from test_import_latents import import_latents, write_fastdit
 from dit import DiT
 from latents import folder, images, tars
 from runtime.command import compose
-from scoring import feature_cache, features, statistics
+from scoring import feature_cache
 from weights import checkpoint as checkpoints
 from weights.loading import read_weights
 
@@ -109,24 +108,6 @@ def test_a_link_in_a_checkpoints_place_is_passed_over_and_set_aside(tmp_path):
 
 
 # ---- references and scores ------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("content", ["", " \n"])
-def test_a_hash_beside_weights_that_says_nothing_is_a_sentence_and_stays(content, tmp_path):
-    (tmp_path / "w").write_text("weights")
-    (tmp_path / "w.sha256").write_text(content)
-    refusal(features.verified, tmp_path / "w", None)
-    assert (tmp_path / "w.sha256").read_text() == content
-
-
-@pytest.mark.parametrize(("sigma", "is_one"), [
-    (np.eye(192), True), (np.zeros((192, 192)), True), (np.ones((192, 192)) - 1e-7 * np.eye(192), True),
-    (-np.eye(192), False), (np.diag([1.0] * 191 + [-1e-3]), False), (np.ones((192, 192)) - np.eye(192), False),
-])  # fmt: skip
-def test_a_covariance_has_no_negative_eigenvalue(sigma, is_one, tmp_path):
-    np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=sigma)
-    arguments = statistics.open_reference, tmp_path / "ref.npz", features.load("pixels")
-    assert arguments[0](*arguments[1:]) if is_one else "negative eigenvalues" in refusal(*arguments)
 
 
 def test_kept_features_that_are_damaged_are_passed_over(tmp_path, capsys, fresh_accelerator):

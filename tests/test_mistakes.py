@@ -274,7 +274,6 @@ SPOILT = {
         (arrays(mu=np.zeros(2048), sigma=np.eye(2048)), "2048"),
         (arrays(mu=np.full(192, np.nan), sigma=np.eye(192)), "mu"),
         (arrays(mu=np.zeros(192), sigma=np.eye(192), space="dinov2"), "dinov2"),
-        (arrays(mu=np.zeros(192), sigma=-np.eye(192)), "sigma"),
         (arrays(mu=np.array([Harm()], object), sigma=np.eye(192)), "images.npz"),
     ],
     ("fid images=four features=inception", "features_weights", "weights.pt"): [

@@ -3,7 +3,6 @@
 import hashlib
 import random
 import urllib.error
-from pathlib import Path
 
 import pytest
 import torch
@@ -65,30 +64,16 @@ def test_extraction_runs_without_tf32_and_puts_the_setting_back():
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize(("options", "sentence"), [
-    ({"name": "adm", "weights": "nowhere.pb"}, "nowhere.pb is not a file"),
-])
-def test_bad_choices_are_sentences(options, sentence):
-    with pytest.raises(ValueError, match=sentence):
-        load(**options)
-
-
-@pytest.mark.parametrize("name", ["adm", "inception"])
+@pytest.mark.parametrize("name", ["adm", "inception", "dinov2"])
 def test_weights_that_cannot_be_downloaded_are_a_sentence(name, tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise urllib.error.URLError("no network")
 
     monkeypatch.setenv("TORCH_HOME", str(tmp_path))
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
-    with pytest.raises(ValueError, match=r"could not be downloaded .*features_weights=path/to/"):
+    monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
+    with pytest.raises(ValueError, match="could not be downloaded .*features_weights=path/to/"):
         load(name)
-
-
-def test_dinov2_without_network_is_a_sentence(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(tmp_path))
-    monkeypatch.setattr("huggingface_hub.hf_hub_download", lambda *a, **k: (_ for _ in ()).throw(OSError("offline")))
-    with pytest.raises(ValueError, match="features=dinov2 needs timm/vit_large"):
-        load("dinov2")
 
 
 # ---- ADM's graph
@@ -130,22 +115,11 @@ def test_tensorflow_sees_no_gpu(graph):
     assert not tf.config.get_visible_devices("GPU")
 
 
-def test_a_graph_that_changed_since_its_first_use_is_refused_with_both_hashes(graph, tmp_path):
-    path = tmp_path / "graph.pb"
-    path.write_bytes(graph.read_bytes())
-    first = load("adm", path).sha256
-    assert first == sha256(path) and (tmp_path / "graph.pb.sha256").read_text().split() == [first, "graph.pb"]
-    path.write_bytes(path.read_bytes() + b"\0")
-    with pytest.raises(ValueError, match=f"(?s){sha256(path)}.*{first}"):
-        load("adm", path)
-
-
 def test_a_wrong_hash_is_refused_with_both_hashes(graph, tmp_path):
     path = tmp_path / "graph.pb"
     path.write_bytes(graph.read_bytes())
     with pytest.raises(ValueError, match=f"{sha256(path)}.*sha256={'0' * 64}"):
         load("adm", path, "0" * 64)
-    assert not (tmp_path / "graph.pb.sha256").exists()
     assert load("adm", path, sha256(path).upper()).sha256 == sha256(path)
 
 
@@ -153,7 +127,6 @@ def test_what_is_no_inception_graph_is_refused(tmp_path):
     (tmp_path / "graph.pb").write_bytes(b"<html>not found</html>")
     with pytest.raises(ValueError, match="not the Inception graph"):
         load("adm", tmp_path / "graph.pb")
-    assert not (tmp_path / "graph.pb.sha256").exists()      # nothing is recorded of a file that is another's
 
 
 # ---- Inception in PyTorch
@@ -182,7 +155,6 @@ def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
     assert net.sizes["spatial"] == 2023 and (found["spatial"] >= 0).all()      # after the ReLU
     assert torch.allclose(found["probs"].sum(1), torch.ones(2), atol=1e-5)
     assert net.space == "inception-2015" and net.sha256 == sha256(inception_weights)
-    assert Path(f"{inception_weights}.sha256").read_text().split()[0] == net.sha256
 
 
 class RunsCode:
@@ -195,7 +167,7 @@ def test_inception_weights_that_would_run_code_are_refused(tmp_path):
     before = random.getstate()
     with pytest.raises(ValueError, match="as weights alone"):
         load("inception", tmp_path / "weights.pth")
-    assert random.getstate() == before and not (tmp_path / "weights.pth.sha256").exists()
+    assert random.getstate() == before
 
 
 # ---- DINOv2 and TorchScript
@@ -239,13 +211,11 @@ def test_a_torchscript_file_is_fed_channels_first(tmp_path):
     images = pictures(2)
     assert torch.allclose(mine.compute(images)["pool"], images.float().mean((1, 2)))
     assert mine.sizes == {"pool": 3} and mine.distance == "fd_torchscript"
-    assert not list(tmp_path.glob("*.sha256"))      # a user's own file may change
 
 
 def test_a_torchscript_file_of_another_kind_is_refused(tmp_path):
     torch.jit.script(Flat()).save(tmp_path / "flat.pt")
-    with pytest.raises(ValueError, match=r"features are \(B, D\)"):
-        load("torchscript", tmp_path / "flat.pt")
     (tmp_path / "no.pt").write_bytes(b"no")
-    with pytest.raises(ValueError, match="is not TorchScript"):
-        load("torchscript", tmp_path / "no.pt")
+    for name in ("flat.pt", "no.pt"):
+        with pytest.raises(ValueError, match=rf"{name} is not TorchScript from uint8 images .* to \(B, D\)"):
+            load("torchscript", tmp_path / name)
