@@ -14,7 +14,7 @@ import time
 import pytest
 from conftest import ROOT
 
-from scripts.benchmark import write_noise
+from scripts.benchmark import write_latents
 
 # Starts the tasks, hands TERM on to each, and ends all where one leaves with another code than 0, as it is asked to;
 # returns the largest exit code.
@@ -136,7 +136,7 @@ def test_a_job_that_ends_by_itself_is_not_put_back(slurm, tmp_path, word, code):
 
 
 def test_train_py_goes_through_the_queue_on_two_nodes_and_ends_at_its_last_step(slurm, tmp_path):
-    write_noise(tmp_path, 64, (3, 8, 8), 4)
+    write_latents(tmp_path, 64, (3, 8, 8), 4)
     command = ["train.py", "experiment=quickstart", f"data.path={tmp_path}", f"run_dir={tmp_path}/run", "batch_size=8", "steps=120", "log.every=1",
                "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "data.channels=3", "data.input_size=8",
                "data.num_classes=4", "cpu=true", "model.patch_size=2"]

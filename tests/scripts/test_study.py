@@ -26,7 +26,7 @@ from routing_module import Route
 from runtime.command import commit
 from runtime.schema import read, read_record
 from scripts import comparison, study
-from scripts.benchmark import write_noise
+from scripts.benchmark import write_latents
 from train import step_seed, train_step
 from weights.records import RouteSettings
 
@@ -396,7 +396,7 @@ def test_a_guided_score_stands_beside_the_unguided_one_with_its_cost():
 
 @pytest.mark.parametrize("diffusion", [EDM(), RF()])
 def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fresh_accelerator, tmp_path, diffusion):
-    write_noise(tmp_path, 64, (4, 8, 8), 4)
+    write_latents(tmp_path, 64, (4, 8, 8), 4)
     latents, seen = open_latents(tmp_path), {}
     for name, routes in (("dit", []), ("tread", [Route(1, 2, 0.5)])):
         torch.manual_seed(0)

@@ -127,7 +127,7 @@ def test_the_network_with_an_adapter_is_one_graph():
 @pytest.fixture(scope="module")
 def data(tmp_path_factory):
     folder = tmp_path_factory.mktemp("data")
-    benchmark.write_noise(folder, 16, (3, 8, 8), 4)
+    benchmark.write_latents(folder, 16, (3, 8, 8), 4)
     return folder
 
 
