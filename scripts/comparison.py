@@ -6,7 +6,7 @@ All of it is a function of what study.json holds, so that scores of other machin
 import itertools
 import math
 import statistics
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterable
 from functools import cache
 from pathlib import Path
@@ -22,23 +22,26 @@ Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then 
 ENOUGH = 3      # seeds for a verdict
 
 
-def unguided(runs: list[dict], *variants: str) -> list[Scores]:
-    """Finds the unguided scores of variants, in the order of training.
+def metrics_of(runs: list[dict], *variants: str) -> list[str | None]:
+    """Lists the metrics of variants' scores, the one of most scores first; [None] where there are no scores."""
+    found = Counter(score["metric"] for run in runs if run["variant"] in variants for score in run["scores"])
+    return [metric for metric, _ in found.most_common()] or [None]
 
-    Only those of one metric and number of images are compared, as a distance depends on both: of the fewest images.
+
+def unguided(runs: list[dict], *variants: str, metric: str | None = None) -> list[Scores]:
+    """Finds the unguided scores of variants by a metric, in the order of training; None: the one of most scores.
+
+    They are of one number of images, as a distance depends on it: the one of most scores.
     """
+    metric = metric or metrics_of(runs, *variants)[0]
     found = [(run, score) for run in runs if run["variant"] in variants for score in run["scores"]
-             if score["guidance"] == "unguided"]
-    fewest = min((measure_of(score) for _, score in found), default=None)
+             if score["guidance"] == "unguided" and score["metric"] == metric]
+    usual = Counter(score["num_samples"] for _, score in found).most_common(1)
     at: dict[str, Scores] = {variant: defaultdict(dict) for variant in variants}
     for run, score in found:
-        if measure_of(score) == fewest:
+        if score["num_samples"] == usual[0][0]:
             at[run["variant"]][score["images"]][run["seed"]] = score
     return [dict(sorted(at[variant].items())) for variant in variants]
-
-
-def measure_of(score: dict) -> tuple[int, str]:
-    return score["num_samples"], score["metric"]
 
 
 def measure_in_words(*sides: Scores) -> str:
@@ -99,7 +102,7 @@ def curve(at: Scores, axis: str) -> list[tuple[float, float, float | None, int]]
 
 
 def compared(
-    runs: list[dict], first: str, second: str, axis: str,
+    runs: list[dict], first: str, second: str, axis: str, metric: str | None = None,
 ) -> list[tuple[float, dict[int, tuple[float, float]]]]:
     """Lists wherever on `axis` one of two variants was scored and both had come that far: (place, values by seed).
 
@@ -108,7 +111,7 @@ def compared(
     lie above the curve and flatter the variant that was scored more densely. The untrained network is left out.
     """
     sides = []
-    for at in unguided(runs, first, second):
+    for at in unguided(runs, first, second, metric=metric):
         line = defaultdict(dict)      # by seed: places and values
         for by_seed in at.values():
             for seed, score in by_seed.items():
@@ -128,14 +131,14 @@ def on_line(values: dict[float, float], place: float) -> float:
     return float(np.interp(math.log(place), [math.log(known) for known in values], list(values.values())))
 
 
-def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
+def crossing(runs: list[dict], first: str, second: str, axis: str, metric: str | None = None) -> dict:
     """Finds where the mean scores of two variants cross for the last time, on a line over the axis's logarithm.
 
     Below it is from there on the one that is lower at the end. Seeds are compared that both have at the end, as a seed
     that ends early would move the means. `at` is None unless one variant is lower at a place and the other one at the
     end, by `lower_of` both times; so one or two seeds show no crossing.
     """
-    rows = compared(runs, first, second, axis)
+    rows = compared(runs, first, second, axis, metric)
     last = rows[-1][1] if rows else {}
     places = [(place, paired(values[seed] for seed in last)) for place, values in rows if last.keys() <= values.keys()]
     end = places[-1][1] if places else paired(())
@@ -147,7 +150,7 @@ def crossing(runs: list[dict], first: str, second: str, axis: str) -> dict:
             sign = np.sign(gap) or sign
             if sign * next_gap < 0:
                 at = place * (next_place / place) ** (gap / (gap - next_gap))
-    return {"between": [first, second], "axis": axis, "at": at, "better_at_the_end": better,
+    return {"between": [first, second], "axis": axis, "metric": metric, "at": at, "better_at_the_end": better,
             "verdict": in_words(first, second, end) if end["n"] else None, **end}
 
 
@@ -158,6 +161,16 @@ def mean_of(values: list[float]) -> str:
     if len(values) == 1:
         return f"{values[0]:.3f} (n=1)"
     return f"{statistics.mean(values):.3f} ± {spread(values):.3f} (n={len(values)})" if values else ""
+
+
+def with_variety(scores: Iterable[dict]) -> str:
+    """Writes the mean distance and, where they were measured, mean precision and recall."""
+    scores = list(scores)
+    said = mean_of(values_of(scores))
+    for name, letter in (("precision", "P"), ("recall", "R")):
+        if scores and all(score.get(name) is not None for score in scores):
+            said += f" {letter} {statistics.mean(score[name] for score in scores):.3f}"
+    return said
 
 
 def place_of(place: float, axis: str) -> str:
@@ -187,15 +200,14 @@ def tables(result: dict) -> str:
               f"comparisons. Fewer than {ENOUGH} seeds give no verdict. A crossing is shown where one is lower and the "
               "other one at the end. Between two scores of a run, a line over the logarithm of images, seconds or "
               "FLOPs stands for it.",
-              *scores_over_steps(result), *differences(result), *guided_scores(result)]
+              *scores_over_steps(result), *held_out_losses(result), *differences(result), *guided_scores(result)]
     lines += ["", "## Crossings", ""]
     for found in result["crossings"]:
-        first, second = found["between"]
-        place = "none shown" if found["at"] is None else f"the last at {place_of(found['at'], found['axis'])}"
-        nothing = "nothing to compare" + (", or no step was timed" if found["axis"] == "seconds" else " yet")
-        lines.append(f"* {second} and {first} over {AXES[found['axis']]}: {place}; lower at the end: "
-                     f"{found['verdict']}." if found["n"] else
-                     f"* {second} and {first} over {AXES[found['axis']]}: {nothing}.")
+        (first, second), axis = found["between"], found["axis"]
+        place = "none shown" if found["at"] is None else f"the last at {place_of(found['at'], axis)}"
+        said = f"{place}; lower at the end: {found['verdict']}" if found["n"] else (
+            "nothing to compare" + (", or no step was timed" if axis == "seconds" else " yet"))
+        lines.append(f"* {second} and {first} over {AXES[axis]}, {found['metric'] or 'no score'}: {said}.")
     if timing := result["timing"]:
         lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
                       f"{timing['torch']}, commit {timing['commit']}.", *ratios(result)]
@@ -227,15 +239,34 @@ def scores_over_steps(result: dict) -> list[str]:
     lines = []
     for (metric, num_samples), by_variant in measured_by(result).items():
         steps = sorted({step for by_step in by_variant.values() for step in by_step if by_step[step].get("unguided")})
-        rows = [[variant, *(mean_of(values_of(by_step.get(step, {}).get("unguided", {}).values())) for step in steps)]
+        rows = [[variant, *(with_variety(by_step.get(step, {}).get("unguided", {}).values()) for step in steps)]
                 for variant, by_step in by_variant.items()]
         if steps:
             lines += ["", f"## {metric} of {num_samples:,} images, unguided",
                       "", table(["variant", *(f"step {step:,}" for step in steps)], rows), ""]
     if result["floor"]:
         lines += ["", "## Real images, the floor", ""]
-    return lines + [f"* {floor['metric']} of {floor['num_samples']:,} images: {floor['value']:.3f} ({floor['images']})."
-                    for floor in result["floor"]]
+    return lines + [
+        f"* {floor['metric']} of {floor['num_samples']:,} images of {floor['images']}: {with_variety([floor])}."
+        for floor in result["floor"]]
+
+
+def held_out_losses(result: dict) -> list[str]:
+    """Sets the losses at fixed noise levels of images in and out of training beside one another, means over seeds."""
+    at: dict = defaultdict(list)
+    for run in result["runs"]:
+        for row in run.get("held_out", ()):
+            for folder, by_level in row["losses"].items():
+                at[run["variant"], row["step"], folder].append(by_level)
+    if not at:
+        return []
+    levels = list(dict.fromkeys(level for found in at.values() for by_level in found for level in by_level))
+    rows = []
+    for (variant, step, folder), found in sorted(at.items()):
+        means = [f"{statistics.mean(by_level[level] for by_level in found):.4f}" for level in levels]
+        rows.append([variant, f"{step:,}", folder, *means, len(found)])
+    return ["", "## Dense loss at fixed noise levels, the same noise for all", "",
+            table(["variant", "step", "images of", *levels, "n"], rows), ""]
 
 
 def differences(result: dict) -> list[str]:
@@ -243,12 +274,12 @@ def differences(result: dict) -> list[str]:
     for crossed in result["crossings"]:
         (first, second), axis = crossed["between"], crossed["axis"]
         rows = []
-        for place, by_seed in compared(result["runs"], first, second, axis):
+        for place, by_seed in compared(result["runs"], first, second, axis, crossed["metric"]):
             found = paired(by_seed.values())
             rows.append([place_of(place, axis), *map(mean_of, map(list, zip(*by_seed.values(), strict=True))),
                          f"{found['difference']:+.3f}", in_words(first, second, found)])
         if rows:
-            measure = measure_in_words(*unguided(result["runs"], first, second))
+            measure = measure_in_words(*unguided(result["runs"], first, second, metric=crossed["metric"]))
             lines += ["", f"## {second} against {first}, at equal {AXES[axis]}: {measure}",
                       "", table([AXES[axis], first, second, "difference", "lower"], rows), ""]
     return lines
@@ -271,7 +302,7 @@ def guided_scores(result: dict) -> list[str]:
                         change = f"{found['difference']:+.3f}, lower: {in_words('unguided', 'guided', found)}"
                         passes, own = (side[seeds[0]].get("multiply_adds_an_image") for side in (by_seed, plain))
                         cost = f"{passes / own:.2f}" if passes and own else ""
-                    rows.append([variant, f"{step:,}", guidance, mean_of(values_of(by_seed.values())), change, cost])
+                    rows.append([variant, f"{step:,}", guidance, with_variety(by_seed.values()), change, cost])
         if rows:
             lines += ["", f"## {metric} of {num_samples:,} images, guided",
                       "",

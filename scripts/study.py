@@ -7,14 +7,12 @@
 
 Each run is `train.py` and each later score `fid.py`, with the settings that configs/study/<name>.yaml lists, so that
 any of them can be repeated by hand. Writes <out>/study.json, study.md, score-over-*.png, and report/index.html to look
-at. Scores outlive checkpoints: what study.json holds of a run whose folder is gone stays there.
+at. study.json keeps the scores of runs whose folders are gone, and `rows` takes those of other machines.
 """
 
-import hashlib
 import json
 import math
 import os
-import platform
 import re
 import signal
 import statistics
@@ -36,12 +34,11 @@ from runtime.command import command, commit
 from runtime.files import read_rows, remove, write_text
 from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, one_of, read_record
 from scoring.results import read_results
-from scripts.comparison import AXES, crossing, draw_figures, tables
+from scripts.comparison import AXES, crossing, draw_figures, metrics_of, tables
 from weights import checkpoint as checkpoints
 from weights.records import RouteSettings, build_network
 
 Setting = Annotated[str, Field(pattern="=")]      # key=value
-SET_BY_STUDY = ("seed", "name", "run_dir")      # of each run
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
 NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
                   "samples", "log", "compile", "cpu")
@@ -51,11 +48,13 @@ ROUTE_DEFAULTS = {name: field.default for name, field in RouteSettings.model_fie
 
 
 class Variant(Settings):
-    """One of configs/study's variants."""
+    """One of configs/study's variants; at_end, at_each and held_out ask for more than the scores of its training."""
 
     train: list[Setting]
     seeds: list[Whole] | None = None        # None: the study's
-    at_end: list[str] = []
+    at_end: list[str] = []                  # names of points, at which the last checkpoint is scored
+    at_each: list[str] = []                 # and every checkpoint that is kept
+    held_out: list[str] = []                # folders of latents for the loss; the first is that of training
 
 
 class Matrix(Settings):
@@ -66,7 +65,7 @@ class Matrix(Settings):
     score: list[Setting]
     seeds: Annotated[list[Whole], Field(min_length=1)]
     variants: Annotated[dict[str, Variant], Field(min_length=1)]
-    at_end: dict[str, list[list[Setting]]]
+    points: dict[str, list[list[Setting]]] = {}
     floor: list[list[Setting]] = []
     compare: list[Annotated[list[str], Field(min_length=2, max_length=2)]]
 
@@ -82,7 +81,7 @@ class StudySettings(Settings):
     tasks: list[one_of(["train", "score", "time", "report"])]
     rounds: Count
     steps_timed: Count
-    timed: list[Text] | None
+    only: list[Text] | None
     nice: Whole
     threads: Count | None
 
@@ -95,6 +94,8 @@ class Run(Settings):
     folder: Path
     train: list[str]
     at_end: list[list[str]]
+    at_each: list[list[str]]
+    held_out: list[str]
 
 
 class Timing(Record):
@@ -104,7 +105,6 @@ class Timing(Record):
     commit: str | None
     torch: str
     steps: Count | None = None              # of a turn
-    conditions: str | None = None           # a hash of machine, code and settings: turns of one are one timing
     rounds: dict[str, list[Positive]]
 
     def seconds(self, variant: str) -> float | None:
@@ -129,36 +129,24 @@ def runs_of(cfg: StudySettings) -> list[Run]:
     So whatever ends a study early leaves dense and routed runs of the same seeds. Raises ValueError for unknown names.
     """
     study, folder = cfg.study, Path(cfg.out).resolve() / "runs"
-    for name in (name for pair in study.compare for name in pair):
+    for key, name in [("study.compare", name) for pair in study.compare for name in pair] + [
+            ("only", name) for name in cfg.only or ()]:
         if name not in study.variants:
-            raise ValueError(f"study.compare names {name}, but the variants are {', '.join(study.variants)}.")
+            raise ValueError(f"{key} names {name}, but the variants are {', '.join(study.variants)}.")
     seeds = {name: study.seeds if variant.seeds is None else variant.seeds for name, variant in study.variants.items()}
     order = [(name, seed) for group in [*study.compare, *([name] for name in study.variants)]
              for seed in dict.fromkeys(seed for name in group for seed in seeds[name])
              for name in group if seed in seeds[name]]
     runs = []
     for name, seed in dict.fromkeys(order):
-        variant = study.variants[name]
-        if unknown := set(variant.at_end) - set(study.at_end):
-            raise ValueError(f"study.variants.{name}.at_end names {', '.join(unknown)}; study.at_end has "
-                             f"{', '.join(study.at_end)}.")
-        points = [point for group in variant.at_end for point in study.at_end[group]]
-        run_dir = folder / f"{name}-seed{seed}"
+        variant, run_dir = study.variants[name], folder / f"{name}-seed{seed}"
         settings = [text.replace("{runs}", str(folder)).replace("{seed}", str(seed))
                     for text in (*study.train, *variant.train, *cfg.also)]
-        if taken := [text for text in settings if text.split("=")[0].lstrip("+") in SET_BY_STUDY]:
-            raise ValueError(f"{taken[0]}: a study sets {', '.join(SET_BY_STUDY)} of each run itself. Set study.seeds "
-                             f"for other seeds, and out= for another folder.")
-        if parts := [text for text in settings if text.startswith("grad_accum_steps=") and not text.endswith("=1")]:
-            raise ValueError(f"{parts[-1]}: in several parts a route's masks are drawn between the parts' noise, and "
-                             f"dense and routed runs of a seed would see other noise. Set grad_accum_steps=1.")
-        for text in (*settings, *study.score, *(text for point in points for text in point)):
-            key, _, value = text.partition("=")
-            if key in ("metrics", "evaluate.metrics") and not any(map(is_distance, re.findall(r"\w+", value))):
-                raise ValueError(f"{text}: a study compares its runs by a Fréchet distance, fid or one whose name "
-                                 f"begins with fd_. Add it.")
-        own = [f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"]
-        runs.append(Run(variant=name, seed=seed, folder=run_dir, train=[*settings, *own], at_end=points))
+        at_end, at_each = ([point for group in groups for point in study.points[group]]
+                           for groups in (variant.at_end, variant.at_each))
+        runs.append(Run(variant=name, seed=seed, folder=run_dir, at_end=at_end, at_each=at_each,
+                        held_out=variant.held_out,
+                        train=[*settings, f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"]))
     return runs
 
 
@@ -217,10 +205,6 @@ def record_of(run: Run) -> dict | None:
     return meta
 
 
-def has(meta: dict, weights_sha256: str | None) -> bool:
-    return weights_sha256 in [file["sha256"] for file in meta["files"].values()]
-
-
 def finished(run: Run) -> bool:
     """Tells whether a run has taken the steps that the study, or else its own record, asks for, and is scored.
 
@@ -247,36 +231,34 @@ def asked_steps(run: Run) -> int | None:
     return int(asked[-1]) if asked else None
 
 
-def score_at_end(cfg: StudySettings, run: Run) -> None:
-    """Scores a finished run's last checkpoint in every way asked for; a score that is there is not made again."""
-    meta = record_of(run)
-    for point in run.at_end:
-        score_once(cfg, [f"checkpoint={run.folder}", *cfg.study.score, *point], run.folder / "results.jsonl", point,
-                   meta)
+def score_checkpoints(cfg: StudySettings, run: Run) -> None:
+    """Scores a finished run's checkpoints in every way asked for, the last one first; nothing is scored again."""
+    results, held_out = run.folder / "results.jsonl", run.folder / "held_out.jsonl"
+    last, *earlier = reversed(checkpoints.all_steps(run.folder))
+    for folder in (last, *earlier):
+        step = checkpoints.step_of(folder)
+        for point in [*run.at_each, *run.at_end] if folder == last else run.at_each:
+            score_once(cfg, [f"checkpoint={folder}", *cfg.study.score, *point], results, point, step)
+        if run.held_out and step not in [row["step"] for row in read_rows(held_out)]:
+            call(cfg, "scripts/studies/held_out.py", [str(folder), *run.held_out, f"--out={held_out}"])
 
 
 def score_floor(cfg: StudySettings) -> None:
     """Scores sets of real images, as test images, against the same reference: what a perfect model could reach."""
-    home = Path(cfg.out).resolve() / "floor"
+    results = Path(cfg.out).resolve() / "floor" / "results.jsonl"
     for point in cfg.study.floor:
-        score_once(cfg, [*cfg.study.score, *point, f"results={home / 'results.jsonl'}"], home / "results.jsonl", point)
+        score_once(cfg, [*cfg.study.score, *point, f"results={results}"], results, point)
 
 
 def score_once(
-    cfg: StudySettings, settings: list[str], results: Path, point: list[str], meta: dict | None = None,
+    cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
 ) -> None:
-    """Runs fid.py, unless a row of `results` is of this point and weights, and adds the point to the new row.
-
-    Raises ValueError where that row was scored by other settings of the study.
-    """
+    """Runs fid.py, unless `results` has a row of this point, step and way to score, and adds these to the new row."""
     rows = read_rows(results)
     scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
-    for row in rows:
-        if row.get("study") == point and (meta is None or has(meta, row["source"].get("weights_sha256"))):
-            if row.get("scored_by", scored_by) != scored_by:
-                raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
-                                 f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
-            return
+    asked = (step, point, scored_by)
+    if asked in [(row["source"].get("step"), point_of(row), row.get("scored_by", scored_by)) for row in rows]:
+        return
     before = len(rows)
     call(cfg, "fid.py", settings)
     rows = read_rows(results)
@@ -285,44 +267,35 @@ def score_once(
     write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
 
-def timed_variants(cfg: StudySettings) -> list[str]:
-    """Lists the variants whose steps are timed; raises ValueError for one that the study does not have."""
-    names = sorted({run.variant for run in runs_of(cfg)})
-    if unknown := set(cfg.timed or ()) - set(names):
-        raise ValueError(f"timed names {', '.join(sorted(unknown))}; the study has {', '.join(names)}.")
-    return cfg.timed or names
+def point_of(row: dict) -> list[str] | None:
+    """Returns the point of a study that a row is of, [] for an unguided score in training; None for another score."""
+    return row.get("study", [] if row["source"].get("in_training") and not row["source"]["guidance"] else None)
 
 
 def time_in_turns(cfg: StudySettings) -> None:
     """Times the training step of each variant, one after the other, again and again, and writes timing.json.
 
-    Turns from before count where machine, code, settings and variants are the same. A file with all turns is kept,
-    whoever made it.
+    Turns from before count where machine, code and length are the same.
     """
-    path, names = Path(cfg.out) / "timing.json", timed_variants(cfg)
+    path, names, timing = Path(cfg.out) / "timing.json", cfg.only or list(cfg.study.variants), read_timing(cfg)
     firsts = {run.variant: run for run in reversed(runs_of(cfg))}
-    quiet = ["samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", f"log.every={cfg.steps_timed}",
-             f"steps={2 * cfg.steps_timed}", "init_from=null"]
-    settings = {name: [text for text in firsts[name].train if not text.startswith("run_dir=")] for name in names}
-    conditions = json.dumps([platform.node(), torch.__version__, commit(), settings, quiet])
-    conditions, timing = hashlib.sha256(conditions.encode()).hexdigest()[:16], read_timing(cfg)
     rounds = {name: list(timing.rounds.get(name, ())) if timing else [] for name in names}
-    if all(len(turns) >= cfg.rounds for turns in rounds.values()):
-        print(f"{path} has {cfg.rounds} turns of each variant: remove it to time anew.")
-        return
-    if timing is None or timing.conditions != conditions:
-        rounds = {name: [] for name in names}
+    before = timing and timing.model_dump(exclude={"rounds"})
     while len(rounds[name := min(names, key=lambda each: len(rounds[each]))]) < cfg.rounds:
         folder = Path(cfg.out).resolve() / "timing" / name
         remove(folder)
-        call(cfg, "train.py", [*firsts[name].train, *quiet, f"run_dir={folder}"])
-        rounds[name].append(read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"])
+        call(cfg, "train.py", [
+            *firsts[name].train, "samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", "init_from=null",
+            f"log.every={cfg.steps_timed}", f"steps={2 * cfg.steps_timed}", f"run_dir={folder}"])
+        seconds = read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"]
         machine = checkpoints.read_meta(checkpoints.latest(folder))["history"][-1]
         remove(folder)
-        if all(rounds.values()):      # the file from before is kept until each has a turn
-            facts = {key: machine[key] for key in ("device", "commit", "torch")}
-            facts |= {"steps": cfg.steps_timed, "conditions": conditions, "rounds": rounds}
-            write_text(path, json.dumps(facts, indent=1) + "\n")
+        facts = {key: machine[key] for key in ("device", "commit", "torch")} | {"steps": cfg.steps_timed}
+        if before not in (None, facts):
+            rounds = {name: [] for name in names}
+        before = facts
+        rounds[name].append(seconds)
+        write_text(path, json.dumps(facts | {"rounds": rounds}, indent=1) + "\n")
 
 
 # ---- what is known of the runs --------------------------------------------------------------------------------------
@@ -377,8 +350,7 @@ def refuse_foreign(run: Run, where: object, other: dict[str, object], step: int)
 def from_disk(run: Run) -> dict | None:
     """Gathers what a run's folder holds; None without a checkpoint. Raises ValueError for another run's.
 
-    Left out are scores that neither its training nor this study asked for, as a sweep's, and later scores of weights
-    that were here before the run was trained anew.
+    Left out are scores that neither its training nor this study asked for, as a sweep's.
     """
     meta = record_of(run)
     if meta is None:
@@ -389,33 +361,35 @@ def from_disk(run: Run) -> dict | None:
     results, scores = run.folder / "results.jsonl", []
     for row in read_results(results):
         source = row["source"]
-        in_training, seen = bool(source.get("in_training")), source.get("step", 0) * meta["batch_size"]
-        if in_training or "study" in row and (
-                source["step"] < meta["step"] or has(meta, source.get("weights_sha256"))):
+        seen = source.get("step", 0) * meta["batch_size"]
+        if source.get("in_training") or "study" in row:
             scores.append({
                 "step": source["step"], "images": seen, "flops": seen * flops, **score_of(row, results),
                 "seeds": source["seeds"], "guidance": guidance_name(source["guidance"]),
                 "sampling_precision": source["precision"],
-                "multiply_adds_an_image": sum(source["multiply_adds"].values()), "in_training": in_training,
-                "study": row.get("study"),
-            })
+                "multiply_adds_an_image": sum(source["multiply_adds"].values()),
+                "in_training": bool(source.get("in_training")), "study": point_of(row)})
     return {"variant": run.variant, "seed": run.seed, "step": meta["step"],
-            "steps": asked_steps(run) or meta["config"]["steps"], "routes": meta["network"].get("routes", []),
-            "diffusion": meta["diffusion"], "precision": meta["config"].get("precision"),
-            "history": meta.get("history", []),
+            "steps": asked_steps(run) or meta["config"]["steps"], "history": meta.get("history", []),
             "train": [text for text in run.train if text.split("=")[0] not in ("run_dir", "init_from")],
-            "weights_sha256": meta["files"]["ema.safetensors"]["sha256"], "scores": scores}
+            "held_out": read_rows(run.folder / "held_out.jsonl"), "scores": sorted(scores, key=lambda s: s["step"])}
 
 
 def score_of(row: dict, results: Path) -> dict:
-    """Returns the distance in a row of results.jsonl, and the code, device and files by which it was measured."""
-    metric = next(filter(is_distance, row["metrics"]), None)
-    if metric is None:
-        raise ValueError(f"{results} has a row with {', '.join(row['metrics'])} and no Fréchet distance, by which a "
-                         f"study compares its runs: move the file away.")
-    return {"metric": metric, "value": row["metrics"][metric], "num_samples": row["images"], "device": row["device"],
+    """Returns the distance in a row of results.jsonl, precision and recall, and code, device and files behind them.
+
+    A distance on a TorchScript file's features bears the file's name, so that those of two files are kept apart.
+    """
+    metrics, extractor = row["metrics"], row["extractor"]
+    distance = next(filter(is_distance, metrics), None)
+    if distance is None:
+        raise ValueError(f"{results} has a row with {', '.join(metrics)} and no Fréchet distance, by which a study "
+                         f"compares its runs: move the file away.")
+    metric = f"fd_{Path(extractor['weights']).stem}" if distance == "fd_torchscript" else distance
+    return {"metric": metric, "value": metrics[distance], "precision": metrics.get("precision"),
+            "recall": metrics.get("recall"), "num_samples": row["images"], "device": row["device"],
             "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"].get("torch"),
-            "extractor": row["extractor"].get("name"), "extractor_sha256": row["extractor"].get("sha256"),
+            "extractor": extractor.get("name"), "extractor_sha256": extractor.get("sha256"),
             "reference_sha256": row["reference"].get("sha256")}
 
 
@@ -456,15 +430,7 @@ def complete(run: Run, studies: list[RecordedStudy]) -> bool:
         return False
     last = [score for score in old["scores"] if score["step"] == old["step"]]
     evaluated = not is_scored_in_training(run) or any(score.get("in_training") for score in last)
-    scored = all(point in [score.get("study") for score in last] for point in run.at_end)
-    return scored and evaluated and not is_replaced(old, run)
-
-
-def is_replaced(old: dict, run: Run) -> bool:
-    """Tells whether a run's folder holds other weights at the step that was recorded before."""
-    digest = old.get("weights_sha256")      # which an older study.json lacks
-    meta = record_of(run) if digest else None
-    return meta is not None and meta["step"] == old["step"] and not has(meta, digest)
+    return evaluated and all(point in [score.get("study") for score in last] for point in (*run.at_end, *run.at_each))
 
 
 def collect(cfg: StudySettings) -> dict:
@@ -472,8 +438,7 @@ def collect(cfg: StudySettings) -> dict:
     studies, runs, known = recorded(cfg), [], runs_of(cfg)
     timing = next((timing for timing in (read_timing(cfg), *(study.timing for study in studies)) if timing), None)
     for run in known:
-        before = [old for old in records_of(run, studies) if not is_replaced(old, run)]
-        record = furthest([from_disk(run), *before]) or {
+        record = furthest([from_disk(run), *records_of(run, studies)]) or {
             "variant": run.variant, "seed": run.seed, "step": 0, "steps": None, "scores": []}
         runs.append(record | {"steps": asked_steps(run) or record["steps"]})
     # Of a variant or a seed that the study no longer lists: what was measured stays in the file.
@@ -491,7 +456,8 @@ def collect(cfg: StudySettings) -> dict:
             "timing": timing and timing.model_dump(),
             "sec_per_step": {name: {"rounds": each, "median": timing.seconds(name)}
                              for name, each in (timing.rounds if timing else {}).items()},
-            "crossings": [crossing(runs, *pair, axis) for pair in cfg.study.compare for axis in AXES]}
+            "crossings": [crossing(runs, *pair, axis, metric) for pair in cfg.study.compare
+                          for metric in metrics_of(runs, *pair) for axis in AXES]}
 
 
 def read_timing(cfg: StudySettings) -> Timing | None:
@@ -515,12 +481,11 @@ def main(cfg: StudySettings) -> None:
     if cfg.part is not None and "time" in cfg.tasks:
         raise ValueError(f"part={cfg.part} is one of several processes, and seconds are timed while nothing else runs: "
                          f"set tasks=[train,score], and tasks=[time,report] once all parts have ended.")
-    timed_variants(cfg)
     runs, studies = runs_of(cfg), recorded(cfg)
-    own = share(runs, cfg.part)
+    own = [run for run in share(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]
     for run in own:
         record_of(run)      # refuses another run's folder before anything slow
-    if "score" in cfg.tasks and runs[0] in own:      # one process of several
+    if "score" in cfg.tasks and (cfg.part or "1/").startswith("1/"):
         score_floor(cfg)      # first, as it takes no training to find that its images are not there
     done = {run.folder for run in runs if complete(run, studies)}
     for run in own:
@@ -535,7 +500,7 @@ def main(cfg: StudySettings) -> None:
                 continue
             call(cfg, "train.py", run.train)
         if "score" in cfg.tasks and finished(run):
-            score_at_end(cfg, run)
+            score_checkpoints(cfg, run)
     if "time" in cfg.tasks:
         time_in_turns(cfg)
     if "report" in cfg.tasks:

@@ -125,7 +125,7 @@ for name in ${PARTS:-benchmark data official timing study}; do
         official) [ -z "$OFFICIAL" ] || part official 240 bash -c beside ;;
         timing)
             part timing 300 "$python" scripts/study.py study="$study" out="$results/study" 'tasks=[time]' \
-                "timed=[$timed]" rounds=3 "$@" ;;
+                "only=[$timed]" rounds=3 "$@" ;;
         study)
             [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" data/cifar10-test.zip
             floor=(); [ "$study" = rehearsal ] || [ -f data/cifar10-test.zip ] || floor=("study.floor=[]")

@@ -169,7 +169,7 @@ if sys.argv[1].endswith("study.py"):
     if "report" in given["tasks"]:
         (out / "study.md").write_text("table")
     elif "time" in given["tasks"]:
-        (out / "timing.json").write_text(given["timed"])
+        (out / "timing.json").write_text(given["only"])
     else:
         (out / "runs").mkdir(exist_ok=True)
         (out / "runs/weights").write_text("heavy")

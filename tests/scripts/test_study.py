@@ -35,7 +35,7 @@ TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.
 MATRIX = {"name": "tiny", "train": TINY, "score": ["num_steps=2", "features=pixels"], "seeds": [0, 1],
           "variants": {"dit": {"train": ["model=dit"], "at_end": ["cfg"]}, "tread": {"train": ["model=tread"], "seeds": [0]},
                        "tuned": {"train": ["model=dit", "init_from={runs}/tread-seed{seed}", "steps=1"], "seeds": [0]}},
-          "at_end": {"cfg": [["num_samples=4", "guidance=cfg_tread", "scale=2", "gamma1=0", "gamma2=0.5",
+          "points": {"cfg": [["num_samples=4", "guidance=cfg_tread", "scale=2", "gamma1=0", "gamma2=0.5",
                               "routes=[{start_layer_idx: 1, end_layer_idx: 3}]"]]}, "compare": [["dit", "tread"]]}
 GUIDED = "label, scale 2, gamma2 0.5, on 1→3"
 TIMING = {"device": "one", "commit": "abc", "torch": "2.11.0", "rounds": {"dit": [3.0, 1.0, 2.0]}}
@@ -43,7 +43,7 @@ TIMING = {"device": "one", "commit": "abc", "torch": "2.11.0", "rounds": {"dit":
 
 def settings(out, **changed) -> study.StudySettings:
     return read(study.StudySettings, {"study": MATRIX, "out": str(out), "rows": [], "also": [], "part": None, "tasks": ["train", "score", "report"], "rounds": 1,
-                                      "steps_timed": 1, "timed": None, "nice": 0, "threads": 1, **changed})
+                                      "steps_timed": 1, "only": None, "nice": 0, "threads": 1, **changed})
 
 
 def test_every_run_is_in_exactly_one_part(tmp_path):
@@ -61,18 +61,10 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
         study.main.__wrapped__(settings(tmp_path, part="1/3", tasks=["train", "score", "time", "report"]))
 
 
-@pytest.mark.parametrize(("changed", "says"), [
-    ({"compare": [["dit", "dot"]]}, "names dot, but the variants are dit, tread"),
-    ({"variants": {"dit": {"train": [], "at_end": ["sg"]}}, "compare": []}, "names sg; study.at_end has cfg"),
-    ({"train": ["grad_accum_steps=2"]}, "would see other noise. Set grad_accum_steps=1"),
-    ({"train": ["+seed=5"]}, "seed=5: a study sets seed, name, run_dir of each run itself. Set study.seeds"),
-    ({"train": ["evaluate.metrics=[sfid,recall]"]}, "by a Fréchet distance, fid or one whose name begins with fd_"),
-])
-def test_a_name_that_is_none_is_a_sentence(tmp_path, changed, says):
-    with pytest.raises(ValueError, match=says):
-        study.runs_of(settings(tmp_path, study=MATRIX | changed))
-    with pytest.raises(ValueError, match="seed=5: a study sets seed"):
-        study.runs_of(settings(tmp_path, also=["seed=5"]))
+@pytest.mark.parametrize("changed", [{"study": MATRIX | {"compare": [["dit", "dot"]]}}, {"only": ["dot"]}])
+def test_a_variant_that_is_none_is_a_sentence(tmp_path, changed):
+    with pytest.raises(ValueError, match="names dot, but the variants are dit, tread"):
+        study.runs_of(settings(tmp_path, **changed))
 
 
 def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Command:
@@ -105,9 +97,7 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert dense[4] == 2 * dense[2] > routed[4] > 0
     assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
-    assert "## Real images, the floor\n\n* fd_pixels of 4 images: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
-    with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
-        study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
+    assert "## Real images, the floor\n\n* fd_pixels of 4 images of shapes: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
     study.main.__wrapped__(cfg)
     assert {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()} == before
@@ -144,17 +134,13 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
         with pytest.raises(ValueError, match="holds dit, seed 0, after 4 steps, and this study asks for steps=2"):
             study.collect(settings(tmp_path / home, study=matrix, also=["steps=2"], rows=rows))
 
-    # Nor are scores of weights that have gone those of the weights that the run has now.
-    folder = study.checkpoints.latest(run.folder)
-    tensors, meta = {name: study.checkpoints.load(folder, name) for name in ("ema", "model")}, study.checkpoints.read_meta(folder)
-    shutil.rmtree(folder)
-    study.checkpoints.save(folder, {name: {key: value + 0.1 for key, value in each.items()} for name, each in tensors.items()}, meta)
-    assert not study.complete(run, [told_study])
-    assert [score["guidance"] for score in study.collect(cfg)["runs"][0]["scores"]] == ["unguided"] * 3
-    rows = [(results.read_text(), study.score_at_end(cfg, run))[0].count("\n") for _ in range(3)]
-    assert rows[1] == rows[2] == rows[0] + 1
-    again = study.collect(cfg)["runs"][0]["scores"]
-    assert [score["guidance"] for score in again] == ["unguided"] * 3 + [GUIDED] and again[-1]["value"] != told["runs"][0]["scores"][-1]["value"]
+    # Another way to score makes a score of its own; a checkpoint that is kept is scored by every point of at_each.
+    count = (results.read_text(), study.score_checkpoints(cfg, run))[0].count("\n")
+    again = cfg.model_copy(update={"study": cfg.study.model_copy(update={"score": ["num_steps=3", *cfg.study.score[1:]]})})
+    study.score_checkpoints(again, run.model_copy(update={"at_each": [["num_samples=3"]]}))
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(row["source"]["step"], row["images"]) for row in rows[count:]] == [(4, 3), (4, 4), (2, 3)]
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
 
     # The weights go, the scores stay, and nothing is trained again; nor where another machine goes on from the scores.
     shutil.rmtree(tmp_path / "study/runs")
@@ -223,15 +209,15 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     monkeypatch.setattr(study, "call", timed)
     monkeypatch.setattr(study.checkpoints, "latest", lambda folder: folder)
     monkeypatch.setattr(study.checkpoints, "read_meta", lambda folder: {"history": [{"step": 0, **machine}]})
-    cfg = settings(tmp_path, tasks=["time"], rounds=2, steps_timed=2, timed=["dit", "tread"])
+    cfg = settings(tmp_path, tasks=["time"], rounds=2, steps_timed=2, only=["dit", "tread"])
     with pytest.raises(KeyboardInterrupt):
         study.time_in_turns(cfg)
     study.time_in_turns(cfg)
     study.time_in_turns(cfg)
     assert called == ["dit", "tread", "dit", "tread", "tread"]
     told = json.loads((tmp_path / "timing.json").read_text())
-    assert told == {**machine, "steps": 2, "conditions": told["conditions"], "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
-    monkeypatch.setattr(study.platform, "node", lambda: "another machine")
+    assert told == {**machine, "steps": 2, "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
+    machine["device"] = "two"
     study.time_in_turns(cfg)      # whole, whoever made it
     study.time_in_turns(cfg.model_copy(update={"rounds": 3}))
     assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
@@ -285,30 +271,34 @@ def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     assert comparison.crossing(runs, "b", "a", "images")["at"] == found["at"]      # whoever is named first
     never = [*three("a", (10, 5), (20, 3)), *three("b", (10, 7), (20, 4))]
     assert comparison.crossing(never, "a", "b", "images") == {
-        "between": ["a", "b"], "axis": "images", "at": None, "better_at_the_end": "a", "verdict": "a (+1.000 to +1.000, n=3)",
+        "between": ["a", "b"], "axis": "images", "metric": None, "at": None, "better_at_the_end": "a", "verdict": "a (+1.000 to +1.000, n=3)",
         "difference": 1, "interval": [1, 1], "n": 3, "seeds_lower": [3, 0]}
     assert comparison.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
     assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
 
 
-def test_of_several_crossings_the_last_one_counts():
-    runs = [*three("a", (5, 9), (10, 5), (20, 6), (40, 3)), *three("b", (5, 8), (10, 6), (20, 5), (40, 4))]
-    found = comparison.crossing(runs, "a", "b", "images")
-    assert found["at"] == pytest.approx(20 * 2**0.5) and found["better_at_the_end"] == "a"
-
-
-def test_only_scores_of_one_metric_and_the_fewest_images_are_compared():
+def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_there_are_most():
     runs = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 2))]
-    runs[0]["scores"] += [runs[0]["scores"][1] | {"num_samples": 999, "value": 1.0}, runs[0]["scores"][1] | {"metric": "of others", "value": 0.5}]
+    [_, last] = runs[0]["scores"]
+    runs[0]["scores"] += [last | {"num_samples": 999, "value": 1.0}, last | {"metric": "fd_other", "value": 0.5}]
+    runs[1]["scores"].append(runs[1]["scores"][1] | {"metric": "fd_other", "value": 0.75})
     assert curve_of(runs, "a") == [(10, 5, None, 1), (20, 3, None, 1)]
     assert comparison.measure_in_words(*comparison.unguided(runs, "a", "b")) == "fd of 9 images"
+    assert comparison.metrics_of(runs, "a", "b") == ["fd", "fd_other"]      # features of other networks stand apart
+    assert comparison.crossing(runs, "a", "b", "images")["difference"] == -1
+    assert comparison.crossing(runs, "a", "b", "images", "fd_other")["difference"] == 0.25
 
 
-@pytest.mark.parametrize("names", [("a", "b"), ("b", "a")])
-def test_lines_that_begin_at_one_point_or_only_touch_do_not_cross(names):
-    for b, at in (((10, 5), (20, 2)), None), (((10, 4), (20, 3), (40, 1)), None), (((10, 4), (20, 3), (40, 4)), 20):
-        runs = [*three("a", (10, 5), (20, 3), (40, 2)), *three("b", *b)]
-        assert comparison.crossing(runs, *names, "images")["at"] == at
+def test_of_several_crossings_the_last_one_counts_and_lines_that_only_touch_do_not_cross():
+    for a, b, at in (
+        (((5, 9), (10, 5), (20, 6), (40, 3)), ((5, 8), (10, 6), (20, 5), (40, 4)), 20 * 2**0.5),
+        (((10, 5), (20, 3), (40, 2)), ((10, 5), (20, 2)), None),
+        (((10, 5), (20, 3), (40, 2)), ((10, 4), (20, 3), (40, 1)), None),
+        (((10, 5), (20, 3), (40, 2)), ((10, 4), (20, 3), (40, 4)), 20),
+    ):
+        runs = [*three("a", *a), *three("b", *b)]
+        for names in (("a", "b"), ("b", "a")):
+            assert comparison.crossing(runs, *names, "images")["at"] == (at and pytest.approx(at))
 
 
 def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():

@@ -1,0 +1,68 @@
+"""The loss of a checkpoint's average on chosen images at fixed noise levels, dense, with the same noise for every run.
+
+    python scripts/studies/held_out.py runs/emoji-tread data/emoji data/emoji-held-out --out held_out.jsonl
+
+The first folder of latents is that of training: it numbers the classes, and where its loss falls while the others'
+rises, a network learns its images by heart. Of every folder as many images are taken, evenly spread, as the smallest
+one has. Appends a row {step, losses: {folder: {level: loss}}} to --out; a level is EDM's sigma or flow matching's t.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from latents.folder import Latents, open_latents
+from latents.loader import to_latent
+from rf import RF
+from runtime.files import append_row
+from weights.loading import Trained, load_trained
+
+LEVELS = {"sigma": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0), "t": (0.1, 0.3, 0.5, 0.7, 0.9)}
+BATCH_SIZE = 64
+
+
+def read(latents: Latents, count: int, class_names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
+    """Reads `count` latents (count, C, h, w), evenly spread, and their labels as `class_names` numbers them."""
+    stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
+    numbers = torch.tensor([class_names.index(name) for name in latents.class_names])
+    torch.manual_seed(0)      # of moments
+    return to_latent(torch.from_numpy(stored), latents.kind), numbers[torch.from_numpy(labels).long()]
+
+
+@torch.no_grad()
+def losses(trained: Trained, x: torch.Tensor, y: torch.Tensor) -> dict[str, float]:
+    """Returns the mean loss at each level; image i meets the same noise at every level and in every network."""
+    name = "t" if isinstance(trained.diffusion, RF) else "sigma"
+    eps = torch.randn(x.shape, generator=torch.Generator().manual_seed(0))
+    means = {}
+    for level in LEVELS[name]:
+        parts = [trained.diffusion.loss(trained.net, *part, **{name: torch.full((len(part[0]),), level)}, eps=noise)
+                 for *part, noise in zip(x.split(BATCH_SIZE), y.split(BATCH_SIZE), eps.split(BATCH_SIZE), strict=True)]
+        means[f"{level:g}"] = torch.cat(parts).mean().item()
+    return means
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("checkpoint")
+    parser.add_argument("folders", nargs="+")
+    parser.add_argument("--out", type=Path, required=True)
+    given = parser.parse_args()
+    try:
+        trained = load_trained(given.checkpoint)
+        sets = {Path(folder).name: open_latents(folder) for folder in given.folders}
+    except (OSError, ValueError) as error:
+        sys.exit(f"held_out.py: {error}")
+    trained.net.eval()
+    count, names = min(latents.count for latents in sets.values()), next(iter(sets.values())).class_names
+    found = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
+    append_row(given.out, {"step": trained.step, "images": count, "losses": found})
+    print(given.checkpoint, found)
+
+
+if __name__ == "__main__":
+    main()
