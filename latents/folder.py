@@ -21,8 +21,8 @@ from pydantic import Field
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.images import check_labels, find_tars
 from latents.tars import allow_open_files, open_rows, tar_index
-from latents.writer import map_npy
 from objectives.diffusion import kept_tokens
+from runtime.files import naming_path
 from runtime.schema import Count, Number, Positive, Record, Text, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -244,6 +244,23 @@ class Metadata(Record):
     pixels: list[Number] | None = None
     shards: list[Shard]
     arrays: dict[str, ArrayRecord] = {}
+
+
+def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
+    """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
+    again = "copy the folder again, or remove it and prepare it anew"
+    try:
+        with naming_path(file):
+            array = np.lib.format.open_memmap(file, mode="r")
+    except FileNotFoundError:
+        raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.") from None
+    except ValueError as error:      # no npy, or cut short, or Python objects, which are pickled
+        raise ValueError(f"{file} is not a whole npy file of numbers ({error}): {again}.") from error
+    if array.shape not in shapes or array.dtype not in dtypes:
+        allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
+        raise ValueError(f"{file} holds {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "
+                         f"of one preparation.")
+    return np.asarray(array)      # rows of a memmap take longer
 
 
 def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:

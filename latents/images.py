@@ -61,10 +61,11 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
 
 @contextmanager
-def unreadable() -> Iterator[None]:
-    """Raises UnreadableImage for what Pillow raises on broken files, which is nearly anything."""
+def open_image(data: bytes) -> Iterator[Image.Image]:
+    """Opens an image file by its header; whatever Pillow raises on a broken one in the block is an UnreadableImage."""
     try:
-        yield
+        with Image.open(io.BytesIO(data), formats=FORMATS) as image:
+            yield image
     except (UnreadableImage, MemoryError):
         raise
     except UnidentifiedImageError as error:
@@ -73,15 +74,9 @@ def unreadable() -> Iterator[None]:
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
 
 
-def open_image(data: bytes) -> Image.Image:
-    """Opens an image file by its header alone; raises UnreadableImage with the reason."""
-    with unreadable():
-        return Image.open(io.BytesIO(data), formats=FORMATS)
-
-
 def decode_image(data: bytes) -> Image.Image:
     """Decodes one image file to RGB; raises UnreadableImage with the reason."""
-    with open_image(data) as image, unreadable():
+    with open_image(data) as image:
         image.load()
         return to_rgb(image)
 
@@ -193,45 +188,38 @@ class ShapeSource(ImageSource):
 def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> ImageSource:
     """Lists a folder, a zip, webdataset tars (a .tar, a folder of them, a glob, a {000..012} pattern) or `shapes`.
 
-    Raises ValueError where there is nothing to read, or where the classes cannot be told.
+    Raises ValueError where there is nothing to read, or where a class is unknown.
     """
     path = Path(source)
     if source == "shapes":
         if shapes_count < len(SHAPES):
             raise ValueError(f"shapes.count={shapes_count} leaves classes empty; there are {len(SHAPES)} shapes.")
         return ShapeSource(shapes_count, shapes_seed)
+    tars = [] if path.suffix.lower() == ".zip" else find_tars(path)
     if path.is_dir():
-        listed, tars = list_folder(path), find_tars(path)
+        listed = list_folder(path)
         if tars and len(listed):
-            raise ValueError(
-                f"source={source} holds {len(tars)} tars beside {len(listed)} images, such as {listed.names[0]}: "
-                f'name the tars alone by source="{source}/*.tar", or move them away.'
-            )
+            raise ValueError(f"source={source} holds {len(tars)} tars and {len(listed)} images, such as "
+                             f'{listed.names[0]}: name the tars alone by source="{source}/*.tar", or move them away.')
         listed = list_tars(tars) if tars else listed
-    elif path.is_file() and path.suffix.lower() == ".zip":
-        listed = list_zip(path)
-    elif path.is_file() and path.suffix.lower() != ".tar":
-        raise ValueError(
-            f"source={source} is a file of a kind that is not read; give a folder of class folders, a .zip, or "
-            f".tar files (a compressed .tar.gz has no random access: unpack it first)."
-        )
-    elif tars := find_tars(source):
+    elif tars:
         listed = list_tars(tars)
+    elif path.is_file():
+        listed = list_zip(path)
     else:
         raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
     if len(listed) == 0:
         others = listed.not_images
-        passed = f"; {len(others)} other files are there, such as {others[0]}" if others else ""
-        raise ValueError(
-            f"source={source} holds no images{passed}. Their names end in {' '.join(sorted(IMAGE_SUFFIXES))}."
-        )
+        also = f"; {len(others)} other files are there, such as {others[0]}" if others else ""
+        raise ValueError(f"source={source} holds no images{also}. Their names end in "
+                         f"{' '.join(sorted(IMAGE_SUFFIXES))}.")
     return listed
 
 
 def find_tars(pattern: str | Path) -> list[Path]:
     """Returns the tars that a folder, a file, a glob or a shell's braces ({000..012}) name, in order of name.
 
-    Compressed ones are among a folder's, for their readers to refuse. Raises ValueError where some that the braces
+    A folder's compressed ones are among them: their reader refuses them. Raises ValueError where some that the braces
     name are absent; returns none where all are.
     """
     from braceexpand import braceexpand  # comes with webdataset
@@ -281,21 +269,6 @@ def looks_like_image(name: str) -> bool:
     return not hidden and posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
-def warn_of_splits(class_names: list[str], parents: set[str], common: str, source: str) -> None:
-    """Warns where the classes are the splits of a data set, which have its class folders below them."""
-    splits = [name for name in class_names if name.lower() in SPLITS]
-    below = tuple(f"{posixpath.join(common, name)}/" for name in splits)
-    if len(splits) < 2 or not any(parent.startswith(below) for parent in parents):
-        return
-    if int(os.environ.get("RANK", 0)):  # every rank lists the images, and one says it
-        return
-    likely = posixpath.join(common, min(splits, key=lambda name: (name.lower() != "train", name)))
-    remedy = f"zip {likely} alone" if os.path.isfile(source) else f"set source={posixpath.join(source, likely)}"
-    warnings.warn(f"source={source} is taken as {len(class_names)} classes named {', '.join(class_names[:5])}"
-                  f"{', …' if len(class_names) > 5 else ''}, which look like the splits of a data set: {remedy} "
-                  f"for the classes of that split.", stacklevel=5)
-
-
 def sort_into_classes(
     names: list[str], source: str, flat_class: str
 ) -> tuple[list[int], np.ndarray, list[str]]:
@@ -311,18 +284,19 @@ def sort_into_classes(
         common = posixpath.commonpath(parents)
         if common in parents:
             stray = [name for name in names if name.rpartition("/")[0] == common]
-            raise ValueError(
-                f"source={source} has {len(stray)} images beside its class folders (such as {stray[0]}), so "
-                f"their class is unknown; move them into a class folder, or all images into one folder for a set "
-                f"without classes."
-            )
+            raise ValueError(f"source={source} has {len(stray)} images next to its class folders (such as {stray[0]}), "
+                             f"so their class is unknown; move them into a class folder, or all images into one folder "
+                             f"for a set without classes.")
         start = len(common) + 1 if common else 0
         class_of = {parent: parent[start:].split("/")[0] for parent in parents}
     # Folders named by plain numbers count as numbers: 10 comes after 9, not after 1.
     numeric = all(name.isascii() and name.isdigit() for name in class_of.values())
     class_names = sorted(set(class_of.values()), key=lambda name: (int(name), name) if numeric else name)
-    if len(class_names) > 1:
-        warn_of_splits(class_names, parents, common, source)
+    splits = [name for name in class_names if name.lower() in SPLITS]
+    if len(splits) > 1:
+        split = max(splits, key=lambda name: name.lower() == "train")
+        warnings.warn(f"source={source} has classes named {', '.join(splits)}, which look like the splits of a data "
+                      f"set: name one of them, as in source={posixpath.join(source, common, split)}.", stacklevel=4)
     index_of = {name: index for index, name in enumerate(class_names)}
     label_of = {parent: index_of[name] for parent, name in class_of.items()}
     keys = [label_of[name.rpartition("/")[0]] for name in names]
@@ -343,7 +317,7 @@ def list_folder(folder: Path) -> ImageSource:
         for file in files:
             (names if looks_like_image(prefix + file) else not_images).append(prefix + file)
         if prefix and not folders and not files:
-            not_images.append(prefix)  # an empty class folder is worth a word
+            not_images.append(prefix)  # an empty class folder is named, too
     order, labels, class_names = sort_into_classes(names, str(folder), folder.resolve().name)
     names = [names[i] for i in order]
 
@@ -351,11 +325,9 @@ def list_folder(folder: Path) -> ImageSource:
         path = folder / names[index]
         try:
             return path.read_bytes()
-        except PermissionError as error:
-            raise UnreadableImage(str(error)) from error
-        except FileNotFoundError as error:
-            if path.is_symlink():
-                raise UnreadableImage("a link to nothing") from error
+        except OSError as error:
+            if isinstance(error, PermissionError) or (isinstance(error, FileNotFoundError) and path.is_symlink()):
+                raise UnreadableImage(str(error)) from error
             raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
 
     return ImageSource(names, labels, class_names, sorted(not_images), read)
@@ -396,7 +368,7 @@ def tar_label(suffix: str, text: bytes) -> str | None:
             label = json.loads(text).get("label")
             return None if label is None else str(label)
         return str(int(text))
-    except (ValueError, AttributeError, RecursionError):  # a caption, or JSON of another build: no class in it
+    except (ValueError, AttributeError):  # a caption, or other JSON: no class in it
         return None
 
 
@@ -425,11 +397,9 @@ def list_tars(tars: list[Path]) -> ImageSource:
                     not_images.append(f"{path.name}/{member.name}")
         for key, (name, offset, size) in images.items():
             if not labels.get(key):
-                raise ValueError(
-                    f'source: {path} has no class for {name}: a sample needs {key}.cls, a .json with "label", or '
-                    f"a .txt with a whole number. Tars of bare images, one a class, are to be unpacked into class "
-                    f"folders."
-                )
+                raise ValueError(f'source: {path} has no class for {name}: a sample needs {key}.cls, a .json with '
+                                 f'"label", or a .txt with a whole number. Unpack tars of bare images into class '
+                                 f'folders.')
             names.append(f"{path.name}/{name}")
             classes.append(labels[key])
             where.append((number, offset, size))

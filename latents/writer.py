@@ -2,15 +2,21 @@
 
 import itertools
 import json
+import math
 import os
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
+from typing import Any
 
 import numpy as np
-from filelock import FileLock
+from accelerate import PartialState
+from tqdm import tqdm
 
-from runtime.files import atomic_write, lock_folder, naming_path, remove, write_text
+from latents.folder import map_npy
+from latents.loader import in_order
+from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
 from runtime.schema import read_json
 
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")      # of killed writes; runtime.files.atomic_write names them
@@ -27,7 +33,7 @@ def sweep(out: Path, *patterns: str) -> None:
         remove(file)
 
 
-def is_finished(out: Path, settings: dict) -> bool:
+def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
     """Returns whether `out` is whole; raises ValueError where it was begun with other settings or holds other files."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; name a folder.")
@@ -43,17 +49,66 @@ def is_finished(out: Path, settings: dict) -> bool:
     if changed:
         raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
                          f"or remove it.")
-    return (out / "metadata.json").is_file()
+    if not (out / "metadata.json").is_file():
+        return False
+    if is_main:
+        sweep(out, "record-*.json")  # of a run that was killed on its last lines
+        print(f"{out} is already whole: nothing to do.")
+    return True
 
 
-def begin(out: Path, settings: dict, num_whole: int, num_shards: int) -> FileLock:
-    """Locks `out` and writes preparing.json; raises ValueError where another process writes there."""
-    lock = lock_folder(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
-    sweep(out)
-    write_json(out / "preparing.json", settings)
-    if num_whole:
-        print(f"going on: {num_whole} of {num_shards} shards are whole")
-    return lock
+def write_folder(
+    out: Path, settings: dict, metadata: dict, row_shape: tuple[int, ...], num_items: int, *, shard_size: int,
+    batch_size: int, read: Callable[[range], Any], encode: Callable[[Any], tuple[dict[str, np.ndarray], list]],
+    state: PartialState, threads: int = 1, not_images: Sequence[str] = (),
+) -> None:
+    """Writes the shards that `out` lacks, over all ranks, and then metadata.json; `settings` go into preparing.json.
+
+    `read(items)` runs in threads, for up to `batch_size` items of one shard. `encode` makes of what it returns the
+    rows by their keys in metadata.json, none where nothing could be read, and [name, reason] of each unreadable item.
+    Raises ValueError for a full disk and where another process writes in `out`.
+    """
+    started, is_main, mirror = time.monotonic(), state.is_main_process, metadata["mirrored"]
+    shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
+    records = read_records(out, len(shards), mirror, row_shape)
+    todo = [shard for shard, record in enumerate(records) if record is None]
+    row_bytes = math.prod(row_shape) * 2 * (1 + mirror) + 8
+    require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
+                 "name another disk by out=; of images, kind=sample and mirror=false take half each.")
+    state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
+
+    jobs = [(shard, shards[shard][start : start + batch_size])
+            for shard in todo[state.process_index :: state.num_processes]
+            for start in range(0, len(shards[shard]), batch_size)]
+    with ExitStack() as stack:
+        if is_main:
+            lock = lock_folder(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
+            stack.callback(lock.release)
+            sweep(out)
+            write_json(out / "preparing.json", settings)
+            if len(todo) < len(shards):
+                print(f"going on: {len(shards) - len(todo)} of {len(shards)} shards are whole")
+        state.wait_for_everyone()
+        bar = stack.enter_context(tqdm(
+            desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",
+            total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=not is_main or None))
+        # One stream over all of this rank's shards, so that reading runs ahead across a shard's end as well.
+        stream = in_order(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
+        stack.enter_context(closing(stream))
+
+        def encoded(batches: Iterable) -> Iterator[tuple[dict[str, np.ndarray], list]]:
+            for _, items, content in batches:
+                yield encode(content)
+                bar.update(len(items))
+
+        for shard, batches in itertools.groupby(stream, key=lambda batch: batch[0]):
+            write_shard(out, shard, encoded(batches))
+        state.wait_for_everyone()
+        if is_main:
+            bar.close()
+            seconds, done = time.monotonic() - started, sum(len(shards[shard]) for shard in todo)
+            print(f"{done:,} images in {seconds:.1f} s, {done / seconds:,.0f} images/s")
+            finish(out, metadata, read_records(out, len(shards), mirror, row_shape), not_images)
 
 
 @contextmanager
@@ -104,23 +159,6 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
             count += len(rows["labels"]) if rows else 0
             unreadable += unread
     write_json(out / f"record-{shard:05d}.json", {"count": count, "unreadable": unreadable})
-
-
-def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
-    """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
-    again = "copy the folder again, or remove it and prepare it anew"
-    try:
-        with naming_path(file):
-            array = np.lib.format.open_memmap(file, mode="r")
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.") from None
-    except ValueError as error:      # no npy, or cut short, or Python objects, which are pickled
-        raise ValueError(f"{file} is not a whole npy file of numbers ({error}): {again}.") from error
-    if array.shape not in shapes or array.dtype not in dtypes:
-        allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
-        raise ValueError(f"{file} holds {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "
-                         f"of one preparation.")
-    return np.asarray(array)      # rows of a memmap take longer
 
 
 def read_records(out: Path, num_shards: int, mirror: bool, row_shape: tuple[int, ...]) -> list[dict | None]:

@@ -8,29 +8,24 @@ is read. Nothing is unpickled.
 """
 
 import hashlib
-import itertools
 import json
 import math
 import sys
-import time
-from collections.abc import Iterable, Iterator
-from contextlib import closing
 from dataclasses import asdict
+from datetime import timedelta
 from pathlib import Path
 
 import numpy as np
 import torch
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import Convention
 from latents.folder import KINDS
 from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
 from latents.images import MAX_CLASSES, check_labels
-from latents.loader import in_order
-from latents.writer import begin, finish, is_finished, read_records, sweep, write_shard
+from latents.writer import is_finished, write_folder
 from runtime.command import command
-from runtime.files import require_room
+from runtime.device import join_ranks
 from runtime.schema import Classes, Count, Location, Positive, Settings, one_of
 
 CHUNK = 64               # latents that are read and converted at once
@@ -92,10 +87,10 @@ def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
 
 def import_latents(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder; raises ValueError for a bad source."""
-    started, out, format = time.monotonic(), Path(cfg.out), cfg.format
+    state, out, format = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out), cfg.format
     if format == "auto":
         format, why = recognize(cfg.source)
-        print(f"{cfg.source}: taken as {format}, {FORMS[format].whose}: {why}.")
+        state.print(f"{cfg.source}: taken as {format}, {FORMS[format].whose}: {why}.")
     stored, form = open_stored(format, cfg.source, cfg.kind, cfg.scale, cfg.latent_norm, cfg.mirrored, cfg.autoencoder)
     check_labels(stored.labels, cfg.num_classes or MAX_CLASSES, f"source={cfg.source}",
                  "set num_classes above it, or correct the source")
@@ -105,55 +100,28 @@ def import_latents(cfg: ImportSettings) -> None:
     copies = " and as many mirrored copies" if is_mirrored else ""
     settings = dict(format=format, kind=form.kind, scale=form.scale, autoencoder=form.autoencoder, mirrored=is_mirrored,
                     num_classes=num_classes, shard_size=cfg.shard_size, fingerprint=probe(stored, form, cfg.source))
-    print(f"{cfg.source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
-    if is_finished(out, settings):
-        sweep(out, "record-*.json")
-        print(f"{out} is already whole: nothing to do.")
+    state.print(f"{cfg.source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
+    if is_finished(out, settings, state.is_main_process):
         return
 
-    shards = [range(start, min(start + cfg.shard_size, count)) for start in range(0, count, cfg.shard_size)]
-    records = read_records(out, len(shards), is_mirrored, stored.shape)
-    todo = [shard for shard, record in enumerate(records) if record is None]
-    row_bytes = math.prod(stored.shape) * 2 * len(stored.sides) + 8
-    require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes, "name an out= on another disk.")
+    def read(rows: range) -> tuple[range, dict]:
+        return rows, {part: read(rows.start, rows.stop) for part, read in stored.sides.items()}
 
-    jobs = [(shard, shards[shard][start : start + CHUNK])
-            for shard in todo for start in range(0, len(shards[shard]), CHUNK)]
-    total = sum(len(rows) for _, rows in jobs)
+    def encode(content: tuple[range, dict]) -> tuple[dict[str, np.ndarray], list]:
+        rows, values = content
+        parts = {part: finite(convert(form, torch.as_tensor(value)), cfg.source, rows.start).numpy()
+                 for part, value in values.items()}
+        return parts | {"labels": labels[rows.start : rows.stop]}, []
 
-    def read(job: tuple[int, range]) -> tuple[int, range, dict]:
-        shard, rows = job
-        return shard, rows, {part: read(rows.start, rows.stop) for part, read in stored.sides.items()}
-
-    def rows_of(chunks: Iterable) -> Iterator[tuple[dict[str, np.ndarray], list]]:
-        """Yields the rows of a shard by their keys in metadata.json, as they are stored."""
-        for _, rows, values in chunks:
-            parts = {part: finite(convert(form, torch.as_tensor(read)), cfg.source, rows.start).numpy()
-                     for part, read in values.items()}
-            yield parts | {"labels": labels[rows.start : rows.stop]}, []
-            bar.update(len(rows))
-
-    lock = begin(out, settings, len(shards) - len(todo), len(shards))
-    try:
-        with closing(in_order(read, jobs)) as chunks, tqdm(
-            desc="latents", total=total, unit=" latents", smoothing=0.05, disable=None,
-        ) as bar:
-            for shard, group in itertools.groupby(chunks, key=lambda item: item[0]):
-                write_shard(out, shard, rows_of(group))
-    finally:
-        lock.release()
-
-    seconds = time.monotonic() - started
-    print(f"{total:,} latents in {seconds:.1f} s, {total / seconds:,.0f} latents/s")
     channels, side = stored.shape[0] // (2 if form.kind == "moments" else 1), stored.shape[1]
     convention = Convention(form.scale, 0.0, form.latents_mean, form.latents_std, form.pixels)
-    resolution = {} if form.downsample is None else {"resolution": side * form.downsample}
     metadata = {
         "shape": [channels, side, side], "kind": form.kind, "mirrored": is_mirrored, "num_classes": num_classes,
-        "class_names": None, "autoencoder": form.autoencoder, **convention.record(), **resolution,
-        "source": cfg.source, "imported": {"format": format} | asdict(form),
-    }
-    finish(out, metadata, read_records(out, len(shards), is_mirrored, stored.shape))
+        "class_names": None, "autoencoder": form.autoencoder, **convention.record(), "source": cfg.source,
+        "imported": {"format": format} | asdict(form),
+    } | ({} if form.downsample is None else {"resolution": side * form.downsample})
+    write_folder(out, settings, metadata, stored.shape, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read,
+                 encode=encode, state=state)
 
 
 @command("import_latents", ImportSettings)

@@ -9,13 +9,9 @@ of its image and the settings, and every shard is renamed into place when whole:
 ranks shows.
 """
 
-import itertools
 import re
 import sys
-import time
 import warnings
-from collections.abc import Iterable, Iterator
-from contextlib import closing
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -23,17 +19,14 @@ from typing import Annotated
 import numpy as np
 import torch
 from pydantic import Field
-from tqdm import tqdm
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import autoencoder as autoencoders
 from latents.folder import KINDS
 from latents.images import ImageSource, UnreadableImage, open_source
-from latents.loader import in_order
-from latents.writer import begin, finish, is_finished, read_records, sweep, write_shard
+from latents.writer import is_finished, write_folder
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
-from runtime.files import require_room
 from runtime.schema import Count, Location, Settings, Size, Whole, one_of, read_json
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -150,8 +143,7 @@ def prepare(cfg: PrepareSettings) -> None:
     """Writes `source` to `out` as a folder of latents; raises ValueError for bad settings before anything slow."""
     # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
     state = join_ranks(cpu=False, tf32=cfg.tf32, timeout=timedelta(days=7))
-    started, out, is_main = time.monotonic(), Path(cfg.out), state.is_main_process
-    is_shapes = cfg.source == "shapes"
+    out, is_shapes = Path(cfg.out), cfg.source == "shapes"
     resolution = cfg.resolution or (16 if is_shapes else 256)
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
@@ -160,15 +152,12 @@ def prepare(cfg: PrepareSettings) -> None:
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
     shown = display_names(source.class_names, cfg.words, cfg.source)
-    num_classes = len(source.class_names)
-    state.print(f"{cfg.source}: {len(source):,} images in {num_classes} classes, {len(source.not_images)} other files")
+    state.print(f"{cfg.source}: {len(source):,} images in {len(source.class_names)} classes, "
+                f"{len(source.not_images)} other files")
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint())
-    if is_finished(out, settings):
-        if is_main:
-            sweep(out, "record-*.json")  # of a run that was killed on its last lines
-        state.print(f"{out} is already whole: nothing to do.")
+    if is_finished(out, settings, state.is_main_process):
         return
 
     with state.main_process_first():  # one rank downloads, the others find it in the cache
@@ -177,60 +166,28 @@ def prepare(cfg: PrepareSettings) -> None:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} shrinks images.")
     side = resolution // vae.downsample
-    row_shape = (vae.channels * (2 if kind == "moments" else 1), side, side)
-    shards = [range(start, min(start + cfg.shard_size, len(source)))
-              for start in range(0, len(source), cfg.shard_size)]
-    records = read_records(out, len(shards), cfg.mirror, row_shape)
-    todo = [shard for shard, record in enumerate(records) if record is None]
-    row_bytes = np.prod(row_shape) * 2 * (1 + cfg.mirror) + 8
-    require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
-                 "name another disk by out=; kind=sample and mirror=false take half each.")
-    state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
 
-    def decode(job: tuple[int, range]) -> tuple[int, tuple]:
-        shard, indices = job
-        return shard, decode_batch(source, indices, resolution)
+    def encode(decoded: tuple[np.ndarray, list[int], list]) -> tuple[dict[str, np.ndarray], list]:
+        images, indices, unreadable = decoded
+        if not indices:
+            return {}, unreadable
+        batch = torch.from_numpy(images)
+        rows = {"latents": encode_rows(vae, batch, indices, kind, cfg.seed, mirror=False),
+                "labels": source.labels[indices].astype("<i8")}
+        if cfg.mirror:
+            rows["mirrored"] = encode_rows(vae, batch, indices, kind, cfg.seed, mirror=True)
+        return rows, unreadable
 
-    def rows_of(batches: Iterable) -> Iterator[tuple[dict[str, np.ndarray], list]]:
-        """Encodes the decoded batches of a shard; yields rows by kind, and [name, reason] of the unreadable images."""
-        for _, (images, indices, unreadable) in batches:
-            rows = {}
-            if indices:
-                batch = torch.from_numpy(images)
-                rows = {"latents": encode_rows(vae, batch, indices, kind, cfg.seed, mirror=False),
-                        "labels": source.labels[indices].astype("<i8")}
-                if cfg.mirror:
-                    rows["mirrored"] = encode_rows(vae, batch, indices, kind, cfg.seed, mirror=True)
-            yield rows, unreadable
-            bar.update(len(indices) + len(unreadable))
-
-    lock = begin(out, settings, len(shards) - len(todo), len(shards)) if is_main else None
-    state.wait_for_everyone()
-    mine = todo[state.process_index :: state.num_processes]
-    jobs = [(shard, shards[shard][start : start + cfg.batch_size])
-            for shard in mine for start in range(0, len(shards[shard]), cfg.batch_size)]
-    # One stream over all of this rank's shards, so that decoding runs ahead across a shard's end as well.
-    decoded = in_order(decode, jobs, threads=cfg.num_workers, ahead=cfg.num_workers + 1)
-    bar = tqdm(desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",
-               total=sum(len(indices) for _, indices in jobs), smoothing=0.05, disable=not is_main or None)
-    try:
-        with bar, closing(decoded):
-            for shard, batches in itertools.groupby(decoded, key=lambda item: item[0]):
-                write_shard(out, shard, rows_of(batches))
-        state.wait_for_everyone()
-        if is_main:
-            seconds, done = time.monotonic() - started, sum(len(shards[shard]) for shard in todo)
-            print(f"{done:,} images in {seconds:.0f} s, {done / seconds:,.0f} images/s")
-            metadata = {
-                "shape": [vae.channels, side, side], "kind": kind, "mirrored": cfg.mirror, "num_classes": num_classes,
-                "class_names": source.class_names, "autoencoder": autoencoder, **vae.convention.record(),
-                "resolution": resolution, "source": cfg.source, "precision": cfg.precision,
-                **describe_device(state.device),
-            } | ({} if shown is None else {"display_names": shown})
-            finish(out, metadata, read_records(out, len(shards), cfg.mirror, row_shape), source.not_images)
-    finally:
-        if lock is not None:
-            lock.release()
+    metadata = {
+        "shape": [vae.channels, side, side], "kind": kind, "mirrored": cfg.mirror,
+        "num_classes": len(source.class_names), "class_names": source.class_names, "autoencoder": autoencoder,
+        **vae.convention.record(), "resolution": resolution, "source": cfg.source, "precision": cfg.precision,
+        **describe_device(state.device),
+    } | ({} if shown is None else {"display_names": shown})
+    write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
+                 shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
+                 read=lambda indices: decode_batch(source, indices, resolution), encode=encode,
+                 not_images=source.not_images)
 
 
 @command("prepare_latents", PrepareSettings)

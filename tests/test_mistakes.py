@@ -119,7 +119,7 @@ TYPED = {
         ("resolution=0", "resolution=0"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("label_map=no.json", "no.json"), ("words=no.txt", "no.txt"),
-        ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "unpack"),
+        ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "decompress"),
     ],
     "import_latents": [
         ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "maskdit"),
