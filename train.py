@@ -50,12 +50,13 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1, np.uint64)[0])
 
 
-def learning_rate(step: int, steps: int, lr: float, warmup_steps: int, schedule: str) -> float:
+def lr_scale(step: int, steps: int, warmup_steps: int, schedule: str) -> float:
+    """Returns the share of its learning rate with which a step is taken."""
     if step < warmup_steps:
-        return lr * (step + 1) / warmup_steps
+        return (step + 1) / warmup_steps
     if schedule == "cosine":
-        return lr * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))) / 2
-    return lr
+        return (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))) / 2
+    return 1.0
 
 
 def ema_decay(step: int, decay: float, warmup: bool) -> float:
@@ -64,14 +65,15 @@ def ema_decay(step: int, decay: float, warmup: bool) -> float:
 
 def train_step(
     accelerator: Accelerator, called: nn.Module, objective: Objective | DiffusionLoss, optimizer: torch.optim.Optimizer,
-    x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, lr: float, label_dropout: float, clip_norm: float | None,
-    num_parts: int, cuda_graphs: bool = False,
+    x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, lr_scale: float, label_dropout: float,
+    clip_norm: float | None, num_parts: int, cuda_graphs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `called` is `objective` as it is called: cast and replicated. `arrays` (B, …) lie beside the latents. Returns the
-    loss, the gradient's norm, whether the step was skipped because it was not finite, and the terms of the loss, as
-    tensors on the device. None of them lies in a graph's memory.
+    `called` is `objective` as it is called: cast and replicated. `arrays` (B, …) lie beside the latents. `lr_scale`
+    multiplies the learning rate that each of the optimizer's groups was made with. Returns the loss, the gradient's
+    norm, whether the step was skipped because it was not finite, and the terms of the loss, as tensors on the device.
+    None of them lies in a graph's memory.
     """
     if cuda_graphs:      # which may now write over the last step's gradients, but over those of no part of this one
         torch.compiler.cudagraph_mark_step_begin()
@@ -95,7 +97,7 @@ def train_step(
     # A loss that is not finite makes such gradients, and DDP spreads them to every rank, so all ranks skip together.
     skipped = ~grad_norm.isfinite()
     for group in optimizer.param_groups:
-        group["lr"] = lr
+        group["lr"] = lr_scale * group.setdefault("initial_lr", group["lr"])
     step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
     optimizer.zero_grad(set_to_none=True)
     return step_loss, grad_norm, skipped, step_terms
@@ -315,7 +317,7 @@ def main(cfg: TrainSettings) -> None:
         loss, grad_norm, skipped, terms = train_step(
             accelerator, called, run.objective, run.optimizer, to_latent(stored, latents.kind), y,
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
-            lr=learning_rate(run.step, cfg.steps, cfg.optimizer.lr, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
+            lr_scale=lr_scale(run.step, cfg.steps, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
         update_ema(run.ema, model, ema_decay(run.step, cfg.ema.decay, cfg.ema.warmup))

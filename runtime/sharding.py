@@ -80,6 +80,11 @@ def whole(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
+def local(tensor: Tensor) -> Tensor:
+    """Returns the part of a sharded tensor that this rank holds, in the same memory; a plain one is that part."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
 @contextlib.contextmanager
 def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
     """Yields the tensors, each gathered when it is its turn, so that one at a time is whole.

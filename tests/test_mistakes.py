@@ -75,6 +75,10 @@ TYPED = {
         ("precision=fp8", "precision=fp8"), ("sharding=fsdp", "single process"),
         ("sharding=fsdp", "precision=fp16", "precision=fp16"),
         ("sharding=fsdp", "compile=reduce-overhead", "compile=reduce-overhead"),
+        ("optimizer=muon", "init_from=run", "lora.rank=2", "optimizer=muon"), ("optimizer=lion", "optimizer/lion"),
+        ("optimizer=muon", "precision=fp8", "optimizer=muon"), ("optimizer.name=lion", "muon"),
+        ("optimizer=muon", "optimizer.momentum=1", "momentum=1"), ("optimizer.matrix_lr=1", "matrix_lr"),
+        ("optimizer=muon", "optimizer.matrix_lr=-1", "matrix_lr=-1"),
         ("sharding=fsdp", "init_from=run", "lora.rank=2", "lora.rank=2"),
     ],
     "sample": [

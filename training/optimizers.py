@@ -12,19 +12,48 @@ def adamw(trained: Mapping[str, nn.Parameter], **settings: object) -> torch.opti
     return torch.optim.AdamW(trained.values(), fused=True, **settings)
 
 
-OPTIMIZERS = {"adamw": adamw}
+def is_matrix(name: str, p: nn.Parameter) -> bool:
+    """Tells the weights of a block's linear layers from what has other names or shapes, as norms, biases and decays."""
+    return name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2
+
+
+class Muon(torch.optim.Optimizer):
+    """Muon (arXiv 2502.16982) for the matrices of the blocks and AdamW for the rest, a group each, AdamW's first.
+
+    Both are torch's. Muon's steps are scaled to the size of AdamW's, so that one learning rate suits both: matrix_lr is
+    lr where it is None.
+    """
+
+    def __init__(
+        self, trained: Mapping[str, nn.Parameter], lr: float, matrix_lr: float | None, momentum: float,
+        weight_decay: float, **settings: object,
+    ):
+        matrices = {name: p for name, p in trained.items() if is_matrix(name, p)}
+        rest = {name: p for name, p in trained.items() if name not in matrices}
+        muon = torch.optim.Muon(matrices.values(), lr=lr if matrix_lr is None else matrix_lr, momentum=momentum,
+                                weight_decay=weight_decay, adjust_lr_fn="match_rms_adamw")
+        self.parts = adamw(rest, lr=lr, weight_decay=weight_decay, **settings), muon
+        super().__init__([group for part in self.parts for group in part.param_groups], {})
+
+    def step(self, closure: object = None) -> None:
+        for part, group in zip(self.parts, self.param_groups, strict=True):
+            part.param_groups, part.state = [group], self.state      # which loading replaces
+            part.step()
+
+
+OPTIMIZERS = {"adamw": adamw, "muon": Muon}
 
 
 def build_optimizer(trained: Mapping[str, nn.Parameter], name: str, **settings: object) -> torch.optim.Optimizer:
-    """Builds an optimizer of OPTIMIZERS for named parameters; settings are lr, betas, eps and weight_decay."""
+    """Builds an optimizer of OPTIMIZERS for named parameters; settings are those of configs/optimizer."""
     return OPTIMIZERS[name](trained, **settings)
 
 
-def tensors_of(optimizer: torch.optim.Optimizer) -> dict[tuple, Tensor]:
-    """Names what a step of an optimizer may change: weights and its own state."""
+def tensors_of(optimizer: torch.optim.Optimizer) -> dict[int | tuple, Tensor]:
+    """Names what a step of an optimizer may change, this rank's part of weights and of its own state."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     state = {(i, name): value for i, p in enumerate(weights) for name, value in optimizer.state[p].items()}
-    return {**{(i, ""): p for i, p in enumerate(weights)}, **state}
+    return {key: sharding.local(tensor) for key, tensor in {**dict(enumerate(weights)), **state}.items()}
 
 
 @torch.no_grad()

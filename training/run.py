@@ -189,6 +189,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
                  "class_names": latents.class_names, "display_names": latents.display_names,
                  **({} if len(latents.classes) == num_classes else {"classes": latents.classes})},
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
+        "optimizer": cfg.optimizer.name,
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "parent": None, **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),

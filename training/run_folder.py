@@ -33,7 +33,7 @@ class TrainedData(DataRecord):
 
 
 class Meta(CheckpointRecord):
-    """What meta.json must hold for a run to resume; the last five have not always been there."""
+    """What meta.json must hold for a run to resume; the last six have not always been there."""
 
     step: Whole
     images: Whole
@@ -48,6 +48,7 @@ class Meta(CheckpointRecord):
     history: list[dict] = []
     lowest_loss: NotNegative | None = None
     objective: dict[str, dict] = {}
+    optimizer: str = "adamw"
 
 
 # ---- may it resume? -------------------------------------------------------------------------------------------------
@@ -90,14 +91,15 @@ def differing(old: object, new: object) -> tuple[object, object]:
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     """Compares a checkpoint's record with this run's; returns the changes that are allowed, as sentences.
 
-    Raises ValueError for another network, diffusion, objective, data set, start or adapter.
+    Raises ValueError for another network, diffusion, objective, data set, start, adapter or optimizer.
     """
     def facts(record: dict) -> dict:
         _, objective = with_objective(record["diffusion"], record.get("objective", {}))
         return {"network": architecture(record["network"]), "diffusion": diffusion_keywords(record["diffusion"]),
                 "objective": objective, "data set": record["data"]["fingerprint"],
                 "init_from": record.get("init_from"),
-                "adapter": {**(record.get("lora") or {"rank": None}), "base": None}}
+                "adapter": {**(record.get("lora") or {"rank": None}), "base": None},
+                "optimizer": record.get("optimizer", "adamw")}
 
     for (fact, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
         if old != new:

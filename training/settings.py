@@ -1,7 +1,7 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -27,7 +27,6 @@ from runtime.schema import (
 from scoring import results
 from scoring.features import EXTRACTORS
 from training import speed
-from training.optimizers import OPTIMIZERS
 from weights.others import FAMILIES
 from weights.records import RouteSettings, check_objective
 
@@ -68,8 +67,8 @@ class LoRASettings(Settings):
     targets: Annotated[list[Text], Field(min_length=1)] | None
 
 
-class OptimizerSettings(Settings):
-    name: one_of(OPTIMIZERS)
+class AdamWSettings(Settings):
+    name: Literal["adamw"]
     lr: NotNegative
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
     eps: Annotated[float, Field(ge=1e-20, le=1)]      # at 0 a gradient of 0 makes weights that are no numbers
@@ -77,6 +76,12 @@ class OptimizerSettings(Settings):
     warmup_steps: Whole
     schedule: one_of(["constant", "cosine"])
     clip_norm: Positive | None
+
+
+class MuonSettings(AdamWSettings):
+    name: Literal["muon"]
+    matrix_lr: NotNegative | None = None
+    momentum: Decay = 0.95
 
 
 class EMASettings(Settings):
@@ -142,7 +147,7 @@ class TrainSettings(Settings):
     data: DataSettings
     diffusion: dict
     objective: dict[str, dict]
-    optimizer: OptimizerSettings
+    optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     ema: EMASettings
     log: LogSettings
     checkpoint: CheckpointSettings
@@ -164,6 +169,11 @@ def check_settings(cfg: TrainSettings) -> None:
     if lora.rank is not None and cfg.init_from is None:
         raise ValueError(f"lora.rank={lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
                          f"weights file>.")
+    if cfg.optimizer.name == "muon" and lora.rank is not None:
+        raise ValueError(f"optimizer=muon and lora.rank={lora.rank} are not supported together: Muon steps by whole "
+                         f"matrices, and an adapter's are factors of one. Set optimizer=adamw.")
+    if cfg.optimizer.name == "muon" and cfg.precision == "fp8":
+        raise ValueError("optimizer=muon and precision=fp8 are not supported together: set precision=bf16.")
     if lora.rank is not None and cfg.precision == "fp8":
         raise ValueError(f"precision=fp8 and lora.rank={lora.rank} are not supported together: set precision=bf16.")
     if cfg.sharding == "fsdp":

@@ -176,7 +176,7 @@ def test_the_loss_falls(block, fresh_accelerator):
     y = torch.arange(8) % 4
     for step in range(30):
         torch.manual_seed(step % 3)
-        losses.append(train.train_step(accelerator, called, objective, optimizer, 0.5 * batch()[0][y], y, {}, lr=2e-3,
+        losses.append(train.train_step(accelerator, called, objective, optimizer, 0.5 * batch()[0][y], y, {}, lr_scale=2.0,
                                        label_dropout=0.1, clip_norm=None, num_parts=1)[0].item())
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3]) and all(map(math.isfinite, losses))
 

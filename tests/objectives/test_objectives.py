@@ -16,7 +16,6 @@ from objectives.hidden import take_hidden
 from objectives.version1 import Version1
 from rf import RF
 from routing_module import Route, Router
-from training.optimizers import load_optimizer, optimizer_tensors, step_unless
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.records import check_objective
@@ -194,37 +193,6 @@ def test_a_frozen_part_of_the_network_is_saved_with_it():
     assert adapters.tensors(net).keys() == net.state_dict().keys()
     trained = trained_parameters(DiffusionLoss(net, EDM()))
     assert trained.keys() == {name for name in net.state_dict() if not name.startswith(("y_embedder", "pos_embed"))}
-
-
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True),
-                                  lambda p: torch.optim.NAdam(p)], ids=["sgd", "fused", "nadam"])
-def test_a_skipped_step_changes_nothing_and_state_resumes_for_any_optimizer(make):
-    torch.manual_seed(0)
-    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
-    other.load_state_dict(one.state_dict())
-    makers = [(net, make(net.parameters())) for net in (one, other)]
-
-    def step(net, optimizer, seed, skipped):
-        net(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
-        if skipped:
-            for p in net.parameters():
-                p.grad.fill_(float("nan"))
-        step_unless(torch.tensor(skipped), optimizer)
-        optimizer.zero_grad()
-
-    for seed, skipped in ((0, True), (1, False), (2, True), (3, False)):
-        step(*makers[0], seed, skipped)
-        if not skipped:
-            step(*makers[1], seed, False)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
-
-    again = torch.nn.Linear(3, 2)
-    again.load_state_dict(one.state_dict())
-    resumed = make(again.parameters())
-    saved = optimizer_tensors(dict(one.named_parameters()), makers[0][1])
-    load_optimizer(dict(again.named_parameters()), resumed, {key: value.clone() for key, value in saved.items()})
-    step(again, resumed, 4, False), step(*makers[0], 4, False)
-    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
 
 
 @pytest.mark.parametrize("how", [False, True])

@@ -15,7 +15,7 @@ from accelerate.state import AcceleratorState
 from conftest import ROOT, run_command
 from forked import Ended, Life
 from PIL import Image
-from training_runs import command, rows, train_here
+from training_runs import assert_same_end, command, rows, train_here
 
 import fid
 import objectives
@@ -258,6 +258,17 @@ def test_a_run_goes_on_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     assert all(torch.equal(value, begun[key]) for key, value in parent.items())
 
 
+def test_muon_steps_by_sharded_matrices_as_by_whole_ones_and_resumes_bit_for_bit(shapes, tmp_path):
+    def on(name: str, sharded: str, steps: int) -> list[str]:
+        return command(tmp_path / name, shapes, *SMALL, "optimizer=muon", f"sharding={sharded}", f"steps={steps}", "log.every=1",
+                       "checkpoint.every=100")[1:]
+
+    all_well(on_ranks(2, on("none", "none", 6), on("whole", "fsdp", 6), on("parts", "fsdp", 3), on("parts", "fsdp", 6)))
+    ddp, whole, parts = (tmp_path / name for name in ("none", "whole", "parts"))
+    assert (losses(ddp) - losses(whole)).abs().max() < 1e-3, "more than what bfloat16 rounds of Newton's and Schulz's products"
+    assert_same_end(parts, whole)
+
+
 def spoil(rank: int) -> None:
     """The first images of the second rank are no numbers, and the disk is full in the middle of the second save."""
     write, to_latent, taken = checkpoints.write_tensors, train.to_latent, []
@@ -335,7 +346,7 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
     called = accelerator.prepare_model(objective, evaluation_mode=sharded == "fsdp")
     optimizer = accelerator.prepare(torch.optim.SGD(trained_parameters(objective).values(), lr=1.0))
     share = slice(rank * 8 // world, (rank + 1) * 8 // world)
-    _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {}, lr=0.1,
+    _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {}, lr_scale=0.1,
                                                label_dropout=0.0, clip_norm=1.0, num_parts=1)
     assert not skipped
     tensors = {name: sharding.whole(p).detach().clone() for name, p in trained_parameters(objective).items()}

@@ -37,7 +37,7 @@ def trained(precision, forget, steps=30):
     losses = []
     for step in range(steps):
         torch.manual_seed(step % 3)
-        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, lr=2e-3, label_dropout=0.1, clip_norm=None,
+        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, lr_scale=2.0, label_dropout=0.1, clip_norm=None,
                                        num_parts=1)[0].item())
     return losses, gradients, model
 

@@ -1,0 +1,137 @@
+"""Optimizers: which weights Muon takes, what a step is, what a skipped one leaves, and what a checkpoint holds of them."""
+
+import json
+
+import pytest
+import torch
+from torch import nn
+from training_runs import rows, train_here
+
+from dit import DiT
+from edm import EDM
+from objectives import DiffusionLoss, trained_parameters
+from training.optimizers import build_optimizer, load_optimizer, optimizer_tensors, step_unless
+from weights import checkpoint as checkpoints
+
+SETTINGS = dict(lr=0.01, matrix_lr=0.05, momentum=0.9, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
+
+
+def tiny(block: str = "dit", seed: int = 0) -> DiT:
+    torch.manual_seed(seed)
+    return DiT(input_size=4, in_channels=3, hidden_size=16, depth=2, num_heads=2, num_classes=3, init="xavier", block=block)
+
+
+def fill_gradients(net: nn.Module, seed: int) -> None:
+    generator = torch.Generator().manual_seed(seed)
+    for p in net.parameters():
+        p.grad = torch.randn(p.shape, generator=generator)
+
+
+def weights_of(net: nn.Module) -> dict[str, torch.Tensor]:
+    return {name: p.detach().clone() for name, p in net.named_parameters()}
+
+
+@pytest.mark.parametrize("block", ["dit", "lightning", "mamba", "rwkv"])
+def test_muon_takes_the_linear_layers_of_blocks_and_adamw_the_rest(block):
+    net = tiny(block)
+    net.extra = nn.Linear(3, 3)      # as what an objective trains beside it
+    optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
+    rest, matrices = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
+    assert matrices == {id(layer.weight) for layer in net.blocks.modules() if isinstance(layer, nn.Linear)}
+    assert rest == {id(p) for p in net.parameters()} - matrices
+
+
+def test_a_step_is_torchs_muon_on_matrices_and_torchs_adamw_on_the_rest_each_at_its_rate():
+    net, other = tiny(), tiny()
+    optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
+    matrices = [layer.weight for layer in other.blocks.modules() if isinstance(layer, nn.Linear)]
+    rest = [p for p in other.parameters() if all(p is not matrix for matrix in matrices)]
+    theirs = [torch.optim.AdamW(rest, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
+              torch.optim.Muon(matrices, lr=0.05, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
+    for seed, scale in enumerate((1.0, 0.5, 0.25)):
+        for each, groups in ((net, optimizer.param_groups), (other, [group for one in theirs for group in one.param_groups])):
+            fill_gradients(each, seed)
+            for group, lr in zip(groups, (0.01, 0.05), strict=True):
+                group["lr"] = scale * lr
+        for each in (optimizer, *theirs):
+            each.step()
+    assert all(torch.equal(weights_of(net)[name], p) for name, p in weights_of(other).items())
+
+
+def test_muon_moves_every_matrix_as_far_as_adamw_does():
+    moved = {}
+    for name in ("adamw", "muon"):
+        net = tiny()
+        settings = SETTINGS if name == "muon" else {key: SETTINGS[key] for key in ("betas", "eps")}
+        optimizer = build_optimizer(trained_parameters(DiffusionLoss(net, EDM())), name,
+                                    **settings | {"lr": 0.01, "weight_decay": 0.0} | ({"matrix_lr": None} if name == "muon" else {}))
+        before = weights_of(net)
+        fill_gradients(net, 0)
+        optimizer.step()
+        moved[name] = {key: (p - before[key]).square().mean().sqrt() for key, p in net.named_parameters() if key.startswith("blocks.")}
+    ratios = torch.stack([moved["muon"][key] / moved["adamw"][key] for key in moved["adamw"] if key.endswith("weight")])
+    assert 0.1 < ratios.min() and ratios.max() < 0.3      # 0.2 of it, which is AdamW's size late in training
+
+
+def muon_of(parameters) -> torch.optim.Optimizer:
+    weight, bias = parameters
+    return build_optimizer({"blocks.0.weight": weight, "blocks.0.bias": bias}, "muon", **SETTINGS)
+
+
+@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True),
+                                  lambda p: torch.optim.NAdam(p), muon_of], ids=["sgd", "fused", "nadam", "muon"])
+def test_a_skipped_step_changes_nothing_and_state_resumes_for_any_optimizer(make):
+    torch.manual_seed(0)
+    one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
+    other.load_state_dict(one.state_dict())
+    makers = [(net, make(net.parameters())) for net in (one, other)]
+
+    def step(net, optimizer, seed, skipped):
+        net(torch.randn(4, 3, generator=torch.Generator().manual_seed(seed))).square().sum().backward()
+        if skipped:
+            for p in net.parameters():
+                p.grad.fill_(float("nan"))
+        step_unless(torch.tensor(skipped), optimizer)
+        optimizer.zero_grad()
+
+    for seed, skipped in ((0, True), (1, False), (2, True), (3, False)):
+        step(*makers[0], seed, skipped)
+        if not skipped:
+            step(*makers[1], seed, False)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), other.parameters(), strict=True))
+
+    again = torch.nn.Linear(3, 2)
+    again.load_state_dict(one.state_dict())
+    resumed = make(again.parameters())
+    saved = optimizer_tensors(dict(one.named_parameters()), makers[0][1])
+    load_optimizer(dict(again.named_parameters()), resumed, {key: value.clone() for key, value in saved.items()})
+    step(again, resumed, 4, False), step(*makers[0], 4, False)
+    assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+
+
+def test_a_run_by_muon_has_two_rates_on_one_schedule_and_its_moments_by_name(shapes, tmp_path):
+    options = ("optimizer=muon", "optimizer.lr=1e-3", "optimizer.matrix_lr=1e-2", "optimizer.warmup_steps=4", "log.every=1", "steps=2")
+    result = train_here(tmp_path / "run", shapes, *options)
+    assert result.returncode == 0, result.stderr
+    assert [row["lr"] for row in rows(tmp_path / "run")] == [2.5e-4, 5e-4]
+    saved = checkpoints.load(checkpoints.latest(tmp_path / "run"), "training")
+    assert "blocks.0.attn.qkv.weight.momentum_buffer" in saved and "x_embedder.proj.weight.exp_avg" in saved
+    assert not any(".blocks.0.attn.qkv.weight.exp_avg" in key for key in saved)
+    meta = json.loads((checkpoints.latest(tmp_path / "run") / "meta.json").read_text())
+    assert (meta["optimizer"], meta["config"]["optimizer"]["matrix_lr"]) == ("muon", 1e-2)
+    refused = train_here(tmp_path / "run", shapes, "steps=4")
+    assert refused.returncode == 1 and "was trained with another optimizer, so it cannot go on: it has muon, this command adamw" in refused.stderr
+
+
+def test_a_scale_of_the_schedule_multiplies_the_rate_of_each_group(fresh_accelerator):
+    from accelerate import Accelerator
+
+    from train import train_step
+
+    net, accelerator = tiny(), Accelerator(cpu=True)
+    objective = DiffusionLoss(net, EDM())
+    called, optimizer = accelerator.prepare(objective, build_optimizer(trained_parameters(objective), "muon", **SETTINGS))
+    for scale in (0.5, 0.1, 1.0):
+        train_step(accelerator, called, objective, optimizer, torch.randn(4, 3, 4, 4), torch.arange(4) % 3, {}, lr_scale=scale,
+                   label_dropout=0.1, clip_norm=None, num_parts=1)
+        assert [group["lr"] for group in optimizer.param_groups] == [scale * 0.01, scale * 0.05]
