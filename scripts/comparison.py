@@ -22,10 +22,10 @@ Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then 
 ENOUGH = 3      # seeds for a verdict
 
 
-def metrics_of(runs: list[dict], *variants: str) -> list[str | None]:
-    """Lists the metrics of variants' scores, the one of most scores first; [None] where there are no scores."""
+def metrics_of(runs: list[dict], *variants: str) -> list[str]:
+    """Lists the metrics of variants' scores, the one of most scores first."""
     found = Counter(score["metric"] for run in runs if run["variant"] in variants for score in run["scores"])
-    return [metric for metric, _ in found.most_common()] or [None]
+    return [metric for metric, _ in found.most_common()]
 
 
 def unguided(runs: list[dict], *variants: str, metric: str | None = None) -> list[Scores]:
@@ -33,7 +33,7 @@ def unguided(runs: list[dict], *variants: str, metric: str | None = None) -> lis
 
     They are of one number of images, as a distance depends on it: the one of most scores.
     """
-    metric = metric or metrics_of(runs, *variants)[0]
+    metric = metric or next(iter(metrics_of(runs, *variants)), None)
     found = [(run, score) for run in runs if run["variant"] in variants for score in run["scores"]
              if score["guidance"] == "unguided" and score["metric"] == metric]
     usual = Counter(score["num_samples"] for _, score in found).most_common(1)
@@ -191,7 +191,7 @@ def tables(result: dict) -> str:
     """Writes the study as Markdown: scores over steps, differences, guided scores and their cost, crossings."""
     lines = [f"# {result['name']}", ""]
     for run in result["runs"]:
-        if run["steps"] is None or run["step"] < run["steps"]:
+        if run["step"] < (run["steps"] or math.inf):
             lines.append(f"* {run['variant']}, seed {run['seed']}: not finished, {run['step']} of "
                          f"{run['steps'] or '?'} steps.")
     lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Two variants are "
@@ -205,9 +205,8 @@ def tables(result: dict) -> str:
     for found in result["crossings"]:
         (first, second), axis = found["between"], found["axis"]
         place = "none shown" if found["at"] is None else f"the last at {place_of(found['at'], axis)}"
-        said = f"{place}; lower at the end: {found['verdict']}" if found["n"] else (
-            "nothing to compare" + (", or no step was timed" if axis == "seconds" else " yet"))
-        lines.append(f"* {second} and {first} over {AXES[axis]}, {found['metric'] or 'no score'}: {said}.")
+        lines.append(f"* {second} and {first} over {AXES[axis]}, {found['metric']}: {place}; lower at the end: "
+                     f"{found['verdict']}.")
     if timing := result["timing"]:
         lines += ["", f"Seconds of a step were timed in turns on one machine, {timing['device']}, torch "
                       f"{timing['torch']}, commit {timing['commit']}.", *ratios(result)]

@@ -438,9 +438,8 @@ def collect(cfg: StudySettings) -> dict:
     studies, runs, known = recorded(cfg), [], runs_of(cfg)
     timing = next((timing for timing in (read_timing(cfg), *(study.timing for study in studies)) if timing), None)
     for run in known:
-        record = furthest([from_disk(run), *records_of(run, studies)]) or {
-            "variant": run.variant, "seed": run.seed, "step": 0, "steps": None, "scores": []}
-        runs.append(record | {"steps": asked_steps(run) or record["steps"]})
+        if record := furthest([from_disk(run), *records_of(run, studies)]):
+            runs.append(record | {"steps": asked_steps(run) or record["steps"]})
     # Of a variant or a seed that the study no longer lists: what was measured stays in the file.
     listed = {(run.variant, run.seed) for run in known}
     gone = {key: old for study in reversed(studies) for old in study.runs
@@ -454,10 +453,8 @@ def collect(cfg: StudySettings) -> dict:
     floor = floor or next((study.floor for study in studies if study.floor), [])
     return {"name": cfg.study.name, "commit": commit(), "runs": [*runs, *gone.values()], "floor": floor,
             "timing": timing and timing.model_dump(),
-            "sec_per_step": {name: {"rounds": each, "median": timing.seconds(name)}
-                             for name, each in (timing.rounds if timing else {}).items()},
-            "crossings": [crossing(runs, *pair, axis, metric) for pair in cfg.study.compare
-                          for metric in metrics_of(runs, *pair) for axis in AXES]}
+            "crossings": [found for pair in cfg.study.compare for metric in metrics_of(runs, *pair) for axis in AXES
+                          if (found := crossing(runs, *pair, axis, metric))["n"]]}
 
 
 def read_timing(cfg: StudySettings) -> Timing | None:
