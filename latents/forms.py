@@ -110,7 +110,7 @@ def array_reader(
     def load(name: str) -> np.ndarray:
         try:
             array = np.lib.format.read_array(BytesIO(content(name)), allow_pickle=False)
-        except ValueError as error:
+        except (ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
             raise ValueError(f"{where}/{name} is not a whole npy file of numbers ({error}): copy it again.") from error
         return array[0] if array.ndim == 4 and len(array) == 1 else array      # some writers leave the batch axis
 
@@ -126,20 +126,11 @@ def array_reader(
     return shape, read
 
 
-def read_labels(text: bytes, where: str, names: list[str]) -> np.ndarray:
-    """Returns the labels of `names` as dataset.json, {"labels": [[name, class], …]}, has them."""
-    try:
-        label_of = dict(json.loads(text)["labels"])
-    except (ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{where} does not hold {{"labels": [[file name, class], …]}} ({error}).') from error
-    if alone := sorted(label_of.keys() ^ set(names)):
-        raise ValueError(f"{where} labels {len(label_of)} files and {len(names)} are there; {alone[0]!r} is "
-                         f"{'labelled but not there' if alone[0] in label_of else 'there but not labelled'}.")
-    return np.array([label_of[name] for name in names])
-
-
 def open_listed(source: Path, name: str) -> Stored:
-    """Opens .npy files and their dataset.json in a folder or a zip, at its top or in the folder `name`."""
+    """Opens .npy files and their dataset.json, {"labels": [[name, class], …]}, in a folder or a zip.
+
+    They lie at its top or in the folder `name`.
+    """
     if source.is_dir():
         where = source / name if (source / name).is_dir() else source
         names = npy_names(where)
@@ -153,17 +144,16 @@ def open_listed(source: Path, name: str) -> Stored:
                        if entry.startswith(inside) and entry.endswith(".npy"))
 
         def content(file: str) -> bytes:
-            try:
-                return archive.read(inside + file)
-            except (zipfile.BadZipFile, zlib.error, RuntimeError) as error:      # damaged, or encrypted
-                raise ValueError(f"{source}: {file} is damaged ({error}): copy the zip again.") from error
+            return archive.read(inside + file)
     try:
-        text = content("dataset.json")
-    except (FileNotFoundError, KeyError):
-        raise ValueError(f"{where} has no dataset.json, which holds the labels.") from None
-    if not names:
-        raise ValueError(f"{where} holds no .npy file.")
-    return Stored(read_labels(text, f"{where}/dataset.json", names), *array_reader(names, content, where))
+        label_of = dict(json.loads(content("dataset.json"))["labels"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ValueError(f'{where}/dataset.json does not hold {{"labels": [[file name, class], …]}} '
+                         f'({error}).') from error
+    if alone := sorted(label_of.keys() ^ set(names)):
+        raise ValueError(f"{where}/dataset.json labels {len(label_of)} files and {len(names)} are there; {alone[0]!r} "
+                         f"is {'labelled but not there' if alone[0] in label_of else 'there but not labelled'}.")
+    return Stored(np.array([label_of[name] for name in names]), *array_reader(names, content, where))
 
 
 def open_pairs(source: Path) -> Stored:
@@ -173,18 +163,15 @@ def open_pairs(source: Path) -> Stored:
     if alone or not names[FEATURES]:
         raise ValueError(f"source={source} has {len(names[FEATURES])} latents in {FEATURES} and {len(names[LABELS])} "
                          f"labels in {LABELS}" + (f"; {alone[0]} is in one of the two folders only." if alone else "."))
-    if odd := sorted(name for name in names[FEATURES] if not re.fullmatch(r"(0|[1-9]\d*)\.npy", name)):
-        raise ValueError(f"{source / FEATURES}/{odd[0]} is not named by a number, as in 0.npy or 17.npy.")
     order = sorted(names[FEATURES], key=lambda name: int(name.removesuffix(".npy")))
     del names
 
     def reader(part: str) -> tuple[tuple[int, ...], Callable]:
         return array_reader(order, lambda name: (source / part / name).read_bytes(), source / part)
 
-    shape, read = reader(LABELS)
-    if math.prod(shape) != 1:
-        raise ValueError(f"{source / LABELS} holds arrays of shape {shape}, where one label is expected.")
-    labels = [read(start, start + 4096).ravel() for start in range(0, len(order), 4096)]
+    _, read = reader(LABELS)
+    chunks = [range(start, min(start + 4096, len(order))) for start in range(0, len(order), 4096)]
+    labels = [read(rows.start, rows.stop).reshape(len(rows)) for rows in chunks]      # one label a file
     return Stored(np.concatenate(labels), *reader(FEATURES))
 
 
@@ -208,22 +195,19 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
         env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False)
     except lmdb.Error as error:
         raise ValueError(f"{file} is not a whole lmdb ({error}): copy it again.") from error
-    written, there = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
-    if there < written:      # to read beyond would end the process
-        raise ValueError(f"{file} has {there:,} bytes where {written:,} were written: copy it again.")
-    entries, held = env.stat()["entries"], env.begin(buffers=True)
+    written, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
+    if found < written:      # to read beyond would end the process
+        raise ValueError(f"{file} has {found:,} bytes where {written:,} were written: copy it again.")
+    entries, transaction = env.stat()["entries"], env.begin(buffers=True)
 
     def value(key: str) -> memoryview:
-        if (found := held.get(key.encode())) is None:
-            raise ValueError(f"{file} lacks {key}: it was not finished, or is not an lmdb of latents as MaskDiT's "
-                             f"extract_latent.py writes it.")
-        return found
+        if (content := transaction.get(key.encode())) is None:
+            raise ValueError(f"{file} lacks {key}: it was not finished, or MaskDiT's extract_latent.py did not write "
+                             f"it.")
+        return content
 
     def number(key: str) -> int:
-        try:
-            return int(bytes(value(key)))
-        except ValueError as error:
-            raise ValueError(f"{file}: {key} is not a whole number ({error}).") from None
+        return int(bytes(value(key)))
 
     length = number("length")
     total = 2 * length if entries == 4 * length + 1 else length      # some count the flipped images, some do not
@@ -241,18 +225,11 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
                          f"told from images: set mirrored=true or mirrored=false.")
     in_order = bool((np.diff(labels[:half]) >= 0).all())      # as extract_latent.py goes through the classes, twice
     copies = same and in_order if mirrored is None else mirrored
-    num_bytes = len(value("z-0"))
-    side = math.isqrt(num_bytes // 32)
-    if side == 0 or side * side * 32 != num_bytes:
-        raise ValueError(f"{file}: z-0 has {num_bytes} bytes, which is not float32 (8, R, R): MaskDiT "
-                         f"stores the mean and log-variance of a 4-channel VAE.")
+    side = math.isqrt(len(value("z-0")) // 32)
 
     def read(start: int, end: int) -> np.ndarray:
         rows = [np.frombuffer(value(f"z-{index}"), "<f4") for index in range(start, end)]
-        if len(odd := np.flatnonzero([row.nbytes != num_bytes for row in rows])):
-            raise ValueError(f"{file}: z-{start + odd[0]} has {rows[odd[0]].nbytes} bytes, but z-0 {num_bytes}: one "
-                             f"data set has one shape.")
-        return np.concatenate(rows).reshape(-1, 8, side, side)
+        return np.stack([row.reshape(8, side, side) for row in rows])
 
     if not copies:
         return Stored(labels, (8, side, side), read)
@@ -273,18 +250,17 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
     for file in files:
         try:
             with safe_open(file, framework="pt") as shard:
-                names = set(shard.keys())
-                parts = [name for name in ("latents", "latents_flip") if name in names]
+                parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]
                 sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
-                own = shard.get_tensor("labels").numpy() if "labels" in names else np.empty(0)
+                own = shard.get_tensor("labels").numpy()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a whole safetensors file ({error}): copy it again.") from error
-        if "latents" not in parts or any(len(size) != 4 or size[:1] != own.shape for size in sizes):
-            raise ValueError(f"{file} holds {', '.join(sorted(names))}: latents of {sizes}, labels of {own.shape}; "
-                             f"latents (N, C, h, w) and as many labels (N,) are expected.")
-        found = [(part, size[1:]) for part, size in zip(parts, sizes, strict=True)]
-        if found != (form := form or found) or len({size for _, size in found}) > 1:
-            raise ValueError(f"{file} holds {found}, but {files[0].name} {form}: one data set has one shape.")
+        if any(size[0] != len(own) for size in sizes):
+            raise ValueError(f"{file} has {len(own)} labels, but latents of {sizes}.")
+        found = [size[1:] for size in sizes]
+        if found != (form := form or found) or len(set(found)) > 1:
+            raise ValueError(f"{file} holds latents of {sizes}, but {files[0].name} of {form}: one data set has one "
+                             f"shape.")
         labels.append(own)
         starts.append(starts[-1] + len(own))
 
@@ -293,19 +269,18 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
             rows = []
             for file, first, last in zip(files, starts[:-1], starts[1:], strict=True):
                 if first < end and start < last:
-                    with safe_open(file, framework="pt") as shard:      # closed, so that its pages do not stay mapped
+                    with safe_open(file, framework="pt") as shard:      # closed, so that its pages are unmapped
                         rows.append(shard.get_slice(part)[max(start, first) - first : min(end, last) - first])
             return torch.cat(rows)
         return read
 
-    shape = form[0][1]
+    shape = form[0]
     says = {"scale": SD_VAE_SCALE, "autoencoder": "sd_vae_ema", "decoder": "Stable Diffusion's VAE", "downsample": 8}
     if latent_norm:
         statistics = source / "latents_stats.pt"
         if not statistics.is_file():
-            raise ValueError(f"source={source} has no latents_stats.pt, which LightningDiT's loader writes when it "
-                             f"first reads the set; set latent_norm=false for an SD-VAE's latents, which it does not "
-                             f"normalise.")
+            raise ValueError(f"source={source} has no latents_stats.pt, which LightningDiT's loader writes: set "
+                             f"latent_norm=false for an SD-VAE's latents, which it does not normalise.")
         convention = read_statistics(statistics)
         convention.require(shape[0], str(statistics))
         says = {"latents_mean": convention.latents_mean, "latents_std": convention.latents_std}
@@ -379,9 +354,9 @@ def recognize(source: str) -> tuple[str, str]:
     if len(found) == 1:
         return found[0]
     if found:
-        said = " and ".join(f"{format} ({why})" for format, why in found)
-        raise ValueError(f"source={source} could be {said}: set format= to one of them.")
-    if not tars and not path.exists():
+        each = " and ".join(f"{format} ({why})" for format, why in found)
+        raise ValueError(f"source={source} could be {each}: set format= to one of them.")
+    if not path.exists():
         raise ValueError(f"There is nothing at source={source}.")
     known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
     raise ValueError(f"source={source} is none of the forms that are known by their names ({known}). docs/interop.md "
@@ -412,8 +387,6 @@ def open_stored(
                            ("mirrored", mirrored is not None, "maskdit")):
         if given and format != of:
             raise ValueError(f"{key} is a setting of format={of}, and this is format={format}: leave it out.")
-    if format != "tread" and not Path(source).exists():
-        raise ValueError(f"There is nothing at source={source}.")
     match format:
         case "maskdit":
             stored = open_lmdb(Path(source), mirrored)
@@ -430,15 +403,9 @@ def open_stored(
     form = replace(FORMS[format], **stored.form)
     form = replace(form, scale=scale or form.scale, scaled=form.scaled and scale is None,
                    autoencoder=autoencoder or form.autoencoder)
-    if len(stored.shape) != 3:
-        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, where one latent (channels, height, "
-                         f"width) is expected.")
-    channels, height, width = stored.shape
-    if form.channels not in (None, channels):
-        raise ValueError(f"source={source} holds latents of {channels} channels, but {form.whose} has {form.channels}: "
-                         f"it is of another form or autoencoder.")
-    if form.kind == "moments" and channels % 2:
-        raise ValueError(f"source={source} holds latents of {channels} channels, but moments have an even number.")
-    if height != width:
-        raise ValueError(f"source={source} holds latents of {height}x{width}; square ones are trained on.")
+    channels, *sides = stored.shape
+    is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
+    if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
+        raise ValueError(f"source={source} holds arrays of shape {stored.shape}, where {form.whose} has "
+                         f"({form.channels or 'C'}, R, R): it is of another form or autoencoder.")
     return stored, form
