@@ -8,7 +8,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
-from torch import nn
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -56,7 +56,7 @@ class Family:
 def padded_image(call: dict) -> int:
     """Counts the tokens of each image of a list, padded to a multiple of 32; raises ValueError for several sizes."""
     images = call["x"]
-    if any(getattr(image, "shape", None) != images[0].shape for image in images):
+    if not all(isinstance(image, Tensor) and image.shape == images[0].shape for image in images):
         raise ValueError("A batch of images of several sizes, or of several images a sample, cannot be routed: its "
                          "samples have different numbers of tokens. Batch images of one size.")
     patch = call["f_patch_size"] * call["patch_size"] ** 2
@@ -99,15 +99,49 @@ FAMILIES = {
         (Blocks("transformer_blocks", text=TEXT, out=1),),
         never="text",
         alone=("block_controlnet_hidden_states",)),
-    "diffusers.FluxTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)),
+    **dict.fromkeys(
+        ("diffusers.FluxTransformer2DModel", "diffusers.BriaTransformer2DModel",
+         "diffusers.LongCatImageTransformer2DModel", "diffusers.OvisImageTransformer2DModel"),
+        Family(
+            (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
+             Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)),
+            never="text",
+            alone=("controlnet_block_samples", "controlnet_single_block_samples"))),
+    **dict.fromkeys(
+        ("diffusers.Flux2Transformer2DModel", "diffusers.BriaFiboTransformer2DModel"),
+        Family(
+            (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
+             Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)),
+            never="text")),
+    "diffusers.Flux3Transformer2DModel": Family(
+        (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
+         Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
+        never="text and condition images",
+        free=lambda call: call["hidden_states"].shape[1]),
+    "diffusers.ChromaTransformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}, joined=True)),
         never="text",
         alone=("controlnet_block_samples", "controlnet_single_block_samples")),
-    "diffusers.Flux2Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)),
-        never="text"),
+    "diffusers.Krea2Transformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, joined=True),),
+        never="text",
+        text=lambda network, call: call[TEXT].shape[1]),
+    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),), never="text"),
+    "diffusers.HiDreamImageTransformer2DModel": Family(
+        (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, whole=True),
+         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, joined=True, whole=True)),
+        never="text",
+        text_last=True),
+    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),), never="text"),
+    **dict.fromkeys(
+        ("diffusers.CogView4Transformer2DModel", "diffusers.CogVideoXTransformer3DModel"),
+        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),), never="text")),
+    "diffusers.HunyuanImageTransformer2DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)),
+        never="text",
+        text_last=True),
     "diffusers.AuraFlowTransformer2DModel": Family(
         (Blocks("joint_transformer_blocks", text=TEXT, out=1),
          Blocks("single_transformer_blocks", joined=True)),
@@ -140,14 +174,53 @@ FAMILIES = {
     "diffusers.HunyuanVideo15Transformer3DModel": Family(
         (Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),),
         never="text and the condition image"),
-    "diffusers.WanTransformer3DModel": Family(
-        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),),
+    **dict.fromkeys(
+        ("diffusers.WanTransformer3DModel", "diffusers.ChronoEditTransformer3DModel"),
+        Family((Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),), never="text")),
+    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),), never="text"),
+    "diffusers.SkyReelsV2Transformer3DModel": Family(
+        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 2}, MASK: None}),),
         never="text"),
+    "diffusers.LTXVideoTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),),
+        never="text"),
+    "diffusers.LTX2VideoTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {
+            "video_rotary_emb": {3: 1, 4: 2}, "ca_video_rotary_emb": {3: 1, 4: 2}, "temb": 1, "temb_ca_scale_shift": 1,
+            "temb_ca_gate": 1, "self_attention_mask": None}),),
+        never="text and sound"),
+    "diffusers.CosmosTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": {3: 1}, "temb": {3: 1}}),),
+        never="text",
+        alone=("block_controlnet_hidden_states",)),
+    "diffusers.MochiTransformer3DModel": Family(
+        (Blocks("transformer_blocks", {ROPE: {3: (0, 4)}}, text=TEXT),),
+        never="text"),
+    "diffusers.Kandinsky5Transformer3DModel": Family(
+        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": None}),),
+        never="text"),
+    "diffusers.Kandinsky6Transformer3DModel": Family(
+        (Blocks("visual_transformer_blocks", {"vis_rope": {5: (0, 6)}}),),
+        never="text and sound"),
 }
+GRIDS = "its blocks convolve over the grid of tokens, which a route would tear"
+SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
+CACHES = "its frames attend to keys and values of earlier frames, cached for all tokens"
+PACKS = "it packs what belongs to several streams into one sequence, whose layout counts every token"
 REFUSED = {
-    "SanaTransformer2DModel": "its blocks convolve over the grid of tokens, which a route would tear",
-    "HunyuanDiT2DModel": "long skips lead from its first blocks to its last, across the ends of a route",
-    "UViT": "long skips lead from its first blocks to its last, across the ends of a route",
+    "SanaTransformer2DModel": GRIDS,
+    "SanaVideoTransformer3DModel": GRIDS,
+    "SanaWMTransformer3DModel": GRIDS,
+    "HunyuanDiT2DModel": SKIPS,
+    "UViT": SKIPS,
+    "AnyFlowFARTransformer3DModel": CACHES,
+    "SanaWMLTX2RefinerTransformer3DModel": CACHES,
+    "WanAnimate2Transformer3DModel": CACHES,
+    "Cosmos3OmniTransformer": PACKS,
+    "MiniMaxH3Transformer3DModel": PACKS,
+    "Kandinsky6SRTransformer3DModel": "its attention is sparse by tiles of the grid, which a route would tear",
+    "LatteTransformer3DModel": "it folds frames and places into the batch by turns, and each needs all of the other",
+    "NucleusMoEImageTransformer2DModel": "each expert picks among all tokens, and who leaves changes what others get",
 }
 
 

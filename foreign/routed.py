@@ -51,8 +51,9 @@ class Pass:
     def __init__(self, routing: "Routing"):
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
         self.text: Any = routing.keep           # a number, one for each sample (B,), or places in the sequence
-        self.free = self.front = 0
-        self.length = 0                         # of the whole sequence, with the tokens that are away
+        self.free = 0
+        # Of the block at hand: the whole sequence with the tokens that are away; of these, text and others in front.
+        self.length, self.before, self.front = 0, 0, 0
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.index: dict[tuple[int, int], Tensor] = {}      # of a route and a length: where the tokens that stay are
         self.away: dict[int, Tensor] = {}       # the tokens before its start
@@ -78,37 +79,34 @@ class Pass:
         if family.free:
             self.free = family.free(given)
 
-    def draw(self, x: Tensor, r: int, block: int, front: int) -> None:
+    def draw(self, x: Tensor, r: int, block: int) -> None:
         """Draws the mask of route r before its first block, from all tokens x of that block."""
-        routing, (batch, length), spec = self.routing, x.shape[:2], self.routing.specs[block]
-        self.front = front
-        if isinstance(self.text, tuple):
-            self.text = sorted({range(length)[i] for i in self.text})
+        routing, (batch, length) = self.routing, x.shape[:2]
         if not routing.family.free:
-            text = (0 if not spec.joined else len(self.text) if isinstance(self.text, list) else
-                    int(self.text.max()) if isinstance(self.text, Tensor) else self.text)
-            self.free = length - front - text
-        elif spec.joined:
-            self.text = length - self.free
-        if not 0 < self.free <= length:
+            text = self.text if routing.specs[block].joined else 0
+            self.free = length - self.front - (len(text) if isinstance(text, list) else
+                                               int(text.max()) if isinstance(text, Tensor) else text)
+        if self.free < 1:
             raise ValueError(f"{routing.place(block)}: {length - self.free} of {length} tokens never leave, so none "
                              f"may; see keep=.")
         noise, shape = routing.mask_noise, (batch, len(routing.routes), self.free)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
                              f"routes, and {self.free} tokens that may leave.")
-        free = routing.router.start_route(x.detach(), self.places(length, x.device).expand(batch, -1))
+        free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, routing.routes[r].selection_ratio, None if noise is None else noise[:, r])
         if self.ids_keep[r] is None:        # a recomputation draws only so that later dropout finds its numbers
             self.ids_keep[r], self.away[r] = ids, x
 
-    def places(self, length: int, device: torch.device) -> Tensor:
-        """Returns where the tokens that may leave are in a sequence or stream of a length, (B, n) or (1, n)."""
+    def places(self, like: Tensor, length: int) -> Tensor:
+        """Returns where the tokens that may leave are (B, n), in a sequence or stream of a length."""
         if isinstance(self.text, list):
-            return torch.tensor([[i for i in range(length) if i not in self.text]], device=device)
-        before = self.text if length == self.length and not self.routing.family.text_last else 0
-        first = self.front + (before[:, None] if isinstance(before, Tensor) else before)
-        return first + torch.arange(self.free, device=device)[None]
+            free = torch.tensor([[i for i in range(length) if i not in self.text]], device=like.device)
+        else:
+            before = self.before if length == self.length else 0
+            first = self.front + (before[:, None] if isinstance(before, Tensor) else before)
+            free = first + torch.arange(self.free, device=like.device)[None]
+        return free.expand(len(like), -1)
 
     def stayed(self, r: int, length: int) -> Tensor:
         """Returns the places (B, …) of the tokens that stay on route r, in a sequence or stream of a length."""
@@ -116,14 +114,9 @@ class Pass:
         if length == self.free:
             return ids
         if (r, length) not in self.index:
-            free, others = self.places(length, ids.device), length - self.free
-            if isinstance(self.text, list):
-                never = torch.tensor([self.text], device=ids.device)
-            else:                               # those before, and those behind: text, and what pads a short one
-                never = torch.arange(others, device=ids.device)[None]
-                never = torch.where(never < free[:, :1], never, never + self.free)
-            both = never.expand(len(ids), -1), free.expand(len(ids), -1).gather(1, ids)
-            self.index[r, length] = torch.cat(both, dim=1).sort(dim=1).values
+            places = self.places(ids, length)
+            left = ids.new_zeros(len(ids), length).scatter(1, places, 1).scatter(1, places.gather(1, ids), 0)
+            self.index[r, length] = left.argsort(dim=1, stable=True)[:, :length - self.free + ids.shape[1]]
         return self.index[r, length]
 
     def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
@@ -168,9 +161,15 @@ class Pass:
                                  f"tokens is not known: call the network without it, or without routed().")
         x, starts = given[names[0]], block == routing.routes[r].start_layer_idx
         stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
+        if isinstance(self.text, tuple):
+            self.text = sorted({range(stream)[i] for i in self.text})
+        if spec.joined and routing.family.free:
+            self.text = stream - self.free
         self.length = stream + (self.text if spec.text else 0)
+        self.before = self.text if (spec.text or spec.joined) and not routing.family.text_last else 0
+        self.front = given.get(spec.front) or 0
         if starts:
-            self.draw(x, r, block, given.get(spec.front) or 0)
+            self.draw(x, r, block)
         if starts or spec.whole:
             given[names[0]] = routing.router.start_route(x, self.stayed(r, stream))
         for key, axis in spec.along.items():
@@ -207,7 +206,7 @@ class Pass:
                 self.away[r] = away.detach()
             self.along.clear()
         if joins:                           # they left before others, such as text, were in their sequence
-            before = self.text if spec.joined and not self.routing.family.text_last else 0
+            before = self.before if spec.joined else 0
             away = nn.functional.pad(away, (0, 0, before, length - before - away.shape[1]))
         x = self.routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cache, partial
+from types import MethodType
 from typing import Any
 
 import diffusers
@@ -26,7 +27,7 @@ class Case:
 
     None of it knows how `routed` works. `parts` are modules or methods whose output runs along the tokens: its axis, or
     (axis, place of the first token), or a function of that output, of the part's output on the small input, and of ids.
-    `along` are inputs that do. `small` are inputs of the size of K tokens, or a function of ids that makes them.
+    `along` are inputs that do, or a function of the input and of ids. `small` are inputs of the size of K tokens, or a function of ids that makes them.
     """
 
     model: nn.Module
@@ -56,8 +57,8 @@ class Case:
     def alone(self, b: int, ids: Tensor) -> Tensor:
         """The tokens of the dense network fed with these of sample b alone, each at its own position."""
         one = {name: one_of(value, b) for name, value in self.inputs.items()}
-        owners = {part: (found, "forward") if isinstance(found := getattr(self.model, part), nn.Module) else (self.model, part)
-                  for part in self.parts}
+        owners = {part: (self.model, part) if isinstance(getattr(self.model, part, None), MethodType) else
+                  (self.model.get_submodule(part), "forward") for part in self.parts}
         before, seen = {part: getattr(*owner) for part, owner in owners.items()}, {}
 
         def recorded(part, *args, **kwargs):
@@ -73,7 +74,8 @@ class Case:
         self.call(**one)
         for part, owner in owners.items():
             setattr(*owner, partial(few, part))
-        one |= {name: rows(one[name], where, ids) for name, where in self.along.items()}
+        one |= {name: where(one[name], ids) if callable(where) else rows(one[name], where, ids)
+                for name, where in self.along.items()}
         out = self.call(**one | (self.small(ids) if callable(self.small) else self.small))
         for owner in owners.values():
             delattr(*owner)
@@ -81,10 +83,10 @@ class Case:
 
 
 def one_of(value, b):
-    """Sample b of an input, which is a tensor with a row for each sample, a tuple of tensors, or a list of samples."""
+    """Sample b of an input, which is a tensor with a row for each sample, a list of samples, or one of such tensors."""
     if isinstance(value, Tensor | list) and len(value) == BATCH:
         return value[b:b + 1]
-    return value
+    return [one_of(part, b) for part in value] if isinstance(value, list) else value
 
 
 def rows(value, where, ids):
@@ -98,11 +100,9 @@ def rows(value, where, ids):
     return value.index_select(axis, torch.cat([torch.arange(first), ids + first, behind]))
 
 
-def in_grid(axis, whole, few, ids):
+def in_grid(axis, whole, few, ids, grid=SMALL):
     """As `rows`, for an output whose tokens lie on three axes, the first of which is given."""
-    if isinstance(whole, tuple):
-        return tuple(in_grid(axis, part, few, ids) for part in whole)
-    return whole.flatten(axis, axis + 2).index_select(axis, ids).unflatten(axis, SMALL)
+    return whole.flatten(axis, axis + 2).index_select(axis, ids).unflatten(axis, grid)
 
 
 def patches(image):
@@ -120,6 +120,7 @@ IMAGE, SEQUENCE, WORDS, POOLED = randn(BATCH, 4, 8, 8), randn(BATCH, N, 4), rand
 VIDEO = randn(BATCH, 4, *(size * scale for size, scale in zip(GRID, (1, 2, 2), strict=True)))
 SMALL_IMAGE, SMALL_VIDEO = torch.zeros(1, 4, 4, 4), torch.zeros(1, 4, 1, 4, 4)
 TIME, SHARE = torch.tensor([1.0, 30.0, 500.0]), torch.tensor([0.001, 0.03, 0.5])
+TIMES = randn(BATCH, N, seed=3).abs() * 500
 TEXT_MASK = torch.arange(TEXT) < torch.tensor([[TEXT], [2], [4]])
 PLACES = torch.cartesian_prod(torch.zeros(1), torch.arange(4.0), torch.arange(4.0))
 PIXELS = dict(sample_size=8, in_channels=4, out_channels=4, num_layers=DEPTH, **HEADS)
@@ -158,13 +159,13 @@ def auraflow():
         parts={"pos_embed": 1}, small=dict(hidden_states=SMALL_IMAGE), tokens=patches)
 
 
-def flux(network, options, **inputs):
+def flux(network, options, along=None, first=None, **inputs):
     return Case(
         network(**dict(num_layers=2, num_single_layers=2, in_channels=4, joint_attention_dim=16, axes_dims_rope=(2, 2, 4))
                 | HEADS | options),
         dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, timestep=SHARE, img_ids=PLACES,
              txt_ids=torch.zeros(TEXT, 3)) | inputs,
-        along=dict(hidden_states=1, img_ids=0))
+        along=dict(hidden_states=1, img_ids=0) | (along or {}), first=first)
 
 
 def four_axes(network, options, **inputs):
@@ -205,6 +206,145 @@ def qwen21(condition=0, **options):
         tokens=lambda out: out[:, before:])
 
 
+def krea2():
+    return Case(
+        diffusers.Krea2Transformer2DModel(
+            in_channels=4, num_layers=DEPTH, num_key_value_heads=1, intermediate_size=32, timestep_embed_dim=16,
+            text_hidden_dim=16, num_text_layers=2, text_num_attention_heads=2, text_num_key_value_heads=2,
+            text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(2, 2, 4),
+            **HEADS),
+        dict(hidden_states=SEQUENCE, encoder_hidden_states=randn(BATCH, TEXT, 2, 16), timestep=SHARE,
+             position_ids=torch.cat([torch.arange(3 * TEXT).view(TEXT, 3) / 7, PLACES]), encoder_attention_mask=TEXT_MASK),
+        along=dict(hidden_states=1, position_ids=(0, TEXT)))
+
+
+def prx():
+    return Case(
+        diffusers.PRXTransformer2DModel(in_channels=4, context_in_dim=16, hidden_size=16, mlp_ratio=2.0, num_heads=2,
+                                        depth=DEPTH, axes_dim=[4, 4]),
+        dict(hidden_states=IMAGE, timestep=SHARE, encoder_hidden_states=WORDS, attention_mask=TEXT_MASK),
+        parts={"img_in": 1, "pe_embedder": 2}, small=dict(hidden_states=SMALL_IMAGE), tokens=patches)
+
+
+def hidream(padded=False):
+    """Its experts have a gradient in training alone, where the output is left as tokens."""
+    image = dict(hidden_states=IMAGE)
+    if padded:
+        image = dict(hidden_states=randn(BATCH, N, 16), img_ids=PLACES.expand(BATCH, -1, -1), img_sizes=[(SIDE, SIDE)] * BATCH,
+                     hidden_states_masks=(torch.arange(N) < torch.tensor([[N], [9], [11]])).float())
+    return Case(
+        diffusers.HiDreamImageTransformer2DModel(
+            patch_size=2, in_channels=4, out_channels=4, num_layers=2, num_single_layers=2, caption_channels=[16, 16],
+            text_emb_dim=16, num_routed_experts=3, axes_dims_rope=(4, 2, 2), max_resolution=(8, 8), llama_layers=[0, 1, 1, 0],
+            **HEADS),
+        image | dict(timesteps=TIME, encoder_hidden_states_t5=WORDS, pooled_embeds=POOLED,
+             encoder_hidden_states_llama3=list(randn(2, BATCH, 3, 16))),
+        parts={} if padded else {"x_embedder": 1, "pe_embedder": 1}, along=dict.fromkeys(image, 1) if padded else {},
+        small={} if padded else dict(hidden_states=SMALL_IMAGE), train=True, first=[0] * BATCH,
+        tokens=lambda out: out.permute(0, 2, 1, 3).flatten(2))
+
+
+SIZES = {name: torch.tensor([[8.0, 8.0]] * BATCH) for name in ("original_size", "target_size", "crop_coords")}
+
+
+def cogview(network, **options):
+    model = network(patch_size=2, in_channels=4, out_channels=4, num_layers=DEPTH, text_embed_dim=16, time_embed_dim=8,
+                    condition_dim=4, pos_embed_max_size=8, sample_size=8, **HEADS, **options)
+    parts = {"patch_embed": (1, TEXT)}
+    if hasattr(model, "rope"):
+        parts = {"patch_embed": 1, "rope": 0}
+    return Case(model, dict(hidden_states=IMAGE, encoder_hidden_states=WORDS, timestep=TIME, **SIZES),
+                parts=parts, small=dict(hidden_states=SMALL_IMAGE), tokens=patches)
+
+
+def cogvideox():
+    angles = randn(N, 8, seed=4)
+    return Case(
+        diffusers.CogVideoXTransformer3DModel(
+            time_embed_dim=8, text_embed_dim=16, sample_width=8, sample_height=4, sample_frames=5, max_text_seq_length=TEXT,
+            use_rotary_positional_embeddings=True, **FRAMES),
+        dict(hidden_states=VIDEO.transpose(1, 2), encoder_hidden_states=WORDS, timestep=TIME,
+             image_rotary_emb=(angles.cos(), angles.sin())),
+        parts={"patch_embed": (1, TEXT)}, along=dict(image_rotary_emb=0),
+        small=dict(hidden_states=SMALL_VIDEO.transpose(1, 2)), tokens=lambda out: patches(out.transpose(1, 2)))
+
+
+def hunyuan_image():
+    return Case(
+        diffusers.HunyuanImageTransformer2DModel(
+            num_single_layers=2, num_refiner_layers=1, patch_size=(2, 2), text_embed_dim=16, text_embed_2_dim=8,
+            rope_axes_dim=(4, 4), **FRAMES | dict(num_layers=2)),
+        dict(hidden_states=IMAGE, timestep=TIME, encoder_hidden_states=WORDS, encoder_attention_mask=TEXT_MASK.long(),
+             encoder_hidden_states_2=randn(BATCH, 3, 8), encoder_attention_mask_2=torch.ones(BATCH, 3).long()),
+        parts={"x_embedder": 1, "rope": 0}, small=dict(hidden_states=SMALL_IMAGE), tokens=patches)
+
+
+def ltx(time=TIME):
+    return Case(
+        diffusers.LTXVideoTransformer3DModel(cross_attention_dim=16, caption_channels=16, **FRAMES),
+        dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, timestep=time, encoder_attention_mask=TEXT_MASK.long(),
+             num_frames=GRID[0], height=GRID[1], width=GRID[2]),
+        parts={"rope": 1}, along=dict(hidden_states=1) | (dict(timestep=1) if time.ndim > 1 else {}))
+
+
+def ltx2(time=TIME, **options):
+    axis = 2 if options else 1
+    return Case(
+        diffusers.LTX2VideoTransformer3DModel(
+            cross_attention_dim=16, audio_in_channels=4, audio_out_channels=4, audio_num_attention_heads=2,
+            audio_attention_head_dim=4, audio_cross_attention_dim=8, caption_channels=16, **FRAMES, **options),
+        dict(hidden_states=SEQUENCE, audio_hidden_states=randn(BATCH, 3, 4), encoder_hidden_states=WORDS, timestep=time,
+             audio_encoder_hidden_states=WORDS, encoder_attention_mask=TEXT_MASK.long(), audio_timestep=TIME,
+             audio_encoder_attention_mask=TEXT_MASK.long(), num_frames=GRID[0], height=GRID[1], width=GRID[2],
+             audio_num_frames=3),
+        parts={"rope": axis, "cross_attn_rope": axis},
+        along=dict(hidden_states=1) | (dict(timestep=1) if time.ndim > 1 else {}))
+
+
+def cosmos():
+    return Case(
+        diffusers.CosmosTransformer3DModel(text_embed_dim=16, adaln_lora_dim=4, max_size=(4, 8, 8), mlp_ratio=2.0,
+                                          **FRAMES | dict(attention_head_dim=16)),
+        dict(hidden_states=VIDEO, timestep=TIME, encoder_hidden_states=WORDS, padding_mask=torch.zeros(1, 1, 4, 8)),
+        parts={"patch_embed": partial(in_grid, 1), "rope": 0, "learnable_pos_embed": 1},
+        small=dict(hidden_states=SMALL_VIDEO), tokens=patches)
+
+
+def mochi():
+    def embedded(whole, few, ids):                  # (frames, rows x columns, D)
+        return whole.flatten(0, 1)[ids].unflatten(0, (SMALL[0], -1))
+
+    return Case(
+        diffusers.MochiTransformer3DModel(pooled_projection_dim=16, text_embed_dim=16, time_embed_dim=8,
+                                          max_sequence_length=TEXT, **FRAMES | dict(num_attention_heads=8)),
+        dict(hidden_states=VIDEO, encoder_hidden_states=WORDS, timestep=TIME, encoder_attention_mask=TEXT_MASK),
+        parts={"patch_embed": embedded, "rope": 0}, small=dict(hidden_states=SMALL_VIDEO), tokens=patches)
+
+
+def kandinsky5():
+    video = VIDEO.movedim(1, -1)
+    return Case(
+        diffusers.Kandinsky5Transformer3DModel(in_text_dim=16, in_text_dim2=16, time_dim=8, model_dim=16, ff_dim=32,
+                                               num_text_blocks=1, num_visual_blocks=DEPTH, axes_dims=(4, 2, 2)),
+        dict(hidden_states=video, encoder_hidden_states=WORDS, timestep=TIME, pooled_projections=POOLED,
+             visual_rope_pos=tuple(map(torch.arange, GRID)), text_rope_pos=torch.arange(TEXT)),
+        parts={"visual_embeddings": partial(in_grid, 1), "visual_rope_embeddings": partial(in_grid, 1)},
+        small=dict(hidden_states=SMALL_VIDEO.movedim(1, -1), visual_rope_pos=tuple(map(torch.arange, SMALL))),
+        tokens=lambda out: patches(out.movedim(-1, 1)))
+
+
+def kandinsky6(**options):
+    return Case(
+        diffusers.Kandinsky6Transformer3DModel(
+            in_visual_dim=4, out_visual_dim=4, in_audio_dim=4, out_audio_dim=4, in_text_dim=16, in_text_dim2=16, time_dim=8,
+            patch_size=(1, 2, 2), model_dim=16, ff_dim=32, num_text_blocks=1, num_visual_blocks=DEPTH, axes_dims=(4, 2, 2),
+            visual_cond=False, **options),
+        dict(hidden_states=VIDEO.movedim(1, -1), encoder_hidden_states=WORDS, timestep=TIME, pooled_projections=POOLED,
+             audio_hidden_states=randn(BATCH, 3, 4)),
+        parts={"visual_embeddings": partial(in_grid, 1), "visual_rope_embeddings": partial(in_grid, 0)},
+        small=dict(hidden_states=SMALL_VIDEO.movedim(1, -1)), tokens=lambda out: patches(out.movedim(-1, 1)))
+
+
 def lumina2():
     def rope(whole, few, ids):
         length = whole[0].shape[1]      # the embedder sees the image as tokens; the table is text, then image
@@ -233,14 +373,34 @@ def z_image(lengths=(TEXT, TEXT, TEXT)):
         tokens=lambda out: patches(torch.stack(out)), n=32, first=[0] * BATCH)
 
 
-def wan(time=TIME, **inputs):
+def wan(network=diffusers.WanTransformer3DModel, time=TIME, inputs=None, **options):
     along = dict(timestep=1) if time.ndim > 1 else {}
     return Case(
-        diffusers.WanTransformer3DModel(
-            patch_size=(1, 2, 2), text_dim=16, freq_dim=16, ffn_dim=32, rope_max_seq_len=16, **FRAMES | dict(attention_head_dim=12)),
-        dict(hidden_states=VIDEO, timestep=time, encoder_hidden_states=WORDS) | inputs,
-        parts={"patch_embedding": partial(in_grid, 2), "rope": 1}, along=along, small=dict(hidden_states=SMALL_VIDEO),
-        tokens=patches)
+        network(patch_size=(1, 2, 2), text_dim=16, freq_dim=16, ffn_dim=32, rope_max_seq_len=16,
+                **FRAMES | dict(attention_head_dim=12) | options),
+        dict(hidden_states=VIDEO, timestep=time, encoder_hidden_states=WORDS) | (inputs or {}),
+        parts={"patch_embedding": partial(in_grid, 2), "rope": 1},
+        along=along, small=dict(hidden_states=SMALL_VIDEO), tokens=patches)
+
+
+def vace():
+    """Its blocks of the control see all tokens, and add to all tokens between its blocks."""
+    case = wan(diffusers.WanVACETransformer3DModel, vace_layers=[0, 2], vace_in_channels=4,
+               inputs=dict(control_hidden_states=randn(*VIDEO.shape, seed=5)))
+    case.parts |= {"vace_blocks.0": 1, "vace_blocks.1": 1}
+    case.small |= dict(control_hidden_states=SMALL_VIDEO)
+    return case
+
+
+def a_time_for_each_frame(case, embedded, axis, time):
+    """Fed as a video of one token a frame, which has the time of the frame that the token is of."""
+    def of_frames(value, ids):
+        return value.index_select(time.ndim // 2, ids // (N // GRID[0]))
+
+    case.inputs |= dict(timestep=time)
+    case.parts[embedded] = partial(in_grid, axis, grid=(K, 1, 1))
+    case.along, case.small = dict(timestep=of_frames), dict(hidden_states=torch.zeros(1, 4, K, 2, 2))
+    return case
 
 
 def hunyuan_video(**options):
@@ -251,6 +411,16 @@ def hunyuan_video(**options):
         dict(hidden_states=VIDEO, timestep=TIME, encoder_hidden_states=WORDS, encoder_attention_mask=TEXT_MASK.long(),
              pooled_projections=POOLED, guidance=TIME),
         parts={"x_embedder": 1, "rope": 0}, small=dict(hidden_states=SMALL_VIDEO), tokens=patches)
+
+
+def first_frame_given():
+    """Its first frame of four tokens never leaves, as it is the condition."""
+    case = hunyuan_video(image_condition_type="token_replace")
+    case.inputs["hidden_states"] = randn(BATCH, 4, 5, 4, 4)
+    case.parts = {"x_embedder": (1, 4), "rope": (0, 4)}
+    case.small = dict(hidden_states=torch.zeros(1, 4, 2, 4, 4))
+    case.tokens = lambda out: patches(out)[:, 4:]
+    return case
 
 
 def hunyuan_video15():
@@ -283,6 +453,7 @@ def transformers_network(network, config, **options):
                 tokens=lambda out: out[:, prefix:])
 
 
+CHROMA = dict(approximator_num_channels=16, approximator_hidden_dim=16, approximator_layers=1)
 NETWORKS = {
     "DiTTransformer2DModel": dit,
     "PixArtTransformer2DModel": pixart,
@@ -292,6 +463,29 @@ NETWORKS = {
     "FluxTransformer2DModel": partial(
         flux, diffusers.FluxTransformer2DModel, dict(pooled_projection_dim=16), pooled_projections=POOLED),
     "Flux2Transformer2DModel": partial(four_axes, diffusers.Flux2Transformer2DModel, dict(guidance_embeds=False)),
+    "BriaTransformer2DModel": partial(flux, diffusers.BriaTransformer2DModel, dict(pooled_projection_dim=None)),
+    "OvisImageTransformer2DModel": partial(flux, diffusers.OvisImageTransformer2DModel, {}),
+    "LongCatImageTransformer2DModel": partial(flux, diffusers.LongCatImageTransformer2DModel, dict(pooled_projection_dim=16)),
+    "BriaFiboTransformer2DModel": partial(
+        flux, diffusers.BriaFiboTransformer2DModel, dict(text_encoder_dim=16),
+        text_encoder_layers=[randn(BATCH, TEXT, 16, seed=i) for i in range(DEPTH)]),
+    "Flux3Transformer2DModel": partial(
+        four_axes, diffusers.Flux3Transformer2DModel, dict(cond_in_channels=4, timestep_channels=16)),
+    "Flux3Transformer2DModel, edit": partial(
+        four_axes, diffusers.Flux3Transformer2DModel, dict(cond_in_channels=4, timestep_channels=16),
+        first=[0] * BATCH, image_cond_hidden_states=randn(BATCH, 2, 4, seed=6), image_cond_ids=randn(2, 4, seed=7)),
+    "ChromaTransformer2DModel": partial(flux, diffusers.ChromaTransformer2DModel, CHROMA),
+    "ChromaTransformer2DModel, masked": partial(
+        flux, diffusers.ChromaTransformer2DModel, CHROMA,
+        along=dict(attention_mask=(1, TEXT)), attention_mask=torch.cat([TEXT_MASK, torch.ones(BATCH, N, dtype=torch.bool)], dim=1)),
+    "Krea2Transformer2DModel": krea2,
+    "PRXTransformer2DModel": prx,
+    "HiDreamImageTransformer2DModel": hidream,
+    "HiDreamImageTransformer2DModel, padded": partial(hidream, padded=True),
+    "CogView3PlusTransformer2DModel": partial(cogview, diffusers.CogView3PlusTransformer2DModel),
+    "CogView4Transformer2DModel": partial(cogview, diffusers.CogView4Transformer2DModel, rope_axes_dim=(8, 8)),
+    "CogVideoXTransformer3DModel": cogvideox,
+    "HunyuanImageTransformer2DModel": hunyuan_image,
     "AuraFlowTransformer2DModel": auraflow,
     "Lumina2Transformer2DModel": lumina2,
     "QwenImageTransformer2DModel": qwen,
@@ -302,9 +496,28 @@ NETWORKS = {
     "ZImageTransformer2DModel": z_image,
     "ZImageTransformer2DModel, texts of several lengths": partial(z_image, (TEXT, 40, TEXT)),
     "HunyuanVideoTransformer3DModel": hunyuan_video,
+    "HunyuanVideoTransformer3DModel, a given first frame": first_frame_given,
     "HunyuanVideo15Transformer3DModel": hunyuan_video15,
     "WanTransformer3DModel": wan,
-    "WanTransformer3DModel, a time for each token": partial(wan, randn(BATCH, N, seed=3).abs() * 500),
+    "WanTransformer3DModel, a time for each token": partial(wan, time=TIMES),
+    "WanVACETransformer3DModel": vace,
+    "SkyReelsV2Transformer3DModel": partial(wan, diffusers.SkyReelsV2Transformer3DModel),
+    "SkyReelsV2Transformer3DModel, a time for each frame": lambda: a_time_for_each_frame(
+        wan(diffusers.SkyReelsV2Transformer3DModel, inputs=dict(enable_diffusion_forcing=True)),
+        "patch_embedding", 2, TIMES[:, :GRID[0]]),
+    "ChronoEditTransformer3DModel": partial(wan, diffusers.ChronoEditTransformer3DModel),
+    "ChronoEditTransformer3DModel, a time for each token": partial(wan, diffusers.ChronoEditTransformer3DModel, TIMES),
+    "LTXVideoTransformer3DModel": ltx,
+    "LTXVideoTransformer3DModel, a time for each token": partial(ltx, TIMES),
+    "LTX2VideoTransformer3DModel": ltx2,
+    "LTX2VideoTransformer3DModel, a time for each token": partial(ltx2, TIMES, rope_type="split", cross_attn_mod=False),
+    "CosmosTransformer3DModel": cosmos,
+    "CosmosTransformer3DModel, a time for each frame": lambda: a_time_for_each_frame(
+        cosmos(), "patch_embed", 1, TIMES[:, None, :GRID[0], None, None]),
+    "MochiTransformer3DModel": mochi,
+    "Kandinsky5Transformer3DModel": kandinsky5,
+    "Kandinsky6Transformer3DModel": kandinsky6,
+    "Kandinsky6Transformer3DModel, positions across": partial(kandinsky6, ca_rope=True, cross_gates=True),
     "VisionTransformer": partial(timm_network, VisionTransformer, lambda prefix: (1, prefix)),
     "VisionTransformer, registers": partial(timm_network, VisionTransformer, lambda prefix: (1, prefix), reg_tokens=2),
     "Eva": partial(timm_network, Eva, with_rope(0), use_rot_pos_emb=True),

@@ -9,7 +9,7 @@ from pathlib import Path
 import diffusers
 import pytest
 import torch
-from foreign_networks import BATCH, HEADS, NETWORKS, TEXT, N, example, family
+from foreign_networks import BATCH, NETWORKS, TEXT, N, example, family
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
@@ -113,14 +113,17 @@ def in_training(name, checkpointed):
         if isinstance(module, nn.Dropout):
             module.p = 0.1
     if checkpointed:
-        ways = "set_grad_checkpointing", "activation_checkpointing_enable", "enable_gradient_checkpointing"
-        next(getattr(case.model, way) for way in ways if hasattr(case.model, way))()
+        own = {"enable_gradient_checkpointing": [partial(checkpoint, use_reentrant=False)],    # HunyuanImage needs ours
+               "set_grad_checkpointing": [], "activation_checkpointing_enable": []}
+        [way] = [way for way in own if hasattr(case.model, way)]
+        getattr(case.model, way)(*own[way])
     torch.manual_seed(5)
     return case
 
 
 @pytest.mark.parametrize(("name", "fixed"), [
-    *((name, False) for name in NETWORKS), (FLUX, True), ("VisionTransformer", True)])
+    # diffusers 0.42.1 hands Chroma's mask to no block that is checkpointed
+    *((name, False) for name in NETWORKS if name != "ChromaTransformer2DModel, masked"), (FLUX, True), ("VisionTransformer", True)])
 def test_gradient_checkpointing_sees_the_masks_of_its_own_pass(name, fixed):
     """Two passes wait for one backward outside the `with` block."""
     def trained(checkpointed):
@@ -134,6 +137,14 @@ def test_gradient_checkpointing_sees_the_masks_of_its_own_pass(name, fixed):
     (plain, expected), (out, found) = trained(False), trained(True)
     assert torch.equal(out, plain)
     assert_close(found, expected)
+
+
+def test_images_that_are_conditions_never_leave_wherever_a_route_starts():
+    case = family("Flux3Transformer2DModel, edit")
+    for route in (Route(0, 1, 0.75), Route(0, -1, 0.75), Route(2, -1, 0.75)):       # in the last, they are in the stream
+        with torch.no_grad(), routed(case.model, [route]) as taken:
+            case.call()
+        assert taken.ids_keep[0].shape == (BATCH, case.k)
 
 
 @pytest.mark.parametrize("around", ["blocks", "network", "loss"])
@@ -381,15 +392,13 @@ def test_a_checkpoint_whose_pass_is_not_known_is_refused():
     assert "use_reentrant=False" in refused(net, call=lambda: checkpoint(net, x, condition, use_reentrant=True), **NAMED)
 
 
-def test_networks_whose_tokens_meet_by_other_ways_are_refused():
-    sana = diffusers.SanaTransformer2DModel(
-        in_channels=4, out_channels=4, num_layers=2, num_cross_attention_heads=2, cross_attention_head_dim=8,
-        cross_attention_dim=16, caption_channels=16, sample_size=4, patch_size=1, **HEADS)
-    assert "convolve" in refused(sana) and "convolve" in refused(sana, blocks="transformer_blocks")
-    hunyuan = diffusers.HunyuanDiT2DModel(
-        sample_size=8, patch_size=2, in_channels=4, hidden_size=16, num_layers=4, cross_attention_dim=16, cross_attention_dim_t5=16,
-        pooled_projection_dim=16, text_len=2, text_len_t5=2, mlp_ratio=2.0, **HEADS)
-    assert "long skips" in refused(hunyuan)
+@pytest.mark.parametrize("name", families.REFUSED)
+def test_networks_whose_tokens_meet_by_other_ways_are_refused(name):
+    network = type(name, (nn.Module,), dict(forward=lambda _: None))()
+    assert families.REFUSED[name] in refused(network) and families.REFUSED[name] in refused(network, blocks="blocks")
+
+
+def test_blocks_that_convolve_are_refused_whoever_wrote_them():
     network = nn.Module()
     network.blocks = nn.ModuleList(nn.Conv1d(4, 4, 3) for _ in range(4))
     assert "convolves over the grid" in refused(network, blocks="blocks")
@@ -401,6 +410,10 @@ def test_networks_whose_tokens_meet_by_other_ways_are_refused():
     (FLUX, "holds ['attention_mask']", dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
     ("SD3Transformer2DModel", "After block 0 came block 2", dict(skip_layers=[1])),
     ("VisionTransformer", "attn_mask", dict(attn_mask=torch.ones(N + 1, N + 1))),
+    ("LTX2VideoTransformer3DModel", "self_attention_mask relates", dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
+    ("CogView4Transformer2DModel", "holds ['batch_flag']", dict(attention_kwargs=dict(batch_flag=torch.arange(BATCH)))),
+    ("ZImageTransformer2DModel", "several sizes", dict(x=[torch.zeros(4, 1, 8, 8 + 8 * b) for b in range(BATCH)])),
+    ("ZImageTransformer2DModel", "several images a sample", dict(x=[[torch.zeros(4, 1, 8, 16)]] * BATCH)),
 ])
 def test_controlnet_masks_in_attention_arguments_and_skipped_layers_are_refused(name, says, inputs):
     case = family(name)
@@ -420,6 +433,31 @@ def test_the_network_is_as_it_was_after_an_error_and_after_no_call():
     with routed(net, TWO, **NAMED):
         assert not torch.allclose(net(x, condition), dense)
     assert net.forward is given and torch.equal(net(x, condition), dense)
+
+
+NOT_YET = {     # classes of diffusers 0.42.1 that nobody has looked at, or that are parts of other networks
+    "AceStepTransformer1DModel", "AllegroTransformer3DModel", "AnyFlowTransformer3DModel", "BriaFibo2Transformer2DModel",
+    "ConsisIDTransformer3DModel", "DreamLiteTransformer2DModel", "DualTransformer2DModel", "EasyAnimateTransformer3DModel",
+    "ErnieImageTransformer2DModel", "GlmImageTransformer2DModel", "HeliosTransformer3DModel",
+    "HunyuanVideoFramepackTransformer3DModel", "Ideogram4Transformer2DModel", "JoyImageEditPlusTransformer3DModel",
+    "JoyImageEditTransformer3DModel", "LongCatAudioDiTTransformer", "LuminaNextDiT2DModel", "MiniMaxMusic3RVQDepthDecoder",
+    "MiniMaxMusic3Transformer1DModel", "MotifVideoTransformer3DModel", "OmniGenTransformer2DModel", "PriorTransformer",
+    "RFD4ProteinaTransformer", "StableAudio3DiTModel", "StableAudioDiTModel", "T5FilmDecoder", "Transformer2DModel",
+    "TransformerTemporalModel", "WanAnimateTransformer3DModel",
+}
+
+
+def test_every_transformer_of_diffusers_is_known_or_refused_or_listed_here():
+    """So that a new version shows what it brings."""
+    found = {name for name, part in vars(diffusers.models.transformers).items() if isinstance(part, type)}
+    known = {name.partition(".")[2] for name in families.FAMILIES if name.startswith("diffusers.")}
+    assert found == known | NOT_YET | set(families.REFUSED) - {"UViT"}
+    assert not known & NOT_YET and not (known | NOT_YET) & set(families.REFUSED)
+
+
+def test_for_a_class_that_is_not_known_the_error_lists_its_blocks():
+    network = diffusers.LuminaNextDiT2DModel(sample_size=4, hidden_size=16, num_layers=3, num_attention_heads=2, num_kv_heads=2)
+    assert "layers (3 of LuminaNextDiTBlock)" in refused(network) and "layers (3" in refused(network, blocks="blocks")
 
 
 def test_the_page_has_the_table_that_the_command_prints():
