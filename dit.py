@@ -127,6 +127,7 @@ class DiT(nn.Module):
         self.routes = resolve_routes(routes, depth)
         self.router = router or Router()
         kind, grid_size = BLOCKS[block], input_size // patch_size
+        self.router.check(self.routes, grid_size)
 
         self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
@@ -179,7 +180,7 @@ class DiT(nn.Module):
         c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
         raster = torch.arange(x.shape[1], device=x.device).unsqueeze(0)                           # (1, N)
         before = {}                                      # by the first block of a stretch, the tokens before it
-        for blocks, r, route in stretches(routes, len(self.blocks)):
+        for blocks, r, route in stretches(self.router.taken(routes, self.routes), len(self.blocks)):
             before[blocks.start] = x
             if route is None:
                 x = self.through(blocks, x, c, raster)                                            # (B, N, D)
@@ -188,7 +189,8 @@ class DiT(nn.Module):
                             self.router.get_mask(x, route.selection_ratio, mask_noise[:, r]))     # (B, K)
                 x = self.router.start_route(x, ids_keep)                                          # (B, K, D)
                 x = self.through(blocks, x, c, ids_keep)
-                x = self.router.end_route(x, ids_keep, route.returning(before))                   # (B, N, D)
+                dropped = route.draw_dropped(len(x), x.device)                                    # (B or 1,)
+                x = self.router.end_route(x, ids_keep, route.returning(before), dropped)          # (B, N, D)
         return self.unpatchify(self.final_layer(x, c))                                    # (B, out_channels, h, w)
 
 
@@ -219,8 +221,12 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
     """Reads a DiT's constructor arguments off the shapes of its weights, for files that come without a config.
 
     The number of heads leaves no trace in the shapes: not given, it is that of the published size with this width and
-    depth. Raises ValueError where the weights are not a DiT's, or their size is no published one and num_heads is None.
+    depth. Raises ValueError where the weights are not a DiT's, where they fuse a route, or where their size is no
+    published one and num_heads is None.
     """
+    if "router.fusion.weight" in state_dict:
+        raise ValueError("These weights fuse what comes out of a route with what went around it (model=sprint), and do "
+                         "not say where the route begins and ends: load them from their run or checkpoint folder.")
     first = {key.removeprefix("blocks.0."): value for key, value in state_dict.items() if key.startswith("blocks.0.")}
     block = next((name for name, kind in BLOCKS.items() if kind.mark in first), "dit")
     kind = BLOCKS[block]

@@ -35,7 +35,7 @@ class Guidance:
 
     scale       1 is the strong prediction alone and costs one pass
     gamma1      selection ratio of the strong pass, a number or a pair (first, last) of a cosine schedule
-    gamma2      selection ratio of the weak pass, likewise
+    gamma2      selection ratio of the weak pass, likewise; at 1 it leaves out the blocks of the routes
     drop_label  whether the weak pass sees the null label
     net2        the weak network, if it is another one (AutoGuidance)
     interval    the lowest and the highest noise level (sigma of EDM, t of flow matching) outside which only the
@@ -46,8 +46,8 @@ class Guidance:
 
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
-    Raises ValueError for a ratio outside [0, 1), a strong pass sparser than the weak one, an empty interval, or no
-    channels.
+    Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Raises ValueError for a ratio outside [0, 1], a strong
+    pass sparser than the weak one, an empty interval, or no channels.
     """
 
     scale: float
@@ -64,9 +64,8 @@ class Guidance:
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         for name, ratio in (("gamma1", self.gamma1), ("gamma2", self.gamma2)):
-            if not all(0 <= value < 1 for value in ends(ratio)):
-                raise ValueError(f"{name}={ratio} is outside [0, 1): it is the share of tokens that skip, and at 1 no "
-                                 f"token would be left.")
+            if not all(0 <= value <= 1 for value in ends(ratio)):
+                raise ValueError(f"{name}={ratio} is outside [0, 1]: it is the share of tokens that skip.")
         if min(ends(self.gamma1)) > max(ends(self.gamma2)):
             raise ValueError(f"The strong pass may not be sparser than the weak one, but gamma1={self.gamma1} is above "
                              f"gamma2={self.gamma2}: raise gamma2 or lower gamma1. Only schedules may cross.")
@@ -90,7 +89,7 @@ class Guidance:
         """Raises ValueError where `net` and the weak network cannot be guided so."""
         for name, gamma, network in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
             if self.routes is not None:
-                resolve_routes(self.routes, len(network.blocks))
+                network.router.taken(resolve_routes(self.routes, len(network.blocks)), network.routes)
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
                 raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens leave and "
                                  f"rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
@@ -108,7 +107,7 @@ class Guidance:
         if not ratio:
             return ()
         routes = net.routes if self.routes is None else resolve_routes(self.routes, len(net.blocks))
-        return tuple(replace(route, selection_ratio=ratio) for route in routes)
+        return tuple(replace(route, selection_ratio=ratio, path_drop=0.0) for route in routes)
 
     def guide(
         self, predict: Callable[..., Tensor], net: nn.Module, noise: Tensor, y: Tensor, num_steps: int,

@@ -1,11 +1,12 @@
 """Token routing of TREAD (arXiv 2501.04765): a random share of the tokens skips a span of blocks and then rejoins."""
 
+import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
-from itertools import pairwise
+from itertools import pairwise, product
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
@@ -16,6 +17,7 @@ class Route:
     their own positions with the value they had before block `return_from`; None is the start, so that they return as
     they left. Indices may be negative and then count from the last block. In the recipe of the paper's first version
     x_T is 1: a token rejoins as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`).
+    In a share `path_drop` of the samples, or with drop_batch of the batches, all tokens take the road.
     """
 
     start_layer_idx: int
@@ -24,11 +26,15 @@ class Route:
     x_T: float = 0.0
     x_D_last: float = 1.0
     return_from: int | None = None
+    path_drop: float = 0.0
+    drop_batch: bool = False
 
     def __str__(self) -> str:
         back = "" if self.return_from is None else f", back from before block {self.return_from}"
         if (self.x_T, self.x_D_last) != (0, 1):
             back += f", back as {self.x_T:g}·x_T + {self.x_D_last:g}·x_D_last"
+        if self.path_drop:
+            back += f", path drop {self.path_drop} of the {'batches' if self.drop_batch else 'samples'}"
         return f"{self.start_layer_idx}→{self.end_layer_idx} at selection ratio {self.selection_ratio}{back}"
 
     @property
@@ -41,6 +47,12 @@ class Route:
         left = before[self.start_layer_idx if self.return_from is None else self.return_from]
         return left if (self.x_T, self.x_D_last) == (0, 1) else self.x_T * before[0] + self.x_D_last * left
 
+    def draw_dropped(self, count: int, device: torch.device) -> Tensor | None:
+        """Draws of which of `count` samples all tokens take the road: (count or 1,) bool, None if of no sample."""
+        if not self.path_drop:
+            return None
+        return torch.rand(1 if self.drop_batch else count, device=device) < self.path_drop
+
     def plain(self) -> dict:
         """Returns the keywords that make the route, without those at their default, for a record."""
         return {part.name: value for part in fields(self) if (value := getattr(self, part.name)) != part.default}
@@ -50,7 +62,7 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     """Returns the routes in order of depth with non-negative indices, for a network of `depth` blocks.
 
     Raises ValueError, naming the route and the depth, for a route that leaves the network, runs backwards, overlaps
-    another, has a selection ratio outside [0, 1), or returns from after its start or from inside another route.
+    another, has a selection ratio or path drop outside [0, 1), or returns from after its start or from inside another.
     """
     resolved = []
     for route in routes:
@@ -70,47 +82,50 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
         if not 0 <= route.selection_ratio < 1:
             raise ValueError(f"Route {route} in a network of {depth} blocks: the selection ratio is the share of "
                              f"tokens that skips and must lie in [0, 1); at 1 no token would be left.")
+        if not 0 <= route.path_drop < 1:
+            raise ValueError(f"Route {route} in a network of {depth} blocks: path_drop is the share of samples that "
+                             f"skip and must lie in [0, 1); at 1 its blocks would learn nothing.")
         resolved.append(replace(route, start_layer_idx=start, end_layer_idx=end, return_from=source))
     resolved.sort(key=lambda route: route.start_layer_idx)
     for first, second in pairwise(resolved):
         if second.start_layer_idx <= first.end_layer_idx:
             raise ValueError(f"Route {second} overlaps route {first} in a network of {depth} blocks: "
                              f"the next route may start at block {first.end_layer_idx + 1} at the earliest.")
-    for route in resolved:
-        for other in resolved if route.return_from is not None else ():
-            if other.start_layer_idx < route.return_from <= other.end_layer_idx:
-                raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} lies "
-                                 f"inside route {other}, where some tokens are absent.")
+    for route, other in product(resolved, resolved):
+        if route.return_from is not None and other.start_layer_idx < route.return_from <= other.end_layer_idx:
+            raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} lies "
+                             f"inside route {other}, where some tokens are absent.")
     return tuple(resolved)
 
 
-def stretches(routes: tuple[Route, ...], depth: int) -> Iterator[tuple[range, int | None, Route | None]]:
+def stretches(taken: Mapping[int, Route], depth: int) -> Iterator[tuple[range, int | None, Route | None]]:
     """Cuts blocks 0 .. depth - 1, in order, into those of a route and those between routes.
 
-    Yields the blocks of a stretch, and the place in `routes` and the route that tokens take around them, or None and
-    None. Off the routes a new stretch begins wherever some route returns from, too. Raises ValueError for a route that
-    `resolve_routes` has not brought to a network of `depth` blocks.
+    Yields the blocks of a stretch, and the number and the route of `taken` that lead around them, or None and None. Off
+    the routes a new stretch begins wherever some route returns from, too; a route that all tokens take has no blocks.
+    Raises ValueError for a route that `resolve_routes` has not brought to a network of `depth` blocks.
     """
     cuts, starting = {0, depth}, {}
-    for r, route in enumerate(routes):
+    for r, route in taken.items():
         start, end = route.start_layer_idx, route.end_layer_idx
         source = start if route.return_from is None else route.return_from
         if not 0 <= source <= start <= end < depth:
             raise ValueError(f"Route {route} is not resolved for a network of {depth} blocks: pass "
                              f"resolve_routes([route], {depth}), or the network's own net.routes.")
-        if route.selection_ratio > 0:
-            cuts |= {source, start, end + 1}
-            starting[start] = r, route
+        cuts |= {source, start, end + 1}
+        starting[start] = r, route
     for first, last in pairwise(sorted(cuts)):
-        yield range(first, last), *starting.get(first, (None, None))
+        r, route = starting.get(first, (None, None))
+        yield range(first, first if route and route.selection_ratio == 1 else last), r, route
 
 
-@dataclass
+@dataclass(eq=False)
 class Router:
     """Chooses the tokens that stay, takes them out, and puts them back. It has no parameters and no state.
 
-    `selection` is "random", or "l1": then a share `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest
-    uniform noise, and tokens of large norm stay, or with `inverse` those of small norm. Raises ValueError for others.
+    `selection` is "random"; "grid": of 2 × 2 neighbours none is second to stay before one of each four does; or "l1":
+    then a share `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest uniform noise, and tokens of large
+    norm stay, or with `inverse` those of small norm. Raises ValueError for others.
     """
 
     selection: str = "random"
@@ -118,11 +133,21 @@ class Router:
     inverse: bool = False
 
     def __post_init__(self) -> None:
-        if self.selection not in ("random", "l1"):
-            raise ValueError(f"selection={self.selection} is neither random nor l1.")
+        if self.selection not in ("random", "grid", "l1"):
+            raise ValueError(f"selection={self.selection} is neither random, grid nor l1.")
         if not 0 <= self.l1_reg <= 1:
             raise ValueError(f"l1_reg={self.l1_reg} is outside [0, 1]: it is the share of the L1 norm in a token's "
                              f"score, and the rest is noise.")
+
+    def check(self, routes: tuple[Route, ...], grid_size: int) -> None:
+        """Raises ValueError where it cannot lead the tokens of a square grid around the routes of a network."""
+        if self.selection == "grid" and grid_size % 2:
+            raise ValueError(f"selection=grid chooses among groups of 2 × 2 tokens, and there are {grid_size} × "
+                             f"{grid_size}: set selection=random, or another patch size or resolution.")
+
+    def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
+        """Returns those of a call's routes that some token takes, by number; `own` are the network's routes."""
+        return {r: route for r, route in enumerate(routes) if route.selection_ratio > 0 or route.path_drop > 0}
 
     def get_mask(
         self, x: Tensor, selection_ratio: float, noise: Tensor | None = None, keep_mask: Tensor | None = None,
@@ -138,6 +163,8 @@ class Router:
         """
         batch, num_tokens, _ = x.shape
         num_keep = num_tokens - int(num_tokens * selection_ratio)
+        if num_keep == num_tokens:
+            return torch.arange(num_tokens, device=x.device).expand(batch, -1)
         # float32 whatever the activations are: bfloat16 has 256 levels in [0, 1), and ties would favour some tokens.
         if noise is None:
             noise = torch.rand(batch, num_tokens, device=x.device, dtype=torch.float32)
@@ -160,19 +187,69 @@ class Router:
         """Returns a number for each token (B, N); those of the lowest stay."""
         if self.selection == "random":
             return noise
-        norm = x.detach().float().abs().sum(dim=-1)
-        low, high = norm.aminmax(dim=1, keepdim=True)
-        norm = (norm - low) / (high - low + 1e-8)            # in [0, 1], as the noise is
-        weak = norm if self.inverse else 1 - norm
-        return torch.where(noise < 0, noise, (1 - self.l1_reg) * noise + self.l1_reg * weak)
+        if self.selection == "grid":
+            score = rank_in_group(noise) + noise
+        else:
+            norm = x.detach().float().abs().sum(dim=-1)
+            low, high = norm.aminmax(dim=1, keepdim=True)
+            norm = (norm - low) / (high - low + 1e-8)            # in [0, 1], as the noise is
+            score = (1 - self.l1_reg) * noise + self.l1_reg * (norm if self.inverse else 1 - norm)
+        return torch.where(noise < 0, noise, score)
 
     def start_route(self, x: Tensor, ids_keep: Tensor) -> Tensor:
         """Keeps the tokens that stay: (B, N, D) and ids (B, K) to (B, K, D)."""
         return x.gather(1, ids_keep.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
-    def end_route(self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor) -> Tensor:
+    def end_route(
+        self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor, dropped: Tensor | None = None,
+    ) -> Tensor:
         """Puts the kept tokens (B, K, D) back among those that skipped, which keep their value in original_x (B, N, D).
 
-        The gradient of a token that skipped flows through this identity path to where the route began.
+        All tokens keep it in samples that `dropped` (B or 1,) bool names. The gradient of a token that skipped flows
+        through this identity path to where its value comes from.
         """
-        return original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
+        x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
+        return x if dropped is None else torch.where(dropped.view(-1, 1, 1), original_x, x)
+
+
+def rank_in_group(noise: Tensor) -> Tensor:
+    """Returns the rank of each token's noise (B, N) among the 2 × 2 tokens of its group in the square grid, 0 to 3."""
+    half = math.isqrt(noise.shape[1]) // 2
+    groups = noise.unflatten(1, (half, 2, half, 2)).transpose(2, 3).flatten(3)      # (B, N/4 as a grid, 4)
+    ranks = groups.argsort(dim=-1).argsort(dim=-1)
+    return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1)
+
+
+class FusingRouter(Router, nn.Module):
+    """A router that fuses what comes out of its route with what went around it (Sprint, arXiv 2510.21986).
+
+    Around the route go all tokens; out of it come those that stayed, and in the places of the others a fixed random
+    mask token. A linear layer fuses the two of each place, in dense passes too. A network has one such route.
+    """
+
+    def __init__(self, hidden_size: int, selection: str = "random", l1_reg: float = 0.5, inverse: bool = False):
+        nn.Module.__init__(self)
+        Router.__init__(self, selection, l1_reg, inverse)
+        self.register_buffer("mask_token", 0.02 * torch.randn(hidden_size))
+        self.fusion = nn.Linear(2 * hidden_size, hidden_size)
+
+    def check(self, routes: tuple[Route, ...], grid_size: int) -> None:
+        if len(routes) != 1:
+            raise ValueError(f"fusion=true fuses one route with what goes around it, and the network has "
+                             f"{len(routes)} routes: give one in model.routes, or set model.fusion=false.")
+        super().check(routes, grid_size)
+
+    def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
+        """Returns the network's one route as the call has it; in a dense pass, as one that no token takes."""
+        ends = [[(route.start_layer_idx, route.end_layer_idx) for route in some] for some in (routes or own, own)]
+        if ends[0] != ends[1]:
+            raise ValueError(f"The network fuses after route {own[0]}, so its tokens take no other, but were given "
+                             f"{', '.join(map(str, routes))}: leave routes out.")
+        return dict(enumerate(routes or (replace(own[0], selection_ratio=0.0, path_drop=0.0),)))
+
+    def end_route(
+        self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor, dropped: Tensor | None = None,
+    ) -> Tensor:
+        """Fuses the route's tokens (B, K, D), with mask tokens in the other places, and original_x (B, N, D)."""
+        absent = self.mask_token.to(x_kept.dtype).expand_as(original_x)
+        return self.fusion(torch.cat([super().end_route(x_kept, ids_keep, absent, dropped), original_x], dim=-1))

@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foreign.families import REFUSED, Blocks, Family, family_of, lists_of_blocks, network_of
-from routing_module import Route, Router, resolve_routes
+from routing_module import FusingRouter, Route, Router, resolve_routes
 
 
 class PerSample:
@@ -244,9 +244,9 @@ class Routing:
         self.routes = resolve_routes(routes, len(self.blocks))
         self.route_of: list[int | None] = [None] * len(self.blocks)
         for r, route in enumerate(self.routes):
-            if not route.is_identity:
-                raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T, x_D_last and "
-                                 f"return_from.")
+            if not route.is_identity or route.path_drop:
+                raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T, x_D_last, "
+                                 f"return_from and path_drop.")
             span = range(route.start_layer_idx, route.end_layer_idx + 1)
             for i in span if route.selection_ratio > 0 else ():
                 self.route_of[i] = r
@@ -254,6 +254,9 @@ class Routing:
                        if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
                     raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would tear.")
         own = getattr(network, "router", None)
+        if isinstance(own, FusingRouter):
+            raise ValueError("This network fuses what comes out of its own route with what went around it: call it "
+                             "with routes=net.routes instead.")
         self.router, self.mask_noise = own if isinstance(own, Router) else Router(), mask_noise
         self.call = names_of(network)
         self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()

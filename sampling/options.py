@@ -14,7 +14,7 @@ from guidance import Guidance
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
-from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Size, Steps, one_of
+from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Share, Size, Steps, one_of
 from weights.loading import Trained, load_like
 from weights.others import FAMILIES
 
@@ -39,8 +39,7 @@ class SamplerSettings(Settings):
     shift: Annotated[float, Field(ge=0.01, le=100)] | Literal["size"] | None = None
 
 
-Ratio = Annotated[float, Field(ge=0, lt=1)]
-Gamma = Ratio | Annotated[tuple[Ratio, Ratio], Field(strict=False)]      # a number, or first and last of a cosine
+Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]      # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
 
 

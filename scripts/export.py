@@ -61,6 +61,9 @@ def check_plain(trained: Trained, to: str) -> None:
     if block != "dit" or qk_norm or (to == "diffusers" and mlp_ratio != 4):
         raise ValueError(f"to={to} holds DiT's own block, without qk_norm and with mlp_ratio 4, and this network has "
                          f"block={block}, qk_norm={qk_norm}, mlp_ratio={mlp_ratio}: to=hub takes any.")
+    if network.get("fusion"):
+        raise ValueError(f"to={to} holds DiT's own weights, and this network (model=sprint) has those that fuse its "
+                         f"route with what goes around it: to=hub takes any.")
 
 
 def write_diffusers(trained: Trained, folder: Path) -> None:

@@ -44,6 +44,8 @@ TYPED = {
         ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 1.5}]", "selection_ratio=1.5"),
         ("model.routes=[{start_layer_idx: 4, end_layer_idx: 2, selection_ratio: 0.5}]", "4"),
         ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, return_from: 2}]", "return_from=2"),
+        ("model=sprint", "model.routes=[]", "0 routes"), ("model=sprint", "model.routes.0.path_drop=1", "path_drop=1"),
+        ("model.selection=grid", "model.patch_size=8", "selection=grid"),
         ("model.selection=l2", "model.selection=l2"), ("model=dit", "diffusion=edm_v1", "model.routes"),
         ("+diffusion.mae_weight=0.1", "mae_weight=0.1"),
         # the data
@@ -115,7 +117,7 @@ TYPED = {
         ("images=four", "results=images.npz/x.jsonl", "images.npz"),
     ],
     "sweep_guidance": [
-        ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1]", "grid.gamma2"),
+        ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1.5]", "grid.gamma2"),
         ("grid.gamma1=[0.95]", "gamma1"), ("num_steps=2,3", "num_steps=2,3"),
     ],
     "prepare_latents": [

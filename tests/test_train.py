@@ -525,13 +525,13 @@ def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_s
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
 
 
-@pytest.mark.parametrize("how", [{"x_T": 1.0}, {"return_from": 0}, {"selection": "l1"}],
-                         ids=["version 1", "delayed", "l1"])
+@pytest.mark.parametrize("how", [{"x_T": 1.0}, {"return_from": 0}, {"selection": "l1"},
+                                 {"selection": "grid", "fusion": True, "path_drop": 0.5}], ids=["version 1", "delayed", "l1", "Sprint"])
 def test_the_routed_network_is_one_graph_and_is_not_compiled_again(fresh_accelerator, how):
     from torch._dynamo.testing import CompileCounter
 
     model = build_network(dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
-                               selection=how.pop("selection", "random"),
+                               selection=how.pop("selection", "random"), fusion=how.pop("fusion", False),
                                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2, **how)]))
     counter = CompileCounter()
     model.compile(backend=counter, dynamic=False, fullgraph=True)

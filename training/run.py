@@ -174,6 +174,7 @@ def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_clas
         "input_size": shape[1], "in_channels": shape[0], "num_classes": num_classes,
         "init": model.init, "qk_norm": model.qk_norm,
         "routes": [route.model_dump(exclude_defaults=True) for route in model.routes], **router,
+        **({"fusion": True} if model.fusion else {}),
     }
 
 
@@ -260,6 +261,9 @@ def check_kept(latents: Latents, model: DiT) -> None:
     num_tokens = model.pos_embed.shape[1]
     most, image = latents.most_kept(model.patch_size)
     for route in model.routes:
+        if route.path_drop:
+            raise ValueError(f"keep_masked=true: route {route} takes all tokens of some samples along, so none is sure "
+                             f"to stay. Set path_drop to 0 in model.routes, or keep_masked=false.")
         room = num_tokens - int(num_tokens * route.selection_ratio)
         if most > room:
             raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "

@@ -39,9 +39,10 @@ class ModelSettings(Settings):
     init: one_of(["adaln_zero", "xavier"])
     qk_norm: bool
     routes: list[RouteSettings]
-    selection: one_of(["random", "l1"])
+    selection: one_of(["random", "grid", "l1"])
     l1_reg: Share
     inverse: bool
+    fusion: bool
     hidden_size: Size | None
     depth: Size | None
     num_heads: Size | None

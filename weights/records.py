@@ -2,6 +2,7 @@
 
 import inspect
 from dataclasses import asdict
+from functools import partial
 from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, create_model
@@ -10,7 +11,7 @@ from dit import DiT
 from edm import DDPM, EDM
 from objectives import class_of
 from rf import RF, CleanRF
-from routing_module import Route, Router
+from routing_module import FusingRouter, Route, Router
 from runtime.schema import Number, Record, Settings, Whole, read
 from weights import lora as adapters
 
@@ -27,6 +28,8 @@ class RouteSettings(Settings):
     x_T: Number = 0.0
     x_D_last: Number = 1.0
     return_from: int | None = None
+    path_drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
+    drop_batch: bool = False
 
 
 class Keywords(Settings):
@@ -40,8 +43,8 @@ def keywords(*kinds: type, **others: Any) -> type[Keywords]:
     return create_model("Keywords", __base__=Keywords, **own, **{name: one for name, one in others.items() if one})
 
 
-# The router's keywords are left out of a record where tokens are chosen at random.
-NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None)
+# The router's keywords are left out of a record where tokens are chosen at random, and fusion where there is none.
+NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False))
 DIFFUSION_RECORDS = {name: keywords(kind, name=(str, ...)) for name, kind in DIFFUSIONS.items()}
 
 
@@ -79,13 +82,17 @@ class CheckpointRecord(Record):
 def architecture(network: dict) -> dict:
     """Returns the keywords of a network that its weights depend on; raises ValueError for keywords that do not fit."""
     known = read(NetworkRecord, network, "A network's record: ").model_dump()
+    if known["fusion"]:      # of the blocks around which its route leads
+        ends = [(route["start_layer_idx"], route["end_layer_idx"]) for route in known["routes"]]
+        known["fusion"] = [[i % known["depth"] for i in pair] for pair in ends]
     return {key: value for key, value in known.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
 
 
 def build_network(network: dict) -> DiT:
     """Builds a DiT from plain keywords, `routes` a list of dicts; raises ValueError for keywords that do not fit."""
     known = read(NetworkRecord, network, "A network's record: ").model_dump()
-    router = Router(**{key: known.pop(key) for key in ROUTER_DEFAULTS})
+    kind = partial(FusingRouter, known["hidden_size"]) if known.pop("fusion") else Router
+    router = kind(**{key: known.pop(key) for key in ROUTER_DEFAULTS})
     return DiT(**{**known, "routes": [Route(**route) for route in known["routes"]]}, router=router)
 
 

@@ -357,7 +357,7 @@ def refused(model, routes=TWO, call=lambda: None, **options):
     ("Mine of test_routed is not a known network (docs/routing.md)", {}, dict(blocks=None, along=None)),
     ("leaves the network: with 4 blocks", {}, dict(routes=[Route(0, 4, 0.5)])),
     ("without x_T", {}, dict(routes=[Route(0, 1, 0.5, x_T=1.0)])),
-    ("and return_from", {}, dict(routes=[Route(1, 1, 0.5, return_from=0)])),
+    ("return_from", {}, dict(routes=[Route(1, 1, 0.5, return_from=0)])),
     ("names 'rop'", {}, dict(along={"rop": 0})),
     ("9 of 9 tokens never leave", {}, dict(keep=9)),
     ("mask_noise is (3, 1, 9), but it must be (3, 2, 9)", {}, dict(mask_noise=torch.rand(3, 1, 9))),

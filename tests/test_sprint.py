@@ -1,0 +1,311 @@
+"""Sprint: tokens leave before g, mask tokens take their places after it, and a linear layer fuses g's output with f's."""
+
+from functools import partial
+
+import pytest
+import torch
+from test_published_parity import assert_equal, fill, names, published, wave
+from timm.layers import Mlp
+from torch import nn
+
+from blocks.transformer import LAYER_NORM
+from dit import DiT, infer_architecture
+from edm import DDPM, EDM
+from foreign.routed import routed
+from guidance import Guidance
+from rf import RF
+from routing_module import FusingRouter, Route, Router, resolve_routes
+from weights.records import architecture, build_network
+
+THEIRS = published("sprint")
+SMALL = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5)
+ROUTE = dict(start_layer_idx=2, end_layer_idx=-3, selection_ratio=0.75)
+
+
+def net(selection="grid", **route):
+    torch.manual_seed(1)
+    return DiT(**SMALL, init="xavier", routes=[Route(**ROUTE | route)], router=FusingRouter(32, selection))
+
+
+def batch(count=4):
+    torch.manual_seed(2)
+    return torch.randn(count, 3, 8, 8), torch.rand(count), torch.arange(count) % 6
+
+
+def fused(model):
+    """Records what the linear layer is given: g with mask tokens, and f, each (B, N, D)."""
+    seen = []
+    model.router.fusion.register_forward_pre_hook(lambda _, args: seen.append(args[0].chunk(2, dim=-1)))
+    return seen
+
+
+def by_hand(model, x, t, y, ids_keep):
+    """f, g on the tokens that stay, mask tokens in the other places, fusion, h: each written out."""
+    blocks, rows = model.blocks, torch.arange(len(x))[:, None]
+    f, c = model.x_embedder(x) + model.pos_embed, model.t_embedder(t) + model.y_embedder(y)
+    raster = torch.arange(16)[None]
+    for block in blocks[:2]:
+        f = block(f, c, raster)
+    kept = f[rows, ids_keep]
+    for block in blocks[2:4]:
+        kept = block(kept, c, ids_keep)
+    g = model.router.mask_token.repeat(len(x), 16, 1)
+    g[rows, ids_keep] = kept
+    h = torch.cat([g, f], dim=-1) @ model.router.fusion.weight.T + model.router.fusion.bias
+    for block in blocks[4:]:
+        h = block(h, c, raster)
+    return model.unpatchify(model.final_layer(h, c))
+
+
+# ---- the network ----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("selection", ["grid", "random"])
+@torch.no_grad()
+def test_the_network_is_f_then_g_on_few_tokens_then_h_on_both(selection):
+    model, (x, t, y), noise = net(selection), batch(), torch.rand(4, 1, 16)
+    ids = model.router.get_mask(torch.empty(4, 16, 1), 0.75, noise[:, 0])
+    assert ids.shape == (4, 4)
+    torch.testing.assert_close(model(x, t, y, model.routes, noise), by_hand(model, x, t, y, ids))
+
+
+@torch.no_grad()
+def test_a_dense_pass_fuses_too_draws_nothing_and_is_the_route_of_ratio_0_bit_for_bit():
+    model, (x, t, y) = net(path_drop=0.5), batch()
+    before = torch.get_rng_state()
+    dense = model(x, t, y)
+    assert torch.equal(torch.get_rng_state(), before)
+    assert torch.equal(model(x, t, y, resolve_routes([Route(**ROUTE | {"selection_ratio": 0.0})], 6)), dense)
+    torch.testing.assert_close(dense, by_hand(model, x, t, y, torch.arange(16).expand(4, -1)))
+
+
+def test_mask_tokens_stand_where_tokens_left_and_both_halves_learn():
+    model, (x, t, y), noise = net(), batch(), torch.rand(4, 1, 16)
+    seen = fused(model)
+    model(x, t, y, model.routes, noise).square().sum().backward()
+    stays = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, model.router.get_mask(torch.empty(4, 16, 1), 0.75, noise[:, 0]), True)
+    g, _ = seen[0]
+    assert (g[~stays] == model.router.mask_token).all() and not (g[stays] == model.router.mask_token).any()
+    assert all(p.grad is not None and p.grad.any() for p in model.parameters())
+    fixed = dict(model.named_buffers())
+    assert fixed["router.mask_token"].std() == pytest.approx(0.02, rel=0.5)
+
+
+# ---- path drop ------------------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_of_a_dropped_sample_mask_tokens_are_all_that_is_left_of_g_and_the_others_notice_nothing(monkeypatch):
+    model, (x, t, y), noise = net(path_drop=0.5), batch(), torch.rand(4, 1, 16)
+    dropped = torch.tensor([True, False, False, True])
+    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: dropped)
+    seen, out = fused(model), model(x, t, y, model.routes, noise)
+    assert (seen[0][0][dropped] == model.router.mask_token).all() and (seen[0][0][~dropped] != model.router.mask_token).any(dim=-1).any()
+    monkeypatch.undo()
+    assert torch.equal(out[~dropped], model(x, t, y, net().routes, noise)[~dropped])
+
+
+def test_the_share_of_dropped_samples_or_batches_is_as_asked_and_a_function_of_the_seed():
+    torch.manual_seed(0)
+    device = torch.device("cpu")
+    by_sample = Route(2, 3, 0.75, path_drop=0.1).draw_dropped(20_000, device)
+    assert by_sample.shape == (20_000,) and abs(by_sample.float().mean() - 0.1) < 0.01
+    by_batch = torch.stack([Route(2, 3, 0.75, path_drop=0.1, drop_batch=True).draw_dropped(8, device) for _ in range(20_000)])
+    assert by_batch.shape == (20_000, 1) and abs(by_batch.float().mean() - 0.1) < 0.01
+    assert Route(2, 3, 0.75).draw_dropped(8, device) is None
+    outs = []
+    for _ in range(2):
+        torch.manual_seed(5)
+        outs.append(net(path_drop=0.5)(*batch(), net(path_drop=0.5).routes))
+    assert torch.equal(*outs)
+
+
+@torch.no_grad()
+def test_a_dropped_sample_of_a_plain_route_skips_its_blocks(monkeypatch):
+    model = DiT(**SMALL, init="xavier", routes=[Route(1, 4, 0.0, path_drop=0.5)])
+    x, t, y = batch()
+    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: torch.tensor([True, False, True, False]))
+    out, dense = model(x, t, y, model.routes), model(x, t, y)
+    del model.blocks[1:5]
+    short = model(x, t, y)
+    assert torch.equal(out[1::2], dense[1::2]) and torch.equal(out[::2], short[::2]) and not torch.allclose(dense, short)
+
+
+# ---- one of each group ----------------------------------------------------------------------------------------------
+
+
+def groups(ids, side=8):
+    """Counts the tokens that stay in each 2 × 2 group: (B, N/4)."""
+    row, column = ids // side // 2, ids % side // 2
+    return torch.zeros(len(ids), side * side // 4).scatter_add_(1, row * (side // 2) + column, torch.ones(ids.shape))
+
+
+@pytest.mark.parametrize(("ratio", "each"), [(0.75, {1}), (0.5, {2}), (0.25, {3}), (0.875, {0, 1}), (0.6, {1, 2})])
+def test_of_each_2_by_2_tokens_as_many_stay_as_of_any_other(ratio, each):
+    x = torch.empty(50, 64, 1)
+    noise = torch.rand(50, 64)
+    ids = Router("grid").get_mask(x, ratio, noise)
+    assert set(groups(ids).flatten().tolist()) == each and ids.shape[1] == 64 - int(64 * ratio)
+    assert (ids[:, 1:] > ids[:, :-1]).all()
+    fewer = Router("grid").get_mask(x, 0.9, noise)
+    assert all(set(a) < set(b) for a, b in zip(fewer.tolist(), ids.tolist(), strict=True)), "of a higher ratio a subset stays"
+
+
+def test_each_token_of_a_group_stays_equally_often_whichever_stays_in_another():
+    torch.manual_seed(0)
+    ids = Router("grid").get_mask(torch.empty(8000, 16, 1), 0.75)
+    share = torch.zeros(16).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
+    assert (share - 0.25).abs().max() < 0.025
+    assert len({tuple(row) for row in ids.tolist()}) == 4**4
+
+
+def test_tokens_that_must_stay_do_in_a_grid_too():
+    keep_mask = torch.zeros(2, 16, dtype=torch.bool)
+    keep_mask[0, [0, 1]] = keep_mask[1, 15] = True
+    ids = Router("grid").get_mask(torch.empty(2, 16, 1), 0.75, keep_mask=keep_mask)
+    assert ids.shape == (2, 4) and {0, 1} < set(ids[0].tolist()) and 15 in ids[1] and (groups(ids[1:], 4) == 1).all()
+
+
+# ---- guidance -------------------------------------------------------------------------------------------------------
+
+SAMPLERS = {
+    "edm": EDM().sample, "rf euler": RF().sample, "rf heun": partial(RF().sample, solver="heun"),
+    "rf sde": partial(RF().sample, solver="euler_maruyama"), "ddpm": partial(DDPM().sample, solver="ancestral"),
+    "ddpm heun": DDPM().sample,
+}
+PATH_DROP = Guidance(3.0, gamma2=1)
+
+
+@torch.no_grad()
+def test_the_weak_pass_of_path_drop_guidance_sees_no_label_and_leaves_g_out():
+    model, (x, _, y) = net(path_drop=0.5), batch()
+    calls = []
+    for i, block in enumerate(model.blocks):
+        block.register_forward_hook(lambda *args, i=i: calls.append(i))
+    before = torch.get_rng_state()
+    out = PATH_DROP.guide(RF().velocity, model, x, y, num_steps=1)(x, 0.5, 0)
+    assert calls == [0, 1, 2, 3, 4, 5, 0, 1, 4, 5]
+    assert torch.equal(torch.get_rng_state(), before), "nothing is dropped by chance"
+    half, null = torch.full((4,), 0.5), torch.full((4,), 5)
+    strong, weak = by_hand(model, x, half, y, torch.arange(16).expand(4, -1)), by_hand(model, x, half, null, torch.empty(4, 0, dtype=torch.int64))
+    torch.testing.assert_close(out, weak + 3 * (strong - weak), rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.parametrize("name", SAMPLERS)
+@torch.no_grad()
+def test_path_drop_guidance_works_with_every_sampler(name):
+    torch.manual_seed(0)
+    model = net() if "ddpm" not in name else DiT(**SMALL, learn_sigma=True, init="xavier", routes=[Route(**ROUTE)], router=FusingRouter(32))
+    noise, y = torch.randn(2, 3, 8, 8), torch.tensor([0, 3])
+    guided, cfg, plain = (SAMPLERS[name](model, noise, y, num_steps=4, guidance=guidance, randn_like=torch.ones_like)
+                          for guidance in (PATH_DROP, Guidance(3.0), None))
+    assert guided.isfinite().all() and not torch.allclose(guided, cfg) and not torch.allclose(guided, plain)
+
+
+@torch.no_grad()
+def test_the_ratios_of_a_guided_sampling_drop_no_sample():
+    model, (x, _, y) = net(path_drop=0.9), batch()
+    seen = fused(model)
+    Guidance(1.5, 0.25, 0.75, drop_label=False).guide(RF().velocity, model, x, y, num_steps=1)(x, 0.5, 0)
+    masked = [(g == model.router.mask_token).all(dim=-1).sum(dim=1).tolist() for g, _ in seen]
+    assert masked == [[4] * 4, [12] * 4]
+
+
+@torch.no_grad()
+def test_a_plain_network_guided_by_a_ratio_of_1_skips_the_blocks_of_its_route():
+    model = DiT(**SMALL, init="xavier", routes=[Route(1, 4, 0.5)])
+    x, t, y = batch()
+    t = torch.full((4,), 0.5)
+    strong, out = model(x, t, y), Guidance(2.0, gamma2=1, drop_label=False).guide(RF().velocity, model, x, y, 1)(x, 0.5, 0)
+    del model.blocks[1:5]
+    weak = model(x, t, y)
+    torch.testing.assert_close(out, weak + 2 * (strong - weak))
+
+
+# ---- records, and what does not go together -------------------------------------------------------------------------
+
+RECORD = {**SMALL, "fusion": True, "selection": "grid", "routes": [{**ROUTE, "path_drop": 0.1}]}
+
+
+def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_architecture():
+    model = build_network(RECORD)
+    assert type(model.router) is FusingRouter and model.router.selection == "grid"
+    assert model.routes == (Route(2, 3, 0.75, path_drop=0.1),)
+    again = build_network(RECORD)
+    again.load_state_dict(model.state_dict())
+    assert torch.equal(again(*batch()), model(*batch()))
+    tuned = {**RECORD, "routes": [{"selection_ratio": 0.0, "start_layer_idx": 2, "end_layer_idx": 3}], "selection": "random"}
+    assert architecture(tuned) == architecture(RECORD)
+    elsewhere = {**RECORD, "routes": [{**ROUTE, "start_layer_idx": 1}]}
+    assert architecture(elsewhere) != architecture(RECORD) != architecture({**RECORD, "fusion": False})
+    assert architecture({**RECORD, "fusion": False}) == architecture(SMALL)
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    (lambda: build_network({**RECORD, "routes": []}), "fusion=true fuses one route .* and the network has 0 routes"),
+    (lambda: build_network({**RECORD, "routes": [{**ROUTE}, {**ROUTE, "start_layer_idx": 4, "end_layer_idx": 4}]}), "the network has 2 routes"),
+    (lambda: build_network({**RECORD, "patch_size": 8}), "selection=grid chooses among groups of 2 × 2 tokens, and there are 1 × 1"),
+    (lambda: resolve_routes([Route(2, 3, 0.5, path_drop=1.0)], 6), "path_drop is the share of samples"),
+    (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
+    (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* given 1→3"),
+    (lambda: Guidance(3.0, gamma2=1, routes=(Route(1, 3, 0.5),)).check(net()), "leave routes out"),
+    (lambda: routed(net(), [Route(2, 3, 0.5)]).__enter__(), "call it with routes=net.routes"),
+    (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)], blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),
+])
+def test_what_does_not_go_together_is_a_sentence(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        wrong()
+
+
+# ---- their code -----------------------------------------------------------------------------------------------------
+
+
+def their_net(selection="grid", selection_ratio=0.75):
+    """Their block is LightningDiT's with DiT's norms and MLP; positions are rotary alone."""
+    model = DiT(input_size=8, patch_size=2, in_channels=2, hidden_size=32, depth=5, num_heads=4, num_classes=10, block="lightning",
+                qk_norm=True, routes=[Route(1, 3, selection_ratio)], router=FusingRouter(32, selection))
+    for block in model.blocks:
+        block.norm1, block.norm2 = LAYER_NORM(32), LAYER_NORM(32)
+        block.mlp = Mlp(32, 128, act_layer=partial(nn.GELU, approximate="tanh"))
+    model.final_layer.norm_final = LAYER_NORM(32)
+    fill(model).pos_embed.zero_()
+    return model
+
+
+def noise_for(ids_keep):
+    """Noise (B, 1, 16) by which these tokens stay."""
+    return torch.ones(len(ids_keep), 16).scatter(1, torch.tensor(ids_keep), 0.0)[:, None]
+
+
+@pytest.mark.parametrize("case", THEIRS["forward"], ids=names(THEIRS["forward"]))
+@torch.no_grad()
+def test_a_forward_equals_snap_research_sprint(case, monkeypatch):
+    model = their_net(case["selection"], case["selection_ratio"])
+    dropped = case["dropped"] and torch.tensor(case["dropped"])
+    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: dropped)
+    x, t, y = wave(THEIRS["shape"], amplitude=1.4), torch.tensor(THEIRS["t"]), torch.tensor(THEIRS["y"])
+    noise = None if case["ids_keep"] is None else noise_for(case["ids_keep"])
+    routes = () if case["name"] == "dense" else model.routes
+    assert_equal(model(x, t, y, routes, noise), case["out"])
+
+
+@torch.no_grad()
+def test_the_loss_equals_snap_research_sprint():
+    case, model = THEIRS["loss"], their_net()
+    x, eps, y = wave(THEIRS["shape"], amplitude=0.7), wave(THEIRS["shape"], 1, 1.4), torch.tensor(THEIRS["y"])
+    loss = RF().loss(model, x, y, model.routes, t=torch.tensor(case["t"]), eps=eps, mask_noise=noise_for(case["ids_keep"]))
+    assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
+
+
+def test_path_drop_guidance_equals_snap_research_sprint():
+    case = THEIRS["guided"]
+    out = RF().sample(their_net(), wave(THEIRS["shape"], 2, 1.4), torch.tensor(case["y"]), case["num_steps"],
+                      guidance=Guidance(case["scale"], gamma2=1))
+    assert_equal(out, case["out"])
+
+
+def test_the_initial_fusion_and_mask_token_have_the_spread_of_theirs():
+    torch.manual_seed(0)
+    model = DiT(**SMALL | {"hidden_size": 64}, routes=[Route(**ROUTE)], router=FusingRouter(64))
+    ours = {"mask_token": model.router.mask_token, "fusion.weight": model.router.fusion.weight, "fusion.bias": model.router.fusion.bias}
+    assert {name: value.std().item() for name, value in ours.items()} == pytest.approx(THEIRS["init"], rel=0.2)
