@@ -6,7 +6,7 @@
 
 The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, here on white; name them where
 you show them. Classes are the ten categories of the packages' emoji.json. --skin-tones adds the five tones of people
-and hands: 3,757 more images of much the same pictures.
+and hands: 3,750 more images of much the same pictures.
 """
 
 import argparse

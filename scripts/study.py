@@ -18,7 +18,6 @@ import signal
 import statistics
 import subprocess
 import sys
-import time
 from collections.abc import Iterable
 from pathlib import Path
 from typing import Annotated
@@ -173,11 +172,11 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
     """
     environment = os.environ | ({} if cfg.threads is None else {"OMP_NUM_THREADS": str(cfg.threads)})
     line = ["nice", "-n", str(cfg.nice), sys.executable, str(ROOT / program), *settings]
-    received: list[tuple[int, float]] = []      # signals, and when
+    received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
-        if not received or time.monotonic() > received[-1][1] + 1:      # `timeout` sends each signal twice, at once
-            received.append((number, time.monotonic()))
+        if not received:      # `timeout` sends each signal twice, and a second one would end the run unsaved
+            received.append(number)
             child.send_signal(number)
 
     # In a group of its own, as a second signal would end it at once: Ctrl-C reaches it from here alone.
@@ -192,7 +191,7 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
         raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Mend it, and the "
                          f"same command goes on.")
     if received or code:
-        sys.exit(128 + received[0][0] if received else code if code > 0 else 128 - code)
+        sys.exit(128 + received[0] if received else code if code > 0 else 128 - code)
 
 
 def record_of(run: Run) -> dict | None:
@@ -220,15 +219,17 @@ def finished(run: Run) -> bool:
 
 
 def is_scored_in_training(run: Run) -> bool:
-    asked = [text for text in run.train if text.startswith("evaluate.every=")]
-    return bool(asked) and asked[-1] != "evaluate.every=0"
+    return last_of(run, "evaluate.every") not in (None, "0")
 
 
 def asked_steps(run: Run) -> int | None:
-    asked = [text.removeprefix("steps=") for text in run.train if text.startswith("steps=")]
-    if asked and not re.fullmatch(r"\d{1,18}", asked[-1], re.ASCII):
-        raise ValueError(f"steps={asked[-1]} of {run.folder.name} is not a whole number: write it in digits.")
-    return int(asked[-1]) if asked else None
+    steps = last_of(run, "steps")
+    return steps and int(steps)
+
+
+def last_of(run: Run, key: str) -> str | None:
+    """Returns a run's setting as text; of several values of a key the last one counts."""
+    return next((text.partition("=")[2] for text in reversed(run.train) if text.partition("=")[0] == key), None)
 
 
 def score_checkpoints(cfg: StudySettings, run: Run) -> None:
@@ -253,12 +254,18 @@ def score_floor(cfg: StudySettings) -> None:
 def score_once(
     cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
 ) -> None:
-    """Runs fid.py, unless `results` has a row of this point, step and way to score, and adds these to the new row."""
+    """Runs fid.py, unless `results` has a row of this point and step, and adds the point to the new row.
+
+    Raises ValueError where that row was scored by other settings of the study.
+    """
     rows = read_rows(results)
     scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
-    asked = (step, point, scored_by)
-    if asked in [(row["source"].get("step"), point_of(row), row.get("scored_by", scored_by)) for row in rows]:
-        return
+    for row in rows:
+        if (row["source"].get("step"), point_of(row)) == (step, point):
+            if row.get("scored_by", scored_by) != scored_by:
+                raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
+                                 f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
+            return
     before = len(rows)
     call(cfg, "fid.py", settings)
     rows = read_rows(results)

@@ -134,13 +134,14 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
         with pytest.raises(ValueError, match="holds dit, seed 0, after 4 steps, and this study asks for steps=2"):
             study.collect(settings(tmp_path / home, study=matrix, also=["steps=2"], rows=rows))
 
-    # Another way to score makes a score of its own; a checkpoint that is kept is scored by every point of at_each.
+    # A checkpoint that is kept is scored at every point of at_each; a score by other settings is not taken for the study's.
     count = (results.read_text(), study.score_checkpoints(cfg, run))[0].count("\n")
-    again = cfg.model_copy(update={"study": cfg.study.model_copy(update={"score": ["num_steps=3", *cfg.study.score[1:]]})})
-    study.score_checkpoints(again, run.model_copy(update={"at_each": [["num_samples=3"]]}))
+    study.score_checkpoints(cfg, run.model_copy(update={"at_each": [["num_samples=3"]]}))
     rows = [json.loads(line) for line in results.read_text().splitlines()]
-    assert [(row["source"]["step"], row["images"]) for row in rows[count:]] == [(4, 3), (4, 4), (2, 3)]
+    assert [(row["source"]["step"], row["images"]) for row in rows[count:]] == [(4, 3), (2, 3)]
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
+    with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
+        study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
 
     # The weights go, the scores stay, and nothing is trained again; nor where another machine goes on from the scores.
     shutil.rmtree(tmp_path / "study/runs")
