@@ -1,4 +1,4 @@
-"""LightningDiT against numbers that hustvl/LightningDiT produced (tests/published/lightning.json), and its weights."""
+"""LightningDiT, dense and on a route, against numbers that the published codes produced, and its weights."""
 
 import math
 
@@ -11,9 +11,10 @@ from torch import Tensor, nn
 from blocks.transformer import rotary_angles, rotate
 from dit import DiT, DiT_models, infer_architecture
 from rf import RF
+from routing_module import Route
 from weights.loading import load_trained
 
-THEIRS = published("lightning")
+THEIRS, ROUTED = published("lightning"), published("lightning_tread")
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10, block="lightning")
 
 
@@ -40,6 +41,16 @@ def test_both_sides_used_the_closed_form_as_weights():
 def test_a_dense_forward_equals_hustvl_lightningdit(case):
     net = filled(DiT(**TINY | case["config"]))
     assert_equal(net(wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])), case["out"])
+
+
+@pytest.mark.parametrize("case", ROUTED["routed"], ids=names(ROUTED["routed"]))
+@torch.no_grad()
+def test_a_routed_forward_equals_lightningdit_tread(case):
+    net = filled(DiT(**TINY | case["config"], routes=[Route(2, -4, 0.5)]))      # their blocks 2 … depth - 4, inclusive
+    ids_keep = torch.tensor(case["ids_keep"])                                   # in an order of their own
+    mask_noise = torch.ones(2, 1, net.pos_embed.shape[1]).scatter(2, ids_keep.transpose(0, 1), 0.0)
+    x, t, y = wave(case["shape"], amplitude=1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    assert_equal(net(x, t, y, routes=net.routes, mask_noise=mask_noise), case["out"])
 
 
 @pytest.mark.parametrize("size", THEIRS["sizes"], ids=names(THEIRS["sizes"]))
