@@ -41,7 +41,7 @@ def loss_of(objective, **how):
     """The loss of each sample and its terms, with the draws of a seed, as in a step."""
     x, y, teacher = batch()
     torch.manual_seed(5)
-    return objective(x, y, **{"teacher": teacher, **how})
+    return objective(x, y, **(how or {"teacher": teacher}))
 
 
 # ---- the published codes --------------------------------------------------------------------------------------------
