@@ -5,7 +5,7 @@ import json
 import math
 import os
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, closing, contextmanager
 from pathlib import Path
 from typing import Any
@@ -65,16 +65,18 @@ def write_folder(
     """Writes the shards that `out` lacks, over all ranks, and then metadata.json; `settings` go into preparing.json.
 
     `read(items)` runs in threads, for up to `batch_size` items of one shard. `encode` makes of what it returns the
-    rows by their keys in metadata.json, none where nothing could be read, and [name, reason] of each unreadable item.
+    rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each unreadable item.
     Raises ValueError for a full disk and where another process writes in `out`.
     """
-    started, is_main, mirror = time.monotonic(), state.is_main_process, metadata["mirrored"]
+    started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata, row_shape)
     shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
-    records = read_records(out, len(shards), mirror, row_shape)
+    records = read_records(out, len(shards), types)
     todo = [shard for shard, record in enumerate(records) if record is None]
-    row_bytes = math.prod(row_shape) * 2 * (1 + mirror) + 8
+    row_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
+    state.print(f"{', '.join(types)}: {row_bytes:,} bytes an image, {row_bytes * num_items / 1e9:,.3g} GB in all")
     require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
-                 "name another disk by out=; of images, kind=sample and mirror=false take half each.")
+                 "name another disk by out=; of images, kind=sample and mirror=false take half each, and images=true "
+                 "less than a teacher's tokens.")
     state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
 
     jobs = [(shard, shards[shard][start : start + batch_size])
@@ -108,7 +110,7 @@ def write_folder(
             bar.close()
             seconds, done = time.monotonic() - started, sum(len(shards[shard]) for shard in todo)
             print(f"{done:,} images in {seconds:.1f} s, {done / seconds:,.0f} images/s")
-            finish(out, metadata, read_records(out, len(shards), mirror, row_shape), not_images)
+            finish(out, metadata, read_records(out, len(shards), types), not_images)
 
 
 @contextmanager
@@ -135,6 +137,18 @@ def open_rows(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], N
         assert file.tell() == first_byte
 
 
+def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Names a shard's files, <name>-*.npy, with shape and type of their rows; `row_shape` is that of a latent's."""
+    types = {"latents": (row_shape, "float16"), "labels": ((), "int64")}
+    if metadata["mirrored"]:
+        types["mirrored"] = types["latents"]
+    for name, array in metadata.get("arrays", {}).items():
+        types[name] = tuple(array["shape"]), array["dtype"]
+        if metadata["mirrored"] and array["mirror"] == "files":
+            types[f"{name}_mirrored"] = types[name]
+    return types
+
+
 def shard_files(shard: int, mirror: bool) -> dict[str, str]:
     """Names a shard's files, by their keys in metadata.json."""
     kinds = ["latents", "labels"] + ["mirrored"] * mirror
@@ -144,32 +158,32 @@ def shard_files(shard: int, mirror: bool) -> dict[str, str]:
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
     """Writes one shard and then its record, the mark that it is whole.
 
-    A batch is its rows by their keys in metadata.json, none where nothing could be read, and [name, reason] of each
+    A batch is its rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each
     unreadable image.
     """
-    files = shard_files(shard, mirror=True)
     count, unreadable = 0, []
     with ExitStack() as stack:
         writers: dict[str, Callable[[np.ndarray], None]] = {}
         for rows, unread in batches:
             for kind, part in rows.items():
                 if kind not in writers:
-                    writers[kind] = stack.enter_context(open_rows(out / files[kind], part))
+                    writers[kind] = stack.enter_context(open_rows(out / f"{kind}-{shard:05d}.npy", part))
                 writers[kind](part)
             count += len(rows["labels"]) if rows else 0
             unreadable += unread
     write_json(out / f"record-{shard:05d}.json", {"count": count, "unreadable": unreadable})
 
 
-def read_records(out: Path, num_shards: int, mirror: bool, row_shape: tuple[int, ...]) -> list[dict | None]:
-    """Returns the record of each shard, None for one that is not whole and has to be written."""
+def read_records(
+    out: Path, num_shards: int, types: Mapping[str, tuple[tuple[int, ...], str]],
+) -> list[dict | None]:
+    """Returns the record of each shard, None for one that is not whole and has to be written; `types` are its rows'."""
     records: list[dict | None] = []
     for shard in range(num_shards):
         try:
             record = read_json(out / f"record-{shard:05d}.json")
-            shapes = {"labels": (), "latents": row_shape, "mirrored": row_shape}
-            for kind, name in shard_files(shard, mirror).items() if record["count"] else ():
-                map_npy(out / name, [(record["count"], *shapes[kind])], ["int64" if kind == "labels" else "float16"])
+            for name, (shape, dtype) in types.items() if record["count"] else ():
+                map_npy(out / f"{name}-{shard:05d}.npy", [(record["count"], *shape)], [dtype])
             records.append(record)
         except (OSError, ValueError):      # absent or damaged
             records.append(None)

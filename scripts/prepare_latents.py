@@ -25,6 +25,7 @@ import autoencoder as autoencoders
 from latents.folder import KINDS
 from latents.images import ImageSource, UnreadableImage, open_source
 from latents.writer import is_finished, write_folder
+from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
 from runtime.schema import Count, Location, Settings, Size, Whole, one_of, read_json
@@ -46,6 +47,9 @@ class PrepareSettings(Settings):
     autoencoder: Location | None
     kind: one_of(KINDS) | None
     mirror: bool
+    teacher: Location | None
+    patch_size: Size
+    images: bool
     label_map: Location | None
     words: Location | None
     seed: Whole
@@ -91,6 +95,18 @@ def encode_rows(
     if not rows.isfinite().all():
         raise ValueError("The autoencoder's output is not finite or beyond float16 for some images; use precision=fp32 "
                          "(some VAEs overflow in fp16).")
+    return rows.cpu().numpy()
+
+
+def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: bool) -> np.ndarray:
+    """Makes a teacher's tokens of uint8 images (b,H,W,3) as they are stored, float16 (b,N,Z)."""
+    device = teacher.mean.device
+    images = (images.flip(2) if mirror else images).permute(0, 3, 1, 2).to(device)
+    with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
+        rows = teacher(images).half()
+    if not rows.isfinite().all():
+        raise ValueError("The teacher's tokens are not finite or beyond float16 for some images: use precision=fp32, "
+                         "or images=true and the teacher in the step.")
     return rows.cpu().numpy()
 
 
@@ -156,7 +172,8 @@ def prepare(cfg: PrepareSettings) -> None:
                 f"{len(source.not_images)} other files")
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
-                    precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint())
+                    precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
+                    teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None, images=cfg.images or None)
     if is_finished(out, settings, state.is_main_process):
         return
 
@@ -166,6 +183,17 @@ def prepare(cfg: PrepareSettings) -> None:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} shrinks images.")
     side = resolution // vae.downsample
+    teacher, arrays = None, {}
+    if cfg.teacher is not None:
+        if side % cfg.patch_size:
+            raise ValueError(f"patch_size={cfg.patch_size} does not divide the latent's side {side}: give that of the "
+                             f"network which the teacher is for.")
+        with state.main_process_first():
+            teacher = load_teacher(cfg.teacher, side // cfg.patch_size).to(state.device)
+        shape = [(side // cfg.patch_size) ** 2, teacher.width]
+        arrays["teacher"] = {"shape": shape, "dtype": "float16", "mirror": "files", "source": cfg.teacher}
+    if cfg.images:
+        arrays["image"] = {"shape": [3, resolution, resolution], "dtype": "uint8", "mirror": "flip"}
 
     def encode(decoded: tuple[np.ndarray, list[int], list]) -> tuple[dict[str, np.ndarray], list]:
         images, indices, unreadable = decoded
@@ -176,6 +204,12 @@ def prepare(cfg: PrepareSettings) -> None:
                 "labels": source.labels[indices].astype("<i8")}
         if cfg.mirror:
             rows["mirrored"] = encode_rows(vae, batch, indices, kind, cfg.seed, mirror=True)
+        if teacher is not None:
+            rows["teacher"] = teach_rows(teacher, batch, cfg.precision, mirror=False)
+        if teacher is not None and cfg.mirror:
+            rows["teacher_mirrored"] = teach_rows(teacher, batch, cfg.precision, mirror=True)
+        if cfg.images:
+            rows["image"] = images.transpose(0, 3, 1, 2)
         return rows, unreadable
 
     metadata = {
@@ -183,7 +217,7 @@ def prepare(cfg: PrepareSettings) -> None:
         "num_classes": len(source.class_names), "class_names": source.class_names, "autoencoder": autoencoder,
         **vae.convention.record(), "resolution": resolution, "source": cfg.source, "precision": cfg.precision,
         **describe_device(state.device),
-    } | ({} if shown is None else {"display_names": shown})
+    } | ({} if shown is None else {"display_names": shown}) | ({"arrays": arrays} if arrays else {})
     write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
                  read=lambda indices: decode_batch(source, indices, resolution), encode=encode,

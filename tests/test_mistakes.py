@@ -126,6 +126,8 @@ TYPED = {
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("label_map=no.json", "no.json"), ("words=no.txt", "no.txt"),
         ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "decompress"),
+        ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"), ("teacher=efficientnet_lite0", "patch_size=3", "3"),
+        ("teacher=test_vit.r160_in1k", "test_vit.r160_in1k.safetensors"), ("patch_size=0", "patch_size=0"),
     ],
     "import_latents": [
         ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "maskdit"),

@@ -69,6 +69,20 @@ def vae_folder(tmp_path_factory) -> str:
     return str(folder)
 
 
+class Pooled(torch.nn.Module):
+    """A teacher whose tokens are mean colours: the image's, on 4 × 4 squares."""
+
+    def forward(self, images):
+        return torch.nn.functional.adaptive_avg_pool2d(images.float(), 4)
+
+
+@pytest.fixture(scope="module")
+def pooled(tmp_path_factory) -> str:
+    file = tmp_path_factory.mktemp("teacher") / "pooled.pt"
+    torch.jit.script(Pooled()).save(str(file))
+    return str(file)
+
+
 def read_folder(out: Path) -> tuple[dict, dict[str, np.ndarray]]:
     """The metadata and the shards put together."""
     metadata = json.loads((out / "metadata.json").read_text())
@@ -144,6 +158,23 @@ def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_fold
         assert abs(eps.mean()) < 0.2 and 0.8 < eps.std() < 1.2
         assert np.abs(a[side] - c[side]).max() > 0.05
     assert abs(np.corrcoef(noises[0].ravel(), noises[1].ravel())[0, 1]) < 0.3  # each side has its own noise
+
+
+def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, pooled, tmp_path, capsys):
+    prepare(pets, tmp_path / "out", shard_size=4, batch_size=3, mirror=True, teacher=pooled, patch_size=8, images=True)
+    assert "teacher, teacher_mirrored, image: 15,560 bytes an image, 0.000156 GB in all" in capsys.readouterr().out
+    latents = open_latents(tmp_path / "out")
+    indices, images = np.arange(10), np.stack([noise(32, k) for k in range(10)])
+    for mirror in (False, True):
+        seen = images[:, :, ::-1] if mirror else images
+        rows = latents.rows_of(["teacher", "image"], indices, np.full(10, mirror))
+        np.testing.assert_array_equal(rows["image"], seen.transpose(0, 3, 1, 2))
+        means = seen.reshape(10, 4, 8, 4, 8, 3).mean(axis=(2, 4)).reshape(10, 16, 3)
+        np.testing.assert_allclose(rows["teacher"], means, atol=0.07)      # float16 of up to 255
+    with pytest.raises(ValueError, match="teacher=.*pooled.pt then and None now"):
+        prepare(pets, tmp_path / "out", shard_size=4, mirror=True, images=True)
+    with pytest.raises(ValueError, match="patch_size=8 then and 4 now"):
+        prepare(pets, tmp_path / "out", shard_size=4, mirror=True, images=True, teacher=pooled, patch_size=4)
 
 
 def test_a_zip_and_tars_of_the_folder_give_its_latents(pets, tmp_path):
@@ -268,12 +299,19 @@ def test_a_file_of_words_may_be_of_any_classes_where_it_is_named_and_only_there(
 # ---- what is noticed first ------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_work_is_noticed_before_anything_is_written(pets, vae_folder, tmp_path, monkeypatch):
+def test_what_cannot_work_is_noticed_before_anything_is_written(pets, vae_folder, pooled, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="resolution=30 is not divisible by 8"):
         prepare(pets, tmp_path / "out", 30, vae_folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
     with pytest.raises(ValueError, match="needs 0.0615 MB more and its disk has 0.01 MB free: name another disk"):
         prepare(pets, tmp_path / "out")
+    with pytest.raises(ValueError, match="needs 0.0625 MB more"):      # of 10 images, 16 · 3 numbers each
+        prepare(pets, tmp_path / "out", teacher=pooled, patch_size=8)
+    with pytest.raises(ValueError, match="needs 0.0922 MB more"):
+        prepare(pets, tmp_path / "out", images=True)
+    for patch_size, says in ((4, "makes 16 tokens of an image, but the network's grid has 8 × 8"), (5, "patch_size=5 does not divide")):
+        with pytest.raises(ValueError, match=says):
+            prepare(pets, tmp_path / "out", teacher=pooled, patch_size=patch_size)
     assert not (tmp_path / "out").exists()
 
 
@@ -372,8 +410,9 @@ def test_a_file_system_without_locks_is_named_in_a_line_and_works(pets, tmp_path
     assert (tmp_path / "out" / "metadata.json").is_file()
 
 
-def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
-    overrides = ("source=shapes", "shapes.count=4500", "resolution=64", "shard_size=150", "mirror=true")
+def test_a_run_killed_three_times_equals_one_that_was_not(pooled, tmp_path):
+    overrides = ("source=shapes", "shapes.count=3000", "resolution=64", "shard_size=100", "mirror=true",
+                 f"teacher={pooled}", "patch_size=16", "images=true")
     out = tmp_path / "killed"
     kills = 0
     for target in (3, 9, 16):  # shards that are whole when the kill comes
@@ -391,12 +430,14 @@ def test_a_run_killed_three_times_equals_one_that_was_not(tmp_path):
     assert resumed.returncode == 0, resumed.stderr
     assert f"going on: {len(done)} of 30 shards are whole" in resumed.stdout
 
-    prepare("shapes", tmp_path / "whole", resolution=64, shapes={"count": 4500, "seed": 0}, shard_size=150, mirror=True)
+    prepare("shapes", tmp_path / "whole", resolution=64, shapes={"count": 3000, "seed": 0}, shard_size=100, mirror=True,
+            teacher=pooled, patch_size=16, images=True)
     assert same_folder(tmp_path / "whole", out)
 
 
-def test_two_ranks_write_what_one_writes(pets, vae_folder, tmp_path):
+def test_two_ranks_write_what_one_writes(pets, vae_folder, pooled, tmp_path):
     overrides = f"source={pets} resolution=32 autoencoder={vae_folder} kind=sample shard_size=3 mirror=true".split()
+    overrides += [f"teacher={pooled}", "patch_size=1"]
     one = run(*overrides, f"out={tmp_path / 'one'}")
     two = run(*overrides, f"out={tmp_path / 'two'}", ranks=2)
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
