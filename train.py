@@ -15,6 +15,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 
 import numpy as np
 import torch
@@ -37,7 +38,7 @@ from scoring.results import describe_autoencoder, describe_classes, result_row, 
 from training import speed
 from training.optimizers import step_unless
 from training.run import Run, make_run
-from training.run_folder import drop_other_scores, lock_run, prepare_folder, resume, save
+from training.run_folder import lock_run, prepare_folder, resume, save
 from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
 from weights.records import build_network
@@ -70,12 +71,12 @@ def train_step(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `called` is `objective` as it is called: cast and replicated. `arrays` (B, …) lie beside the latents. `lr_scale`
+    `called` is `objective` after casting and replication. `arrays` (B, …) are those beside the latents. `lr_scale`
     multiplies the learning rate that each of the optimizer's groups was made with. Returns the loss, the gradient's
-    norm, whether the step was skipped because it was not finite, and the terms of the loss, as tensors on the device.
-    None of them lies in a graph's memory.
+    norm, whether the step was skipped because it was not finite, and the terms of the loss, as tensors on the device
+    and outside of a graph's memory.
     """
-    if cuda_graphs:      # which may now write over the last step's gradients, but over those of no part of this one
+    if cuda_graphs:      # which may write over the last step's gradients from here on, and not between parts
         torch.compiler.cudagraph_mark_step_begin()
     y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, objective.net.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
@@ -135,8 +136,18 @@ def as_line(row: dict, steps: int) -> str:
     )
 
 
+def summary(run: Run, resumed: Path | None) -> str:
+    """Describes network, data, device and length of a run in a line."""
+    cfg, latents, accelerator = run.cfg, run.latents, run.accelerator
+    return (
+        f"{cfg.name}: {cfg.model.backbone_type}, {sharding.size(run.model) / 1e6:.1f}M parameters, "
+        f"routes {', '.join(map(str, run.model.routes)) or 'none'}; {latents.count:,} latents of {latents.shape} in "
+        f"{latents.num_classes} classes; {accelerator.num_processes} × {accelerator.device.type}, {cfg.precision}; "
+        + (f"resuming {resumed.name} of {cfg.steps}" if resumed else f"{cfg.steps} steps of {cfg.batch_size}"))
+
+
 def start_trackers(run: Run) -> None:
-    """Starts TensorBoard or wandb where asked; raises ValueError where one will not start, as wandb without a login."""
+    """Starts TensorBoard or wandb where asked; raises ValueError where one does not start, as wandb without a login."""
     trackers = run.cfg.log.trackers
     try:
         wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run.run_id, "resume": "allow"}
@@ -149,9 +160,9 @@ def start_trackers(run: Run) -> None:
 
 @contextlib.contextmanager
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
-    """Shows on the progress bar what the run does instead of stepping; its seconds do not count as training's."""
+    """Shows on the progress bar what the run does between steps, and takes its seconds out of training's."""
     bar.set_postfix_str(work)
-    if run.accelerator.device.type == "cuda":      # whose steps before do count
+    if run.accelerator.device.type == "cuda":      # the steps that it is still at do count
         torch.cuda.synchronize(run.accelerator.device)
     began = time.perf_counter()
     yield
@@ -160,11 +171,10 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
 
 
 def report(run: Run, num_steps: int, since: float) -> None:
-    """Reduces the sums over ranks, writes a line and a row, and ends a run in which nothing is finite any more."""
+    """Reduces the sums over ranks, writes a line and a row, and ends a run whose gradients are no longer finite."""
     cfg, accelerator = run.cfg, run.accelerator
     total = run.sums.over_ranks(accelerator)
-    # Not before: the sums wait for the steps that a GPU is still at. And a clock may stand, or be set back.
-    seconds = max(time.perf_counter() - since - run.paused, 1e-6)
+    seconds = time.perf_counter() - since - run.paused      # after the sums, which wait for a GPU's steps
     run.paused = 0.0
     trouble = run.is_diverging(total)
     run.sums.reset()
@@ -186,7 +196,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
         files.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
-    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):      # of a short run all
+    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):      # all steps, of a short run
         last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
         way_back = (f"Move checkpoints newer than {last_good} away to go on from it" if last_good else
                     f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
@@ -195,42 +205,34 @@ def report(run: Run, num_steps: int, since: float) -> None:
 
 
 def draw(run: Run) -> None:
-    grid, world = run.grid, run.accelerator.num_processes
-    batch_size = min(run.cfg.samples.batch_size, math.ceil(len(grid.seeds) / world))
-    pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=batch_size,
-                        num_steps=run.cfg.samples.num_steps, precision=run.drawing_precision)
+    grid, cfg = run.grid, run.cfg.samples
+    pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=cfg.batch_size,
+                        num_steps=cfg.num_steps, precision=run.drawing_precision)
     write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
 
 
 def evaluate(run: Run) -> None:
-    """Scores the EMA weights, once for each guidance scale that lacks it, with images from seeds of their own."""
+    """Scores the EMA weights at each guidance scale at which this step has no row in results.jsonl."""
     cfg, accelerator, evaluation = run.cfg.evaluate, run.accelerator, run.evaluation
-    extractor, reference, results = evaluation.extractor, evaluation.reference, run.folder / "results.jsonl"
-    metrics = evaluation.metrics
+    extractor, reference, metrics = evaluation.extractor, evaluation.reference, evaluation.metrics
+    results = run.folder / "results.jsonl"
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
-    # The weights of a step follow from this, so a row that agrees in it is of the same ones.
-    of_weights = ("network", "diffusion", "objective", "data", "seed", "init_from")
-    origin = {key: run.record[key] for key in of_weights if key in run.record}
-    origin = files.record_sha256(origin)
-    if accelerator.is_main_process:
-        drop_other_scores(results, run.step, origin)
     with torch.device("meta"):
-        outline = build_network(run.record["network"])
+        outline = build_network(run.record["network"])      # which a shard is not
     for scale in cfg.guidance_scales:
         began = time.perf_counter()
         drawing = Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
-                              num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
-                              guidance=None if scale is None else Guidance(scale))
+                          num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
+                          guidance=None if scale is None else Guidance(scale))
         source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": describe_classes(run.latents.classes, run.model.num_classes), "origin": origin,
+                  "classes": describe_classes(run.latents.classes, run.model.num_classes),
                   **describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
         row = result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
-                             batch_size=cfg.batch_size, image_rule=DRAWN_RULE)
+                         batch_size=cfg.batch_size, image_rule=DRAWN_RULE)
         if not ranks.broadcast_from_main(accelerator, scored_before(row, results, any_version=True) is None):
             continue
-        scores = score_images(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor,
-                                  metrics=metrics)
+        scores = score_images(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor, metrics=metrics)
         if accelerator.is_main_process:
             row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
             files.append_row(results, row)
@@ -254,8 +256,6 @@ def main(cfg: TrainSettings) -> None:
         log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    if cfg.precision == "fp8":
-        speed.check_float8(device)
     run = make_run(cfg, accelerator)
     cfg = run.cfg
     if accelerator.is_main_process:
@@ -268,25 +268,18 @@ def main(cfg: TrainSettings) -> None:
         prepare_folder(run)
     start_trackers(run)
 
-    # ---- speed, applied from outside: `model` stays the plain network that is saved, `net` is what is called
-    model = run.model
+    # ---- speed, applied from outside: `run.model` stays the plain network, which is saved
     if cfg.activation_checkpointing:
-        speed.recompute_activations(model)
-    speed.compile_network(model, cfg.compile)
-    # Which makes replicas, but not of what is shared out.
+        speed.recompute_activations(run.model)
+    speed.compile_network(run.model, cfg.compile)
+    # This makes DDP's replicas, unless FSDP has sharded the parts already.
     called = accelerator.prepare_model(run.objective, evaluation_mode=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
-
-    latents = run.latents
-    accelerator.print(
-        f"{cfg.name}: {cfg.model.backbone_type}, {sum(p.numel() for p in model.parameters()) / 1e6:.1f}M parameters, "
-        f"routes {', '.join(map(str, model.routes)) or 'none'}; {latents.count:,} latents of {latents.shape} in "
-        f"{latents.num_classes} classes; {world} × {device.type}, {cfg.precision}; "
-        + (f"resuming {resumed.name} of {cfg.steps}" if resumed else f"{cfg.steps} steps of {cfg.batch_size}"))
+    accelerator.print(summary(run, resumed))
 
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
-               disable=not accelerator.is_main_process or None)      # None: where it is no terminal
+               disable=not accelerator.is_main_process or None)      # None: outside of a terminal
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:
@@ -299,12 +292,12 @@ def main(cfg: TrainSettings) -> None:
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
             with paused(run, bar, "saving"):
                 save(run)
-        # Not only where the run has moved: a kill after the save may have cost the grid of a checkpoint.
+        # Right after resuming, too: a kill may have come between a save and its grid.
         due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and ranks.broadcast_from_main(accelerator, not run.grid_path.exists()):
             with paused(run, bar, "drawing"):
                 draw(run)
-        # The untrained network is evaluated too: it is what the numbers are to be compared with.
+        # The untrained network, too, for comparison.
         if run.evaluation and (due(run.step, cfg.evaluate.every) or finished):
             with paused(run, bar, "scoring"):
                 evaluate(run)
@@ -315,12 +308,12 @@ def main(cfg: TrainSettings) -> None:
         run.objective.step = run.step
         stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
         loss, grad_norm, skipped, terms = train_step(
-            accelerator, called, run.objective, run.optimizer, to_latent(stored, latents.kind), y,
+            accelerator, called, run.objective, run.optimizer, to_latent(stored, run.latents.kind), y,
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
             lr_scale=lr_scale(run.step, cfg.steps, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
-        update_ema(run.ema, model, ema_decay(run.step, cfg.ema.decay, cfg.ema.warmup))
+        update_ema(run.ema, run.model, ema_decay(run.step, cfg.ema.decay, cfg.ema.warmup))
         run.sums.add(loss, grad_norm, skipped, terms)
         run.step, run.images = run.step + 1, run.images + cfg.batch_size
         bar.update()

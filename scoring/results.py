@@ -107,7 +107,8 @@ def scored_before(row: dict, path: Path, any_version: bool = False) -> dict | No
     With `any_version` it may be of another version. A fact that an old row lacks is taken to be the same.
     """
     def facts(row: dict) -> dict:
-        found = {f"source.{key}": value for key, value in row["source"].items() if key != "size"}
+        # The size is known once the first images are drawn; `origin` is in training's rows of older versions.
+        found = {f"source.{key}": value for key, value in row["source"].items() if key not in ("size", "origin")}
         compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
         found |= {key: row[key] for key in compared if key in row}
         return {key: value for key, value in found.items() if not (any_version and key in OF_THE_CODE)}

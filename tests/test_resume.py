@@ -1,7 +1,6 @@
 """Runs that are killed, interrupted, out of disk or damaged, and go on: nothing is lost, and nothing changes."""
 
 import contextlib
-import itertools
 import json
 import os
 import random
@@ -134,7 +133,7 @@ def test_a_metrics_file_that_cannot_grow_ends_the_run_with_a_sentence_too(shapes
     run = tmp_path / "run"      # with room for config.yaml and a few rows, and no checkpoint before they are full
     result = train(run, shapes, "log.every=1", "checkpoint.every=1000", file_size=4000)
     assert result.returncode == 1 and "metrics.jsonl failed: File too large" in result.stderr and "Traceback" not in result.stderr
-    assert train(run, shapes).returncode == 0
+    assert train(run, shapes, "checkpoint.every=1000").returncode == 0
     assert_same_end(run, reference)
 
 
@@ -163,16 +162,6 @@ def test_what_a_kill_left_of_a_save_or_a_grid_and_did_not_prune_is_gone_after_th
         file.write_text("")
     assert train_here(run, shapes, "steps=8", "checkpoint.keep_last=1").returncode == 0
     assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists() for file in left)
-
-
-def test_a_clock_that_is_set_back_or_stands_neither_ends_a_run_nor_keeps_it_from_going_on(shapes, tmp_path, monkeypatch):
-    ticks = itertools.count(0, -30)
-    monkeypatch.setattr(time, "perf_counter", lambda: float(next(ticks)))
-    assert train_here(tmp_path, shapes, "steps=4").returncode == 0
-    monkeypatch.setattr(time, "perf_counter", lambda: 5.0)
-    assert train_here(tmp_path, shapes, "steps=8").returncode == 0
-    written = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
-    assert [row["step"] for row in written] == [3, 4, 6, 8] and all(row["elapsed_s"] >= 0 and row["sec_per_step"] > 0 for row in written)
 
 
 def test_a_run_that_goes_on_knows_how_low_its_loss_has_been(shapes, tmp_path):

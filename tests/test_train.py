@@ -37,7 +37,7 @@ from scripts import prepare_latents
 from train import lr_scale, paused, report, step_seed, train_step, update_ema
 from train import main as train_main
 from training import speed
-from training.run import Run, Sums, fitted
+from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 from weights.records import build_network
@@ -285,18 +285,20 @@ def test_trackers_are_told_the_settings_the_rows_and_the_scores(shown):
 
 
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
-    run = tmp_path / "run"
-    options = ("steps=0", "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
-               "evaluate.num_steps=2", "evaluate.batch_size=4")
-    scored = []
-    for changed in ((), (), ("seed=1", "optimizer.lr=1"), ("seed=1",), ("seed=1", "evaluate.num_samples=4"), ("model.depth=7",)):
-        result = train(run, shapes, *options, *changed)
+    options = (f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2", "evaluate.batch_size=4")
+
+    def scored(*changed) -> list[tuple]:
+        result = train(tmp_path / "run", shapes, *options, *changed)
         assert result.returncode == 0, result.stderr
-        told = files.read_rows(run / "results.jsonl")
-        scored.append(([row["images"] for row in told], {row["source"]["origin"] for row in told}))
-    # Of one start alone: what a run that was begun anew had scored before its first save is of another network.
-    assert [images for images, _ in scored] == [[6], [6], [6], [6], [6, 4], [6]]
-    assert all(len(origins) == 1 for _, origins in scored) and len(set().union(*(origins for _, origins in scored))) == 3
+        return [(row["source"]["step"], row["images"], row["finished"], row["source"]["multiply_adds"]["linear"])
+                for row in files.read_rows(tmp_path / "run/results.jsonl")]
+
+    # A run without a checkpoint begins again, maybe with another network, and so do its scores.
+    first, again, deeper = (scored("steps=0", "evaluate.every=10", *depth) for depth in ((), (), ("model.depth=7",)))
+    assert len(first) == len(again) == len(deeper) == 1 and first[0][3] == again[0][3] != deeper[0][3]
+    saved = scored("steps=1", "evaluate.every=1")
+    assert [row[:2] for row in saved] == [(0, 6), (1, 6)] and scored("steps=1", "evaluate.every=1") == saved
+    assert [row[:2] for row in scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")] == [(0, 6), (1, 6), (1, 4)]
 
 
 def test_latents_that_nothing_can_decode_train_with_a_word_about_it(shapes, tmp_path):
@@ -521,7 +523,7 @@ def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path):
 ])
 def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_size, steps):
     settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1)
-    cfg = fitted(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
+    cfg = choose_sizes(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
 
 

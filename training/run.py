@@ -1,4 +1,4 @@
-"""A training run: its parts, put together at step 0 from the settings.
+"""A training run: its parts, made from the settings, at step 0.
 
 train.py takes its steps, and run_folder.py saves and resumes it. Mistakes in the settings are found here, before
 anything slow starts.
@@ -104,7 +104,7 @@ class Run:
 
     @property
     def elapsed(self) -> float:
-        return self.elapsed_before + max(0.0, time.perf_counter() - self.started)      # a clock may be set back
+        return self.elapsed_before + time.perf_counter() - self.started
 
     @property
     def diffusion(self) -> EDM | RF:
@@ -145,7 +145,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     return latents
 
 
-def fitted(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
+def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> TrainSettings:
     """Chooses batch size and steps, where they are null, by the number of latents, and prints them."""
     parts = accelerator.num_processes * cfg.grad_accum_steps
     batch_size, steps = cfg.batch_size, cfg.steps
@@ -166,15 +166,12 @@ def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
 
 def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_classes: int) -> dict:
     """Returns the network's keywords, as its checkpoints record them, for latents of `shape` (C, h, w)."""
-    sizes = {key: getattr(model, key) for key in ("hidden_size", "depth", "num_heads", "patch_size")}
-    router = {} if model.selection == "random" else {key: getattr(model, key) for key in ROUTER_DEFAULTS}
+    unused = {"name", "backbone_type", *(ROUTER_DEFAULTS if model.selection == "random" else ()),
+              *(() if model.fusion else ("fusion",))}
     return {
-        **DiT_models[model.backbone_type].keywords,
-        **{key: size for key, size in sizes.items() if size is not None},
+        **DiT_models[model.backbone_type].keywords, **model.model_dump(exclude=unused, exclude_none=True),
         "input_size": shape[1], "in_channels": shape[0], "num_classes": num_classes,
-        "init": model.init, "qk_norm": model.qk_norm,
-        "routes": [route.model_dump(exclude_defaults=True) for route in model.routes], **router,
-        **({"fusion": True} if model.fusion else {}),
+        "routes": [route.model_dump(exclude_defaults=True) for route in model.routes],
     }
 
 
@@ -208,8 +205,7 @@ def open_drawing(
     """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
         if why := autoencoders.undecodable(autoencoder, latents.shape[0]):
-            accelerator.print(f"Nothing can decode these latents yet: {why} Training does not need it, and draws no "
-                              f"grids; sample.py will, or writes latents with latents=true.")
+            accelerator.print(f"Nothing can decode these latents yet: {why} Training draws no grids then.")
         return None, None
     try:
         decoder = autoencoders.load_decoder(
@@ -276,8 +272,10 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp shares a network out over ranks, and this is a single process: start it with "
                          "accelerate launch or torchrun, or set sharding=none.")
+    if cfg.precision == "fp8":
+        speed.check_float8(accelerator.device)
     latents = open_data(cfg, accelerator)
-    cfg = fitted(cfg, accelerator, latents.count)
+    cfg = choose_sizes(cfg, accelerator, latents.count)
     record = describe(cfg, latents, accelerator.num_processes, accelerator.device)
     grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])
     model = initial_network(cfg, record, accelerator.device)
@@ -287,7 +285,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         layers = adapters.attach(model, **cfg.lora.model_dump())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
         accelerator.print(f"LoRA of rank {cfg.lora.rank} on {layers} layers: {trained / 1e6:.3g}M parameters are "
-                          f"trained, and the others stay.")
+                          f"trained.")
     # FSDP cannot copy. Not frozen: autocast keeps its casts of trainable weights only.
     ema = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
     if cfg.precision == "fp8":

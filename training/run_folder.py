@@ -1,13 +1,11 @@
-"""The folder of a run: its lock, its checkpoints, saved and resumed, and its rows and grids, of which later ones go."""
+"""The folder of a run: its lock, its checkpoints, saved and resumed, and its rows and grids up to the resumed step."""
 
 import json
 import math
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import torch
-from accelerate import Accelerator
 from omegaconf import OmegaConf
 
 from objectives import own_state, trained_parameters
@@ -33,7 +31,7 @@ class TrainedData(DataRecord):
 
 
 class Meta(CheckpointRecord):
-    """What meta.json must hold for a run to resume; the last six have not always been there."""
+    """What meta.json must hold for a run to resume; older versions lack the last six."""
 
     step: Whole
     images: Whole
@@ -54,34 +52,18 @@ class Meta(CheckpointRecord):
 # ---- may it resume? -------------------------------------------------------------------------------------------------
 
 
-def find_checkpoint(accelerator: Accelerator, run_dir: Path) -> Path | None:
-    """Returns the latest whole checkpoint, as the main rank finds it, or None for a new run.
-
-    Raises ValueError where all checkpoints are damaged or have been deleted, or where another rank does not see it.
-    """
-    folder = latest_checkpoint(run_dir)
-    if folder is None and (step := ranks.broadcast_from_main(accelerator, lost_steps(run_dir))):
-        raise ValueError(f"{run_dir} has recorded {step} steps and has no checkpoint, so that training would start "
+def require_no_steps(run: Run) -> None:
+    """Raises ValueError where a run without a checkpoint has recorded steps past its first save, or its end."""
+    steps = [training_step(row) for row in files.read_rows(run.folder / "metrics.jsonl")]
+    last = ranks.broadcast_from_main(run.accelerator, max(steps, default=0))
+    if 0 < last >= min(run.cfg.checkpoint.every + 1, run.cfg.steps):
+        raise ValueError(f"{run.folder} has recorded {last} steps and has no checkpoint, so that training would start "
                          f"again and replace the record. Restore its checkpoints, set name=<another>, or move the "
                          f"folder away.")
-    return folder
-
-
-def lost_steps(run_dir: Path) -> int:
-    """Returns the last step in metrics.jsonl of a run that has lost its checkpoints, or else 0.
-
-    It has lost them where that step is past its first save, or its end; before that, it was killed without any.
-    """
-    steps = [row.get("step") for row in files.read_rows(run_dir / "metrics.jsonl")]
-    step, config = max((step for step in steps if isinstance(step, int)), default=0), run_dir / "config.yaml"
-    if not ((run_dir / "checkpoints").is_dir() and config.is_file()):
-        return step
-    last_start = OmegaConf.load(config)
-    return step if step >= min(last_start.checkpoint.every + 1, last_start.steps) else 0
 
 
 def differing(old: object, new: object) -> tuple[object, object]:
-    """Returns of two dicts only what differs, and anything else as it is."""
+    """Returns what differs of two dicts, and anything else as it is."""
     if not (isinstance(old, dict) and isinstance(new, dict)):
         return old, new
     keys = [key for key in {**old, **new} if old.get(key) != new.get(key)]
@@ -140,10 +122,12 @@ def resume(run: Run) -> Path | None:
     Raises ValueError for a run that cannot resume with these settings.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
-    folder = find_checkpoint(run.accelerator, run.folder)
+    folder = latest_checkpoint(run.folder)
     if folder is not None:
         restore(run, folder)
-    elif run.cfg.init_from is not None:
+        return folder
+    require_no_steps(run)
+    if run.cfg.init_from is not None:
         parent = open_parent(run.cfg.init_from, run.record, run.cfg.diffusion_name)
         run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
                                 **({"diffusion_name": parent.family} if parent.family else {})}
@@ -151,7 +135,7 @@ def resume(run: Run) -> Path | None:
             run.record["lora"]["base"] = str(parent.file)
         for net in (run.model, run.ema):
             adapters.load_base(net, parent.net.state_dict())
-    return folder
+    return None
 
 
 def restore(run: Run, folder: Path) -> None:
@@ -216,7 +200,7 @@ def prepare_folder(run: Run) -> None:
     """Brings a run's folder to the run's step, and writes the settings to config.yaml."""
     for name in ("checkpoints", "samples"):      # fails now rather than at the first save
         (run.folder / name).mkdir(parents=True, exist_ok=True)
-    drop_after(run.folder, run.step)
+    drop_after(run.folder, run.step or -1)      # a run that begins again evaluates its first network again
     # A kill may have come between the last save and its pruning.
     checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
     if run.step < run.cfg.steps:
@@ -229,38 +213,20 @@ def prepare_folder(run: Run) -> None:
 def drop_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
-    ours = (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp")
-    for left in (path for pattern in ours for path in run_dir.glob(pattern)):      # of killed writes
-        files.remove(left)
+    for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
+        for left in run_dir.glob(pattern):      # of killed writes
+            files.remove(left)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
-
-    def is_later(row: dict) -> bool:
-        written_at = training_source(row).get("step")
-        return isinstance(written_at, int) and written_at > step
-
-    for name in ("metrics.jsonl", "results.jsonl"):
-        drop_rows(run_dir / name, is_later)
+    for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
+        rows = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if training_step(row) <= step)
+        if path.is_file() and rows.encode() != path.read_bytes():
+            files.write_text(path, rows)
 
 
-def drop_other_scores(results: Path, step: int, origin: str) -> None:
-    """Drops training's scores at `step` of other networks, data or seeds, as of a run killed before its first save."""
-    def is_others(row: dict) -> bool:
-        source = training_source(row)
-        return source.get("step") == step and source.get("origin", origin) != origin
-
-    drop_rows(results, is_others)
-
-
-def training_source(row: dict) -> dict:
-    """Returns the part of a row of metrics or scores that has training's step; {} for a row of fid.py or another."""
+def training_step(row: dict) -> int:
+    """Returns training's step in a row of metrics or scores; -1 for a row of fid.py or of another program."""
     source = row.get("source", row | {"in_training": True})
-    return source if isinstance(source, dict) and source.get("in_training") else {}
-
-
-def drop_rows(path: Path, is_dropped: Callable[[dict], bool]) -> None:
-    if path.is_file():
-        text = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if not is_dropped(row))
-        if text.encode() != path.read_bytes():
-            files.write_text(path, text)
+    step = source.get("step") if isinstance(source, dict) and source.get("in_training") else None
+    return step if isinstance(step, int) else -1

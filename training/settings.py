@@ -160,8 +160,8 @@ class TrainSettings(Settings):
 def check_settings(cfg: TrainSettings) -> None:
     """Raises ValueError for settings that do not go together."""
     if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it: give a folder of its own, "
-                         f"such as runs/{cfg.name}.")
+        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it: give another folder, such as "
+                         f"runs/{cfg.name}.")
     check_objective(cfg.objective)
     lora = cfg.lora
     if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
@@ -170,16 +170,13 @@ def check_settings(cfg: TrainSettings) -> None:
     if lora.rank is not None and cfg.init_from is None:
         raise ValueError(f"lora.rank={lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
                          f"weights file>.")
-    if cfg.optimizer.name == "muon" and lora.rank is not None:
-        raise ValueError(f"optimizer=muon and lora.rank={lora.rank} are not supported together: Muon steps by whole "
-                         f"matrices, and an adapter's are factors of one. Set optimizer=adamw.")
-    if cfg.optimizer.name == "muon" and cfg.precision == "fp8":
-        raise ValueError("optimizer=muon and precision=fp8 are not supported together: set precision=bf16.")
-    if lora.rank is not None and cfg.precision == "fp8":
-        raise ValueError(f"precision=fp8 and lora.rank={lora.rank} are not supported together: set precision=bf16.")
+    adapter, muon, fp8, fsdp = f"lora.rank={lora.rank}", "optimizer=muon", "precision=fp8", "sharding=fsdp"
+    asked = {adapter: lora.rank is not None, muon: cfg.optimizer.name == "muon", fp8: cfg.precision == "fp8",
+             fsdp: cfg.sharding == "fsdp"}
+    for one, other in ((adapter, muon), (adapter, fp8), (adapter, fsdp), (muon, fp8)):
+        if asked[one] and asked[other]:
+            raise ValueError(f"{other} and {one} are not supported together: leave one out.")
     if cfg.sharding == "fsdp":
-        if lora.rank is not None:
-            raise ValueError(f"sharding=fsdp and lora.rank={lora.rank} are not supported together: set sharding=none.")
         if cfg.precision not in ("fp32", "bf16"):
             raise ValueError(f"sharding=fsdp trains in bf16 or fp32, not in precision={cfg.precision}: set "
                              f"precision=bf16, or sharding=none.")

@@ -248,7 +248,7 @@ def test_a_base_that_is_gone_or_has_changed_is_a_sentence(trained_run, parent, c
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    ({"lora.alpha": 0}, "lora.alpha=0"), ({"precision": "fp8"}, "set precision=bf16"), ({"lora.targets": []}, "lora.targets="),
+    ({"lora.alpha": 0}, "lora.alpha=0"), ({"precision": "fp8"}, "precision=fp8 and lora.rank=4"), ({"lora.targets": []}, "lora.targets="),
 ])
 def test_what_cannot_work_is_a_sentence_before_anything_starts(parent, command, tmp_path, settings, says):
     with pytest.raises(SystemExit) as ended:
