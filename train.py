@@ -51,13 +51,21 @@ def step_seed(seed: int, step: int, rank: int) -> int:
     return int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1, np.uint64)[0])
 
 
-def lr_scale(step: int, steps: int, warmup_steps: int, schedule: str) -> float:
-    """Returns the share of its learning rate with which a step is taken."""
+def learning_rate(step: int, steps: int, lr: float, warmup_steps: int, schedule: str) -> float:
     if step < warmup_steps:
-        return (step + 1) / warmup_steps
+        return lr * (step + 1) / warmup_steps
     if schedule == "cosine":
-        return (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))) / 2
-    return 1.0
+        return lr * (1 + math.cos(math.pi * (step - warmup_steps) / max(1, steps - warmup_steps))) / 2
+    return lr
+
+
+def set_learning_rates(
+    optimizer: torch.optim.Optimizer, step: int, steps: int, warmup_steps: int, schedule: str,
+) -> None:
+    """Schedules, for a step, the learning rate that each of the optimizer's groups was made with."""
+    for group in optimizer.param_groups:
+        lr = group.setdefault("initial_lr", group["lr"])
+        group["lr"] = learning_rate(step, steps, lr, warmup_steps, schedule)
 
 
 def ema_decay(step: int, decay: float, warmup: bool) -> float:
@@ -66,15 +74,14 @@ def ema_decay(step: int, decay: float, warmup: bool) -> float:
 
 def train_step(
     accelerator: Accelerator, called: nn.Module, objective: Objective | DiffusionLoss, optimizer: torch.optim.Optimizer,
-    x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, lr_scale: float, label_dropout: float,
-    clip_norm: float | None, num_parts: int, cuda_graphs: bool = False,
+    x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, label_dropout: float, clip_norm: float | None,
+    num_parts: int, cuda_graphs: bool = False,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `called` is `objective` after casting and replication. `arrays` (B, …) are those beside the latents. `lr_scale`
-    multiplies the learning rate that each of the optimizer's groups was made with. Returns the loss, the gradient's
-    norm, whether the step was skipped because it was not finite, and the terms of the loss, as tensors on the device
-    and outside of a graph's memory.
+    `called` is `objective` after casting and replication. `arrays` (B, …) are those beside the latents. Returns the
+    loss, the gradient's norm, whether the step was skipped because it was not finite, and the terms of the loss, as
+    tensors on the device and outside of a graph's memory.
     """
     if cuda_graphs:      # which may write over the last step's gradients from here on, and not between parts
         torch.compiler.cudagraph_mark_step_begin()
@@ -97,8 +104,6 @@ def train_step(
         torch.nn.utils.clip_grads_with_norm_(objective.parameters(), clip_norm, grad_norm)
     # A loss that is not finite makes such gradients, and DDP spreads them to every rank, so all ranks skip together.
     skipped = ~grad_norm.isfinite()
-    for group in optimizer.param_groups:
-        group["lr"] = lr_scale * group.setdefault("initial_lr", group["lr"])
     step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
     optimizer.zero_grad(set_to_none=True)
     return step_loss, grad_norm, skipped, step_terms
@@ -306,11 +311,11 @@ def main(cfg: TrainSettings) -> None:
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         run.objective.step = run.step
+        set_learning_rates(run.optimizer, run.step, cfg.steps, cfg.optimizer.warmup_steps, cfg.optimizer.schedule)
         stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
         loss, grad_norm, skipped, terms = train_step(
             accelerator, called, run.objective, run.optimizer, to_latent(stored, run.latents.kind), y,
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
-            lr_scale=lr_scale(run.step, cfg.steps, cfg.optimizer.warmup_steps, cfg.optimizer.schedule),
             num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
         update_ema(run.ema, run.model, ema_decay(run.step, cfg.ema.decay, cfg.ema.warmup))

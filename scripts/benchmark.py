@@ -174,7 +174,7 @@ class Variant:
                 mark("data wait")
                 measured = train.train_step(
                     self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
-                    arrays, lr_scale=1.0, label_dropout=0.1, clip_norm=None,
+                    arrays, label_dropout=0.1, clip_norm=None,
                     num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
                 )
                 mark("optimizer")      # with the gradient's norm

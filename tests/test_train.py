@@ -34,7 +34,7 @@ from rf import RF
 from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
-from train import lr_scale, paused, report, step_seed, train_step, update_ema
+from train import learning_rate, paused, report, step_seed, train_step, update_ema
 from train import main as train_main
 from training import speed
 from training.run import Run, Sums, choose_sizes
@@ -128,11 +128,11 @@ def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespa
     torch.manual_seed(0)
     model, x, y, weight = Plain(), torch.randn(size, 3, 2, 2), torch.arange(size) % 4, torch.rand(size, 1, 1, 1)
     accelerator = speed.make_accelerator("fp32", parts, tf32=False, cpu=True)
-    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=1.0, fused=True))
+    optimizer = accelerator.prepare(torch.optim.SGD(model.parameters(), lr=0.5, fused=True))
     before, whole = model.weight.detach().clone(), model(x, y, weight)[0].mean()
     [gradient] = torch.autograd.grad(whole, [model.weight])
     model.seen.clear()
-    loss, norm, *_ = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, lr_scale=0.5, label_dropout=label_dropout,
+    loss, norm, *_ = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, label_dropout=label_dropout,
                                clip_norm=clip_norm, num_parts=parts)
     return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y,
                            seen=torch.cat(model.seen))
@@ -355,7 +355,7 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
     accelerator = Accelerator(cpu=True)
     called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(2):
-        train_step(accelerator, called, objective, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), {}, lr_scale=1.0,
+        train_step(accelerator, called, objective, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), {},
                    label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
 
@@ -398,7 +398,7 @@ def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
     try:
         for step in range(3):
             torch.cuda.set_sync_debug_mode("error" if step else "default")      # the first step sets things up
-            told = train_step(accelerator, called, objective, optimizer, x, y, {}, lr_scale=1.0, label_dropout=0.1, clip_norm=1.0, num_parts=1)
+            told = train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1, clip_norm=1.0, num_parts=1)
             update_ema(ema, model, 0.999)
             sums.add(*told)
     finally:
@@ -428,7 +428,7 @@ def test_tokens_that_a_mask_keeps_take_no_route(fresh_accelerator, diffusion, pa
         masks.clear()
         objective = build_objective(model, diffusion, parts, keep_masked)
         for _ in range(3):
-            train_step(accelerator, objective, objective, optimizer, torch.randn(4, 4, 8, 8), torch.arange(4), {"weight": HALF}, lr_scale=1.0,
+            train_step(accelerator, objective, objective, optimizer, torch.randn(4, 4, 8, 8), torch.arange(4), {"weight": HALF},
                        label_dropout=0.1, clip_norm=None, num_parts=2)
         assert len(masks) == 3 * 2 * 2 and [ids.shape[1] for ids in masks[:2]] == [8, 12]
         assert all(set(kept) <= set(row) for ids in masks for row in ids.tolist()) == keep_masked
@@ -476,9 +476,9 @@ def test_masks_and_routed_losses_that_cannot_be_are_a_sentence(masked, tmp_path,
 
 
 def test_the_learning_rate_warms_up_and_decays():
-    rates = [lr_scale(step, 100, 10, "cosine") for step in range(101)]
+    rates = [learning_rate(step, 100, 1.0, 10, "cosine") for step in range(101)]
     assert rates[0] == 0.1 and rates[9] == 1 and rates[10] == 1 and rates[100] < 1e-9 and abs(rates[55] - 0.5) < 1e-9
-    assert {lr_scale(step, 100, 0, "constant") for step in range(100)} == {1.0}
+    assert {learning_rate(step, 100, 1.0, 0, "constant") for step in range(100)} == {1.0}
 
 
 def test_step_seeds_differ_over_seeds_steps_and_ranks_and_repeat():

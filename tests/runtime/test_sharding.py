@@ -344,9 +344,9 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
     if sharded == "fsdp":
         sharding.shard_rest(objective, net, accelerator.device)
     called = accelerator.prepare_model(objective, evaluation_mode=sharded == "fsdp")
-    optimizer = accelerator.prepare(torch.optim.SGD(trained_parameters(objective).values(), lr=1.0))
+    optimizer = accelerator.prepare(torch.optim.SGD(trained_parameters(objective).values(), lr=0.1))
     share = slice(rank * 8 // world, (rank + 1) * 8 // world)
-    _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {}, lr_scale=0.1,
+    _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {},
                                                label_dropout=0.0, clip_norm=1.0, num_parts=1)
     assert not skipped
     tensors = {name: sharding.whole(p).detach().clone() for name, p in trained_parameters(objective).items()}

@@ -406,7 +406,7 @@ def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fr
             stored, y, _ = next(loader)
             x = to_latent(stored, latents.kind)      # moments: a draw, too
             seen[name] += [stored, x, y]
-            train_step(accelerator, called, objective, optimizer, x, y, {}, lr_scale=1.0, label_dropout=0.5, clip_norm=None, num_parts=1)
+            train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.5, clip_norm=None, num_parts=1)
         loader.close()
     assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()      # some labels are dropped
     assert all(torch.equal(one, other) for one, other in zip(seen["dit"], seen["tread"], strict=True))

@@ -42,7 +42,7 @@ def take_step(block="dit", loss="edm", selection="random", keep_masked=False, nu
         diffusion, parts = LOSSES[loss]
         objective = build_objective(model, diffusion, parts, keep_masked)
         optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(model.parameters(), fused=True), device_placement=False)
-        taken = train_step(accelerator, objective, objective, optimizer, x, y, {"weight": weight}, lr_scale=1.0, label_dropout=0.1,
+        taken = train_step(accelerator, objective, objective, optimizer, x, y, {"weight": weight}, label_dropout=0.1,
                            clip_norm=1.0, num_parts=num_parts)
         update_ema(ema, model, 0.99)
         sums.add(*taken)

@@ -28,7 +28,7 @@ def trained(precision, forget, steps=30):
     model, accelerator = network(), Accelerator(mixed_precision=speed.PRECISIONS[precision], cpu=True)
     if precision == "fp8":
         speed.multiply_in_float8(model, emulate=True)
-    adamw, gradients = torch.optim.AdamW(model.parameters(), fused=True), {}
+    adamw, gradients = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True), {}
     adamw.register_step_pre_hook(lambda *_: gradients.update({} if gradients else {k: p.grad.clone() for k, p in model.named_parameters()}))
     objective = DiffusionLoss(model, EDM())
     called, optimizer = accelerator.prepare(objective, adamw)
@@ -37,7 +37,7 @@ def trained(precision, forget, steps=30):
     losses = []
     for step in range(steps):
         torch.manual_seed(step % 3)
-        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, lr_scale=2.0, label_dropout=0.1, clip_norm=None,
+        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1, clip_norm=None,
                                        num_parts=1)[0].item())
     return losses, gradients, model
 
