@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# A command of this project as a Slurm job, on one node or several, that saves before its time is up and goes on in the
-# queue: the same command resumes.
+# Runs a command of this project as a Slurm job, on one node or several. It saves before its time is up, goes back into
+# the queue, and resumes.
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=xl2_tread name=xl2
 #   sbatch --array=1-6 --gpus-per-node=1 scripts/slurm.sh scripts/study.py study=cifar10 'tasks=[train,score]'
-#                                                        a part of the study each; then tasks=[time,report], once. The
-#                                                        same numbers 1-6 again for what was lost: parts are counted
+#                                                        a part of the study each; then tasks=[time,report], once.
+#                                                        For parts that were lost, the same numbers 1-6 again
 #   sbatch --gpus-per-node=1 scripts/slurm.sh fid.py checkpoint=runs/xl2 reference=ref.npz keep_features=true
 # One task is one process with one GPU. Folders (data, runs, the code) must be the same on all nodes. The options below
-# are defaults; what stands on sbatch's line, as --time, --partition or --account, goes before them.
+# are defaults: options on sbatch's line, as --time, --partition or --account, replace them.
 #SBATCH --job-name=tread
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@300
@@ -18,10 +18,10 @@
 #SBATCH --cpus-per-task=8
 set -uo pipefail
 cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
-[ $# -gt 0 ] || { echo "slurm.sh: say what to run, as train.py experiment=b2_tread." >&2; exit 2; }
+[ $# -gt 0 ] || { echo "slurm.sh: give a command to run, as train.py experiment=b2_tread." >&2; exit 2; }
 
-# Five minutes before the end Slurm sends USR1 (to this script alone), before a preemption TERM. The processes are told
-# once, by TERM, as a second signal would end them at once; they save and leave with 143.
+# Five minutes before the end Slurm sends USR1 (to this script alone), before a preemption TERM. The processes get one
+# TERM, as a second one would end them at once; they save and leave with 143.
 stopping=
 stop() {
     [ -z "$stopping" ] || return 0
@@ -53,13 +53,13 @@ step=$!
 # A signal ends a wait, not the step.
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
-# 143 is what a process leaves with that TERM has stopped, having saved. Any other end is the run's own: a mistake, say,
-# or a full disk, which would be the same the next time. What a lost node ends, Slurm itself requeues (--requeue).
+# A process that TERM has stopped and that has saved leaves with 143. Any other end, such as a mistake or a full disk,
+# would be the same the next time. A job that a lost node ended is requeued by Slurm (--requeue).
 if [ -n "$stopping" ] && [ "$code" -eq 143 ]; then
     echo "slurm.sh: stopped by $stopping; job $SLURM_JOB_ID goes back into the queue."
     scontrol requeue "$SLURM_JOB_ID" && exit 0
-    echo "slurm.sh: Slurm did not take it back: submit the same command again." >&2
+    echo "slurm.sh: Slurm refused it: submit the same command again." >&2
 elif [ -n "$stopping" ] && [ "$code" -ne 0 ]; then
-    echo "slurm.sh: the run was told to stop by $stopping and failed with $code: it stays out of the queue." >&2
+    echo "slurm.sh: the run was stopped by $stopping and failed with $code: it stays out of the queue." >&2
 fi
 exit "$code"

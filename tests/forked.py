@@ -1,8 +1,8 @@
 """Commands in processes of their own that pay for no imports: children of one process that has imported them already.
 
-They are killed, stopped, timed out and started as ranks like any other. What they cannot show is what an import does
-or costs: that is for the tests that start Python anew. `Command` is a child of a process of its own, `Life` a child of
-the test's, which therefore may have run nothing on several threads.
+They are killed, stopped, timed out and started as ranks like any other. Only tests that start Python show what an
+import does. The parent of a `Command` is a server without threads; that of a `Life` is the test's process, which must
+not have started threads.
 """
 
 import contextlib
@@ -15,9 +15,8 @@ import subprocess
 import sys
 import tempfile
 import time
-import traceback
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from multiprocessing import forkserver, get_context
 from pathlib import Path
 
@@ -135,61 +134,35 @@ class Ended:
     """How a life ended: its exit status, negative for a signal, what it printed, and whether its time ran out."""
 
     code: int
-    said: str
+    printed: str
     seconds: float
-    out_of_time: bool = False
+    out_of_time: bool
 
     @property
     def has_traceback(self) -> bool:
-        return "Traceback (most recent call last)" in self.said
+        return "Traceback (most recent call last)" in self.printed
 
 
-@dataclass
 class Life:
     """A forked child of this process that does `work` in a process group of its own; it prints into a file."""
 
-    work: Callable[[], None]
-    memory: int | None = None        # bytes that it may add to the address space it begins with
-    began: float = field(default_factory=time.monotonic)
-
-    def __post_init__(self) -> None:
-        self.output = tempfile.TemporaryFile()      # noqa: SIM115 (closed by wait)
-        sys.stdout.flush()
-        sys.stderr.flush()
-        self.pid = os.fork()
-        if self.pid == 0:
-            code = 1
-            try:
-                code = self.live()
-            finally:      # or a second copy of the test would go on
-                os._exit(code)
+    def __init__(self, work: Callable[[], None], memory: int | None = None):      # bytes that it may allocate
+        self.began, self.output = time.monotonic(), tempfile.TemporaryFile()      # noqa: SIM115 (closed by wait)
+        self.process = get_context("fork").Process(target=self.live, args=(work, memory))
+        self.process.start()
+        self.pid = self.process.pid
         with contextlib.suppress(OSError):      # the child may have done it, and may even be gone
             os.setpgid(self.pid, self.pid)
 
-    def live(self) -> int:
-        """Does the work in the child and returns the exit status that Python would have given."""
-        code = 1
-        try:
-            os.setpgid(0, 0)
-            for number in (1, 2):
-                os.dup2(self.output.fileno(), number)
-            sys.stdout, sys.stderr = (os.fdopen(os.dup(1), "w", buffering=1) for _ in range(2))
-            if self.memory is not None:
-                size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
-                resource.setrlimit(resource.RLIMIT_AS, (size + self.memory,) * 2)
-            self.work()
-            code = 0
-        except SystemExit as stop:
-            code = stop.code if isinstance(stop.code, int) else 0 if stop.code is None else 1
-            if isinstance(stop.code, str):
-                sys.stderr.write(stop.code + "\n")
-        except BaseException:
-            traceback.print_exc()
-        finally:
-            with contextlib.suppress(BaseException):
-                sys.stdout.flush()
-                sys.stderr.flush()
-        return code
+    def live(self, work: Callable[[], None], memory: int | None) -> None:
+        os.setpgid(0, 0)
+        for number in (1, 2):
+            os.dup2(self.output.fileno(), number)
+        sys.stdout, sys.stderr = (os.fdopen(os.dup(1), "w", buffering=1) for _ in range(2))
+        if memory is not None:
+            size = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+            resource.setrlimit(resource.RLIMIT_AS, (size + memory,) * 2)
+        work()
 
     def signal(self, number: int) -> None:
         """Sends a signal to the child and to all that it has started."""
@@ -199,14 +172,15 @@ class Life:
     def wait(self, seconds: float) -> Ended:
         """Waits for the end; after `seconds` it is killed."""
         out_of_time, pause = False, 0.001
-        while (ended := os.waitpid(self.pid, os.WNOHANG))[0] == 0:
+        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
             if not out_of_time and time.monotonic() > self.began + seconds:
                 out_of_time = True
                 self.signal(signal.SIGKILL)
             time.sleep(pause)
             pause = min(0.02, pause * 1.5)
-        self.signal(signal.SIGKILL)      # what it has left behind
+        self.signal(signal.SIGKILL)      # what it has started; its number is not free before the next line
+        self.process.join()
         self.output.seek(0)
         with self.output:
-            said = self.output.read().decode(errors="replace")
-        return Ended(os.waitstatus_to_exitcode(ended[1]), said, time.monotonic() - self.began, out_of_time)
+            printed = self.output.read().decode(errors="replace")
+        return Ended(self.process.exitcode, printed, time.monotonic() - self.began, out_of_time)

@@ -86,7 +86,7 @@ def test_the_loss_with_its_cosine_term_equals_hustvl_lightningdit(case):
         assert loss.tolist() == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_network_that_answers_zero_gets_a_gradient_that_an_optimizer_can_forget():
+def test_a_network_whose_output_is_zero_gets_a_small_gradient():
     net = DiT(**TINY)
     x, y = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64)
     assert (net(x, torch.rand(4), y) == 0).all()
@@ -94,7 +94,7 @@ def test_a_network_that_answers_zero_gets_a_gradient_that_an_optimizer_can_forge
     assert 0 < net.final_layer.linear.weight.grad.abs().max() < 10
 
 
-def test_a_product_of_turned_queries_and_keys_depends_on_how_far_apart_they_lie_alone():
+def test_a_product_of_rotated_queries_and_keys_depends_on_their_distance_alone():
     q, k = torch.randn(2, 1, 1, 1, 16)
 
     def product(at_q: tuple[int, int], at_k: tuple[int, int]) -> float:
@@ -114,14 +114,6 @@ def test_the_architecture_is_read_off_the_weights(model, options):
     read = infer_architecture(net.state_dict())
     assert read == {**DiT_models[model].keywords, "mlp_ratio": 4.0, "input_size": 32, "in_channels": 4, "num_classes": 1000,
                     "learn_sigma": False, "qk_norm": False, **options}
-
-
-@pytest.mark.parametrize("mlp_ratio", [1.0, 2.7, 4.0, 5.5])
-def test_any_mlp_ratio_is_read_off_the_weights(mlp_ratio):
-    for hidden_size in (32, 44, 64):
-        net = DiT(**TINY | dict(hidden_size=hidden_size, num_heads=1, mlp_ratio=mlp_ratio))
-        again = DiT(**infer_architecture(net.state_dict(), num_heads=1))
-        assert again.blocks[0].mlp.w3.weight.shape == net.blocks[0].mlp.w3.weight.shape
 
 
 def test_a_file_as_hustvl_saves_it_loads_with_its_tables_of_angles_left_out(tmp_path):

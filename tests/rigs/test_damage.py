@@ -1,11 +1,11 @@
-"""Damages files as downloads, disks and people do: each command ends in success or in one sentence, and runs no pickle.
+"""Damages files as downloads, disks and people do: each command succeeds or ends in one sentence, and runs no pickle.
 
     python -m pytest -m rig tests/rigs/test_damage.py                                       # 30 cases a reader
     RIG_CASES=300 RIG_SEED=1 python -m pytest -m rig tests/rigs/test_damage.py -k lmdb      # of one of them
     RIG_ONLY=17 python -m pytest -m rig tests/rigs/test_damage.py -k lmdb                   # one case, once more
 
-A case begins with what is whole (tests/world.py) and changes one to three of its files. It runs in a forked child,
-within limits of time and memory, and may change nothing that was there.
+A case changes one to three of the files of tests/world.py. It runs in a forked child, within limits of time and
+memory, and may change no file that was there.
 """
 
 import contextlib
@@ -198,7 +198,7 @@ def member(content: bytes, rng: random.Random) -> bytes:
 
 
 def ways(name: str) -> tuple[Callable, ...]:
-    """What may happen to a file of such a name."""
+    """The damages for a file of such a name."""
     ending = Path(name).suffix
     if name.endswith("data.mdb"):      # lmdb maps its file: of what is not cut, the library may end the process
         return (cut, web_page, nothing)
@@ -208,7 +208,7 @@ def ways(name: str) -> tuple[Callable, ...]:
 
 
 def damage(source: Path, rng: random.Random) -> list[str]:
-    """Damages one to three files of a folder, or the file; returns what was done, in words."""
+    """Damages one to three files of a folder, or the file; returns the changes in words."""
     done = []
     for _ in range(rng.choice((1, 1, 2, 3))):
         files = sorted(path for path in [source, *source.rglob("*")] if path.is_file() and path.name != ".lock")
@@ -263,9 +263,9 @@ def world(tmp_path_factory) -> Path:
 
 
 def try_case(world: Path, line: str, setting: str, source: str, rng: random.Random | None) -> tuple[str, str]:
-    """Damages a copy and runs the command on it; returns how it ended, and what was done and said.
+    """Damages a copy and runs the command on it; returns how it ended, and the changes and what was printed.
 
-    Without random numbers, nothing is damaged.
+    Without random numbers nothing is damaged.
     """
     command, *typed = line.split()
     copy = world / f"new-{source}"
@@ -293,33 +293,33 @@ def try_case(world: Path, line: str, setting: str, source: str, rng: random.Rand
     for path in world.glob("new*"):
         shutil.rmtree(path) if path.is_dir() else path.unlink()
     (world / "executed").unlink(missing_ok=True)
-    return outcome, f"{', '.join(done)}\n{ended.said[-2000:]}"
+    return outcome, f"{', '.join(done)}\n{ended.printed[-2000:]}"
 
 
 def outcome_of(ended: Ended, command: str) -> str:
-    """Says how a command has ended: "success", "sentence", or what is wrong."""
-    sentences = [line for line in ended.said.splitlines() if line.startswith(f"{command}.py: ")]
+    """Returns how a command has ended: "success", "sentence", or what is wrong."""
+    sentences = [line for line in ended.printed.splitlines() if line.startswith(f"{command}.py: ")]
     if ended.out_of_time:
         return f"not ended after {SECONDS} s"
     if ended.code < 0:
         return f"ended by signal {-ended.code}"
-    if ended.has_traceback or "Exception ignored" in ended.said:
+    if ended.has_traceback or "Exception ignored" in ended.printed:
         return "a traceback"
-    if ended.code > 0 and (len(sentences) != 1 or "memory is full" in ended.said):
+    if ended.code > 0 and (len(sentences) != 1 or "memory is full" in ended.printed):
         return "no sentence, or memory that is full"
     return "sentence" if ended.code else "success"
 
 
 @pytest.mark.parametrize("reader", READERS, ids=lambda reader: f"{reader[0].split()[0]} {reader[1]}={reader[2]}")
 def test_damaged_files_end_in_success_or_in_a_sentence(world, reader):
-    whole, said = try_case(world, *reader, None)
-    assert whole == ("sentence" if reader[1] in ("autoencoder", "features_weights") else "success"), said
+    whole, printed = try_case(world, *reader, None)
+    assert whole == ("sentence" if reader[1] in ("autoencoder", "features_weights") else "success"), printed
     counts, failures = Counter(), []
     for number in [int(ONLY)] if ONLY else range(CASES):
-        outcome, said = try_case(world, *reader, random.Random(f"{SEED} {reader} {number}"))
+        outcome, printed = try_case(world, *reader, random.Random(f"{SEED} {reader} {number}"))
         counts[outcome] += 1
         if outcome not in ("success", "sentence"):
-            failures.append(f"RIG_SEED={SEED} RIG_ONLY={number}: {outcome}: {said}")
+            failures.append(f"RIG_SEED={SEED} RIG_ONLY={number}: {outcome}: {printed}")
     print(f"{reader[0]} {reader[1]}={reader[2]}: {', '.join(f'{count} {how}' for how, count in counts.items())}")
     assert not failures, "\n\n".join(failures[:5])
 
@@ -333,7 +333,7 @@ def test_the_pickles_of_this_rig_would_run(tmp_path):
     assert (tmp_path / "executed").exists()
 
 
-def test_the_way_in_which_a_command_ends_is_told_right():
+def test_the_rig_knows_how_a_command_ends():
     def ended(work: Callable[[], None], seconds: float = 20, memory: int | None = None) -> str:
         return outcome_of(Life(work, memory).wait(seconds), "train")
 

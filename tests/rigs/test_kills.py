@@ -1,10 +1,10 @@
-"""Kills our commands and fails their writes: started again, each ends in the files of one that nothing disturbed.
+"""Kills our commands and fails their writes: started again, each leaves the files of an undisturbed one.
 
     python -m pytest -m rig tests/rigs/test_kills.py                                 # some minutes
     RIG_KILLS=250 RIG_SEED=1 python -m pytest -m rig tests/rigs/test_kills.py        # so many kills of each command
     RIG_WRITES=10 python -m pytest -m rig tests/rigs/test_kills.py -k train          # ten failed writes, not all
 
-A life is a forked child that runs a command as it is. Equal are all files, bit for bit, but for what a clock says.
+A life is a forked child that runs a command as it is. All files must be equal bit for bit, except for clock times.
 """
 
 import builtins
@@ -55,7 +55,7 @@ def last_step(run: Path) -> int:
 
 @dataclass
 class Task:
-    """A command, where it writes, and how far it has come, which nothing but progress may change."""
+    """A command, where it writes, and how far it has come, which may only grow."""
 
     program: str
     arguments: tuple[str, ...]
@@ -100,7 +100,7 @@ class Task:
 
 
 def plain(value: object) -> object:
-    """Drops from what a record says what depends on the clock."""
+    """Drops the keys of a record that depend on the clock."""
     if isinstance(value, dict):
         return {key: plain(part) for key, part in value.items() if key not in CLOCK}
     return [plain(part) for part in value] if isinstance(value, list) else value
@@ -109,7 +109,7 @@ def plain(value: object) -> object:
 def start(task: Task, meet: Callable | None = None, *meddle: Callable[[], None]) -> Life:
     """Begins a life of a command; `meet` is called before each change to a file, each of `meddle` at the beginning."""
     def live() -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: a rig that is killed leaves no one behind
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: it ends with the rig
         for change in meddle:
             change()
         changes = Changes(task.out, meet or (lambda number, kind, half: None))
@@ -119,15 +119,15 @@ def start(task: Task, meet: Callable | None = None, *meddle: Callable[[], None])
 
 
 def is_a_sentence(task: Task, ended: Ended) -> bool:
-    """Tells whether a life has ended in one sentence of its program's and a status that says so."""
+    """Tells whether a life has failed with one sentence of its program."""
     program = f"{task.program.rpartition('.')[2]}.py: "
-    said = [line for line in ended.said.splitlines() if line.startswith(program)]
-    return ended.code > 0 and len(said) == 1 and not ended.out_of_time and not ended.has_traceback
+    sentences = [line for line in ended.printed.splitlines() if line.startswith(program)]
+    return ended.code > 0 and len(sentences) == 1 and not ended.out_of_time and not ended.has_traceback
 
 
 @pytest.fixture(scope="module")
 def tasks(tmp_path_factory) -> dict[str, Task]:
-    """The commands, each over in a second or two, with what they read and what they leave undisturbed."""
+    """The commands, of a second or two each, with what they read and what they leave undisturbed."""
     work = tmp_path_factory.mktemp("kills")
     data, pairs, reference, images = (work / name for name in ("data", "pairs", "reference.npz", "images.npz"))
     for part in ("features", "labels"):
@@ -158,7 +158,7 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
             "cpu=true", f"results={outs['fid'] / 'results.jsonl'}"), outs["fid"],
             lambda out: len(list(out.glob("features/*/[!.]*.safetensors"))), is_exact=False),
     }
-    commit()      # found out once: it must not change while somebody works in the checkout
+    commit()      # which is cached: it must not change while somebody works in the checkout
     for task in made.values():
         importlib.import_module(task.program)
     for task in (Task("scripts.prepare_latents", (*shapes, "shapes.count=64", f"out={data}"), data, shards_done),
@@ -166,13 +166,13 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
                       reference, shards_done)):
         assert Life(task).wait(LIMIT).code == 0
     for name, task in made.items():
-        for _ in range(2):      # what follows is worth nothing where these two differ
+        for _ in range(2):      # two undisturbed lives must agree
             task.clear()
             ended = start(task).wait(LIMIT)
-            assert ended.code == 0, ended.said
+            assert ended.code == 0, ended.printed
             task.wanted = task.wanted or task.content()
             assert not task.differs_in(), name
-        task.seconds, task.changes = ended.seconds, int(re.search(r"(\d+) changes\n$", ended.said)[1])
+        task.seconds, task.changes = ended.seconds, int(re.search(r"(\d+) changes\n$", ended.printed)[1])
         print(f"{name}: {task.seconds:.1f} s and {task.changes} changes to files a life")
     return made
 
@@ -285,7 +285,7 @@ def small_files(size: int) -> Callable[[], None]:
 @pytest.mark.parametrize(("name", "number"), [
     *((name, signal.SIGKILL) for name in COMMANDS), ("train", signal.SIGTERM),
 ])  # fmt: skip
-def test_a_command_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tasks, name, number):
+def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undisturbed_one(tasks, name, number):
     task, rng = tasks[name], random.Random(f"{SEED} {name} {number}")
     kills = runs = kills_of_run = 0
     task.clear()
@@ -302,25 +302,25 @@ def test_a_command_that_is_killed_again_and_again_ends_as_an_undisturbed_one(tas
             at = rng.randint(1, task.changes)
             life, tried = start(task, killing(at, number)), f"kill {kills + 1} at change {at}"
         ended = life.wait(LIMIT)
-        assert task.reached(task.out) >= before and not ended.has_traceback, f"{tried}: {ended.said}"
+        assert task.reached(task.out) >= before and not ended.has_traceback, f"{tried}: {ended.printed}"
         if ended.code in (-number, 128 + number) and not ended.out_of_time:      # training saves at SIGTERM
             kills, kills_of_run = kills + 1, kills_of_run + 1
             continue
         differs = task.differs_in()
-        assert ended.code == 0 and not differs, f"{tried}, after {kills_of_run} others: {differs} {ended.said}"
+        assert ended.code == 0 and not differs, f"{tried}, after {kills_of_run} others: {differs} {ended.printed}"
         runs, kills_of_run = runs + 1, 0
         task.clear()
     print(f"{name}: {kills} times {signal.Signals(number).name}, {runs} runs finished, all equal")
 
 
 def check_mended(task: Task, ended: Ended, tried: str) -> bool:
-    """Checks that a life with a fault has ended in a sentence or as if nothing were, and that the next one goes on."""
+    """Checks that a life with a fault ended in a sentence or with equal files, and that the next one goes on."""
     differs = [name for name in task.differs_in() if not re.search(r"(^|/)\.[^/]*\.tmp(/|$)", name)]
-    said = is_a_sentence(task, ended)
-    assert said or (ended.code == 0 and not differs), f"{tried}: {ended.code}, {differs} {ended.said}"
+    failed = is_a_sentence(task, ended)
+    assert failed or (ended.code == 0 and not differs), f"{tried}: {ended.code}, {differs} {ended.printed}"
     again = start(task).wait(LIMIT)
-    assert again.code == 0 and not task.differs_in(), f"{tried}, again: {task.differs_in()} {again.said}"
-    return said
+    assert again.code == 0 and not task.differs_in(), f"{tried}, again: {task.differs_in()} {again.printed}"
+    return failed
 
 
 def fail_each_write(task: Task, number: int, most: int, *meddle: Callable[[], None]) -> None:
@@ -336,7 +336,7 @@ def fail_each_write(task: Task, number: int, most: int, *meddle: Callable[[], No
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_each_write_that_fails_ends_in_a_sentence_and_the_next_life_in_equal_files(tasks, name, number):
+def test_after_each_write_that_fails_comes_a_sentence_and_the_next_life_leaves_equal_files(tasks, name, number):
     fail_each_write(tasks[name], number, WRITES)
 
 
@@ -346,7 +346,7 @@ def test_files_that_may_not_grow_end_in_a_sentence_and_nothing_is_lost(tasks, na
     task.clear()
     start(task).wait(LIMIT)
     sizes = {path.stat().st_size for path in task.out.rglob("*") if path.is_file()}
-    sizes = sorted(size - 1 for size in sizes if size > 4096)      # what a life prints is in a file, too
+    sizes = sorted(size - 1 for size in sizes if size > 4096)      # smaller ones would stop what a life prints
     sentences = 0
     for size in sizes:
         task.clear()
@@ -355,7 +355,7 @@ def test_files_that_may_not_grow_end_in_a_sentence_and_nothing_is_lost(tasks, na
     print(f"{name}: {len(sizes)} sizes that no file may exceed, {sentences} sentences, the next life equal")
 
 
-def test_a_command_whose_files_can_be_halved_is_found_out(tasks):
+def test_the_rig_finds_a_command_whose_files_can_be_halved(tasks):
     @contextlib.contextmanager
     def in_place(path):
         path.parent.mkdir(parents=True, exist_ok=True)

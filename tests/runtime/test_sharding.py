@@ -63,7 +63,7 @@ def on_ranks(world: int, *runs, before=lambda rank: None) -> list[Ended]:
 
 def all_well(ended: list[Ended]) -> None:
     for one in ended:
-        assert one.code == 0, one.said[-3000:]
+        assert one.code == 0, one.printed[-3000:]
 
 
 def losses(run: Path) -> torch.Tensor:
@@ -304,7 +304,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(spoiled):
 
 def test_a_disk_that_is_full_ends_all_ranks_and_earlier_checkpoints_stay(spoiled):
     run, (main, other) = spoiled
-    assert main.code == 1 and "MiB are free" in main.said and not main.has_traceback
+    assert main.code == 1 and "MiB are free" in main.printed and not main.has_traceback
     assert other.code != 0 and not (main.out_of_time or other.out_of_time)
     assert [path.name for path in (run / "checkpoints").iterdir()] == ["step-00000001"]
     assert checkpoints.problem(run / "checkpoints/step-00000001") is None

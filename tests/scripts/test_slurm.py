@@ -15,6 +15,7 @@ import pytest
 from conftest import ROOT
 
 from scripts.benchmark import write_latents
+from weights import checkpoint as checkpoints
 
 # Starts the tasks, hands TERM on to each, and ends all where one leaves with another code than 0, as it is asked to;
 # returns the largest exit code.
@@ -40,11 +41,11 @@ case $1 in show) echo localhost ;; requeue) echo "$2" >> "$REQUEUED"; exit "${RE
 # A program that saves within a second of the first TERM, as train.py does, and is ended by a second one.
 PROGRAM = """
 import json, os, pathlib, signal, sys, time
-told = pathlib.Path(os.environ["REQUEUED"]).parent / f"rank{os.environ.get('RANK', 'none')}"
+note = pathlib.Path(os.environ["REQUEUED"]).parent / f"rank{os.environ.get('RANK', 'none')}"
 stopped = []
 signal.signal(signal.SIGTERM, lambda *_: (stopped.append(1), signal.signal(signal.SIGTERM, lambda *_: os._exit(1))))
 names = ("WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT", "SRUN_CPUS_PER_TASK")
-told.write_text(json.dumps({"given": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
+note.write_text(json.dumps({"given": sys.argv[1:], **{name: os.environ.get(name) for name in names}}))
 if "fail" in sys.argv:
     sys.exit(3)
 while "wait" in sys.argv and not stopped:
@@ -83,74 +84,63 @@ def free_job() -> str:
 def wait_for(condition, seconds=120):
     end = time.monotonic() + seconds
     while not condition():
-        assert time.monotonic() < end, "it never came to it"
+        assert time.monotonic() < end
         time.sleep(0.01)
 
 
-@pytest.mark.parametrize("number", [signal.SIGUSR1, signal.SIGTERM])
-def test_a_job_whose_time_is_up_saves_on_every_rank_and_is_put_back_into_the_queue(slurm, tmp_path, number):
-    job = slurm(2, tmp_path / "program.py", "wait")
-    wait_for(lambda: (tmp_path / "rank0").is_file() and (tmp_path / "rank1").is_file())
-    job.send_signal(number)      # which Slurm gives to the batch script alone
-    job.send_signal(number)
-    said = job.communicate(timeout=60)[0]
-    assert job.returncode == 0 and (tmp_path / "requeued").read_text() == f"{slurm.job}\n" and "goes back into the queue" in said
-    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in (0, 1)]
-    assert [rank["LOCAL_RANK"] for rank in ranks] == ["0", "1"]
-    assert {(rank["WORLD_SIZE"], rank["LOCAL_WORLD_SIZE"], rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks} == {
-        ("2", "2", "localhost", str(20_000 + int(slurm.job) % 20_000))}
+def given_to(tmp_path, *ranks):
+    """What each rank wrote down once it had started."""
+    files = [tmp_path / f"rank{rank}" for rank in ranks]
+    wait_for(lambda: all(file.is_file() and file.stat().st_size for file in files))
+    return [json.loads(file.read_text()) for file in files]
+
+
+@pytest.mark.parametrize(("words", "number", "code", "printed"), [
+    (["wait"], signal.SIGUSR1, 0, "goes back into the queue"), (["wait"], signal.SIGTERM, 0, "goes back into the queue"),
+    (["wait", "refused"], signal.SIGTERM, 143, "submit the same command again"),
+    (["wait", "unsaved"], signal.SIGUSR1, 1, "stays out of the queue"),
+    (["done"], None, 0, ""), (["fail"], None, 3, ""), (["killed"], None, 143, ""),
+])  # fmt: skip
+def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(slurm, tmp_path, words, number, code, printed):
+    job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
+    if number:
+        given_to(tmp_path, 0, 1)
+        job.send_signal(number)      # which Slurm gives to the batch script alone
+        job.send_signal(number)
+    output = job.communicate(timeout=60)[0]
+    assert job.returncode == code and printed in output, output
+    requeued = tmp_path / "requeued"
+    assert (requeued.read_text() == f"{slurm.job}\n") if words[0] == "wait" and "unsaved" not in words else not requeued.exists()
 
 
 def test_ranks_of_two_nodes_know_their_place_on_each(slurm, tmp_path):
     job = slurm(4, tmp_path / "program.py", "done", SLURM_NNODES="2", SLURM_CPUS_PER_TASK="8")
     assert job.wait(60) == 0, job.stdout.read()
-    ranks = [json.loads((tmp_path / f"rank{rank}").read_text()) for rank in range(4)]
+    ranks, port = given_to(tmp_path, *range(4)), str(20_000 + int(slurm.job) % 20_000)
     assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in ranks] == [
         ("0", "2", "4"), ("1", "2", "4"), ("0", "2", "4"), ("1", "2", "4")]
-    assert {rank["SRUN_CPUS_PER_TASK"] for rank in ranks} == {"8"}
+    assert {(rank["SRUN_CPUS_PER_TASK"], rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks} == {("8", "localhost", port)}
 
 
-def test_a_run_that_was_told_to_stop_and_failed_instead_of_saving_is_not_put_back(slurm, tmp_path):
-    job = slurm(2, tmp_path / "program.py", "wait", "unsaved")
-    wait_for(lambda: (tmp_path / "rank0").is_file() and (tmp_path / "rank1").is_file())
-    job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=60)[0]
-    assert job.returncode == 1 and not (tmp_path / "requeued").exists() and "stays out of the queue" in said
+def test_a_task_of_an_array_gets_its_part_and_one_task_is_no_world(slurm, tmp_path):
+    job = slurm(1, tmp_path / "program.py", "done", SLURM_ARRAY_TASK_ID="5", SLURM_ARRAY_TASK_MIN="4", SLURM_ARRAY_TASK_COUNT="3")
+    assert job.wait(60) == 0, job.stdout.read()
+    [given] = given_to(tmp_path, "none")
+    assert given["given"] == ["done", "part=2/3"] and given["WORLD_SIZE"] is None
 
 
-def test_a_job_that_slurm_does_not_take_back_keeps_the_code_of_its_run(slurm, tmp_path):
-    job = slurm(1, tmp_path / "program.py", "wait", REFUSES="1")
-    wait_for(lambda: (tmp_path / "ranknone").is_file())
-    job.send_signal(signal.SIGTERM)
-    said = job.communicate(timeout=60)[0]
-    assert job.returncode == 143 and "submit the same command again" in said
-
-
-@pytest.mark.parametrize(("word", "code"), [("done", 0), ("fail", 3), ("killed", 143)])
-def test_a_job_that_ends_by_itself_is_not_put_back(slurm, tmp_path, word, code):
-    job = slurm(1, tmp_path / "program.py", word, SLURM_ARRAY_TASK_ID="5", SLURM_ARRAY_TASK_MIN="4", SLURM_ARRAY_TASK_COUNT="3")
-    job.communicate(timeout=60)
-    assert job.returncode == code and not (tmp_path / "requeued").exists()
-    told = json.loads((tmp_path / "ranknone").read_text())      # one task is no world of its own
-    assert told["given"] == [word, "part=2/3"] and told["WORLD_SIZE"] is None
-
-
-def test_train_py_goes_through_the_queue_on_two_nodes_and_ends_at_its_last_step(slurm, tmp_path):
+def test_train_py_saves_on_two_nodes_when_its_time_is_up(slurm, tmp_path):
     write_latents(tmp_path, 64, (3, 8, 8), 4)
-    command = ["train.py", "experiment=quickstart", f"data.path={tmp_path}", f"run_dir={tmp_path}/run", "batch_size=8", "steps=120", "log.every=1",
-               "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "data.channels=3", "data.input_size=8",
-               "data.num_classes=4", "cpu=true", "model.patch_size=2"]
-    job = slurm(2, *command, SLURM_NNODES="2")
+    job = slurm(2, "train.py", "experiment=quickstart", f"data.path={tmp_path}", f"run_dir={tmp_path}/run", "batch_size=8", "steps=100000", "log.every=1",
+                "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "data.channels=3", "data.input_size=8",
+                "data.num_classes=4", "cpu=true", "model.patch_size=2", SLURM_NNODES="2")
     rows = tmp_path / "run/metrics.jsonl"
     wait_for(lambda: rows.is_file() or job.poll() is not None)
     job.send_signal(signal.SIGUSR1)
-    said = job.communicate(timeout=120)[0]
-    assert (tmp_path / "requeued").read_text() == f"{slurm.job}\n", said
-    assert "Stopped by SIGTERM" in said and 0 < len(rows.read_text().splitlines()) < 120
-    job = slurm(2, *command, SLURM_NNODES="2")      # what the queue does
-    said = job.communicate(timeout=120)[0]
-    assert job.returncode == 0 and "Finished 120 steps" in said, said
-    assert [json.loads(row)["step"] for row in rows.read_text().splitlines()] == list(range(1, 121))
+    output = job.communicate(timeout=120)[0]
+    assert "Stopped by SIGTERM" in output and (tmp_path / "requeued").read_text() == f"{slurm.job}\n", output
+    saved = checkpoints.latest(tmp_path / "run")
+    assert checkpoints.step_of(saved) == json.loads(rows.read_text().splitlines()[-1])["step"] and not checkpoints.problem(saved)
 
 
 # ---- the GPU study's calls -------------------------------------------------------------------------------------------
@@ -194,17 +184,17 @@ def test_calls_of_the_gpu_study_stop_in_time_go_on_and_bring_back_what_is_small(
         ended = subprocess.run(["bash", ROOT / "scripts/studies/gpu_study.sh", "also=['steps=9']"], env=env, capture_output=True, text=True)
         return ended.returncode, ended.stdout + ended.stderr, time.monotonic() - began
 
-    code, said, took = call("one", PARTS="data official timing study")
-    assert code == 1 and took < 30 and (tmp_path / "saved").read_text() == "1", said
-    assert "Failed or not at their end: official study" in said
+    code, output, took = call("one", PARTS="data official timing study")
+    assert code == 1 and took < 30 and (tmp_path / "saved").read_text() == "1", output
+    assert "Failed or not at their end: official study" in output
     with tarfile.open(tmp_path / "out/gpu_study.tar.gz") as packed:
         names = {name.removeprefix("./") for name in packed.getnames()}
     assert {"study/study.md", "study/timing.json", "done/data", "done/timing", "study.txt"} <= names and "study/runs" not in names and "done/official" not in names
     # A bare machine: the data are made anew, what is recorded is there.
-    code, said, _ = call("two", PARTS="study", PREVIOUS=str(tmp_path / "out/gpu_study.tar.gz"))
-    assert code == 1 and (tmp_path / "two/results/done/data").is_file(), said
-    code, said, _ = call("one", PARTS="study")
-    assert code == 0 and (tmp_path / "one/results/done/study").is_file(), said
+    code, output, _ = call("two", PARTS="study", PREVIOUS=str(tmp_path / "out/gpu_study.tar.gz"))
+    assert code == 1 and (tmp_path / "two/results/done/data").is_file(), output
+    code, output, _ = call("one", PARTS="study")
+    assert code == 0 and (tmp_path / "one/results/done/study").is_file(), output
     calls = (tmp_path / "calls").read_text().splitlines()
     assert sum("tasks=[report]" in line for line in calls) == 3 and all("also=['steps=9']" in line for line in calls if "study.py" in line)
     assert call("one", PARTS="studies")[0] == 2
