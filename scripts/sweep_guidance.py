@@ -27,7 +27,6 @@ from runtime.device import join_ranks
 from runtime.presentation import save_figure
 from runtime.schema import Location, Number, Settings
 from sampling.options import UNGUIDED, Gamma, build_guidance
-from scoring.results import read_results
 from weights.loading import load_trained, resolve_run
 
 AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
@@ -61,22 +60,8 @@ def onto_the_grid(argument: str) -> str:
     return f"grid.{override.key_or_group}=[{','.join(values)}]"
 
 
-def identity(row: dict) -> dict:
-    """Takes out of a row of results.jsonl what must agree for two rows to belong to one landscape."""
-    source = {key: value for key, value in row["source"].items()
-              if key not in ("guidance", "evaluations", "multiply_adds", "size")}
-    guidance = row["source"]["guidance"]
-    rest = guidance and {key: value for key, value in guidance.items() if key not in AXES}
-    return {"source": source, "guidance": rest, "images": row["images"], "reference": row["reference"]["path"],
-            "extractor": row["extractor"]["name"], "scoring": row.get("scoring_version")}
-
-
-def point(guidance: dict) -> tuple:
-    return tuple(tuple(value) if isinstance(value, list) else value for value in (guidance[axis] for axis in AXES))
-
-
 def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, title: str, path: Path) -> None:
-    """Draws a panel for each gamma1, scale to the right and gamma2 upwards."""
+    """Draws the values at (scale, gamma1, gamma2): a panel for each gamma1, scale to the right and gamma2 upwards."""
     scales, panels, gammas = (sorted({p[axis] for p in points}, key=ends) for axis in range(3))
     figure = Figure(figsize=(1.2 + (0.9 * len(scales) + 0.6) * len(panels), 1.4 + 0.7 * len(gammas)),
                     layout="constrained", dpi=150)
@@ -127,15 +112,14 @@ def main(cfg: SweepSettings) -> None:
     metric = cfg.metric or (cfg.metrics or [*unguided["metrics"]])[0]
     picture = Path(cfg.picture or results.parent / "samples" / f"guidance-{metric}.png")
 
+    landscape = {}
     for chosen in points:
         scored, _ = fid.run(cfg.model_copy(update=chosen), reuse=True, must_have=metric)
         if state.is_main_process:
-            values = {point(row["source"]["guidance"]): row["metrics"][metric] for row in read_results(results)
-                      if row["source"].get("guidance") and identity(row) == identity(scored)
-                      and metric in row["metrics"]}
+            landscape[tuple(chosen.values())] = scored["metrics"][metric]
             title = f"{metric} of {scored['images']:,} images, {scored['source']['checkpoint']}"
-            draw_landscape(values, unguided["metrics"][metric], metric, title, picture)
-            print(f"{len(values)} points: {picture}")
+            draw_landscape(landscape, unguided["metrics"][metric], metric, title, picture)
+            print(f"{len(landscape)} of {len(points)} points: {picture}")
 
 
 if __name__ == "__main__":

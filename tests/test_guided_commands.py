@@ -189,12 +189,13 @@ def sweep(run, reference, tmp_path, monkeypatch):
 
 
 def test_a_sweep_scores_each_point_once_and_draws_the_landscape(sweep, tmp_path, capsys):
-    for scored, arguments in ((4, ("scale=1.5,2", "gamma1=0,0.9", "gamma2=0.5,0.95", "scale=2")), (1, ("scale=1.5", "gamma1=0", "gamma2=0.5")), (0, ("scale=2", "gamma1=0", "gamma2=0.5"))):
+    for scored, arguments in ((2, ("scale=1.5", "gamma1=0", "gamma2=0.5")), (3, ("scale=1.5,2", "gamma1=0,0.9", "gamma2=0.5,0.95", "scale=2")),
+                              (2, ("scale=1.5,2", "gamma1=0,0.9", "gamma2=0.5,0.95"))):
         sweep(*arguments)
         assert sweep.scored == scored, arguments
     assert "scale=2.0 gamma1=0.9 gamma2=0.5: skipped" in capsys.readouterr().out
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(rows) == 5, "four points and the unguided one"
+    assert len(rows) == 7, "six points and the unguided one"
     assert sweep.landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
                                for row in rows if row["source"]["guidance"]}
     assert {"device": "cpu", "tf32": False}.items() <= rows[0].items()
