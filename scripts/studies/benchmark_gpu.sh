@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
-# What one GPU tells within eight minutes, the most important first: training at XL/2 and B/2 dense and routed,
-# sampling, data, and, if time is left, float8, tokens and CUDA graphs. Tables on the screen; JSON and plots in $OUT.
-# A part whose JSON is there is not run again; what one has compiled is kept until it succeeds. Needs no data and no
-# download. LIMIT: seconds at most, of all parts.
+# Eight minutes of benchmarks on one GPU, the most important first: training at XL/2 and B/2 dense and routed, sampling,
+# data, and, if time is left, float8, tokens and CUDA graphs. Prints tables; JSON and plots go into $OUT. A part whose
+# JSON is there is not run again, and compiled code is kept until its part succeeds. Needs no data and no download.
+# LIMIT: seconds at most, of all parts.
 #   OUT=bench LIMIT=465 bash scripts/studies/benchmark_gpu.sh
 set -uo pipefail
 cd "$(dirname "$0")/../.."
@@ -11,8 +11,7 @@ mkdir -p "$out"
 end=$((SECONDS + ${LIMIT:-465}))
 trap 'echo; echo "Stopped by Ctrl-C. Parts that were done are in $out."; exit 130' INT
 
-# name, seconds at most, settings: a part that fails or takes too long does not keep the others from running. At its
-# limit a part gets what Ctrl-C sends; tee writes to the end of either.
+# name, seconds at most, settings: the others run whether a part fails or not. At its limit a part gets SIGINT.
 part() {
     local name=$1 limit=$2 left=$((end - SECONDS)); shift 2
     [ ! -e "$out/$name.json" ] || { echo "== $name: done before"; return; }
@@ -32,7 +31,7 @@ part() {
 
 has() {
     "$python" -c "import importlib.util, sys; sys.exit(importlib.util.find_spec('$1') is None)" ||
-        { echo; echo "== a part is left out, which needs $1"; return 1; }
+        { echo; echo "== a part that needs $1 is left out"; return 1; }
 }
 
 # Compiling takes most of the time of the first two. XL/2 in four parts, since the activations of 256 images at once do
@@ -50,6 +49,6 @@ part graphs_s2  60 mode=train backbone_type=DiT-S/2 batch_size=32 compile=reduce
 
 echo
 if [ ${#failed[@]} -gt 0 ]; then
-    echo "Failed or out of time: ${failed[*]}. What they said is in $out/<name>.txt."; exit 1
+    echo "Failed or out of time: ${failed[*]}. Their output is in $out/<name>.txt."; exit 1
 fi
 echo "All parts are in $out, after $SECONDS s."

@@ -1,9 +1,8 @@
 #!/usr/bin/env bash
-# All that is to be measured on one GPU, in calls of at most nine minutes, each of which goes on where the last stopped:
-#   benchmark  scripts/studies/benchmark_gpu.sh; without diffusers or torchao one part each is left out, and what one
-#              call has no time for is left to the next
+# All measurements on one GPU, in calls of at most nine minutes, each of which goes on where the last one stopped:
+#   benchmark  scripts/studies/benchmark_gpu.sh; without diffusers or torchao one part each is left out
 #   data       CIFAR-10 in pixels, the features, the reference
-#   official   the official training step beside ours, where OFFICIAL is a checkout of CompVis/tread at fccf77c
+#   official   the official training step and ours, where OFFICIAL is a checkout of CompVis/tread at fccf77c
 #   timing     seconds of a step of dense and routed in turns, for the axis of the study's figures
 #   study      configs/study/cifar10.yaml, its runs in the order of their use; last, as it takes all the time
 #
@@ -11,24 +10,11 @@
 #       bash scripts/studies/gpu_study.sh [settings of study.py]
 #   STUDY=rehearsal PARTS="data study" LIMIT=180 bash scripts/studies/gpu_study.sh          a rehearsal on a CPU
 #
-# What is done stays in STATE (runs/gpu_study, some GB); after each part all that is small goes into
-# $OUT/gpu_study.tar.gz. A machine that is bare takes that file as PREVIOUS: parts that are done and runs that came to
-# their end are then not made again, but a run that was broken off begins anew, as its weights do not travel. So let a
-# run fit into a call there: by FLOPs at 30 % of 800 TFLOP/s, which is a guess, 20,000 steps of S/2 at 256 tokens take
-# 13 minutes dense and 9 routed; start, compiling and eleven scores of 5,000 images come on top. "also=['steps=8000']"
-# should fit. TEST_ZIP=cifar10-test.zip scores the floor as well. TREAD_COMMIT names the commit where the machine has no
-# repository.
-#
-# A machine without network, with torch 2.11, accelerate, timm, safetensors, matplotlib and tqdm on Python 3.12 lacks
-# (MB) hydra-core 0.2, omegaconf 0.1, antlr4-python3-runtime 0.1, pydantic 0.5, pydantic-core 2.3, annotated-types and
-# typing-inspection 0.1, and bokeh 6.4 for the page: 9.6 in all; and for two parts of the benchmark diffusers 6.4 with
-# importlib_metadata, and torchao 3.4. Where there is network, this brings them into .whl:
-#   p="python3 -m pip"; $p wheel -w .whl --no-deps antlr4-python3-runtime==4.9.3; $p download -d .whl --no-deps
-#   --only-binary=:all: --python-version 3.12 --platform manylinux_2_28_x86_64 --platform manylinux_2_17_x86_64
-#   hydra-core==1.3.8 omegaconf==2.3.1 pydantic==2.14.3 pydantic-core==2.50.4 annotated-types==0.8.0
-#   typing-inspection==0.4.5 bokeh==3.9.2
-# and there:
-#   python3 -m pip install -q --no-index --no-deps --target .site .whl/*.whl; export PYTHONPATH=$PWD/.site
+# What is done stays in STATE (runs/gpu_study, some GB); after each part small files go into $OUT/gpu_study.tar.gz. A new
+# machine takes that file as PREVIOUS and repeats no finished part. A run that was stopped begins again there, because
+# its weights do not travel: choose runs that fit into a call, as "also=['steps=8000']" should. TEST_ZIP=cifar10-test.zip
+# scores the floor as well. TREAD_COMMIT names the commit where the machine has no repository. For a machine without
+# network, `pip download` requirements-train.txt elsewhere and install it with --no-index --find-links.
 set -uo pipefail
 began=$SECONDS
 for name in TRAIN_ZIP TEST_ZIP WEIGHTS OFFICIAL PREVIOUS OUT STATE; do      # before the folder changes
@@ -61,8 +47,8 @@ pack() {
     return 0
 }
 
-# name, seconds at most, command: runs it unless it is done; one that fails or takes too long does not keep the others
-# from running. At its limit it is asked to stop, and saves.
+# name, seconds at most, command: runs it unless it is done; the others run whether it fails or not. At its limit it gets
+# SIGTERM, and saves.
 part() {
     local name=$1 limit=$2; shift 2
     [ ! -e "$results/done/$name" ] || { echo "== $name: done before"; return; }
@@ -101,8 +87,8 @@ prepare() {
         features_weights=data/resnet56.pt batch_size=500 out=data/cifar10-resnet56.npz || return
 }
 
-# Dense and routed in processes of their own: what is compiled for one would be in the other's way.
-beside() {
+# A process for dense and one for routed: code that is compiled for one would slow the other.
+official() {
     local name
     for name in dit tread; do
         [ ! -e "$results/official-$name.json" ] || continue
@@ -113,7 +99,7 @@ beside() {
 }
 
 # Functions run in the shell that timeout starts.
-export -f prepare beside
+export -f prepare official
 export study python results TRAIN_ZIP=${TRAIN_ZIP:-} WEIGHTS=${WEIGHTS:-} OFFICIAL=${OFFICIAL:-}
 
 for name in ${PARTS:-benchmark data official timing study}; do
@@ -122,14 +108,14 @@ for name in ${PARTS:-benchmark data official timing study}; do
             bash scripts/studies/benchmark_gpu.sh ;;
         data) [ -f data/cifar10-resnet56.npz ] || rm -f "$results/done/data"      # another machine's data are not here
             part data 240 bash -c prepare ;;
-        official) [ -z "$OFFICIAL" ] || part official 240 bash -c beside ;;
+        official) [ -z "$OFFICIAL" ] || part official 240 bash -c official ;;
         timing)
             part timing 300 "$python" scripts/study.py study="$study" out="$results/study" 'tasks=[time]' \
                 "only=[$timed]" rounds=3 "$@" ;;
         study)
             [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" data/cifar10-test.zip
             floor=(); [ "$study" = rehearsal ] || [ -f data/cifar10-test.zip ] || floor=("study.floor=[]")
-            rm -f "$results/done/study"      # it knows by itself what is done
+            rm -f "$results/done/study"      # study.py finds out what is done
             # What is killed before it has started saves nothing, and what is killed at all ends late.
             LEAST=${LEAST:-60} part study 99999 "$python" scripts/study.py study="$study" out="$results/study" \
                 'tasks=[train,score]' "${floor[@]}" "$@"

@@ -1,4 +1,4 @@
-"""The plan's hours and the official step beside ours."""
+"""The plan's hours, and the official step against ours."""
 
 import json
 import sys
@@ -10,6 +10,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import dit
+from runtime import clocks
 from runtime.schema import read
 from scripts import plan
 from scripts.studies import benchmark_official
@@ -94,23 +95,15 @@ def test_the_official_modules_are_theirs_and_ours_stay_ours(theirs, monkeypatch)
         benchmark_official.open_official(str(theirs))
 
 
-def test_both_steps_are_timed_in_turns_on_the_same_network(theirs, fresh_accelerator):
+def test_both_steps_are_timed_in_turns_on_the_same_network(theirs, fresh_accelerator, monkeypatch):
     given = [f"path={theirs}", "hidden_size=32", "depth=6", "num_heads=2", "tokens=16", "in_channels=3", "batch_size=4", "rounds=2", "steps=1",
              "warmup=0", "num_latents=16", "device=cpu", "variants=[tread-eager]"]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         plain = OmegaConf.to_container(compose("benchmark_official", overrides=given), resolve=True)
-    made = []
-    original = benchmark_official.OfficialVariant.__init__
-
-    def remember(self, *arguments):
-        original(self, *arguments)
-        made.append(self)
-
-    benchmark_official.OfficialVariant.__init__ = remember
-    try:
-        rows = benchmark_official.time_both(read(benchmark_official.OfficialSettings, plain), Accelerator(cpu=True))
-    finally:
-        benchmark_official.OfficialVariant.__init__ = original
+    made, make = [], benchmark_official.OfficialVariant
+    monkeypatch.setattr(benchmark_official, "OfficialVariant", lambda *arguments: made.append(make(*arguments)) or made[-1])
+    monkeypatch.setitem(clocks.SQUARES, "cpu", (32,))
+    rows = benchmark_official.time_both(read(benchmark_official.OfficialSettings, plain), Accelerator(cpu=True))
     assert [row["variant"] for row in rows] == ["tread-eager", "official tread-eager"] and rows[1]["over official"] == 1
     assert all(len(row["rounds s/step"]) == 2 and row["s/step"] > 0 for row in rows)
     [official] = made
