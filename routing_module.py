@@ -6,7 +6,7 @@ from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 
 @dataclass(frozen=True)
@@ -155,8 +155,9 @@ class Router:
         """Draws, for each sample anew, the tokens that stay: without replacement, uniform where selection is "random".
 
         x is (B, N, D); the result is ids_keep (B, K) int64 with K = N - int(N * selection_ratio), ascending, so that
-        raster order survives. `noise` (B, N) float32, uniform in [0, 1), decides instead of a fresh draw: the tokens
-        of its K lowest values stay, so of two ratios on the same noise the higher keeps a subset of the lower's.
+        raster order survives. Where all stay nothing is drawn. `noise` (B, N) float32, uniform in [0, 1), decides
+        instead of a fresh draw: the tokens of its K lowest values stay, so of two ratios on the same noise the higher
+        keeps a subset of the lower's.
         Tokens where keep_mask (B, N) bool is True stay in any case, as do those whose noise is negative (see `keep`).
         K does not change: raises ValueError for a keep_mask on the CPU with more than K tokens in a sample. On a GPU
         that would make the step wait, so there some of them leave.
@@ -218,38 +219,3 @@ def rank_in_group(noise: Tensor) -> Tensor:
     groups = noise.unflatten(1, (half, 2, half, 2)).transpose(2, 3).flatten(3)      # (B, N/4 as a grid, 4)
     ranks = groups.argsort(dim=-1).argsort(dim=-1)
     return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1)
-
-
-class FusingRouter(Router, nn.Module):
-    """A router that fuses what comes out of its route with what went around it (Sprint, arXiv 2510.21986).
-
-    Around the route go all tokens; out of it come those that stayed, and in the places of the others a fixed random
-    mask token. A linear layer fuses the two of each place, in dense passes too. A network has one such route.
-    """
-
-    def __init__(self, hidden_size: int, selection: str = "random", l1_reg: float = 0.5, inverse: bool = False):
-        nn.Module.__init__(self)
-        Router.__init__(self, selection, l1_reg, inverse)
-        self.register_buffer("mask_token", 0.02 * torch.randn(hidden_size))
-        self.fusion = nn.Linear(2 * hidden_size, hidden_size)
-
-    def check(self, routes: tuple[Route, ...], grid_size: int) -> None:
-        if len(routes) != 1:
-            raise ValueError(f"fusion=true fuses one route with what goes around it, and the network has "
-                             f"{len(routes)} routes: give one in model.routes, or set model.fusion=false.")
-        super().check(routes, grid_size)
-
-    def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
-        """Returns the network's one route as the call has it; in a dense pass, as one that no token takes."""
-        ends = [[(route.start_layer_idx, route.end_layer_idx) for route in some] for some in (routes or own, own)]
-        if ends[0] != ends[1]:
-            raise ValueError(f"The network fuses after route {own[0]}, so its tokens take no other, but were given "
-                             f"{', '.join(map(str, routes))}: leave routes out.")
-        return dict(enumerate(routes or (replace(own[0], selection_ratio=0.0, path_drop=0.0),)))
-
-    def end_route(
-        self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor, dropped: Tensor | None = None,
-    ) -> Tensor:
-        """Fuses the route's tokens (B, K, D), with mask tokens in the other places, and original_x (B, N, D)."""
-        absent = self.mask_token.to(x_kept.dtype).expand_as(original_x)
-        return self.fusion(torch.cat([super().end_route(x_kept, ids_keep, absent, dropped), original_x], dim=-1))

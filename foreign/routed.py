@@ -16,7 +16,7 @@ import torch
 from torch import Tensor, nn
 
 from foreign.families import REFUSED, Blocks, Family, family_of, lists_of_blocks, network_of
-from routing_module import FusingRouter, Route, Router, resolve_routes
+from routing_module import Route, Router, resolve_routes
 
 
 class PerSample:
@@ -254,7 +254,7 @@ class Routing:
                        if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
                     raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would tear.")
         own = getattr(network, "router", None)
-        if isinstance(own, FusingRouter):
+        if isinstance(own, nn.Module):
             raise ValueError("This network fuses what comes out of its own route with what went around it: call it "
                              "with routes=net.routes instead.")
         self.router, self.mask_noise = own if isinstance(own, Router) else Router(), mask_noise

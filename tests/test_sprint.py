@@ -1,6 +1,7 @@
 """Sprint: tokens leave before g, mask tokens take their places after it, and a linear layer fuses g's output with f's."""
 
 from functools import partial
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -8,13 +9,15 @@ from test_published_parity import assert_equal, fill, names, published, wave
 from timm.layers import Mlp
 from torch import nn
 
+from blocks.fusion import FusingRouter
 from blocks.transformer import LAYER_NORM
 from dit import DiT, infer_architecture
 from edm import DDPM, EDM
 from foreign.routed import routed
 from guidance import Guidance
 from rf import RF
-from routing_module import FusingRouter, Route, Router, resolve_routes
+from routing_module import Route, Router, resolve_routes
+from scripts.export import check_plain
 from weights.records import architecture, build_network
 
 THEIRS = published("sprint")
@@ -249,6 +252,7 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
     (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
     (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* given 1→3"),
     (lambda: Guidance(3.0, gamma2=1, routes=(Route(1, 3, 0.5),)).check(net()), "leave routes out"),
+    (lambda: check_plain(SimpleNamespace(recorded={"network": RECORD}), "dit"), "model=sprint.* to=hub takes any"),
     (lambda: routed(net(), [Route(2, 3, 0.5)]).__enter__(), "call it with routes=net.routes"),
     (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)], blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),
 ])

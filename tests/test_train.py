@@ -467,6 +467,7 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
     (["diffusion=edm", "+diffusion.mae_weight=0.1"], "kept alone has the term that mae_weight weighs"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 leaves only 4. Set selection_ratio to 0.5 or less"),
+    (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples takes all tokens of some samples along"),
 ])
 def test_masks_and_routed_losses_that_cannot_be_are_a_sentence(masked, tmp_path, fresh_accelerator, overrides, says):
     with pytest.raises(SystemExit) as stop:

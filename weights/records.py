@@ -7,11 +7,12 @@ from typing import Annotated, Any
 
 from pydantic import ConfigDict, Field, create_model
 
+from blocks.fusion import FusingRouter
 from dit import DiT
 from edm import DDPM, EDM
 from objectives import class_of
 from rf import RF, CleanRF
-from routing_module import FusingRouter, Route, Router
+from routing_module import Route, Router
 from runtime.schema import Number, Record, Settings, Whole, read
 from weights import lora as adapters
 

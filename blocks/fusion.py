@@ -1,0 +1,45 @@
+"""How Sprint's tokens rejoin (arXiv 2510.21986): a linear layer fuses what went through a route and around it."""
+
+from dataclasses import replace
+
+import torch
+from torch import Tensor, nn
+
+from routing_module import Route, Router
+
+
+class FusingRouter(Router, nn.Module):
+    """A router whose tokens rejoin through a linear layer, in dense passes too; its network has one route.
+
+    All tokens go around the route. Out of it come those that stayed, and a fixed random mask token in the places of the
+    others; the layer fuses the two values of each place.
+    """
+
+    def __init__(self, hidden_size: int, selection: str = "random", l1_reg: float = 0.5, inverse: bool = False):
+        nn.Module.__init__(self)
+        Router.__init__(self, selection, l1_reg, inverse)
+        self.register_buffer("mask_token", 0.02 * torch.randn(hidden_size))
+        self.fusion = nn.Linear(2 * hidden_size, hidden_size)
+
+    def check(self, routes: tuple[Route, ...], grid_size: int) -> None:
+        if len(routes) != 1:
+            raise ValueError(f"fusion=true fuses one route with what goes around it, and the network has "
+                             f"{len(routes)} routes: give one in model.routes, or set model.fusion=false.")
+        super().check(routes, grid_size)
+
+    def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
+        """Returns the network's one route as the call has it; in a dense pass, as one that no token takes.
+
+        Raises ValueError for a route around other blocks.
+        """
+        if len({(route.start_layer_idx, route.end_layer_idx) for route in (*routes, *own)}) > 1:
+            raise ValueError(f"The network fuses after route {own[0]}, so its tokens take no other, but were given "
+                             f"{', '.join(map(str, routes))}: leave routes out.")
+        return dict(enumerate(routes or (replace(own[0], selection_ratio=0.0, path_drop=0.0),)))
+
+    def end_route(
+        self, x_kept: Tensor, ids_keep: Tensor, original_x: Tensor, dropped: Tensor | None = None,
+    ) -> Tensor:
+        """Fuses the route's tokens (B, K, D), with mask tokens in the other places, and original_x (B, N, D)."""
+        absent = self.mask_token.to(x_kept.dtype).expand_as(original_x)
+        return self.fusion(torch.cat([super().end_route(x_kept, ids_keep, absent, dropped), original_x], dim=-1))
