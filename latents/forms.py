@@ -19,9 +19,10 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from autoencoder import SD_VAE_SCALE, Convention, read_statistics
+from autoencoder import SD_VAE_SCALE, Convention
 from latents.images import find_tars, open_zip, tar_members
 from latents.tars import open_rows, tar_index
+from weights.autoencoders import read_statistics
 
 FEATURES, LABELS = "imagenet256_features", "imagenet256_labels"      # fast-DiT's names, at any resolution
 

@@ -6,11 +6,11 @@ from dataclasses import dataclass
 from accelerate import PartialState
 from torch import Tensor
 
-import autoencoder as autoencoders
 from guidance import Guidance
 from runtime.device import DTYPES
 from sampling.generate import sampling_cost
 from sampling.options import DrawingSettings, build_guidance, empty_classes, parse_classes, sampler_settings
+from weights import autoencoders
 from weights.loading import Trained, load_trained
 
 

@@ -13,7 +13,6 @@ import torch
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
-import autoencoder as autoencoders
 from runtime import files
 from runtime.schema import first_line
 from scoring.metrics import exact_float32
@@ -164,7 +163,6 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
     digest = checked(path, sha256)
     with reading(path, "torch-fidelity's weights-inception-2015-12-05 as weights alone"):
         # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
-        autoencoders.require_unpacked(path)
         torch.load(path, map_location="cpu", weights_only=True)
         network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
                                               feature_extractor_weights_path=str(path))

@@ -16,10 +16,10 @@ from accelerate import PartialState
 from torch import Tensor
 from tqdm import tqdm
 
-import autoencoder as autoencoders
 from latents.folder import open_latents
 from latents.images import UnreadableImage, open_image, open_source
 from runtime import files
+from weights import autoencoders
 
 Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 

@@ -39,7 +39,6 @@ from torch._dynamo.utils import counters
 
 PROGRAM = str(Path(__file__).resolve())
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import autoencoder as autoencoders
 import train
 from dit import DiT, multiply_adds
 from latents.folder import Latents, open_latents
@@ -57,6 +56,7 @@ from scoring.features import EXTRACTORS, extract, load
 from training import speed
 from training.run import Sums, check_batch_size, describe_network
 from training.settings import ModelSettings
+from weights import autoencoders
 from weights.records import RouteSettings, build_diffusion, build_network
 
 Batches = Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]

@@ -19,12 +19,12 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
-import autoencoder as autoencoders
 from runtime.command import command
 from runtime.files import atomic_write, sha256
 from runtime.presentation import table
 from runtime.schema import Location, Settings, Size, Text, one_of
 from scoring.results import read_results
+from weights import autoencoders
 from weights import checkpoint as checkpoints
 from weights.loading import EXPORTED, Trained, load_trained
 from weights.others import FAMILIES, to_diffusers
@@ -298,9 +298,8 @@ def main(cfg: ExportSettings) -> None:
         print(trained.inferred)
     if trained.file.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"out={out} holds the weights that are to be exported: name another.")
-    named = cfg.autoencoder not in (None, autoencoders.NONE)
-    if named and (why := autoencoders.undecodable(cfg.autoencoder, trained.net.in_channels)):
-        raise ValueError(why)
+    if cfg.autoencoder is not None:
+        autoencoders.samples_only(cfg.autoencoder)      # raises ValueError for a name without an autoencoder
     if cfg.to != "hub":
         check_plain(trained, cfg.to)
     if cfg.to == "dit":

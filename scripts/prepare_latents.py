@@ -21,7 +21,6 @@ import torch
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-import autoencoder as autoencoders
 from latents.folder import KINDS
 from latents.images import ImageSource, UnreadableImage, open_source
 from latents.writer import is_finished, write_folder
@@ -29,6 +28,7 @@ from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
 from runtime.schema import Count, Location, Settings, Size, Whole, one_of, read_json
+from weights import autoencoders
 
 # ---- settings -------------------------------------------------------------------------------------------------------
 

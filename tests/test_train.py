@@ -301,11 +301,6 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     assert [row[:2] for row in scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")] == [(0, 6), (1, 6), (1, 4)]
 
 
-def test_latents_that_nothing_can_decode_train_with_a_word_about_it(shapes, tmp_path):
-    result = train(tmp_path / "run", shapes, "steps=1", "data.autoencoder=somebodys")
-    assert result.returncode == 0 and "Nothing can decode these latents yet: autoencoder=somebodys is neither" in result.stdout
-
-
 def test_grids_are_drawn_on_time_and_do_not_change_the_run(shapes, reference, tmp_path):
     run = tmp_path / "run"
     result = train(run, shapes, "samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000")

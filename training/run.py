@@ -15,7 +15,6 @@ import torch
 from accelerate import Accelerator
 from torch import Tensor
 
-import autoencoder as autoencoders
 from dit import DiT, DiT_models
 from edm import EDM
 from latents.folder import Latents, open_latents
@@ -29,6 +28,7 @@ from scoring import features, statistics
 from training import speed
 from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
+from weights import autoencoders
 from weights import lora as adapters
 from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, with_objective
 
@@ -201,11 +201,12 @@ def open_drawing(
 ) -> tuple[Grid | None, Evaluation | None]:
     """Loads what grids and evaluations need, or None for what the settings do not ask for.
 
-    Prints a line where neither is drawn and no autoencoder at hand decodes the latents.
+    Prints a line where only their owner can decode the latents.
     """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
-        if why := autoencoders.undecodable(autoencoder, latents.shape[0]):
-            accelerator.print(f"Nothing can decode these latents yet: {why} Training draws no grids then.")
+        if autoencoder == autoencoders.NONE:
+            accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are drawn; "
+                              "sample.py writes latents with latents=true.")
         return None, None
     try:
         decoder = autoencoders.load_decoder(

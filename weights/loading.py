@@ -8,7 +8,7 @@ import torch
 from accelerate import PartialState
 from torch import Tensor
 
-from autoencoder import Convention, read_tensors
+from autoencoder import Convention
 from dit import DiT, infer_architecture
 from edm import EDM
 from rf import RF
@@ -16,6 +16,7 @@ from runtime import files, ranks
 from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
+from weights.autoencoders import read_tensors
 from weights.others import FAMILIES, as_ours, detect_family, plain_keys, unknown_family
 from weights.records import (
     CheckpointRecord,

@@ -10,8 +10,8 @@ import torch
 from PIL import Image
 from test_prepare_latents import prepare
 
-import autoencoder as autoencoders
 from latents.images import open_source
+from weights import autoencoders
 
 
 def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):

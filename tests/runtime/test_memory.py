@@ -5,9 +5,9 @@ import torch
 from conftest import run_command
 from training_runs import train_here
 
-import autoencoder as autoencoders
 import sample
 import train
+from autoencoder import Identity
 from runtime.command import is_full_memory
 
 GPU = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free."
@@ -47,7 +47,7 @@ def test_a_drawing_that_runs_out_of_memory_names_the_settings_that_help(monkeypa
         run_command(sample.main, "sample.py", "checkpoint=x", "cpu=true")
 
 
-class Counting(autoencoders.Identity):
+class Counting(Identity):
     """A decoder that shrinks eightfold, as Stable Diffusion's, and notes how many images it is given at once."""
 
     downsample = 8

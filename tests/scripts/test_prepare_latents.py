@@ -21,12 +21,12 @@ from conftest import ROOT
 from omegaconf import OmegaConf
 from PIL import Image
 
-import autoencoder as autoencoders
 from latents.folder import open_latents
 from latents.images import draw_shape, open_source
 from runtime.files import lock_folder
 from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
+from weights import autoencoders
 
 
 def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> None:

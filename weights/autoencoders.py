@@ -1,0 +1,252 @@
+"""Names -> autoencoders: pixel space, diffusers' folders, LDM's files such as VA-VAE's, and users' own decoders."""
+
+import argparse
+import contextlib
+import importlib
+import json
+import re
+import zipfile
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+
+from autoencoder import SAMPLES_ONLY, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
+from runtime.schema import first_line
+
+HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
+# Diffusers' classes for images in [-1, 1] whose config has the scale of their latents.
+CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
+NONE = "none"           # the name for latents that only their owner can decode
+PYTHON = "python:"      # python:module.function
+STATISTICS = "latents_stats.pt"      # LightningDiT's, with the mean and standard deviation of each channel
+
+
+def load(
+    name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
+    convention: Convention | None = None,
+) -> Autoencoder:
+    """Loads what encodes and decodes: `identity`, `sd_vae_ema`, `sd_vae_mse`, a local diffusers folder, an LDM file.
+
+    Reads weights only; `dtype` is the network's, moments come back in float32. `convention` is the one of latents that
+    exist, None the autoencoder's own. Raises ValueError where the name is unknown, the folder is not a whole one, or a
+    hub model is neither cached nor reachable.
+    """
+    if runs_code(name):
+        raise ValueError(f"autoencoder={name} decodes and does not encode: name another here.")
+    if name == NONE:
+        raise ValueError("autoencoder=none: only their owner can decode these latents. Name what decodes them, as in "
+                         "autoencoder=path/to/folder, or write latents: sample.py out=x.npz latents=true.")
+    if name == "identity":
+        identity = Identity(device)
+        identity.convention = convention or identity.convention
+        return identity
+    if Path(name).is_file():
+        vae, statistics = _from_ldm(Path(name)).to(dtype), Path(name).with_name(STATISTICS)
+        if convention is None and not statistics.is_file():
+            raise ValueError(f"autoencoder={name} does not say how its latents are scaled: put its {STATISTICS} next "
+                             f"to it.")
+        convention = convention or read_statistics(statistics)
+        return DiffusersAutoencoder(name, vae, device, convention)
+    vae = _from_hub(name, dtype) if name in HUB_NAMES else _from_folder(name, dtype)
+    return DiffusersAutoencoder(name, vae, device, convention)
+
+
+def load_decoder(
+    name: str,
+    shape: tuple[int, int, int],            # of the latents: (C, h, w)
+    convention: Convention | None,          # by which they were made; None: the autoencoder's own
+    device: torch.device | str = "cpu",
+    dtype: torch.dtype = torch.float32,
+    *,
+    batch_size: int | None = None,          # images decoded at once; None: as many as have PIXELS_AT_ONCE
+    asked: bool = False,                    # whether the user has named it, not a file that somebody made
+) -> Autoencoder:
+    """Loads what decodes latents of `shape` that were made by `convention`, whatever its own is.
+
+    Raises ValueError as `load` does, for other channels, and for a decoder that runs code where no user has named it.
+    """
+    if not runs_code(name):
+        loaded = load(name, device, dtype, convention)
+    elif asked:
+        function = _python(name) if name.startswith(PYTHON) else torch.jit.load(name, map_location=device).eval()
+        loaded = OwnDecoder(name, function, shape, device)
+        loaded.convention = convention or loaded.convention
+    else:
+        raise ValueError(f"autoencoder={name} runs code, so it is loaded only where the command names it, and here "
+                         f"a file does: give autoencoder={name} (of train.py: data.autoencoder) if you trust it.")
+    if loaded.channels != shape[0]:
+        raise ValueError(f"autoencoder={name} decodes latents of {loaded.channels} channels, and these have "
+                         f"{shape[0]}: give the autoencoder of these latents.")
+    loaded.decode_batch_size = batch_size
+    return loaded
+
+
+def runs_code(name: str) -> bool:
+    """Tells whether loading an autoencoder of this name runs code: a Python callable or a TorchScript file."""
+    return name.startswith(PYTHON) or (Path(name).is_file() and _is_torchscript(Path(name)))
+
+
+def samples_only(name: str) -> bool:
+    """Tells, without loading weights, whether an autoencoder gives values and no distributions.
+
+    Raises ValueError for a name without an autoencoder.
+    """
+    if name in HUB_NAMES or name == NONE or runs_code(name) or Path(name).is_file():
+        return False
+    return name == "identity" or _read_config(name)["_class_name"] in SAMPLES_ONLY
+
+
+# ---- diffusers ------------------------------------------------------------------------------------------------------
+
+
+def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
+    from diffusers import AutoencoderKL
+
+    repo = HUB_NAMES[name]
+    load = partial(AutoencoderKL.from_pretrained, repo, use_safetensors=True, torch_dtype=dtype)
+    with contextlib.suppress(Exception):      # not cached, or not whole
+        return load(local_files_only=True)
+    try:
+        return load()
+    except Exception as error:  # diffusers, huggingface_hub and the HTTP client each have their own exceptions
+        raise ValueError(
+            f"autoencoder={name} needs {repo} from the Hugging Face hub, which could not be fetched "
+            f"({type(error).__name__}). Where there is network, run `hf download {repo} config.json "
+            f"diffusion_pytorch_model.safetensors --local-dir {name}`, copy that folder here, and set "
+            f"autoencoder=path/to/{name}."
+        ) from error
+
+
+def _read_config(folder: str) -> dict:
+    """Reads config.json of a diffusers folder; raises ValueError where its class is not one of CLASSES."""
+    if not Path(folder).is_dir():
+        names = ", ".join(["identity", *HUB_NAMES])
+        raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
+    config = json.loads((Path(folder) / "config.json").read_text())
+    if config.get("_class_name") not in CLASSES:      # a name alone: nothing else is ever looked up by it
+        raise ValueError(f"autoencoder={folder} is of class {config.get('_class_name')}, and {', '.join(CLASSES)} are "
+                         f"read.")
+    return config
+
+
+def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
+    import diffusers  # which takes seconds
+
+    network = getattr(diffusers, _read_config(folder)["_class_name"])
+    try:
+        vae, found = network.from_pretrained(
+            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True)
+    except Exception as error:  # absent, cut short, of other shapes: each raises its own
+        raise ValueError(f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits "
+                         f"config.json (weights in .bin are pickles and are not loaded): {first_line(error)}"
+                         ) from error
+    if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
+        raise ValueError(f"autoencoder={folder}: the weights lack {len(lacking)} of the tensors of config.json, "
+                         f"{lacking[0]} first.")
+    return vae
+
+
+# ---- LDM's own files, VA-VAE's among them ---------------------------------------------------------------------------
+
+
+def ldm_key(key: str, num_levels: int) -> str:
+    """Names a tensor of diffusers' AutoencoderKL as latent diffusion's AutoencoderKL (CompVis) does."""
+    def level(found: re.Match) -> str:
+        index = int(found[2])      # LDM counts a decoder's levels from the pixels, diffusers from the latent
+        return f"down.{index}." if found[1] == "down" else f"up.{num_levels - 1 - index}."
+
+    key = re.sub(r"(down|up)_blocks\.(\d+)\.", level, key)
+    for ours, theirs in (
+        (r"mid_block\.resnets\.0", "mid.block_1"), (r"mid_block\.resnets\.1", "mid.block_2"),
+        (r"mid_block\.attentions\.0", "mid.attn_1"), ("resnets", "block"), ("attentions", "attn"),
+        (r"(down|up)samplers\.0\.conv", r"\1sample.conv"), ("conv_shortcut", "nin_shortcut"),
+        ("conv_norm_out", "norm_out"), ("group_norm", "norm"), (r"to_([qkv])\.", r"\1."), (r"to_out\.0", "proj_out"),
+    ):
+        key = re.sub(ours, theirs, key)
+    return key
+
+
+def _from_ldm(file: Path) -> torch.nn.Module:
+    """Builds diffusers' AutoencoderKL of latent diffusion's weights: a .pt or .ckpt of tensors, or .safetensors."""
+    from diffusers import AutoencoderKL
+
+    state = read_tensors(file)
+    for key in ("state_dict", "model"):
+        state = state.get(key, state) if isinstance(state, dict) else {}
+    levels = [f"encoder.down.{i}" for i in range(64) if f"encoder.down.{i}.block.0.conv1.weight" in state]
+    if not levels or "post_quant_conv.weight" not in state:
+        raise ValueError(f"autoencoder={file} holds no weights of a latent-diffusion AutoencoderKL: encoder.down.0… or "
+                         f"post_quant_conv is missing among its {len(state)} tensors.")
+    kinds = ["Attn" if f"{level}.attn.0.q.weight" in state else "" for level in levels]
+    options = dict(
+        block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
+        layers_per_block=sum(f"encoder.down.0.block.{i}.conv1.weight" in state for i in range(64)),
+        latent_channels=len(state["post_quant_conv.weight"]),
+        down_block_types=tuple(f"{kind}DownEncoderBlock2D" for kind in kinds),
+        up_block_types=tuple(f"{kind}UpDecoderBlock2D" for kind in reversed(kinds)),
+    )
+    with torch.device("meta"):
+        vae = AutoencoderKL(**options)
+    expected = vae.state_dict()
+    theirs = {key: ldm_key(key, len(levels)) for key in expected}
+    if lacking := [name for name in theirs.values() if name not in state]:
+        raise ValueError(f"autoencoder={file} lacks {len(lacking)} tensors of latent diffusion's AutoencoderKL, "
+                         f"{lacking[0]} first.")
+    # A 1x1 convolution and a linear layer hold the same numbers.
+    vae.load_state_dict({key: state[name].float().reshape(expected[key].shape) for key, name in theirs.items()},
+                        assign=True)
+    return vae
+
+
+# ---- files of tensors -----------------------------------------------------------------------------------------------
+
+
+def read_tensors(file: Path) -> object:
+    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
+
+    Raises ValueError for a file that is damaged or holds anything else.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:      # torch, safetensors, zipfile and pickle each raise their own
+        raise ValueError(f"{file} cannot be read as weights alone ({first_line(error)}). Only tensors are loaded, "
+                         f"since unpickling anything else could run code; save its state dict as .safetensors."
+                         ) from error
+
+
+def read_statistics(file: Path) -> Convention:
+    """Reads LightningDiT's latents_stats.pt, tensors mean and std; raises ValueError for anything else."""
+    try:
+        held = read_tensors(file)
+        mean, std = (tuple(held[key].double().flatten().tolist()) for key in ("mean", "std"))
+        return Convention(latents_mean=mean, latents_std=std)
+    except (AttributeError, KeyError, TypeError, ValueError) as error:
+        raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: "
+                         f"{first_line(error)}.") from error
+
+
+# ---- users' own code ------------------------------------------------------------------------------------------------
+
+
+def _is_torchscript(file: Path) -> bool:
+    """Tells TorchScript from weights: both are zips, and only the first holds code."""
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
+
+
+def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:
+    module, _, function = name.removeprefix(PYTHON).rpartition(".")
+    try:
+        return getattr(importlib.import_module(module), function)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise ValueError(f"autoencoder={name} is not python:module.function of a module that Python finds ({error}): "
+                         f"set PYTHONPATH.") from error
