@@ -9,7 +9,6 @@ import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_command
-from hydra import compose, initialize_config_dir
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -240,18 +239,6 @@ def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sw
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["source"]["step"] for row in rows] == [5, 5, 5] and len(sweep.landscape) == 2
     assert load_trained(training).step == 6
-
-
-def test_a_sweep_that_cannot_write_its_picture_says_so(sweep, tmp_path):
-    (tmp_path / "file").touch()
-    with pytest.raises(SystemExit, match="reading or writing .*file failed"):
-        sweep("scale=2", "gamma1=0", "gamma2=0.5", f"picture={tmp_path}/file/x.png")
-
-
-def test_a_sweeps_defaults_are_its_yamls_grid():
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        grid = compose("sweep_guidance").grid
-    assert grid == {"scale": [1.25, 1.5, 2], "gamma1": [0, 0.5], "gamma2": [0.7, 0.9]}
 
 
 def test_a_sweep_is_started_from_a_command_line(tmp_path):

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from training_runs import TWO_RANKS, command, rows, start, wait_until
+from training_runs import TWO_RANKS, command, rows, start, train, wait_until
 
 from runtime import ranks
 from runtime.device import join_ranks
@@ -22,7 +22,7 @@ def has_begun(run: Path) -> bool:
     return (run / "metrics.jsonl").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) > 2
 
 
-def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step(shapes, tmp_path):
+def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step_and_one_rank_can_go_on(shapes, tmp_path):
     # A second group, of gloo, cannot be made where a node's name resolves to loopback.
     program = "import sys, torch.distributed, train; torch.distributed.new_group = None; sys.argv[0] = 'train.py'; train.main()"
     process = forked.Command("-c", program, *command(tmp_path, shapes, *LONG)[1:], ranks=2)
@@ -32,7 +32,12 @@ def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step(shapes, tmp_pa
     assert [ended.exitcode for ended in process.processes] == [143, 143], said
     step = checkpoints.step_of(checkpoints.latest(tmp_path))
     assert step % ranks.StopRequest.EVERY == 0 and rows(tmp_path)[-1]["step"] == step
-    assert said[0].count(f"Stopped by SIGTERM at step {step}") == 1
+    assert said[0].count(f"Stopped by SIGTERM at step {step}") == 1 and "2 × cpu" in said[0]
+    saved = checkpoints.read_meta(checkpoints.latest(tmp_path))
+    assert saved["world"] == 2 and saved["images"] == 8 * step
+    result = train(tmp_path, shapes, *LONG, f"steps={step + 2}")
+    assert result.returncode == 0 and "world was 2 and is now 1" in result.stdout
+    assert checkpoints.step_of(checkpoints.latest(tmp_path)) == step + 2
 
 
 FAIL_ON_ONE_RANK = """

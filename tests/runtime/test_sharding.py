@@ -33,7 +33,7 @@ from weights import lora as adapters
 from weights.loading import load_trained
 from weights.records import build_network
 
-STEPS = 50
+STEPS = 12
 SMALL = ("model.depth=3", "model.routes=[{start_layer_idx:1,end_layer_idx:1,selection_ratio:0.5}]")
 LIMIT = 240      # seconds after which ranks that wait for each other are ended
 
@@ -151,33 +151,21 @@ def pixel_reference(shapes, tmp_path_factory) -> Path:
     return out
 
 
-def pair_of(folder: Path, data: Path, world: int, *overrides: str, before=lambda rank: None) -> Path:
-    """Trains the same run with DDP and with FSDP, in `none` and `fsdp` of the folder."""
-    all_well(on_ranks(world, *(command(folder / how, data, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1",
-                                       "checkpoint.every=100", *overrides)[1:] for how in ("none", "fsdp")), before=before))
-    return folder
-
-
 @pytest.fixture(scope="module")
 def routed(shapes, pixel_reference, tmp_path_factory) -> Path:
+    """The same run with DDP and with FSDP on two ranks, in `none` and `fsdp` of the folder."""
+    folder = tmp_path_factory.mktemp("routed")
     drawn = [f"samples.every={STEPS}", "samples.seeds=0-4", "samples.num_steps=2",
              f"evaluate.every={STEPS}", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=7", "evaluate.num_steps=2",
              "evaluate.batch_size=2", "evaluate.guidance_scales=[null,1.5]"]
-
-    return pair_of(tmp_path_factory.mktemp("routed"), shapes, 2, *drawn, before=weigh)
-
-
-@pytest.fixture(scope="module")
-def dense(shapes, tmp_path_factory) -> Path:
-    return pair_of(tmp_path_factory.mktemp("dense"), shapes, 4, "model=dit", "model.routes=[]", "model.depth=2")
+    all_well(on_ranks(2, *(command(folder / how, shapes, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1", "checkpoint.every=100", *drawn)[1:]
+                           for how in ("none", "fsdp")), before=weigh))
+    return folder
 
 
-@pytest.mark.parametrize("kind", ["routed", "dense"])      # on two ranks and on four
-def test_losses_and_norms_are_ddps_and_so_is_the_checkpoint(request, kind):
-    pair = request.getfixturevalue(kind)
-    assert_same_losses(pair / "none", pair / "fsdp", STEPS)
-    assert losses(pair / "none")[-5:, 0].mean() < 0.95 * losses(pair / "none")[:5, 0].mean()
-    one, two = (checkpoints.latest(pair / how) for how in ("none", "fsdp"))
+def test_losses_and_norms_are_ddps_and_so_is_the_checkpoint(routed):
+    assert_same_losses(routed / "none", routed / "fsdp", STEPS)
+    one, two = (checkpoints.latest(routed / how) for how in ("none", "fsdp"))
     assert {path.name for path in one.iterdir()} == {path.name for path in two.iterdir()}
     ddp, fsdp = tensors_of(one), tensors_of(two)
     assert ddp.keys() == fsdp.keys()
@@ -387,12 +375,12 @@ def test_a_sharded_run_with_a_head_saves_and_resumes_ddps_checkpoint(shapes, tmp
 
 def test_bf16_parts_clipping_recomputation_and_compiled_blocks_are_the_same_run(shapes, tmp_path):
     lightning = ["model.backbone_type=LightningDiT-B/2", "model.patch_size=4", "model.qk_norm=true", "model.init=xavier", "precision=bf16",
-                 "log.every=1", "steps=3", "grad_accum_steps=2", "optimizer.clip_norm=0.1", *SMALL]
+                 "log.every=1", "steps=2", "grad_accum_steps=2", "optimizer.clip_norm=0.1", *SMALL, "model.depth=2"]
     fast = ["sharding=fsdp", "compile=true", "activation_checkpointing=true"]
     runs = {"plain": [], "fast": fast}
     all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
                       before=compile_quickly))
-    assert_same_losses(tmp_path / "plain", tmp_path / "fast", 3)
+    assert_same_losses(tmp_path / "plain", tmp_path / "fast", 2)
 
 
 def test_on_meta_memory_is_counted_without_any():

@@ -25,7 +25,7 @@ from training import run as run_parts
 PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/studies").glob("*.py")])
 SETS = re.compile(r"\b(set_float32_matmul_precision|allow_tf32|fp32_precision)\b")
 # What computes: joins ranks, names a device, or has a network there.
-COMPUTES = re.compile(r"join_ranks\(|make_accelerator\(|\bcuda\b|\.to\([^)]*device|PartialState\(")
+COMPUTES = re.compile(r"join_ranks\((?!cpu=True)|make_accelerator\(|\bcuda\b|\.to\([^)]*device|PartialState\(")
 WITHOUT = {"plan", "export_features", "prepare_emoji", "held_out"}      # scripts with no settings of this kind; a GPU is not theirs
 
 
@@ -58,19 +58,6 @@ def test_a_command_that_computes_has_the_setting_and_hands_it_on(config):
         assert OmegaConf.load(file_of).tf32 is True, "true is the default of each"
         calls = re.findall(r"(?:join_ranks|make_accelerator)\(([^)]*)\)", source)
         assert (calls or "benchmark.start(cfg)" in source) and all("tf32" in call for call in calls), calls
-
-
-def test_scripts_that_are_no_commands_compute_on_no_gpu():
-    files = {file for file, _ in commands().values()}
-    for file in [*(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/studies").glob("*.py")]:
-        if file not in files:
-            assert file.stem in WITHOUT or not COMPUTES.search(file.read_text()), file.name
-            assert not re.search(r"\bcuda\b|join_ranks|make_accelerator", file.read_text()), file.name
-
-
-def test_one_file_sets_it_and_metrics_alone_set_it_aside():
-    files = [file for file in ROOT.glob("**/*.py") if not {".venv", "tests"} & {*file.relative_to(ROOT).parts}]
-    assert {file.name for file in files if SETS.search(file.read_text())} == {"device.py", "metrics.py"}
 
 
 @pytest.mark.parametrize("tf32", [True, False])
