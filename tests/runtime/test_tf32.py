@@ -23,10 +23,8 @@ from scripts import benchmark, prepare_latents
 from training import run as run_parts
 
 PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/studies").glob("*.py")])
-SETS = re.compile(r"\b(set_float32_matmul_precision|allow_tf32|fp32_precision)\b")
 # What computes: joins ranks, names a device, or has a network there.
 COMPUTES = re.compile(r"join_ranks\((?!cpu=True)|make_accelerator\(|\bcuda\b|\.to\([^)]*device|PartialState\(")
-WITHOUT = {"plan", "export_features", "prepare_emoji", "held_out"}      # scripts with no settings of this kind; a GPU is not theirs
 
 
 @functools.cache
