@@ -8,6 +8,7 @@ import tarfile
 import zipfile
 from contextlib import suppress
 from pathlib import Path
+from tokenize import TokenError
 from typing import BinaryIO
 
 import numpy as np
@@ -88,7 +89,7 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                     firsts[member.name.removesuffix(".latent.npy")] = content.tell()
                 elif member.name.endswith(".cls"):
                     labels[member.name.removesuffix(".cls")] = int(content.read(member.size))
-            except ValueError as error:
+            except (ValueError, TokenError) as error:      # the second is numpy's, of a header without an end
                 raise ValueError(f"{file}: {member.name}: {error}.") from error
     if not firsts:
         raise ValueError(f"{file} holds no '<key>.latent.npy': tars of images go through scripts/prepare_latents.py "
