@@ -41,7 +41,7 @@ class EDM:
         """Estimates the clean latent D_x (B, C, h, w) from a noised x at noise levels sigma (B,) (Eq. 7), in float32.
 
         The network runs in whatever precision the caller's autocast sets; all around it stays float32. A network that
-        also predicts variances (learn_sigma) answers with 2C channels, of which the first C are F_x.
+        also predicts variances (learn_sigma) returns 2C channels; the first C are F_x.
         """
         x, sigma = x.float(), sigma.float().view(-1, 1, 1, 1)
         c_skip, c_out, c_in, c_noise = self.preconditioning(sigma)
@@ -57,7 +57,7 @@ class EDM:
 
         x is (B, C, h, w) float32 and y (B,); sigma (B,) and unit noise eps like x are drawn where they are not given.
         `weight` (B or 1, 1, h, w) multiplies the squared error. The mean is still over all pixels and not over the
-        weights' sum, so that a pixel counts the same in every image and an image of zeros is no division by zero.
+        weights' sum: a pixel counts the same in every image, and an image of zeros divides by no zero.
         mask_noise (B, len(routes), N) decides the masks; without it the network draws them.
         """
         if sigma is None:
@@ -80,7 +80,7 @@ class EDM:
     ) -> Tensor:
         """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32 by Heun's method with churn (Algorithm 2).
 
-        Takes 2·num_steps - 1 network evaluations. The state is float64, as the steps near sigma_min are small beside
+        Takes 2·num_steps - 1 network evaluations. The state is float64, as the steps near sigma_min are small against
         the state at sigma_max. `randn_like` draws the noise of churn.
         """
         D = (guidance or UNGUIDED).guide(self.denoise, net, noise, y, num_steps)
@@ -135,7 +135,7 @@ class DDPM(EDM):
     ) -> Tensor:
         """Turns unit noise (B, C, h, w) into latents (B, C, h, w) float32.
 
-        `solver` is "heun", `EDM.sample`, or "ancestral", `sample_ancestral`, to which sigma_min … S_noise say nothing.
+        `solver` is "heun", `EDM.sample`, or "ancestral", `sample_ancestral`, which ignores sigma_min … S_noise.
         """
         if solver not in ("heun", "ancestral"):
             raise ValueError(f"solver={solver} is neither heun nor ancestral.")
@@ -145,7 +145,7 @@ class DDPM(EDM):
                               guidance, randn_like)
 
     def predict(self, net: nn.Module, x: Tensor, sigma: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
-        """Estimates eps and, beside it, where its variance lies in its range, -1 … 1: (B, 2C, h, w) float32.
+        """Estimates eps and where its variance lies in its range, -1 … 1: (B, 2C, h, w) float32.
 
         x is a state of variance 1, sqrt(abar)·x_0 + sqrt(1 - abar)·eps. Raises ValueError for a network without
         variances.
@@ -168,7 +168,7 @@ class DDPM(EDM):
         """
         if num_steps > len(self.sigmas):
             raise ValueError(f"num_steps={num_steps} is more than the {len(self.sigmas)} steps of the network's "
-                             f"training, of which solver=ancestral chooses.")
+                             f"training, from which solver=ancestral chooses.")
         model = (guidance or UNGUIDED).guide(self.predict, net, noise, y, num_steps)
         stride = (len(self.sigmas) - 1) / max(1, num_steps - 1)
         steps = [round(step) for step in accumulate(repeat(stride, num_steps - 1), initial=0.0)]

@@ -10,12 +10,14 @@ from torch import Tensor, nn
 
 from blocks.transformer import LAYER_NORM, modulate, refuse_qk_norm
 
+MAMBA_SSM = importlib.util.find_spec("mamba_ssm") is not None
+
 
 class MambaBlock(nn.Module):
     """Mamba's mixer as the one residual branch, shifted, scaled and gated by the condition, as in ZigMa (2403.13802).
 
-    num_heads are the heads of the scan. A block has no MLP, so that mlp_ratio says nothing, and takes the tokens in the
-    order that they come in. Raises ValueError for qk_norm, as it has neither queries nor keys.
+    num_heads are the heads of the scan. A block has no MLP, so mlp_ratio has no effect, and scans the tokens in the
+    order given. Raises ValueError for qk_norm, as it has neither queries nor keys.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
@@ -32,9 +34,6 @@ class MambaBlock(nn.Module):
     @staticmethod
     def read_mlp_ratio(weights: Mapping[str, Tensor], hidden_size: int) -> float:
         return 4.0
-
-MAMBA_SSM = importlib.util.find_spec("mamba_ssm") is not None
-MAX_DECAY = 40.0
 
 
 def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
@@ -60,7 +59,7 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
 
 @torch.compiler.disable      # a kernel of its own: the compiled graph breaks around it
 def scan_by_kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
-    """Computes `selective_scan` on a GPU by the kernel of Mamba-1, of whose recurrence one decay a head is a case.
+    """Computes `selective_scan` on a GPU by the kernel of Mamba-1, whose recurrence covers one decay a head.
 
     Its products are float32, while those of Mamba-2's kernel are rounded to TensorFloat-32.
     """

@@ -1,4 +1,4 @@
-"""RWKV's block: averages over tokens, with weights of each channel's own, both ways."""
+"""RWKV's block: averages over tokens in both directions, with other weights in each channel."""
 
 from collections.abc import Mapping
 
@@ -6,15 +6,16 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from blocks.mamba import MAX_DECAY
 from blocks.transformer import LAYER_NORM, modulate, refuse_qk_norm
+
+MAX_DECAY = 40.0      # over the whole sequence: e^±40 is still a float32
 
 
 class RWKVBlock(nn.Module):
     """RWKV's mixers over tokens and channels in two adaLN-Zero branches, as in Diffusion-RWKV (arXiv 2404.04478).
 
-    Each channel averages over tokens with weights of its own, so that num_heads says nothing. Raises ValueError for
-    qk_norm, as it has no queries.
+    Each channel averages over tokens with other weights, so num_heads has no effect. Raises ValueError for qk_norm, as
+    it has no queries.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
@@ -62,7 +63,7 @@ def wkv(k: Tensor, v: Tensor, decay: Tensor, bonus: Tensor) -> Tensor:
 
 
 def shift_tokens(x: Tensor, positions: Tensor, grid_size: int) -> Tensor:
-    """Hands each token a quarter of the channels of its left, right, upper and lower neighbour (Vision-RWKV's Q-Shift).
+    """Gives each token a quarter of the channels of its left, right, upper and lower neighbour (Vision-RWKV's Q-Shift).
 
     x is (batch, K, D) and positions (1 or batch, K) are places in the raster of grid_size². A neighbour that is not
     there gives zeros, whether it left on a route or lies beyond the border.

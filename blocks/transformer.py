@@ -56,7 +56,7 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 class RotaryAttention(nn.Module):
     """Attention whose queries and keys are turned by the tokens' places in the grid (RoPE, arXiv 2104.09864, in 2D).
 
-    So a product of query and key knows how far apart two tokens lie, whichever others are there.
+    So a product of query and key depends on the distance of two tokens, whichever others are there.
     """
 
     def __init__(self, hidden_size: int, num_heads: int, grid_size: int, qk_norm: bool):
@@ -111,7 +111,7 @@ class LightningBlock(nn.Module):
 
     @staticmethod
     def hidden_features(hidden_size: int, mlp_ratio: float) -> int:
-        """Returns two thirds of what an MLP of two layers would have, as the gate is a third one."""
+        """Returns two thirds of the hidden units of an MLP of two layers, as the gate is a third layer."""
         return int(2 / 3 * int(hidden_size * mlp_ratio))
 
     @classmethod

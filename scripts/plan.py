@@ -103,7 +103,7 @@ def sampling(flops_a_second: float) -> str:
 
 
 def memory() -> str:
-    """Counts weights, gradients, Adam and EMA, and in bf16 the largest block, of which two at a time are gathered."""
+    """Counts weights, gradients, Adam and EMA, and in bf16 the largest block, two of which are gathered at a time."""
     with torch.device("meta"):
         nets = {f"{name}/2": DiT_models[f"DiT-{name}/2"]() for name in ("B", "XL")}
         nets |= {name: DiT(**keywords) for name, keywords in LARGE.items()}

@@ -47,7 +47,7 @@ class OfficialSettings(benchmark.BenchmarkSettings):
 
 @contextlib.contextmanager
 def modules_of(path: Path) -> Iterator[None]:
-    """Makes imports find the official modules, several of which are named as ours, and then ours again."""
+    """Makes imports find the official modules, though several have names of ours, and then ours again."""
     empty = {name: types.ModuleType(name) for name in ("utils.edm_helper", "autoencoder")}
     empty["autoencoder"].SDVAE_EMA = None
     theirs = ("dit", "edm", "routing_module", "utils", "utils.train_helper", *empty)

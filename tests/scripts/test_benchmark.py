@@ -74,7 +74,7 @@ def test_a_first_step_on_code_that_an_earlier_try_compiled_is_not_measured(tmp_p
     assert run(tmp_path, *settings)["rows"][0]["first step s"] is None
 
 
-# Stands for Python: a part takes two tries, of which the first compiles.
+# Stands for Python: a part takes two tries, and the first compiles.
 COMPILES_FIRST = f"""#!{sys.executable}
 import pathlib, sys
 if sys.argv[1] == "-c":

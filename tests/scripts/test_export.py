@@ -83,7 +83,7 @@ ours = {"dit", "blocks", "sample", "trained", "settings", "edm"} & {*sys.modules
 assert not ours and not any("timm" in name for name in sys.modules), ours
 np.savez("found.npz", **found)
 """
-CASES = {      # diffusion, changes of the network, what the pipeline is told and what sample.py is
+CASES = {      # diffusion, changes of the network, arguments of the pipeline and of sample.py
     "edm": (EDM, {}, {"num_inference_steps": 4}, ["num_steps=4"]),
     "guided": (EDM, {}, {"num_inference_steps": 3, "guidance_scale": 2.0, "interval": [0.1, 20.0],
                          "sampler": {"S_churn": 2.0, "sigma_max": 40.0}},
