@@ -269,10 +269,8 @@ def looks_like_image(name: str) -> bool:
     return not hidden and posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
-def sort_into_classes(
-    names: list[str], source: str, flat_class: str
-) -> tuple[list[int], np.ndarray, list[str]]:
-    """Returns the order by (class, name), the labels in that order, and the class names, from names with slashes.
+def sort_into_classes(names: list[str], source: str, flat_class: str) -> tuple[list[str], np.ndarray, list[str]]:
+    """Sorts names with slashes by (class, name); returns them, their labels, and the class names.
 
     The class is the first folder below what all images have in common, so `train/cat/x.jpg` and `train/dog/y.jpg`
     are a cat and a dog. Images in one folder are one class with the folder's name, or `flat_class` at the top.
@@ -287,8 +285,7 @@ def sort_into_classes(
             raise ValueError(f"source={source} has {len(stray)} images next to its class folders (such as {stray[0]}), "
                              f"so their class is unknown; move them into a class folder, or all images into one folder "
                              f"for a set without classes.")
-        start = len(common) + 1 if common else 0
-        class_of = {parent: parent[start:].split("/")[0] for parent in parents}
+        class_of = {parent: posixpath.relpath(parent, common or ".").split("/")[0] for parent in parents}
     # Folders named by plain numbers count as numbers: 10 comes after 9, not after 1.
     numeric = all(name.isascii() and name.isdigit() for name in class_of.values())
     class_names = sorted(set(class_of.values()), key=lambda name: (int(name), name) if numeric else name)
@@ -296,41 +293,43 @@ def sort_into_classes(
     if len(splits) > 1:
         split = max(splits, key=lambda name: name.lower() == "train")
         warnings.warn(f"source={source} has classes named {', '.join(splits)}, which look like the splits of a data "
-                      f"set: name one of them, as in source={posixpath.join(source, common, split)}.", stacklevel=4)
+                      f"set: name one of them, as in source={posixpath.join(source, common, split)}.", stacklevel=5)
     index_of = {name: index for index, name in enumerate(class_names)}
     label_of = {parent: index_of[name] for parent, name in class_of.items()}
-    keys = [label_of[name.rpartition("/")[0]] for name in names]
-    order = sorted(range(len(names)), key=lambda i: (keys[i], names[i]))
-    return order, np.array([keys[i] for i in order], dtype=np.int64), class_names
+    names = sorted(names, key=lambda name: (label_of[name.rpartition("/")[0]], name))
+    return names, np.array([label_of[name.rpartition("/")[0]] for name in names], dtype=np.int64), class_names
+
+
+def list_files(files: list[str], read: Callable[[str], bytes], source: str, flat_class: str) -> ImageSource:
+    """Makes a source of files by name, of a folder or a zip of class folders."""
+    names = [file for file in files if looks_like_image(file)]
+    names, labels, class_names = sort_into_classes(names, source, flat_class)
+    not_images = sorted(file for file in files if not looks_like_image(file))
+    return ImageSource(names, labels, class_names, not_images, lambda index: read(names[index]))
 
 
 def list_folder(folder: Path) -> ImageSource:
     """Lists a folder of class folders, nested or not, or a flat folder as one class; follows links."""
-    names, not_images = [], []
+    files = []
 
     def stop(error: OSError) -> None:
         raise error  # a folder that may not be read: os.walk would pass over it in silence
 
-    for parent, folders, files in os.walk(folder, onerror=stop, followlinks=True):
-        relative = os.path.relpath(parent, folder).replace(os.sep, "/")
-        prefix = "" if relative == "." else f"{relative}/"
-        for file in files:
-            (names if looks_like_image(prefix + file) else not_images).append(prefix + file)
-        if prefix and not folders and not files:
-            not_images.append(prefix)  # an empty class folder is named, too
-    order, labels, class_names = sort_into_classes(names, str(folder), folder.resolve().name)
-    names = [names[i] for i in order]
+    for parent, folders, inside in os.walk(folder, onerror=stop, followlinks=True):
+        prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
+        # An empty class folder is named among what is not in the set.
+        files += [prefix + file for file in inside] or [prefix] * (prefix != "" and not folders)
 
-    def read(index: int) -> bytes:
-        path = folder / names[index]
+    def read(name: str) -> bytes:
         try:
-            return path.read_bytes()
+            return (folder / name).read_bytes()
         except OSError as error:
-            if isinstance(error, PermissionError) or (isinstance(error, FileNotFoundError) and path.is_symlink()):
+            is_dead = isinstance(error, FileNotFoundError) and (folder / name).is_symlink()
+            if is_dead or isinstance(error, PermissionError):
                 raise UnreadableImage(str(error)) from error
             raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
 
-    return ImageSource(names, labels, class_names, sorted(not_images), read)
+    return list_files(files, read, str(folder), folder.resolve().name)
 
 
 def open_zip(path: str | Path) -> zipfile.ZipFile:
@@ -344,19 +343,14 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
 def list_zip(path: Path) -> ImageSource:
     """Lists a zip of class folders."""
     archive = open_zip(path)
-    files = [entry for entry in archive.infolist() if not entry.is_dir()]
-    images = [entry for entry in files if looks_like_image(entry.filename)]
-    not_images = sorted(entry.filename for entry in files if not looks_like_image(entry.filename))
-    order, labels, class_names = sort_into_classes([entry.filename for entry in images], str(path), path.stem)
-    images = [images[i] for i in order]
 
-    def read(index: int) -> bytes:
+    def read(name: str) -> bytes:
         try:
-            return archive.read(images[index])
+            return archive.read(name)
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # damaged, encrypted, of a new method
             raise UnreadableImage(str(error)) from error
 
-    return ImageSource([entry.filename for entry in images], labels, class_names, not_images, read)
+    return list_files([name for name in archive.namelist() if not name.endswith("/")], read, str(path), path.stem)
 
 
 def tar_label(suffix: str, text: bytes) -> str | None:
