@@ -140,7 +140,7 @@ def open_image_set(cfg: ScoringSettings, state: PartialState) -> Subject:
 
 
 def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
-    with state.local_main_process_first():      # which downloads weights, and records their hash, for the others
+    with state.local_main_process_first():      # which downloads weights for the others
         return load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
 
 

@@ -59,7 +59,7 @@ def main(cfg: SampleSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32)
     kind = Path(cfg.out).suffix if cfg.out else ".png"
     if cfg.latents and kind != ".npz":
-        raise ValueError(f"latents=true writes an npz, and out={cfg.out or 'null'} is none: set out=x.npz.")
+        raise ValueError(f"latents=true writes an npz, which out={cfg.out or 'null'} is not: set out=x.npz.")
     if kind not in (".png", ".npz", ""):
         raise ValueError(f"out={cfg.out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
     seeds = parse_range("seeds", cfg.seeds)
@@ -82,7 +82,7 @@ def compare_guided(cfg: GridSettings) -> None:
     """Draws a flow-matching network guided and unguided, and says what each costs: `python rf.py`."""
     state = join_ranks(cfg.cpu, cfg.tf32)
     if cfg.out and Path(cfg.out).suffix != ".png":
-        raise ValueError(f"out={cfg.out} is no .png; python sample.py writes npz files and folders.")
+        raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
     sampling = open_sampling(cfg, state, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF):

@@ -24,7 +24,7 @@ Batch = tuple[Tensor, Tensor, Tensor]
 
 
 class Meter:
-    """Stands in for a network that is sampled, and counts the multiply-adds that its passes would take."""
+    """Takes the place of a network that is sampled, and counts the multiply-adds that its passes would take."""
 
     def __init__(self, net: DiT):
         self.net, self.passes, self.linear, self.attention = net, 0, 0, 0
@@ -90,15 +90,14 @@ def generate(
 ) -> Iterator[Batch]:
     """Draws this rank's images batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
 
-    All batches are full, so that shapes, and with them the bits, are the same on one rank and on several: where seeds
-    run out the rest are copies, whose seed is given as -1. `gathered` puts the ranks' parts together in order and drops
-    the copies.
+    All batches are full, so that shapes, and with them the bits, are the same on one rank and on several. Where seeds
+    run out, copies fill the batch, with -1 as their seed. `gathered` joins the ranks' parts in order and drops copies.
     """
     state = PartialState()
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
     silent = progress is None or not state.is_main_process
-    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)     # None: where it is no terminal
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)     # None: outside of a terminal
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
         drawn = seeds[first : first + batch_size]

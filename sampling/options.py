@@ -102,7 +102,7 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
 
     own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
     given = {name: value for name, value in given.items() if value is not None}
-    if "solver" in own and hasattr(diffusion, f"sample_{given.get('solver')}"):      # one with settings of its own
+    if "solver" in own and hasattr(diffusion, f"sample_{given.get('solver')}"):      # one with other settings
         own = {"solver": None} | settings_of(getattr(diffusion, f"sample_{given['solver']}"))
         sampler += f" with solver={given['solver']}"
     for name, value in given.items():
@@ -194,7 +194,7 @@ def parse_classes(
     for part in (part.strip() for part in parts):
         if part not in index and not part[:1].isdigit():
             names = f"; the names are {', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}" if index else ""
-            raise ValueError(f"{key}={given} asks for {part!r}, which is no class. Write indices, as in {key}=[0,5] "
+            raise ValueError(f"{key}={given} asks for {part!r}, which is not a class. Write indices, as in {key}=[0,5] "
                              f"or {key}=0-9, or names{names}.")
         labels += [index[part]] if part in index else parse_range(key, part)
     if max(labels) >= num_classes:

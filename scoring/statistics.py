@@ -61,7 +61,7 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
     space, digest = (str(found.get(key, "")) for key in ("space", "weights_sha256"))
     if space and space != extractor.space:
         raise ValueError(f"reference={path} was measured on {space} features, and features={extractor.name} are "
-                         f"{extractor.space}: make the reference anew with the same features.")
+                         f"{extractor.space}: make the reference again with the same features.")
     if digest and digest.startswith(f"{extractor.name}:") and digest != f"{extractor.name}:{extractor.sha256}":
         raise ValueError(f"reference={path} was measured with weights of SHA-256 {digest.partition(':')[2]}, and those "
                          f"at {extractor.weights} have {extractor.sha256}.")
@@ -75,7 +75,7 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
                 raise ValueError(f"reference={path} has {key} of shape {found[key].shape}, but "
                                  f"features={extractor.name} need {shape}: it was made with other features.")
             if not np.isfinite(found[key]).all():
-                raise ValueError(f"reference={path} has values in {key} that are not finite: get or make it anew.")
+                raise ValueError(f"reference={path} has values in {key} that are not finite: get or make it again.")
         statistics[name] = tuple(torch.from_numpy(found[key].astype(np.float64)) for key in (mu, sigma))
     images = open_images("reference", str(path)) if "arr_0" in keys else None
     record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}

@@ -4,7 +4,6 @@ import importlib.util
 import json
 import shutil
 
-import forked
 import numpy as np
 import pytest
 import torch
@@ -80,13 +79,6 @@ def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run
         (), *((Route(1, 3, gamma),) for gamma in (0.3, 0.7))))
     for count in (2 * dense, 2 * (strong + weak)):
         assert f"[{count / 1e9:.4g}] GFLOP an evaluation" in said and f"[{4 * count / 1e9:.4g}] GFLOP an image of 4" in said
-
-
-def test_grids_have_no_row_for_a_class_that_had_no_images(tmp_path):
-    run = write_run(tmp_path / "run", classes=[0, 2])
-    for name, settings in (("rf", ["guidance=cfg", "num_steps=1"]), ("sample", ["seeds=0-7", "num_steps=1"])):
-        command(name, f"checkpoint={run}", f"out={tmp_path / name}.png", *settings)
-        assert Image.open(tmp_path / f"{name}.png").height == 2 * (8 * 8 + 2)
 
 
 def test_rf_puts_both_grids_into_the_runs_samples(run):
@@ -241,21 +233,6 @@ def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sw
     assert load_trained(training).step == 6
 
 
-def test_a_sweep_is_started_from_a_command_line(tmp_path):
-    result = forked.run("scripts/sweep_guidance.py", "checkpoint=nowhere", "reference=none.npz", "features=pixels", "scale=2", "gamma1=0.9,0",
-                        "gamma2=0.5", f"results={tmp_path}/results.jsonl", f"picture={tmp_path}/landscape.png")
-    assert "gamma1=0.9 gamma2=0.5: skipped" in result.stdout
-    assert result.returncode == 1 and result.stderr.startswith("sweep_guidance.py: There is no run, checkpoint folder or weights file at nowhere")
-    assert not list(tmp_path.iterdir())
-
-
 def test_equal_ratios_draw_the_unguided_grid(run, tmp_path):
     command("rf", f"checkpoint={run}", "gamma1=0", "gamma2=0", "scale=3", "seeds=0-3", "num_steps=2", f"out={tmp_path}/g.png")
     assert (tmp_path / "g.png").read_bytes() == (tmp_path / "g-unguided.png").read_bytes()
-
-
-def test_sampling_with_the_entry_takes_guidance_too(run, tmp_path):
-    command("sample", f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/a.npz")
-    command("sample", f"checkpoint={run}", "seeds=0-3", "num_steps=2", "guidance=cfg_tread", f"out={tmp_path}/b.npz")
-    with np.load(tmp_path / "a.npz") as a, np.load(tmp_path / "b.npz") as b:
-        assert (a["arr_0"] != b["arr_0"]).any()

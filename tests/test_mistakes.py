@@ -60,7 +60,8 @@ TYPED = {
         ("run_dir=.", "current folder"), ("run_dir=images.npz/run", "images.npz"), ("init_from=nowhere", "nowhere"),
         ("init_from=flow", "diffusion"), ("init_from=run", "model.depth=8", "{'depth': 7} there, {'depth': 8} here"),
         ("init_from=weights.pt", "diffusion_name="), ("lora.rank=4", "init_from="),
-        ("init_from=run", "lora.alpha=2", "lora.rank=null"),
+        ("init_from=run", "lora.alpha=2", "lora.rank=null"), ("init_from=run", "lora.alpha=0", "lora.alpha=0"),
+        ("init_from=run", "lora.rank=2", "precision=fp8", "precision=fp8"),
         ("init_from=run", "lora.rank=2", "lora.targets=[attn.query]", "attn.query"),
         # alignment
         ("objective=alignment", "teacher=<name>"), ("objective=aligned", "objective/aligned"),

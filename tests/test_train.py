@@ -188,9 +188,6 @@ def test_training_in_bf16_brings_the_loss_down(shapes, tmp_path):
 def test_activation_checkpointing_changes_no_bit(shapes, reference, tmp_path):
     assert train(tmp_path / "run", shapes, "activation_checkpointing=true").returncode == 0
     assert_same_end(tmp_path / "run", reference)
-    for dense in ("true", "false"):
-        assert train(tmp_path / dense, shapes, "model=dit", "steps=3", f"activation_checkpointing={dense}").returncode == 0
-    assert_same_end(tmp_path / "true", tmp_path / "false")
 
 
 @pytest.fixture(scope="module")
@@ -340,9 +337,9 @@ def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_p
     assert 0.05 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
     since = time.perf_counter()
     with paused(run, tqdm(disable=True), "saving"):      # which is not training's
-        time.sleep(3)
+        time.sleep(0.6)
     report(run, 1, since)
-    assert 0.1 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 3 and run.paused == 0
+    assert 0.1 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 0.6 and run.paused == 0
 
 
 def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):

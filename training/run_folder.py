@@ -87,7 +87,7 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
         if old != new:
             old, new = differing(old, new)
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot go on: it has {old}, this "
-                             f"command {new}. Start a run of its own with name=<another>, or give the settings that "
+                             f"command {new}. Start another run with name=<another>, or give the settings that "
                              f"it began with.")
     was, is_now = ({"routes": [], **ROUTER_DEFAULTS, **record["network"], **record} for record in (meta, now))
     return [f"{key} was {was[key]} and is now {is_now[key]}"
@@ -150,7 +150,7 @@ def restore(run: Run, folder: Path) -> None:
         accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
     if meta.step > cfg.steps:
         raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
-                         f"steps, or start a run of its own with name=<another>.")
+                         f"steps, or start another run with name=<another>.")
     run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.lora is not None:      # whose checkpoints hold the adapter alone

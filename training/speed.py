@@ -31,7 +31,7 @@ def recompute_activations(model: DiT) -> None:
 def compile_network(model: DiT, how: bool | str) -> None:
     """Compiles the forward pass in place, as one graph with static shapes; `how` is a bool or one of COMPILE_MODES.
 
-    Each block of a sharded network is a graph of its own, since FSDP gathers and frees weights between them.
+    Each block of a sharded network is one graph, since FSDP gathers and frees weights between blocks.
     """
     options = {"dynamic": False, "mode": None if how is True else how}
     if how and sharding.is_sharded(next(model.parameters())):
@@ -71,7 +71,7 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
             raise ValueError(f"precision=fp8 needs layers whose sides are multiples of 16, but {name} is "
                              f"{layer.in_features} × {layer.out_features}: change model.hidden_size, or set "
                              f"precision=bf16.")
-    # Padding matters to no published size: only where batch · tokens is no multiple of 16.
+    # Padding is for a number of tokens in the batch that 16 does not divide; published sizes need none.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(model.blocks, module_filter_fn=large, config=config)
 

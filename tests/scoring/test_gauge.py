@@ -188,7 +188,7 @@ def test_a_run_is_drawn_as_published_on_demand_and_then_stands_beside_their_scor
     assert spelled["source"] == row["source"] and spelled["published"] == row["published"] and "12.25" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize("otherwise", [["num_steps=4"], ["sampler={solver: heun}"], ["scale=1.5"], ["num_samples=7"], ["weights=model"], ["classes=[0]"]])
+@pytest.mark.parametrize("otherwise", [["num_steps=4"], ["sampler={solver: heun}"], ["weights=model"]])
 def test_a_row_that_was_drawn_otherwise_has_no_published_score_beside_it(flow, place, tmp_path, capsys, otherwise):
     row = scored(flow, place, tmp_path / "results.jsonl", *([] if "sampler" in otherwise[0] else ["sampler=published"]),
                  *(["num_samples=6", "num_steps=3"] if "sampler" in otherwise[0] else []), *otherwise)

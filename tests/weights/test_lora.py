@@ -247,15 +247,6 @@ def test_a_base_that_is_gone_or_has_changed_is_a_sentence(trained_run, parent, c
         base.unlink(missing_ok=True)
 
 
-@pytest.mark.parametrize(("settings", "says"), [
-    ({"lora.alpha": 0}, "lora.alpha=0"), ({"precision": "fp8"}, "precision=fp8 and lora.rank=4"), ({"lora.targets": []}, "lora.targets="),
-])
-def test_what_cannot_work_is_a_sentence_before_anything_starts(parent, command, tmp_path, settings, says):
-    with pytest.raises(SystemExit) as ended:
-        command(tmp_path / "run", parent, **settings)
-    assert says in str(ended.value) and not (tmp_path / "run" / "metrics.jsonl").exists()
-
-
 def test_a_run_goes_on_with_its_own_adapter_only(trained_run, parent, command):
     for rank in (2, None):
         with pytest.raises(SystemExit) as ended:
