@@ -22,7 +22,6 @@ from autoencoder import SD_VAE_SCALE, Convention
 from latents.images import check_labels, find_tars
 from latents.tars import allow_open_files, open_rows, tar_index
 from objectives.diffusion import kept_tokens
-from runtime.files import naming_path
 from runtime.schema import Count, Number, Positive, Record, Text, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -183,7 +182,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     kind and scale, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
     "moments" ([mean, logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which
     TREAD stores scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first
-    opening indexes them and keeps the index beside them, so let one rank open before the others. Raises ValueError,
+    opening indexes them and keeps the index next to them, so let one rank open before the others. Raises ValueError,
     with the numbers and the remedy, for data that is absent, unfinished, damaged, or not scaled for the network.
     """
     path = Path(path)
@@ -248,17 +247,14 @@ class Metadata(Record):
 
 def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
-    again = "copy the folder again, or remove it and prepare it anew"
     try:
-        with naming_path(file):
-            array = np.lib.format.open_memmap(file, mode="r")
-    except FileNotFoundError:
-        raise ValueError(f"{file} is missing, though metadata.json lists it: {again}.") from None
+        array = np.lib.format.open_memmap(file, mode="r")
     except ValueError as error:      # no npy, or cut short, or Python objects, which are pickled
-        raise ValueError(f"{file} is not a whole npy file of numbers ({error}): {again}.") from error
+        raise ValueError(f"{file} is not a whole npy file of numbers ({error}): copy the folder again, or remove it "
+                         f"and prepare it anew.") from error
     if array.shape not in shapes or array.dtype not in dtypes:
         allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
-        raise ValueError(f"{file} holds {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "
+        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "
                          f"of one preparation.")
     return np.asarray(array)      # rows of a memmap take longer
 
@@ -383,14 +379,14 @@ def _check_pixels(low: float, high: float, where: str) -> None:
 
 
 def _check_scale(spread: float, latents: Latents, where: str) -> None:
+    if 0.3 <= spread <= 3:
+        return
     scale = (latents.applied or latents.convention).scale
     remedy = (f"data.scale is {scale:g}: set data.scale={SD_VAE_SCALE if spread > 3 else 1}." if latents.applied else
               "Store latents times the autoencoder's scale once, as scripts/prepare_latents.py does.")
-    seen = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks"
-    if spread > 3:
-        raise ValueError(f"{seen} unscaled: {SD_VAE_SCALE} times that is {spread * SD_VAE_SCALE:.2g}. {remedy}")
-    if spread < 0.3:
-        message = f"{seen} scaled twice: divided by {scale:g} it is {spread / scale:.2g}. {remedy}"
-        if latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
-            raise ValueError(message)
-        warnings.warn(message, stacklevel=4)  # somebody's own autoencoder may be so
+    looks = (f"unscaled: {SD_VAE_SCALE} times that is {spread * SD_VAE_SCALE:.2g}" if spread > 3 else
+             f"scaled twice: divided by {scale:g} it is {spread / scale:.2g}")
+    message = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks {looks}. {remedy}"
+    if spread > 3 or latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
+        raise ValueError(message)
+    warnings.warn(message, stacklevel=4)  # somebody's own autoencoder may be so

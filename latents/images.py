@@ -181,7 +181,7 @@ class ShapeSource(ImageSource):
         super().__init__(names, labels, list(SHAPES))
 
     def pixels(self, index: int, resolution: int | None = None) -> np.ndarray:
-        """Returns image `index` as uint8 RGB, 16x16 unless told."""
+        """Returns image `index` as uint8 RGB, 16x16 by default."""
         return draw_shape(self.seed, index, resolution or 16)
 
 
@@ -242,7 +242,7 @@ def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
     try:
         with tarfile.open(file, "r:", errors="replace") as tar:
             for member in tar:
-                tar.members = []  # which would hold a kilobyte a member
+                tar.members = []  # which would take a kilobyte a member
                 yield member
             tar.fileobj.seek(tar.offset)
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end

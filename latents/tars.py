@@ -47,7 +47,7 @@ def open_rows(tars: list[Path], index: dict[str, np.ndarray]) -> list[TarRows]:
 
 
 def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
-    """Returns starts, offsets, labels, shape, dtype, kept in an npz beside the tars while they do not change."""
+    """Returns starts, offsets, labels, shape, dtype, kept in an npz next to the tars while they do not change."""
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in tars]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
     cache = tars[0].parent / TAR_INDEX

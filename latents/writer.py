@@ -149,12 +149,6 @@ def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tup
     return types
 
 
-def shard_files(shard: int, mirror: bool) -> dict[str, str]:
-    """Names a shard's files, by their keys in metadata.json."""
-    kinds = ["latents", "labels"] + ["mirrored"] * mirror
-    return {kind: f"{kind}-{shard:05d}.npy" for kind in kinds}
-
-
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
     """Writes one shard and then its record, the mark that it is whole.
 
@@ -200,7 +194,8 @@ def finish(out: Path, metadata: dict, records: list[dict | None], not_images: It
     count = sum(record["count"] for record in records)
     if count == 0:
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
-    shards = [shard_files(shard, metadata["mirrored"]) | {"count": record["count"]}
+    kinds = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
+    shards = [{kind: f"{kind}-{shard:05d}.npy" for kind in kinds} | {"count": record["count"]}
               for shard, record in enumerate(records) if record["count"]]
     metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
     write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})

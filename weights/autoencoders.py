@@ -224,8 +224,8 @@ def read_tensors(file: Path) -> object:
 def read_statistics(file: Path) -> Convention:
     """Reads LightningDiT's latents_stats.pt, tensors mean and std; raises ValueError for anything else."""
     try:
-        held = read_tensors(file)
-        mean, std = (tuple(held[key].double().flatten().tolist()) for key in ("mean", "std"))
+        tensors = read_tensors(file)
+        mean, std = (tuple(tensors[key].double().flatten().tolist()) for key in ("mean", "std"))
         return Convention(latents_mean=mean, latents_std=std)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: "
