@@ -28,6 +28,10 @@ class EDM:
         """Draws noise levels (count,) for training."""
         return (self.P_mean + self.P_std * torch.randn(count, device=device)).exp()
 
+    def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Draws noise levels (B,) and unit noise like x (B, C, h, w), as `loss` takes them."""
+        return self.draw_sigma(len(x), x.device), torch.randn_like(x)
+
     def preconditioning(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns c_skip, c_out, c_in and c_noise (Table 1) in the shape of sigma."""
         total = sigma**2 + self.sigma_data**2

@@ -43,11 +43,13 @@ class Guidance:
     routes      where tokens leave and rejoin, their ratios not used; None: on each network's own routes
     channels    how many channels are guided, the first ones; the others are the strong pass's (3 in the code of DiT,
                 SiT and LightningDiT); None: all
+    internal    whether the weak prediction is that of the network's internal head, of the strong pass itself
 
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
-    Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Raises ValueError for a ratio outside [0, 1], a strong
-    pass sparser than the weak one, an empty interval, or no channels.
+    Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Internal guidance: arXiv 2512.24176.
+    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, an empty interval, no
+    channels, or a weak pass beside the internal head.
     """
 
     scale: float
@@ -58,6 +60,7 @@ class Guidance:
     interval: tuple[float, float] | None = None
     routes: tuple[Route, ...] | None = None
     channels: int | None = None
+    internal: bool = False
 
     def __post_init__(self) -> None:
         for name in ("gamma1", "gamma2", "interval"):      # a frozen value has no lists
@@ -71,19 +74,23 @@ class Guidance:
                              f"gamma2={self.gamma2}: raise gamma2 or lower gamma1. Only schedules may cross.")
         if self.interval is not None and not self.interval[0] < self.interval[1]:
             raise ValueError(f"interval={list(self.interval)} is empty: write the lower noise level first.")
+        if self.internal and (self.drop_label or self.net2 or any(ends(self.gamma1) + ends(self.gamma2))):
+            raise ValueError("internal=true takes the weak prediction from the strong pass, with its label and all of "
+                             "its tokens: leave out weak, gamma1 and gamma2, and set drop_label=false.")
         if self.channels is not None and self.channels < 1:
             raise ValueError(f"channels={self.channels} guides nothing: at least one channel, or null for all.")
 
     def record(self) -> dict:
         """Returns the settings as JSON gives them back, without the weak network, which only its owner can name.
 
-        `channels` is there where it is given, so that records of all channels are what they were before it existed.
+        `channels` and `internal` are there where they are given, so that other records are what they were before.
         """
         names = ("scale", "gamma1", "gamma2", "drop_label", "interval")
         values = {name: getattr(self, name) for name in names}
         routes = None if self.routes is None else [route.plain() for route in self.routes]
         return {**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
-                "routes": routes, **({"channels": self.channels} if self.channels else {})}
+                "routes": routes, **({"channels": self.channels} if self.channels else {}),
+                **({"internal": True} if self.internal else {})}
 
     def check(self, net: nn.Module) -> None:
         """Raises ValueError where `net` and the weak network cannot be guided so."""
@@ -94,6 +101,9 @@ class Guidance:
                 raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens leave and "
                                  f"rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
                                  f"label (guidance=cfg).")
+        if self.internal and not hasattr(net, "internal_head"):
+            raise ValueError("guidance=internal needs the head in the middle of a network that objective=internal "
+                             "trains, and this network has none: guide by the label (guidance=cfg), for instance.")
         if self.channels is not None and self.channels > net.in_channels:
             raise ValueError(f"channels={self.channels} is more than the {net.in_channels} channels of the latents.")
         if self.net2 is not None and shape_of(net) != shape_of(self.net2):
@@ -116,10 +126,11 @@ class Guidance:
 
         Returns a function of the state x (B, C, h, w), the noise level t and the step's index to the guided estimate,
         shaped like x. Every evaluation within a step, and both passes, see the masks that the step drew. Passes that
-        share network and ratio run as one doubled batch. Raises ValueError as `check` does.
+        share network and ratio run as one doubled batch, and an internal head has answered in the strong pass. Raises
+        ValueError as `check` does.
         """
         self.check(net)
-        net2 = self.net2 or net
+        net2 = net.internal_head.answer if self.internal else self.net2 or net
         mask_noise_at = MaskNoise(noise)
 
         def guided(x: Tensor, t: float, step: int) -> Tensor:

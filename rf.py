@@ -66,6 +66,10 @@ class RF:
             t = torch.rand(len(x), device=x.device)
         return shifted(t, self.shift, x.shape)
 
+    def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        """Draws noise levels (B,) and unit noise like x (B, C, h, w), as `loss` takes them."""
+        return self.draw_t(x), torch.randn_like(x)
+
     def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
 

@@ -21,6 +21,7 @@ class DiffusionLoss(nn.Module):
     terms: tuple[str, ...] = ()
     arrays: tuple[str, ...] = ("weight",)      # of those beside the latents, where they are there
     step: int = 0                              # of the run, as the loop sets it
+    drawn: tuple[Tensor, Tensor] | None = None      # noise levels (B,) and noise like x of the last call
 
     def __init__(
         self, net: DiT, diffusion: EDM | RF, keep_masked: bool = False,
@@ -34,7 +35,8 @@ class DiffusionLoss(nn.Module):
         """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; it is 1 where it is not given."""
         weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight.float()
         mask_noise = draw_mask_noise(self.net, weight, True) if self.keep_masked else None
-        loss = self.diffusion.loss(self.net, x, y, self.net.routes, weight=weight, mask_noise=mask_noise)
+        self.drawn = self.diffusion.draw(x)
+        loss = self.diffusion.loss(self.net, x, y, self.net.routes, *self.drawn, weight=weight, mask_noise=mask_noise)
         return loss, {}
 
 
@@ -52,6 +54,11 @@ class Objective(nn.Module):
     def __init__(self, inner: "Objective | DiffusionLoss"):
         super().__init__()
         self.inner = inner
+
+    @staticmethod
+    def network_keywords(depth: int, **settings: object) -> dict:
+        """Returns what a network of `depth` blocks must be built with for the objective of these settings."""
+        return {}
 
     @property
     def terms(self) -> tuple[str, ...]:
@@ -72,6 +79,10 @@ class Objective(nn.Module):
     @property
     def keep_masked(self) -> bool:
         return self.inner.keep_masked
+
+    @property
+    def drawn(self) -> tuple[Tensor, Tensor] | None:
+        return self.inner.drawn
 
     @property
     def array_shapes(self) -> Mapping[str, tuple[int, ...]]:

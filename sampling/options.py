@@ -62,10 +62,12 @@ class GuidanceSettings(Settings):
     interval: Pair | None
     routes: list[GuidanceRoute] | None
     channels: Size | None
+    internal: bool
 
 
 # What only guidance looks at, where there is none.
-UNGUIDED = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None, "channels": None}
+UNGUIDED = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None, "channels": None,
+            "internal": False}
 
 
 class DrawingSettings(GuidanceSettings):
@@ -157,7 +159,7 @@ def build_guidance(
     routes = None if settings.routes is None else tuple(
         Route(selection_ratio=0.0, **route.model_dump()) for route in settings.routes)
     guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
-                        settings.interval, routes, settings.channels)
+                        settings.interval, routes, settings.channels, settings.internal)
     guidance.check(trained.net)
     source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
                        "weights_sha256": weak.weights_sha256}

@@ -12,6 +12,7 @@ import json
 import re
 import shutil
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import torch
@@ -26,7 +27,7 @@ from runtime.schema import Location, Settings, Size, Text, one_of
 from scoring.results import read_results
 from weights import autoencoders
 from weights import checkpoint as checkpoints
-from weights.loading import EXPORTED, Trained, load_trained
+from weights.loading import EXPORTED, Trained, fit, load_trained
 from weights.others import FAMILIES, to_diffusers
 from weights.records import build_diffusion
 
@@ -64,6 +65,17 @@ def check_plain(trained: Trained, to: str) -> None:
     if network.get("fusion"):
         raise ValueError(f"to={to} holds DiT's own weights, and this network (model=sprint) has those that fuse its "
                          f"route with what goes around it: to=hub takes any.")
+
+
+def without_head(trained: Trained) -> Trained:
+    """Returns the network without the head of guidance=internal, if it has one, which no other code reads."""
+    network = dict(trained.recorded["network"])
+    if network.pop("head_block", None) is None:
+        return trained
+    print("The head of guidance=internal is left out: to=hub keeps it.")
+    state = {key: value for key, value in trained.net.state_dict().items() if not key.startswith("internal_head.")}
+    return replace(trained, net=fit(state, network, trained.file).eval(),
+                   recorded={**trained.recorded, "network": network})
 
 
 def write_diffusers(trained: Trained, folder: Path) -> None:
@@ -301,6 +313,7 @@ def main(cfg: ExportSettings) -> None:
     if cfg.autoencoder is not None:
         autoencoders.samples_only(cfg.autoencoder)      # raises ValueError for a name without an autoencoder
     if cfg.to != "hub":
+        trained = without_head(trained)
         check_plain(trained, cfg.to)
     if cfg.to == "dit":
         write_dit(trained, out)

@@ -121,7 +121,8 @@ def test_each_config_of_flow_matching_draws_t_from_its_distribution(name, quanti
 
 def test_every_way_to_guide_is_a_setting_of_one_value():
     own = {"none": (None, 0, 0, True), "cfg": (1.5, 0, 0, True), "tread": (1.5, 0.5, 0.9, False), "cfg_tread": (2.5, 0.2, 0.7, True),
-           "autoguidance": (1.5, 0, 0, False), "autoguidance_tread": (1.5, [0.0, 0.6], [0.6, 0.0], False), "interval": (2.0, 0, 0, True), "path_drop": (3.0, 0, 1, True)}
+           "autoguidance": (1.5, 0, 0, False), "autoguidance_tread": (1.5, [0.0, 0.6], [0.6, 0.0], False), "interval": (2.0, 0, 0, True), "path_drop": (3.0, 0, 1, True),
+           "internal": (1.4, 0, 0, False)}
     assert {path.stem for path in (CONFIGS / "guidance").glob("*.yaml")} == set(own)
     for name, values in own.items():
         cfg = load(f"guidance={name}", name="sample")

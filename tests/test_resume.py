@@ -202,6 +202,7 @@ def test_a_setting_of_a_diffusion_that_is_newer_than_the_run_has_its_default_the
 
 
 RECIPES = {
+    "internal": ["objective=internal"],
     "muon": ["optimizer=muon", "optimizer.matrix_lr=1e-3", "optimizer.warmup_steps=4"],
     "contrast, shift, clean": ["diffusion=rf_clean", "diffusion.contrastive_weight=0.05", "diffusion.shift=size"],
 }  # fmt: skip

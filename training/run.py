@@ -18,7 +18,7 @@ from torch import Tensor
 from dit import DiT, DiT_models
 from edm import EDM
 from latents.folder import Latents, open_latents
-from objectives import DiffusionLoss, Objective, build_objective, trained_parameters
+from objectives import DiffusionLoss, Objective, build_objective, class_of, trained_parameters
 from rf import RF
 from runtime import sharding
 from runtime.command import commit
@@ -179,8 +179,11 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
     """Returns what a checkpoint records of its run."""
     diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
     num_classes = cfg.data.num_classes or latents.num_classes
+    network = describe_network(cfg.model, latent_shape(cfg, latents), num_classes)
+    for name, settings in objective.items():
+        network |= class_of(name).network_keywords(network["depth"], **settings)
     return {
-        "network": describe_network(cfg.model, latent_shape(cfg, latents), num_classes),
+        "network": network,
         "diffusion": diffusion, **({"objective": objective} if objective else {}),
         "data": {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
                  "convention": latents.convention.record(),

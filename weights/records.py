@@ -11,6 +11,7 @@ from blocks.fusion import FusingRouter
 from dit import DiT
 from edm import DDPM, EDM
 from objectives import class_of
+from objectives.internal import InternalHead
 from rf import RF, CleanRF
 from routing_module import Route, Router
 from runtime.schema import Number, Record, Settings, Whole, read
@@ -44,8 +45,10 @@ def keywords(*kinds: type, **others: Any) -> type[Keywords]:
     return create_model("Keywords", __base__=Keywords, **own, **{name: one for name, one in others.items() if one})
 
 
-# The router's keywords are left out of a record where tokens are chosen at random, and fusion where there is none.
-NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False))
+# The router's keywords are left out of a record where tokens are chosen at random, fusion and the block of an internal
+# head where there is none.
+NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False),
+                         head_block=(int | None, None))
 DIFFUSION_RECORDS = {name: keywords(kind, name=(str, ...)) for name, kind in DIFFUSIONS.items()}
 
 
@@ -93,8 +96,11 @@ def build_network(network: dict) -> DiT:
     """Builds a DiT from plain keywords, `routes` a list of dicts; raises ValueError for keywords that do not fit."""
     known = read(NetworkRecord, network, "A network's record: ").model_dump()
     kind = partial(FusingRouter, known["hidden_size"]) if known.pop("fusion") else Router
-    router = kind(**{key: known.pop(key) for key in ROUTER_DEFAULTS})
-    return DiT(**{**known, "routes": [Route(**route) for route in known["routes"]]}, router=router)
+    router, head_block = kind(**{key: known.pop(key) for key in ROUTER_DEFAULTS}), known.pop("head_block")
+    net = DiT(**{**known, "routes": [Route(**route) for route in known["routes"]]}, router=router)
+    if head_block is not None:
+        net.internal_head = InternalHead(net, head_block)
+    return net
 
 
 def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:

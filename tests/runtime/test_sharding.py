@@ -257,6 +257,15 @@ def test_muon_steps_by_sharded_matrices_as_by_whole_ones_and_resumes_bit_for_bit
     assert_same_end(parts, whole)
 
 
+def test_an_internal_head_learns_sharded_as_it_does_whole(shapes, tmp_path):
+    all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, "objective=internal", f"sharding={how}", "steps=6", "log.every=1",
+                                   "checkpoint.every=100")[1:] for how in ("none", "fsdp"))))
+    assert_same_losses(tmp_path / "none", tmp_path / "fsdp", 6)
+    ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
+    heads = [key for key in ddp if "internal_head" in key]
+    assert heads and ddp.keys() == fsdp.keys() and all((ddp[key] - fsdp[key]).abs().max() <= 1e-6 for key in heads)
+
+
 def spoil(rank: int) -> None:
     """The first images of the second rank are no numbers, and the disk is full in the middle of the second save."""
     write, to_latent, taken = checkpoints.write_tensors, train.to_latent, []

@@ -4,6 +4,7 @@ import argparse
 import shutil
 import subprocess
 import sys
+from collections import Counter
 
 import forked
 import numpy as np
@@ -114,6 +115,13 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
     assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
+
+
+@pytest.mark.parametrize("first", [0, 100_007])
+def test_every_class_has_as_many_images_wherever_the_seeds_begin(first):
+    assert set(Counter(labels_of(range(first, first + 50_000), [*range(1000)])).values()) == {50}
+    of_three = Counter(labels_of(range(first, first + 100), [2, 5, 7]))
+    assert of_three.keys() == {2, 5, 7} and max(of_three.values()) - min(of_three.values()) == 1
 
 
 def test_a_weights_file_that_lacks_a_tensor_is_a_sentence(tmp_path):

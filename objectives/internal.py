@@ -1,0 +1,93 @@
+"""Internal guidance (arXiv 2512.24176): a second final layer, in the middle of the network, that learns with it.
+
+In sampling its answer is the weak prediction of the pass that it is made in: `guidance.Guidance(internal=True)`.
+"""
+
+import copy
+
+import torch
+from torch import Tensor, nn
+
+from dit import DiT, FinalLayer
+from objectives.diffusion import Objective
+
+
+class InternalHead(FinalLayer):
+    """A second final layer, which starts at zero and answers to each pass of its network from the tokens of a block.
+
+    It is a part of the network, as `net.internal_head`: of its average, its files and its copies. Raises ValueError for
+    a block that the network does not have, or the last one, after which there is a final layer already.
+    """
+
+    unpatchify = DiT.unpatchify
+
+    def __init__(self, net: DiT, block: int):
+        super().__init__(net.pos_embed.shape[-1], net.patch_size, net.out_channels,
+                         copy.deepcopy(net.final_layer.norm_final))
+        if not 0 <= block < len(net.blocks) - 1:
+            raise ValueError(f"objective.internal.block={block} is to lie before the last of the network's "
+                             f"{len(net.blocks)} blocks, which are counted from 0.")
+        for p in (*self.linear.parameters(), *self.adaLN_modulation.parameters()):
+            nn.init.zeros_(p)
+        self.patch_size, self.input_size, self.out_channels = net.patch_size, net.input_size, net.out_channels
+        # Of the last pass. Not empty at first, or torch.compile would guard on that.
+        self.last: dict[str, Tensor | None] = {"tokens": None, "positions": None}
+        # A method, and no function, so that a copy of the network calls the copy of the head.
+        net.blocks[block].register_forward_hook(self.read)
+
+    def read(self, block: nn.Module, arguments: tuple, output: Tensor) -> None:
+        _, c, positions = arguments
+        self.last["tokens"], self.last["positions"] = self(output, c), positions
+
+    def stayed(self) -> Tensor:
+        """Tells which pixels' tokens the head saw in the last pass: (1 or B, 1, h, w), 1 or 0."""
+        positions, side = self.last["positions"], self.input_size // self.patch_size
+        mask = torch.zeros(len(positions), side * side, device=positions.device).scatter(1, positions, 1.0)
+        mask = mask.view(-1, 1, side, side)
+        return mask.repeat_interleave(self.patch_size, 2).repeat_interleave(self.patch_size, 3)
+
+    def answer(self, *_: object, **__: object) -> Tensor:
+        """Returns what the head said in the last pass (B, out_channels, h, w), as its network would, whatever is given.
+
+        It is 0 in the patches of tokens that were on a route.
+        """
+        tokens, positions = self.last["tokens"], self.last["positions"]
+        num_tokens = (self.input_size // self.patch_size) ** 2
+        index = positions.unsqueeze(-1).expand(tokens.shape)
+        return self.unpatchify(tokens.new_zeros(len(tokens), num_tokens, tokens.shape[2]).scatter(1, index, tokens))
+
+
+class Internal(Objective):
+    """Adds weight · the diffusion's loss of the internal head's answer, at the same noise levels, noise and masks.
+
+    Inside a route the head sees the tokens that stayed, and its loss is the mean over their patches. `block`, counted
+    from 0, is the one that the head reads; None is the paper's choice, the eighth, or the one at a third of a shallower
+    network. Raises ValueError for a network without a head, for one that is not trained, and around a loss that draws
+    its own noise.
+    """
+
+    own_terms = ("internal",)
+
+    def __init__(self, inner: Objective, block: int | None = None, weight: float = 0.5):
+        super().__init__(inner)
+        if weight < 0:
+            raise ValueError(f"objective.internal.weight={weight} would teach the head to be wrong: give 0 or more.")
+        if not all(p.requires_grad for p in self.net.internal_head.parameters()):
+            raise ValueError("objective=internal trains a head that starts at zero, and an adapter (lora.rank) leaves "
+                             "it there: train all weights, or leave the objective out.")
+        self.weight = weight
+
+    @staticmethod
+    def network_keywords(depth: int, block: int | None = None, weight: float = 0.5) -> dict:
+        return {"head_block": max(0, min(8, depth // 3) - 1) if block is None else block}
+
+    def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        loss, terms = self.inner(x, y, **arrays)
+        if self.drawn is None:
+            raise ValueError("objective=internal adds to the diffusion's own loss, and the one inside it draws its "
+                             "noise by itself: leave version1 out.")
+        head = self.net.internal_head
+        stayed = head.stayed()
+        weight = arrays.get("weight", 1.0) * stayed / stayed.mean()
+        internal = self.diffusion.loss(head.answer, x, y, (), *self.drawn, weight=weight)
+        return loss + self.weight * internal, {**terms, "internal": internal}

@@ -1,0 +1,241 @@
+"""Internal guidance: a head in the middle that learns with the network, is averaged, saved and guides in one pass."""
+
+import copy
+from functools import partial
+
+import pytest
+import torch
+from conftest import run_command
+from safetensors.torch import load_file
+from test_published_parity import CountedNoise, amplitude_of, assert_equal, published, wave
+from torch._dynamo.testing import CompileCounterWithBackend
+from training_runs import train_here
+
+from dit import DiT
+from edm import DDPM, EDM
+from guidance import Guidance
+from objectives import DiffusionLoss
+from objectives.internal import Internal, InternalHead
+from objectives.version1 import Version1
+from rf import RF
+from sample import main as sample_main
+from sampling.generate import sampling_cost
+from scripts.export import main as export_main
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.records import build_network
+
+THEIRS = published("internal")
+TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=4, num_heads=4, num_classes=10)
+
+
+def with_head(block=1, **config) -> DiT:
+    torch.manual_seed(0)
+    return build_network(TINY | {"init": "xavier"} | config | {"head_block": block})
+
+
+def awake(net: DiT) -> DiT:
+    """A network whose head, which starts at zero, says something."""
+    with torch.no_grad():
+        for p in net.internal_head.parameters():
+            p.copy_(0.1 * torch.randn(p.shape, generator=torch.Generator().manual_seed(p.numel())))
+    return net
+
+
+def filled_as_theirs() -> DiT:
+    net = with_head()
+    theirs = {key.replace("internal_head", "final_layer_xr"): weight for key, weight in net.state_dict().items() if key != "pos_embed"}
+    for k, key in enumerate(sorted(theirs)):
+        theirs[key].copy_(wave(theirs[key].shape, k, amplitude_of(theirs[key])))
+    return net.eval()
+
+
+def batch(n=3):
+    generator = torch.Generator().manual_seed(1)
+    return torch.randn(n, 4, 8, 8, generator=generator), torch.arange(n) * 3 % 10
+
+
+# ---- the published numbers --------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def test_both_answers_and_both_losses_equal_the_published_codes():
+    net, shape, y = filled_as_theirs(), THEIRS["shape"], torch.tensor(THEIRS["y"])
+    assert_equal(net(wave(shape, amplitude=1.4), torch.tensor(THEIRS["t"]), y), THEIRS["out"])
+    assert_equal(net.internal_head.answer(), THEIRS["internal_out"])
+    objective = Internal(DiffusionLoss(net, RF("uniform")))
+    objective.diffusion.draw = lambda x: (torch.tensor(THEIRS["t"]), wave(shape, 1, 1.4))
+    loss, terms = objective(wave(shape, amplitude=0.7), y)
+    assert terms["internal"].tolist() == pytest.approx(THEIRS["internal_loss"], abs=1e-5)
+    assert loss.tolist() == pytest.approx([own + 0.5 * internal for own, internal in zip(THEIRS["loss"], THEIRS["internal_loss"], strict=True)], abs=1e-5)
+
+
+@pytest.mark.parametrize("scale", THEIRS["sampled"]["latents"])
+def test_samples_of_internal_guidance_equal_the_published_codes(scale):
+    case, guidance = THEIRS["sampled"], Guidance(float(scale), drop_label=False, internal=True)
+    x = RF().sample(filled_as_theirs(), wave((2, 4, 8, 8), 2, 1.4), torch.tensor(case["y"]), case["num_steps"], solver="euler_maruyama",
+                    guidance=guidance, randn_like=CountedNoise())
+    assert_equal(x, case["latents"][scale])
+
+
+def test_the_head_starts_at_zero_and_the_network_around_it_as_without_one():
+    net = with_head()
+    torch.manual_seed(0)
+    plain = build_network(TINY | {"init": "xavier"}).state_dict()
+    assert all(torch.equal(net.state_dict()[key], value) for key, value in plain.items())
+    heads = {key: value for key, value in net.state_dict().items() if key not in plain}
+    assert {key.removeprefix("internal_head.") for key in heads} == {key.removeprefix("final_layer_xr.") for key in THEIRS["zero"]}
+    assert all((value == 0).all() for value in heads.values())
+
+
+# ---- on a route -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("diffusion", [EDM(), RF()], ids=["edm", "rf"])
+def test_on_a_route_the_head_answers_for_the_tokens_that_stayed_and_its_loss_is_their_mean(diffusion):
+    net, (x, y) = awake(with_head(routes=[dict(start_layer_idx=1, end_layer_idx=2, selection_ratio=0.5)])), batch(4)
+    objective, ids, seen = Internal(DiffusionLoss(net, diffusion), weight=0.25), [], []
+    get_mask, loss_of = net.router.get_mask, diffusion.loss
+    net.router.get_mask = lambda *given: ids.append(get_mask(*given)) or ids[-1]
+    diffusion.loss = lambda network, *given, weight, **how: seen.append((network, given, weight)) or loss_of(network, *given, weight=weight, **how)
+    mask = torch.rand(4, 1, 8, 8)
+    loss, terms = objective(x, y, weight=mask)
+    del diffusion.loss
+    stayed = torch.zeros(4, 16).scatter(1, ids[0], 1.0).view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    image = net.internal_head.answer()
+    assert (image * (1 - stayed) == 0).all() and (image * stayed != 0).any()
+    # The same noise levels and noise; by the pixel, over those that stayed.
+    (own, (*_, level, eps), weight), (_, (*_, level2, eps2), _) = seen
+    assert own is net and torch.equal(level, level2) and torch.equal(eps, eps2) and torch.equal(weight, mask)
+    per_pixel = torch.stack([loss_of(lambda *_, **__: image, x, y, (), level, eps, weight=mask * 64 * pixel.view(1, 1, 8, 8))
+                             for pixel in torch.eye(64)], dim=1)                                       # (4, 64)
+    torch.testing.assert_close(terms["internal"], (per_pixel * stayed.flatten(1)).sum(1) / stayed.flatten(1).sum(1))
+    torch.testing.assert_close(loss - 0.25 * terms["internal"], loss_of(net, x, y, net.routes, level, eps, weight=mask,
+                                                                        mask_noise=torch.ones(4, 1, 16).scatter(2, ids[0][:, None], 0.0)))
+
+
+def test_the_head_learns_and_teaches_the_blocks_before_it_alone():
+    net, (x, y) = awake(with_head()), batch()
+    Internal(DiffusionLoss(net, RF()))(x, y)[1]["internal"].sum().backward()
+    moved = {name.split(".")[0] if "blocks" not in name else name[:8] for name, p in net.named_parameters() if p.grad is not None and p.grad.any()}
+    assert moved == {"x_embedder", "t_embedder", "y_embedder", "blocks.0", "blocks.1", "internal_head"}
+
+
+def test_a_copy_of_the_network_has_a_head_of_its_own():
+    net, (x, y) = awake(with_head()), batch()
+    other = copy.deepcopy(net)
+    with torch.no_grad():
+        other.internal_head.linear.bias += 1
+        net(x, torch.rand(3), y)
+        before = net.internal_head.answer().clone()
+        other(x, torch.rand(3), y)
+    assert torch.equal(net.internal_head.answer(), before) and not torch.allclose(other.internal_head.answer(), before)
+
+
+# ---- guidance ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("diffusion", "settings"), [
+    (EDM(), {}), (EDM(), {"S_churn": 5.0}), (RF(), {}), (RF(), {"solver": "heun"}), (RF(), {"solver": "euler_maruyama"}), (DDPM(), {"solver": "ancestral"}),
+], ids=["edm", "churn", "euler", "heun", "sde", "ddpm"])  # fmt: skip
+def test_internal_guidance_works_with_every_sampler_at_one_pass_an_evaluation(diffusion, settings):
+    net, (noise, y), passes = awake(with_head(learn_sigma=isinstance(diffusion, DDPM))), batch(), []
+    counter = net.register_forward_pre_hook(lambda _, given: passes.append(given[2].tolist()))
+    draw = partial(diffusion.sample, net, noise, y, 4, randn_like=torch.zeros_like, **settings)
+    plain, taken = draw(), len(passes)
+    guided = draw(guidance=Guidance(1.4, drop_label=False, internal=True))
+    assert len(passes) == 2 * taken and all(labels == y.tolist() for labels in passes)
+    assert torch.equal(draw(guidance=Guidance(1.0, drop_label=False, internal=True)), plain) and not torch.allclose(guided, plain, atol=1e-3)
+    counter.remove()
+    guidance = Guidance(1.4, drop_label=False, internal=True)
+    assert sampling_cost(net, diffusion, 4, guidance, **settings) == sampling_cost(net, diffusion, 4, **settings)
+    assert sampling_cost(net, diffusion, 4, **settings)[0] == taken
+
+
+@torch.no_grad()
+def test_the_weak_prediction_is_the_heads_through_the_diffusions_own_preconditioning():
+    net, (x, y), sigma = awake(with_head()), batch(), torch.full((3,), 0.7)
+    guided = Guidance(1.7, drop_label=False, internal=True).guide(EDM().denoise, net, x, y, 4)(x, 0.7, 0)
+    strong, image = EDM().denoise(net, x, sigma, y), net.internal_head.answer()
+    c_skip, c_out, *_ = EDM().preconditioning(sigma.view(-1, 1, 1, 1))
+    weak = c_skip * x + c_out * image
+    torch.testing.assert_close(guided, weak + 1.7 * (strong - weak))
+    outside = Guidance(1.7, drop_label=False, internal=True, interval=(1.0, 2.0)).guide(EDM().denoise, net, x, y, 4)(x, 0.7, 0)
+    assert torch.equal(outside, strong)
+    assert Guidance(1.7, drop_label=False, internal=True).record()["internal"] and "internal" not in Guidance(1.7).record()
+
+
+@pytest.mark.parametrize(("wrong", "says"), [
+    ({"drop_label": True}, "set drop_label=false"), ({"gamma2": 0.5}, "leave out weak, gamma1 and gamma2"), ({"net2": DiT(**TINY)}, "leave out weak"),
+])
+def test_guidance_that_would_need_another_pass_is_a_sentence(wrong, says):
+    with pytest.raises(ValueError, match=says):
+        Guidance(1.4, **{"drop_label": False, "internal": True} | wrong)
+
+
+# ---- a run ------------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def run(shapes, tmp_path_factory):
+    folder = tmp_path_factory.mktemp("internal") / "run"
+    result = train_here(folder, shapes, "objective=internal", "steps=4", "checkpoint.every=2", "ema.decay=0.5")
+    assert result.returncode == 0 and "  internal " in result.stdout, result.stderr
+    return folder
+
+
+def test_the_head_is_a_part_of_the_weights_and_of_their_average(run):
+    last = checkpoints.latest(run)
+    model, ema, training = (load_file(last / f"{name}.safetensors") for name in ("model", "ema", "training"))
+    head = [key for key in model if key.startswith("internal_head.")]
+    assert len(head) == 4 and model.keys() == ema.keys() and not any(key.startswith("objective.") for key in training)
+    assert all(ema[key].any() and not torch.equal(ema[key], model[key]) for key in head)
+    assert checkpoints.read_meta(last)["network"]["head_block"] == 1      # of six blocks the second
+
+
+def test_a_checkpoint_with_a_head_draws_with_and_without_its_guidance(run, tmp_path):
+    draw = partial(run_command, sample_main, "sample.py", checkpoint=str(run), seeds="0-3", num_steps=2, cpu=True)
+    draw(out=str(tmp_path / "plain.png"))
+    draw("guidance=internal", out=str(tmp_path / "guided.png"))
+    assert (tmp_path / "plain.png").read_bytes() != (tmp_path / "guided.png").read_bytes()
+
+
+@pytest.mark.parametrize("to", ["dit", "diffusers", "hub"])
+def test_an_export_is_a_plain_network_or_keeps_the_head(run, tmp_path, to, capsys):
+    out = tmp_path / ("x.pt" if to == "dit" else "x")
+    run_command(export_main, "export.py", checkpoint=str(run), to=to, out=str(out))
+    said = capsys.readouterr().out
+    net, (x, y) = load_trained(run).net, (torch.randn(2, 3, 16, 16), torch.arange(2))
+    again = load_trained(out, **({"diffusion": "edm", "num_heads": 2} if to == "dit" else {})).net
+    assert torch.allclose(again(x, torch.rand(2) * 0, y), net(x, torch.rand(2) * 0, y), atol=1e-5)
+    assert hasattr(again, "internal_head") == (to == "hub") == ("guidance=internal" not in said)
+
+
+def test_at_weight_0_the_run_is_the_plain_one_bit_for_bit(shapes, tmp_path):
+    for name, options in (("plain", ()), ("head", ("objective=internal", "objective.internal.weight=0"))):
+        assert train_here(tmp_path / name, shapes, *options, "steps=3").returncode == 0
+    for name in ("model", "ema"):
+        plain, head = (checkpoints.load(checkpoints.latest(tmp_path / run), name) for run in ("plain", "head"))
+        assert all(torch.equal(value, head[key]) for key, value in plain.items()) and len(head) == len(plain) + 4
+
+
+def test_a_compiled_network_with_a_head_is_one_graph_and_is_compiled_once():
+    net, counter = awake(with_head(routes=[dict(start_layer_idx=1, end_layer_idx=2, selection_ratio=0.5)])), CompileCounterWithBackend("aot_eager")
+    objective = Internal(DiffusionLoss(net, RF()))
+    torch._dynamo.reset()
+    net.compile(backend=counter, fullgraph=True, dynamic=False)
+    for seed in range(3):
+        torch.manual_seed(seed)
+        objective(*batch())[0].mean().backward()
+    assert counter.frame_count == 1
+    assert all(p.grad is not None for p in net.internal_head.parameters())
+
+
+def test_what_does_not_go_with_a_head_is_a_sentence():
+    with pytest.raises(ValueError, match="block=3 is to lie before the last of the network's 4 blocks"):
+        with_head(3)
+    with pytest.raises(ValueError, match="block=-1"):
+        InternalHead(DiT(**TINY), -1)
+    with pytest.raises(ValueError, match="leave version1 out"):
+        net = with_head(routes=[dict(start_layer_idx=1, end_layer_idx=1, selection_ratio=0.5)])
+        Internal(Version1(DiffusionLoss(net, EDM())))(*batch())
