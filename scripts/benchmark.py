@@ -105,7 +105,8 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
-    network = describe_network(cfg, (cfg.in_channels, 0, 0), cfg.num_classes)
+    model = ModelSettings.model_construct(**{name: getattr(cfg, name) for name in ModelSettings.model_fields})
+    network = describe_network(model, (cfg.in_channels, 0, 0), cfg.num_classes)
     network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
     if variant.startswith("dit"):
         network["routes"] = []

@@ -167,7 +167,7 @@ def test_what_is_exported_is_sampled_again_by_us(to, vae, tmp_path):
     assert trained.recorded == load_trained(run).recorded
     images = [drawn(each, tmp_path / "x.npz", "num_steps=2", *more) for each, more in ((folder, ()), (run, ["weights=model"]), (run, ()))]
     assert np.array_equal(images[0], images[1]) and not np.array_equal(images[0], images[2])
-    with pytest.raises(ValueError, match="holds weights=model alone, not weights=ema"):
+    with pytest.raises(ValueError, match="holds weights=model, not weights=ema"):
         load_trained(folder, "ema")
 
 
