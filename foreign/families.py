@@ -205,8 +205,8 @@ FAMILIES = {
 }
 GRIDS = "its blocks convolve over the grid of tokens, which a route would tear"
 SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
-CACHES = "its frames attend to keys and values of earlier frames, cached for all tokens"
-PACKS = "it packs what belongs to several streams into one sequence, whose layout counts every token"
+CACHES = "its tokens attend to what an earlier pass has cached, of all tokens"
+PACKS = "it packs several streams into one sequence, whose layout counts every token"
 REFUSED = {
     "SanaTransformer2DModel": GRIDS,
     "SanaVideoTransformer3DModel": GRIDS,

@@ -79,6 +79,16 @@ class Pass:
         if family.free:
             self.free = family.free(given)
 
+    def measure(self, spec: Blocks, length: int, front: int) -> None:
+        """Notes what is in the sequence or stream of a block, which has a length with the tokens that are away."""
+        if isinstance(self.text, tuple):
+            self.text = sorted({range(length)[i] for i in self.text})
+        if spec.joined and self.routing.family.free:
+            self.text = length - self.free
+        self.length = length + (self.text if spec.text else 0)
+        self.before = self.text if (spec.text or spec.joined) and not self.routing.family.text_last else 0
+        self.front = front
+
     def draw(self, x: Tensor, r: int, block: int) -> None:
         """Draws the mask of route r before its first block, from all tokens x of that block."""
         routing, (batch, length) = self.routing, x.shape[:2]
@@ -130,14 +140,13 @@ class Pass:
         if source is value:
             return result
         axis, batch = range(ndim)[axis], len(self.ids_keep[r])
-        no_batch = axis == 0 and rank == ndim and (ndim == 2 or ndim == 1 and by_ndim)
-        if value.shape[axis] not in (self.free, stream, self.length) or not no_batch and rank == ndim and (
-                axis == 0 or len(value) not in (1, batch)):
+        has_batch, bare = axis > 0 and len(value) in (1, batch), axis == 0 and (ndim == 2 or ndim == 1 and by_ndim)
+        if value.shape[axis] not in (self.free, stream, self.length) or not (has_batch or bare or rank > ndim):
             raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
                              f"{self.free} long, for the tokens that may leave, or {self.length}, for all, after an "
                              f"axis of the {batch} samples or of size 1.")
         index = self.stayed(r, value.shape[axis])
-        if no_batch:
+        if bare and rank == ndim:
             result = value[index[0]] if ndim == 1 else PerSample(value[index])
         else:
             table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
@@ -161,13 +170,7 @@ class Pass:
                                  f"tokens is not known: call the network without it, or without routed().")
         x, starts = given[names[0]], block == routing.routes[r].start_layer_idx
         stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
-        if isinstance(self.text, tuple):
-            self.text = sorted({range(stream)[i] for i in self.text})
-        if spec.joined and routing.family.free:
-            self.text = stream - self.free
-        self.length = stream + (self.text if spec.text else 0)
-        self.before = self.text if (spec.text or spec.joined) and not routing.family.text_last else 0
-        self.front = given.get(spec.front) or 0
+        self.measure(spec, stream, given.get(spec.front) or 0)
         if starts:
             self.draw(x, r, block)
         if starts or spec.whole:

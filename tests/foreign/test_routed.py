@@ -467,12 +467,3 @@ def test_the_page_has_the_table_that_the_command_prints():
 
 def test_the_table_of_networks_is_the_one_that_is_tested():
     assert {name.partition(".")[2] for name in families.FAMILIES} == {name.partition(",")[0] for name in NETWORKS} | {"DiT"}
-
-
-def test_the_example_trains_dense_and_routed_in_turn(capsys):
-    pytest.importorskip("peft", reason="the example's LoRA is PEFT's, which is optional")
-    from examples import route_diffusers
-
-    route_diffusers.main(["--steps", "1", "--side", "4"])
-    said = capsys.readouterr().out
-    assert said.count("routed step") == 2 and "SD3" in said and "Flux" in said
