@@ -86,7 +86,6 @@ def write_folder(
         if is_main:
             lock = lock_folder(out, f"Another process is writing out={out}: wait for it, stop it, or name another.")
             stack.callback(lock.release)
-            sweep(out)
             write_json(out / "preparing.json", settings)
             if len(todo) < len(shards):
                 print(f"going on: {len(shards) - len(todo)} of {len(shards)} shards are whole")

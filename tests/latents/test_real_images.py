@@ -19,18 +19,7 @@ def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):
     prepare(str(path), tmp_path, resolution=32, autoencoder="identity", num_workers=2)
     metadata = json.loads((tmp_path / "metadata.json").read_text())
     assert metadata["count"] == 10_000 and metadata["unreadable"] == [] and metadata["shape"] == [3, 32, 32]
-    assert metadata["class_names"] == [
-        "airplane",
-        "automobile",
-        "bird",
-        "cat",
-        "deer",
-        "dog",
-        "frog",
-        "horse",
-        "ship",
-        "truck",
-    ]
+    assert metadata["class_names"] == ["airplane", "automobile", "bird", "cat", "deer", "dog", "frog", "horse", "ship", "truck"]
     labels = np.concatenate([np.load(tmp_path / shard["labels"]) for shard in metadata["shards"]])
     assert np.bincount(labels).tolist() == [1000] * 10
 
@@ -38,9 +27,7 @@ def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):
     images = autoencoders.load("identity").decode(torch.from_numpy(latents)).numpy()
     with zipfile.ZipFile(path) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".jpg"))[:50]
-        expected = np.stack(
-            [np.array(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names]
-        )
+        expected = np.stack([np.array(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names])
     assert np.array_equal(images, expected)
 
 
@@ -54,29 +41,16 @@ def test_imagenette_goes_through_a_local_autoencoder(real_data, tmp_path):
         up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4, latent_channels=4, layers_per_block=1,
     ).save_pretrained(folder)  # fmt: skip
     source = open_source(real_data / "imagenette-1000.zip")
-    prepare(
-        str(real_data / "imagenette-1000.zip"),
-        tmp_path / "out",
-        resolution=64,
-        autoencoder=folder,
-        mirror=True,
-        num_workers=2,
-    )
+    prepare(real_data / "imagenette-1000.zip", tmp_path / "out", resolution=64, autoencoder=folder, mirror=True, num_workers=2)
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
-    assert (
-        metadata["count"] == 1000
-        and metadata["num_classes"] == 10
-        and metadata["class_names"][0] == "n01440764"
-    )
+    assert (metadata["count"], metadata["num_classes"], metadata["class_names"][0]) == (1000, 10, "n01440764")
     assert metadata["shape"] == [4, 8, 8] and metadata["kind"] == "moments" and metadata["unreadable"] == []
 
     picked = [0, 333, 999]
     images = torch.from_numpy(np.stack([source.pixels(index, 64) for index in picked]))
     for name, side in (("latents", images), ("mirrored", images.flip(2))):
         rows = torch.from_numpy(np.load(tmp_path / "out" / f"{name}-00000.npy")[picked]).float()
-        torch.testing.assert_close(
-            rows, torch.cat(autoencoders.load(folder).encode(side), dim=1), atol=2e-3, rtol=2e-3
-        )
+        torch.testing.assert_close(rows, torch.cat(autoencoders.load(folder).encode(side), dim=1), atol=2e-3, rtol=2e-3)
 
 
 def test_grey_photographs_become_rgb(real_data):
