@@ -189,8 +189,8 @@ class DiT(nn.Module):
                             self.router.get_mask(x, route.selection_ratio, mask_noise[:, r]))     # (B, K)
                 x = self.router.start_route(x, ids_keep)                                          # (B, K, D)
                 x = self.through(blocks, x, c, ids_keep)
-                dropped = route.draw_dropped(len(x), x.device)                                    # (B or 1,)
-                x = self.router.end_route(x, ids_keep, route.returning(before), dropped)          # (B, N, D)
+                dropped = route.draw_dropped(len(x), x.device)
+                x = self.router.end_route(x, ids_keep, route.returning(before), *dropped)         # (B, N, D)
         return self.unpatchify(self.final_layer(x, c))                                    # (B, out_channels, h, w)
 
 

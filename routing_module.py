@@ -17,7 +17,7 @@ class Route:
     their own positions with the value they had before block `return_from`; None is the start, so that they return as
     they left. Indices may be negative and then count from the last block. In the recipe of the paper's first version
     x_T is 1: a token rejoins as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`).
-    In a share `path_drop` of the samples, or with drop_batch of the batches, all tokens take the road.
+    In a share `path_drop` of the samples, or with drop_batch of the batches, all tokens return as if they had left.
     """
 
     start_layer_idx: int
@@ -47,11 +47,11 @@ class Route:
         left = before[self.start_layer_idx if self.return_from is None else self.return_from]
         return left if (self.x_T, self.x_D_last) == (0, 1) else self.x_T * before[0] + self.x_D_last * left
 
-    def draw_dropped(self, count: int, device: torch.device) -> Tensor | None:
-        """Draws of which of `count` samples all tokens take the road: (count or 1,) bool, None if of no sample."""
+    def draw_dropped(self, count: int, device: torch.device) -> tuple[Tensor, ...]:
+        """Draws the samples whose path is dropped, (count or 1,) bool, for `end_route`; nothing without path drop."""
         if not self.path_drop:
-            return None
-        return torch.rand(1 if self.drop_batch else count, device=device) < self.path_drop
+            return ()
+        return (torch.rand(1 if self.drop_batch else count, device=device) < self.path_drop,)
 
     def plain(self) -> dict:
         """Returns the keywords that make the route, without those at their default, for a record."""
@@ -206,8 +206,8 @@ class Router:
     ) -> Tensor:
         """Puts the kept tokens (B, K, D) back among those that skipped, which keep their value in original_x (B, N, D).
 
-        All tokens keep it in samples that `dropped` (B or 1,) bool names. The gradient of a token that skipped flows
-        through this identity path to where its value comes from.
+        All tokens keep it in the samples of `dropped` (B or 1,) bool, which a route with path drop alone passes. The
+        gradient of a token that skipped flows through this identity path to where its value comes from.
         """
         x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
         return x if dropped is None else torch.where(dropped.view(-1, 1, 1), original_x, x)

@@ -101,7 +101,7 @@ def test_mask_tokens_stand_where_tokens_left_and_both_halves_learn():
 def test_of_a_dropped_sample_mask_tokens_are_all_that_is_left_of_g_and_the_others_notice_nothing(monkeypatch):
     model, (x, t, y), noise = net(path_drop=0.5), batch(), torch.rand(4, 1, 16)
     dropped = torch.tensor([True, False, False, True])
-    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: dropped)
+    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: (dropped,))
     seen, out = fused(model), model(x, t, y, model.routes, noise)
     assert (seen[0][0][dropped] == model.router.mask_token).all() and (seen[0][0][~dropped] != model.router.mask_token).any(dim=-1).any()
     monkeypatch.undo()
@@ -111,11 +111,11 @@ def test_of_a_dropped_sample_mask_tokens_are_all_that_is_left_of_g_and_the_other
 def test_the_share_of_dropped_samples_or_batches_is_as_asked_and_a_function_of_the_seed():
     torch.manual_seed(0)
     device = torch.device("cpu")
-    by_sample = Route(2, 3, 0.75, path_drop=0.1).draw_dropped(20_000, device)
+    by_sample = Route(2, 3, 0.75, path_drop=0.1).draw_dropped(20_000, device)[0]
     assert by_sample.shape == (20_000,) and abs(by_sample.float().mean() - 0.1) < 0.01
-    by_batch = torch.stack([Route(2, 3, 0.75, path_drop=0.1, drop_batch=True).draw_dropped(8, device) for _ in range(20_000)])
+    by_batch = torch.stack([Route(2, 3, 0.75, path_drop=0.1, drop_batch=True).draw_dropped(8, device)[0] for _ in range(20_000)])
     assert by_batch.shape == (20_000, 1) and abs(by_batch.float().mean() - 0.1) < 0.01
-    assert Route(2, 3, 0.75).draw_dropped(8, device) is None
+    assert Route(2, 3, 0.75).draw_dropped(8, device) == ()
     outs = []
     for _ in range(2):
         torch.manual_seed(5)
@@ -127,7 +127,7 @@ def test_the_share_of_dropped_samples_or_batches_is_as_asked_and_a_function_of_t
 def test_a_dropped_sample_of_a_plain_route_skips_its_blocks(monkeypatch):
     model = DiT(**SMALL, init="xavier", routes=[Route(1, 4, 0.0, path_drop=0.5)])
     x, t, y = batch()
-    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: torch.tensor([True, False, True, False]))
+    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: (torch.tensor([True, False, True, False]),))
     out, dense = model(x, t, y, model.routes), model(x, t, y)
     del model.blocks[1:5]
     short = model(x, t, y)
@@ -286,7 +286,7 @@ def noise_for(ids_keep):
 def test_a_forward_equals_snap_research_sprint(case, monkeypatch):
     model = their_net(case["selection"], case["selection_ratio"])
     dropped = case["dropped"] and torch.tensor(case["dropped"])
-    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: dropped)
+    monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: (dropped,))
     x, t, y = wave(THEIRS["shape"], amplitude=1.4), torch.tensor(THEIRS["t"]), torch.tensor(THEIRS["y"])
     noise = None if case["ids_keep"] is None else noise_for(case["ids_keep"])
     routes = () if case["name"] == "dense" else model.routes

@@ -48,8 +48,8 @@ def through_all_blocks(block):
             seen.update(embedded=x, ids_keep=ids_keep)
             return super().start_route(x, ids_keep)
 
-        def end_route(self, x_kept, ids_keep, original_x, dropped=None):
-            seen.update(x_kept=x_kept, rejoined=super().end_route(x_kept, ids_keep, original_x, dropped))
+        def end_route(self, x_kept, ids_keep, original_x):
+            seen.update(x_kept=x_kept, rejoined=super().end_route(x_kept, ids_keep, original_x))
             return seen["rejoined"]
 
     net.router = Watched()
