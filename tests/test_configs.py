@@ -11,6 +11,7 @@ from omegaconf import OmegaConf
 
 from blocks import BLOCKS
 from dit import DiT_models
+from objectives import build_objective, class_of
 from routing_module import Route
 from runtime import schema
 from scripts.choose_routes import Costs
@@ -45,23 +46,32 @@ def network(cfg):
         return build_network(described(cfg))
 
 
+def objective_of(cfg, model):
+    """Builds what is minimised around a network of `cfg`, with a teacher's tokens beside the latents."""
+    diffusion, parts = with_objective(dict(cfg.diffusion), settings(cfg).objective)
+    keywords = {key: value for name, given in parts.items() for key, value in class_of(name).network_keywords(len(model.blocks), **given).items()}
+    assert not keywords      # or the network would have to be built with them
+    with torch.device("meta"):
+        return build_objective(model, build_diffusion(diffusion), parts, False, {"teacher": (model.pos_embed.shape[1], 768)})
+
+
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
 def test_an_experiment_composes_and_builds(experiment):
     cfg = load(f"experiment={experiment}")
     model = network(cfg)
-    build_diffusion(dict(cfg.diffusion))
+    objective_of(cfg, model)
     assert bool(model.routes) == (cfg.model.name != "dit") and cfg.steps != 0
 
 
 FID = dict(s2_dit=68.40, s2_tread=47.04, s2_sit=57.60, s2_sit_tread=38.08, b2_dit=43.47, b2_tread=21.34, b2_sit=33.00, b2_sit_tread=15.98,
            l2_dit=23.33, l2_tread=9.10, l2_sit=18.80, l2_sit_tread=5.91, xl2_dit=19.47, xl2_tread=7.38, xl2_sit=17.20, xl2_sit_tread=4.89,
            s2_tread_v1=54.79, b2_tread_v1=28.80, xl2_tread_v1=10.63, l2_rwkv=59.84, l2_rwkv_tread=53.79, b2_mamba=69.39, b2_mamba_tread=61.17,
-           xl1_lightning=5.14, xl1_lightning_tread=3.71)
+           xl1_lightning=5.14, xl1_lightning_tread=3.71, b2_sit_repa=24.4, xl2_sit_repa=7.9)
 # The sampler of each published number: whose diffusion, after which step, steps, solver, shift in our time.
 HEUN, DDPM = ("edm", 400_000, 40, None, None), ("ddpm", 400_000, 250, "ancestral", None)
 SDE, EULER = ("rf", 400_000, 250, "euler_maruyama", None), ("rf", 400_000, 40, "euler", None)
 SHIFTED = ("rf", 80_000, 249, "euler", 1 / 0.3)
-SAMPLERS = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_tread": EULER, "mamba": HEUN, "mamba_tread": HEUN,
+SAMPLERS = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_repa": SDE, "sit_tread": EULER, "mamba": HEUN, "mamba_tread": HEUN,
             "rwkv": HEUN, "rwkv_tread": HEUN, "lightning": SHIFTED, "lightning_tread": SHIFTED}
 DEPTHS = {"s2": 12, "b2": 12, "l2": 24, "xl2": 28, "xl1": 28, "mamba": 20, "rwkv": 18}
 VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}      # the routes of the paper's first version, by depth
@@ -104,6 +114,37 @@ def test_a_dense_fine_tune_fits_the_run_it_starts_from_and_has_no_published_numb
     assert cfg.init_from == parent.run_dir and cfg.run_dir != parent.run_dir and cfg.diffusion == parent.diffusion
     assert (network(cfg).routes, bool(network(parent).routes)) == ((), True) and settings(cfg).published is None
     assert architecture(described(cfg)) == architecture(described(parent))
+
+
+SPRINT = ("grid", True)
+RECIPES = {"sit_repa": (None, None), "sit_tread_repa": ((2, None), None), "sit_tread_repa_before": ("later", None), "sit_tread_repa_delayed": ("later", 2),
+           "sit_sprint": (SPRINT, None), "sit_sprint_repa": (SPRINT, None)}
+
+
+@pytest.mark.parametrize("recipe", RECIPES)
+@pytest.mark.parametrize(("size", "depth", "aligned", "later"), [("b2", 12, 3, 4), ("xl2", 28, 7, 9)])
+def test_a_recipe_has_its_route_and_aligns_where_its_name_says(size, depth, aligned, later, recipe):
+    cfg = load(f"experiment={size}_{recipe}")
+    model = network(cfg)
+    kind, return_from = RECIPES[recipe]
+    start = later if kind == "later" else 2
+    route = Route(2, depth - 3, 0.75, path_drop=0.1) if kind == SPRINT else Route(start, depth - 4, 0.5, return_from=return_from)
+    assert (list(model.routes), cfg.model.selection, cfg.model.fusion) == ([route] if kind else [], *(SPRINT if kind == SPRINT else ("random", False)))
+    objective = objective_of(cfg, model)
+    assert getattr(objective, "blocks", None) == (None if recipe == "sit_sprint" else [aligned])
+    assert (start <= aligned) == ("before" not in recipe and "delayed" not in recipe)
+    assert (cfg.steps, cfg.batch_size, cfg.diffusion.timestep_sampling) == (400_000, 256, "uniform")
+    assert settings(cfg).published is None or recipe == "sit_repa"
+
+
+@pytest.mark.parametrize(("size", "width", "depth"), [("s2", 384, 12), ("b2", 768, 12), ("l2", 1024, 24), ("xl2", 1152, 28)])
+def test_a_fast_recipe_aligns_inside_the_papers_route(size, width, depth):
+    cfg = load(f"experiment={size}_fast")
+    model = network(cfg)
+    assert (model.pos_embed.shape[1:], len(model.blocks), [*model.routes]) == ((256, width), depth, [Route(2, depth - 4, 0.5)])
+    assert type(model.blocks[0]) is BLOCKS["lightning"].block and model.blocks[0].attn.q_norm.weight.shape
+    [block] = objective_of(cfg, model).blocks
+    assert 2 <= block <= depth - 4 and cfg.optimizer.name == "adamw"
 
 
 def test_an_experiment_trains_by_flow_matching_on_demand():
