@@ -214,7 +214,8 @@ def score_curves(scores: list[dict], axes: dict[str, str]) -> list[tuple]:
 
 
 def prose(content: str) -> bk.Div:
-    return bk.Div(text=content, sizing_mode="stretch_width", stylesheets=[".bk-clearfix { width: 100% }"])
+    return bk.Div(text=content, sizing_mode="stretch_width",
+                  stylesheets=[".bk-clearfix { width: 100%; overflow-wrap: anywhere }"])
 
 
 def tied(curves: list[tuple], axes: dict[str, str]) -> list:
@@ -354,7 +355,8 @@ def build(cfg: ReportSettings) -> str:
         "Settings": side_by_side(runs, "config"),
         "Environment": side_by_side(runs, "environment"),
     }
-    panels = [bk.TabPanel(title=name, child=column(parts, sizing_mode="stretch_width", styles={"min-width": "0"}))
+    fits = {"min-width": "0", "overflow-x": "clip"}      # a legend of long names does not widen the page
+    panels = [bk.TabPanel(title=name, child=column(parts, sizing_mode="stretch_width", styles=fits))
               for name, parts in contents.items() if parts]
     tabs = bk.Tabs(tabs=panels, sizing_mode="stretch_width", stylesheets=[".bk-headers-wrapper { flex-wrap: wrap }"])
     title = ", ".join([study] * bool(study) + [run.name for run in runs])
