@@ -1,7 +1,4 @@
-"""What `routed` needs to know of other people's networks: one table of values, a row for each class.
-
-    python -m foreign.families              prints the table of docs/routing.md
-"""
+"""What `routed` needs to know of other people's networks: one table of values, a row for each class."""
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
@@ -69,139 +66,99 @@ def in_front(network: nn.Module, call: dict) -> int:
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
 CLASS_TOKENS = "class and register tokens"
+CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples")
 FAMILIES = {
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
     "timm.VisionTransformer": Family(
-        (Blocks("blocks", joined=True),),
-        never=CLASS_TOKENS,
-        text=in_front,
-        alone=("attn_mask",)),
+        (Blocks("blocks", joined=True),), CLASS_TOKENS, in_front, alone=("attn_mask",)),
     "timm.Eva": Family(
-        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}}, joined=True),),
-        never=CLASS_TOKENS,
-        text=in_front,
+        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}}, joined=True),), CLASS_TOKENS, in_front,
         alone=("attn_mask",)),
     "transformers.ViTModel": Family(
-        (Blocks("layers", {MASK: None}, joined=True),),
-        never=CLASS_TOKENS,
-        text=lambda network, call: 1),
+        (Blocks("layers", {MASK: None}, joined=True),), CLASS_TOKENS, lambda network, call: 1),
     "transformers.Dinov2Model": Family(
-        (Blocks("encoder.layer", {MASK: None}, joined=True),),
-        never=CLASS_TOKENS,
-        text=lambda network, call: 1),
+        (Blocks("encoder.layer", {MASK: None}, joined=True),), CLASS_TOKENS, lambda network, call: 1),
     "transformers.Dinov2WithRegistersModel": Family(
-        (Blocks("encoder.layer", {MASK: None}, joined=True),),
-        never=CLASS_TOKENS,
-        text=lambda network, call: 1 + network.config.num_register_tokens),
+        (Blocks("encoder.layer", {MASK: None}, joined=True),), CLASS_TOKENS,
+        lambda network, call: 1 + network.config.num_register_tokens),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
-    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),), never="text"),
+    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),), "text"),
     "diffusers.SD3Transformer2DModel": Family(
-        (Blocks("transformer_blocks", text=TEXT, out=1),),
-        never="text",
-        alone=("block_controlnet_hidden_states",)),
+        (Blocks("transformer_blocks", text=TEXT, out=1),), "text", alone=("block_controlnet_hidden_states",)),
     **dict.fromkeys(
         ("diffusers.FluxTransformer2DModel", "diffusers.BriaTransformer2DModel",
          "diffusers.LongCatImageTransformer2DModel", "diffusers.OvisImageTransformer2DModel"),
-        Family(
-            (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-             Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)),
-            never="text",
-            alone=("controlnet_block_samples", "controlnet_single_block_samples"))),
+        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
+                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), "text", alone=CONTROLNETS)),
     **dict.fromkeys(
         ("diffusers.Flux2Transformer2DModel", "diffusers.BriaFiboTransformer2DModel"),
-        Family(
-            (Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-             Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)),
-            never="text")),
+        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
+                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), "text")),
     "diffusers.Flux3Transformer2DModel": Family(
         (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
          Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
-        never="text and condition images",
-        free=lambda call: call["hidden_states"].shape[1]),
+        "text and condition images", free=lambda call: call["hidden_states"].shape[1]),
     "diffusers.ChromaTransformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}, joined=True)),
-        never="text",
-        alone=("controlnet_block_samples", "controlnet_single_block_samples")),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}, joined=True)), "text", alone=CONTROLNETS),
     "diffusers.Krea2Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, joined=True),),
-        never="text",
-        text=lambda network, call: call[TEXT].shape[1]),
-    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),), never="text"),
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, joined=True),), "text",
+        lambda network, call: call[TEXT].shape[1]),
+    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),), "text"),
     "diffusers.HiDreamImageTransformer2DModel": Family(
         (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, whole=True),
          Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, joined=True, whole=True)),
-        never="text",
-        text_last=True),
-    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),), never="text"),
+        "text", text_last=True),
+    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),), "text"),
     **dict.fromkeys(
         ("diffusers.CogView4Transformer2DModel", "diffusers.CogVideoXTransformer3DModel"),
-        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),), never="text")),
+        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),), "text")),
     "diffusers.HunyuanImageTransformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)),
-        never="text",
-        text_last=True),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), "text", text_last=True),
     "diffusers.AuraFlowTransformer2DModel": Family(
-        (Blocks("joint_transformer_blocks", text=TEXT, out=1),
-         Blocks("single_transformer_blocks", joined=True)),
-        never="text and registers"),
+        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks", joined=True)),
+        "text and registers"),
     "diffusers.Lumina2Transformer2DModel": Family(
-        (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),),
-        never="text of any lengths",
-        text=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
+        (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),), "text of any lengths",
+        lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),),
-        never="text",
+        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),), "text",
         alone=("controlnet_block_samples",)),
     "diffusers.QwenImage21Transformer2DModel": Family(
         (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": {1: 0}, "key_valid": 1, MASK: None},
                 joined=True),),
-        never="text and condition images",
-        free=lambda call: prod(call["img_shapes"][0][-1]),
-        alone=("kv_cache",)),
+        "text and condition images", free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
     "diffusers.ZImageTransformer2DModel": Family(
-        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),),
-        never="text of any lengths",
-        free=padded_image,
-        text_last=True,
-        alone=("controlnet_block_samples", "siglip_feats")),
+        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),), "text of any lengths", free=padded_image,
+        text_last=True, alone=("controlnet_block_samples", "siglip_feats")),
     "diffusers.HunyuanVideoTransformer3DModel": Family(
         (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT, front="num_tokens"),
          Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT, front="num_tokens")),
-        never="text; a given first frame",
-        text_last=True),
+        "text; a given first frame", text_last=True),
     "diffusers.HunyuanVideo15Transformer3DModel": Family(
-        (Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),),
-        never="text and the condition image"),
+        (Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),), "text and the condition image"),
     **dict.fromkeys(
         ("diffusers.WanTransformer3DModel", "diffusers.ChronoEditTransformer3DModel"),
-        Family((Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),), never="text")),
-    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),), never="text"),
+        Family((Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),), "text")),
+    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),), "text"),
     "diffusers.SkyReelsV2Transformer3DModel": Family(
-        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 2}, MASK: None}),),
-        never="text"),
-    "diffusers.LTXVideoTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),),
-        never="text"),
+        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 2}, MASK: None}),), "text"),
+    "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),), "text"),
     "diffusers.LTX2VideoTransformer3DModel": Family(
         (Blocks("transformer_blocks", {
             "video_rotary_emb": {3: 1, 4: 2}, "ca_video_rotary_emb": {3: 1, 4: 2}, "temb": 1, "temb_ca_scale_shift": 1,
             "temb_ca_gate": 1, "self_attention_mask": None}),),
-        never="text and sound"),
+        "text and sound"),
     "diffusers.CosmosTransformer3DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": {3: 1}, "temb": {3: 1}}),),
-        never="text",
-        alone=("block_controlnet_hidden_states",)),
+        "text", alone=("block_controlnet_hidden_states",)),
     "diffusers.MochiTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: {3: (0, 4)}}, text=TEXT),),
-        never="text"),
+        (Blocks("transformer_blocks", {ROPE: {3: (0, 4)}}, text=TEXT),), "text"),
     "diffusers.Kandinsky5Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": None}),),
-        never="text"),
+        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": None}),), "text"),
     "diffusers.Kandinsky6Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"vis_rope": {5: (0, 6)}}),),
-        never="text and sound"),
+        (Blocks("visual_transformer_blocks", {"vis_rope": {5: (0, 6)}}),), "text and sound"),
 }
 GRIDS = "its blocks convolve over the grid of tokens, which a route would tear"
 SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
@@ -252,20 +209,3 @@ def network_of(model: nn.Module) -> nn.Module:
         return network_of(model.get_base_model())
     parts = [name for name, _ in model.named_children()]
     return network_of(getattr(model, parts[0])) if parts in (["_orig_mod"], ["module"]) else model
-
-
-def table() -> str:
-    """Returns the known classes and those that are refused as two Markdown tables."""
-    known = ["| class | blocks, in this order | never leaves |", "|---|---|---|"]
-    refused = ["| refused | why |", "|---|---|"]
-    for name, family in FAMILIES.items():
-        library, _, owner = name.partition(".")
-        named = f"`{owner}`" if library == "diffusers" else f"{library} `{owner}`"
-        paths = ", ".join(f"`{blocks.path}`" for blocks in family.lists)
-        known.append(f"| {named} | {paths} | {family.never} |")
-    refused += [f"| `{name}` | {why} |" for name, why in REFUSED.items()]
-    return "\n".join([*known, "", *refused])
-
-
-if __name__ == "__main__":
-    print(table())

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreign.families import REFUSED, Blocks, Family, family_of, lists_of_blocks, network_of
+from foreign.families import REFUSED, Blocks, Family, family_of, network_of
 from routing_module import Route, Router, resolve_routes
 
 
@@ -237,7 +237,7 @@ class Routing:
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
-            found = list(blocks if isinstance(blocks, nn.Module) else submodule(network, spec.path))
+            found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
             self.blocks += (getattr(block, "_orig_mod", block) for block in found)
             self.specs += [spec] * len(found)
         self.names = [names_of(getattr(block, "_checkpoint_wrapped_module", block)) for block in self.blocks]
@@ -375,14 +375,6 @@ def mark_checkpoint(run: Pass) -> bool:
 def names_of(module: nn.Module) -> tuple[str, ...]:
     return tuple(name for name, parameter in inspect.signature(type(module).forward).parameters.items()
                  if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD))[1:]
-
-
-def submodule(network: nn.Module, path: str) -> nn.Module:
-    try:
-        return network.get_submodule(path)
-    except AttributeError:
-        raise ValueError(f"blocks= names {path!r}, which {type(network).__name__} does not have. Lists of blocks in "
-                         f"it: {lists_of_blocks(network)}.") from None
 
 
 @contextmanager
