@@ -37,10 +37,7 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
 
 def shard_rest(objective: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:
-    """Shares out what an objective trains besides its network, which is sharded already, as one more unit.
-
-    Without this its gradients would not be added up over ranks. What is frozen stays whole on each rank.
-    """
+    """Shares out what an objective trains beside its sharded network, so that its gradients are added over ranks."""
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     rest = {*objective.parameters()} - {*net.parameters()}
@@ -64,11 +61,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def bytes_a_rank(net: nn.Module, world: int) -> int:
-    """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is whole, and may lie on meta.
-
-    That is STATE_BYTES a parameter, of a rank's share of its rows, rounded up. A pass needs activations and two
-    gathered blocks on top.
-    """
+    """Counts bytes of the fullest of `world` ranks between passes: STATE_BYTES a parameter; `net` may lie on meta."""
     return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
 
 
@@ -101,10 +94,7 @@ def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
 
 
 def part(tensor: Tensor, like: Tensor) -> Tensor:
-    """Cuts out of a whole tensor the rows that `like`, of its shape, has on this rank.
-
-    It is returned as it is where `like` is plain, or of another shape, as AdamW's count of steps.
-    """
+    """Cuts out of a whole tensor the rows of a sharded `like` of its shape; beside any other `like` it is whole."""
     if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor
