@@ -88,6 +88,8 @@ def lite0_weights() -> dict[str, Tensor]:
 
 
 def torchscript(path: Path, grid: int) -> Teacher:
+    if not path.is_file():
+        raise ValueError(f"teacher={path} is not a file.")
     try:
         network = torch.jit.load(path, map_location="cpu")
     except Exception as error:      # torch has several

@@ -8,7 +8,7 @@ from torch import Tensor
 from torch.nn.functional import unfold
 
 from edm import EDM
-from objectives.diffusion import Objective, draw_mask_noise
+from objectives.diffusion import DiffusionLoss, Objective, draw_mask_noise
 from routing_module import Router
 
 
@@ -22,6 +22,9 @@ class Version1(Objective):
 
     def __init__(self, inner: Objective, mae_weight: float = 0.0):
         super().__init__(inner)
+        if not isinstance(inner, DiffusionLoss):
+            raise ValueError("objective=version1 takes the place of the diffusion's loss, so it comes first: "
+                             "objective=[version1,<the others>].")
         if mae_weight < 0:
             raise ValueError(f"objective.version1.mae_weight={mae_weight} may not be negative.")
         if type(self.diffusion) is not EDM:

@@ -1,9 +1,12 @@
 """Puts the project root and the folders of tests on the import path and finds the real data that some need."""
 
+import json
 import os
+import shutil
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 from hydra._internal.hydra import Hydra
 
@@ -66,6 +69,23 @@ def shapes(tmp_path_factory) -> Path:
     done = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=300", "resolution=16", "autoencoder=identity", f"out={out}")
     assert done.returncode == 0, done.stderr
     return out
+
+
+@pytest.fixture(scope="session")
+def taught(shapes, tmp_path_factory) -> Path:
+    """The built-in shapes, 16 tokens each, with six numbers for a token as a teacher's."""
+    folder = shutil.copytree(shapes, tmp_path_factory.mktemp("taught") / "shapes")
+    latents = np.load(folder / "latents-00000.npy")
+    patches = latents.reshape(-1, 3, 4, 4, 4, 4).transpose(0, 2, 4, 1, 3, 5).reshape(len(latents), 16, 3, 16)
+    np.save(folder / "teacher-00000.npy", np.concatenate([patches.mean(3), patches.std(3)], axis=2).astype(np.float16))
+    change_record(folder, arrays={"teacher": {"shape": [16, 6], "dtype": "float16", "mirror": "files"}})
+    return folder
+
+
+def change_record(folder: Path, **changes) -> None:
+    """Changes what the metadata.json of a latent folder says."""
+    file = folder / "metadata.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 @pytest.fixture(scope="session")

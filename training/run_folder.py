@@ -97,7 +97,7 @@ def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
     old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
     if old:
         raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "
-                         f"model and data as it was trained with.")
+                         f"model, objective and data as it was trained with.")
     # A weights file alone shows the name of its diffusion and nothing more.
     keys = ("name",) if parent.folder is None else ("name", "sigma_data")
     old, new = differing(*({key: side["diffusion"].get(key) for key in keys} for side in (parent.recorded, record)))

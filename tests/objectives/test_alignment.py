@@ -1,11 +1,11 @@
 """Alignment with a teacher's tokens: its loss, its gradient, where it is off, what is saved, and what is refused."""
 
-import json
 import shutil
 
 import numpy as np
 import pytest
 import torch
+from conftest import change_record
 from test_published_parity import TINY, fill, published, wave
 from test_sharding import SMALL, all_well, losses, on_ranks, tensors_of
 from training_runs import assert_same_end, command, rows, train_here
@@ -210,22 +210,6 @@ def test_one_compiled_graph_serves_before_and_after_the_end_on_a_route_and_off_i
 
 
 # ---- in a run -------------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def taught(shapes, tmp_path_factory):
-    """The built-in shapes, 16 tokens each, with six numbers for a token as a teacher's."""
-    folder = shutil.copytree(shapes, tmp_path_factory.mktemp("taught") / "shapes")
-    latents = np.load(folder / "latents-00000.npy")
-    patches = latents.reshape(-1, 3, 4, 4, 4, 4).transpose(0, 2, 4, 1, 3, 5).reshape(len(latents), 16, 3, 16)
-    np.save(folder / "teacher-00000.npy", np.concatenate([patches.mean(3), patches.std(3)], axis=2).astype(np.float16))
-    change_record(folder, arrays={"teacher": {"shape": [16, 6], "dtype": "float16", "mirror": "files"}})
-    return folder
-
-
-def change_record(folder, **changes):
-    file = folder / "metadata.json"
-    file.write_text(json.dumps(json.loads(file.read_text()) | changes))
 
 
 ON_ROUTE = ("objective=alignment", "objective.alignment.blocks=[2]", "log.every=1")

@@ -11,7 +11,7 @@ from training_runs import assert_same_end, rows, train_here
 import objectives
 from dit import DiT
 from edm import EDM
-from objectives import DiffusionLoss, build_objective, trained_parameters
+from objectives import DiffusionLoss, Objective, build_objective, trained_parameters
 from objectives.hidden import take_hidden
 from objectives.version1 import Version1
 from rf import RF
@@ -105,6 +105,11 @@ def test_the_network_draws_its_masks_itself_where_nothing_else_must_know_them(di
 def test_objectives_that_cannot_be_are_refused(parts, says):
     with pytest.raises(ValueError, match=says):
         build_objective(routed_net(), EDM(), parts)
+
+
+def test_version_1_takes_the_place_of_the_plain_loss_and_comes_first():
+    with pytest.raises(ValueError, match="so it comes first"):
+        Version1(Objective(DiffusionLoss(routed_net(), EDM())))
 
 
 @pytest.mark.parametrize(("settings", "says"), [({"mae_weigt": 1.0, "mae_weight": 0.0}, "There is no setting mae_weigt: did you mean mae_weight"),

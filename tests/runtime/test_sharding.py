@@ -257,13 +257,14 @@ def test_muon_steps_by_sharded_matrices_as_by_whole_ones_and_resumes_bit_for_bit
     assert_same_end(parts, whole)
 
 
-def test_an_internal_head_learns_sharded_as_it_does_whole(shapes, tmp_path):
-    all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, "objective=internal", f"sharding={how}", "steps=6", "log.every=1",
+@pytest.mark.parametrize(("recipe", "of_its_own"), [("objective=internal", "internal_head"), ("model=sprint", "fusion")])
+def test_a_recipes_own_layers_learn_sharded_as_they_do_whole(shapes, tmp_path, recipe, of_its_own):
+    all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, recipe, f"sharding={how}", "steps=6", "log.every=1",
                                    "checkpoint.every=100")[1:] for how in ("none", "fsdp"))))
     assert_same_losses(tmp_path / "none", tmp_path / "fsdp", 6)
     ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
-    heads = [key for key in ddp if "internal_head" in key]
-    assert heads and ddp.keys() == fsdp.keys() and all((ddp[key] - fsdp[key]).abs().max() <= 1e-6 for key in heads)
+    own = [key for key in ddp if of_its_own in key]
+    assert own and ddp.keys() == fsdp.keys() and all((ddp[key] - fsdp[key]).abs().max() <= 1e-6 for key in own)
 
 
 def spoil(rank: int) -> None:

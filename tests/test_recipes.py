@@ -1,0 +1,75 @@
+"""Each recipe of docs/recipes.md, and several at once, as a short run: it resumes, it draws, and its knob at zero is no knob."""
+
+import numpy as np
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounterWithBackend
+from training_runs import assert_same_end, rows, train_here
+
+from dit import DiT
+from scoring.drawing import Drawing
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+
+ROUTE = "model.routes=[{{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: {}, return_from: {}}}]"
+ALIGNMENT, AFTER = "objective=alignment", "objective.alignment.blocks=[2]"
+CONTRAST = ("diffusion=rf_clean", "diffusion.contrastive_weight=0.05", "diffusion.shift=size")
+SPRINT = ("model=sprint", "model.routes.0.path_drop=0.5", "diffusion=rf")
+MUON = ("optimizer=muon", "optimizer.matrix_lr=1e-3", "optimizer.warmup_steps=4")
+# What a run of the recipe is given, and what its network has beside a plain one's layers.
+RECIPES = {
+    "alignment": ((ALIGNMENT, AFTER), ()),
+    "delayed return": ((ROUTE.format(0.5, 0),), ()),
+    "sprint": (SPRINT, ("router",)),
+    "contrast, shift, clean": (CONTRAST, ()),
+    "internal": (("objective=internal",), ("internal_head",)),
+    "version 1": (("objective=version1", ROUTE.format(0.5, "null")), ()),
+    "muon": (MUON, ()),
+    "all that go together": ((*SPRINT, *MUON, "objective=[internal,alignment]", AFTER, "diffusion.contrastive_weight=0.05", "diffusion.shift=2"),
+                             ("router", "internal_head")),
+}  # fmt: skip
+# A knob at zero, and the run that it is then.
+ZEROS = {
+    "alignment": ((ALIGNMENT, AFTER, "objective.alignment.weight=0"), ()),
+    "delayed return": ((ROUTE.format(0.5, 2),), (ROUTE.format(0.5, "null"),)),
+    "a delayed route of no token": ((ROUTE.format(0, 0),), ("model.routes=[]",)),
+    "path drop": (("model=sprint", "model.routes.0.path_drop=0"), ("model=sprint", "model.routes=[{selection_ratio: 0.75, start_layer_idx: 2, end_layer_idx: -3}]")),
+    "contrast and shift": (("diffusion=rf", "diffusion.contrastive_weight=0", "diffusion.shift=1"), ("diffusion=rf",)),
+    "internal": (("objective=internal", "objective.internal.weight=0"), ()),
+}  # fmt: skip
+
+
+def run_of(folder, data, *settings):
+    """Trains, and returns the tensors of the last checkpoint's model and average."""
+    result = train_here(folder, data, "log.every=1", *settings)
+    assert result.returncode == 0, result.stderr
+    return {name: checkpoints.load(checkpoints.latest(folder), name) for name in ("model", "ema")}
+
+
+@pytest.mark.parametrize(("settings", "of_its_own"), RECIPES.values(), ids=RECIPES)
+def test_a_recipe_resumes_bit_for_bit_and_leaves_a_network_that_draws(taught, tmp_path, settings, of_its_own):
+    for folder, last_steps in (("whole", [4]), ("parts", [2, 4])):
+        for last in last_steps:
+            end = run_of(tmp_path / folder, taught, *settings, f"steps={last}")
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    plain = {key.split(".")[0] for key in DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1).state_dict()}
+    assert {key.split(".")[0] for key in end["ema"]} == plain | set(of_its_own)
+    trained = load_trained(tmp_path / "whole")
+    [(_, latents)] = Drawing(trained.net, trained.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).draw(np.arange(2))
+    assert latents.isfinite().all()
+
+
+@pytest.mark.parametrize(("zero", "plain"), ZEROS.values(), ids=ZEROS)
+def test_at_zero_a_run_is_the_plain_one_bit_for_bit(taught, tmp_path, zero, plain):
+    ends = [run_of(tmp_path / name, taught, "steps=2", *settings) for name, settings in (("zero", zero), ("plain", plain))]
+    assert all(torch.equal(value, ends[0][name][key]) for name in ends[1] for key, value in ends[1][name].items())
+    norms = [[row["grad_norm"] for row in rows(tmp_path / name)] for name in ("zero", "plain")]
+    assert norms[0] == norms[1]
+
+
+@pytest.mark.parametrize("settings", [SPRINT, RECIPES["delayed return"][0], CONTRAST], ids=["sprint", "delayed return", "contrast"])
+def test_a_recipe_is_one_compiled_graph(taught, tmp_path, monkeypatch, settings):
+    counter = CompileCounterWithBackend("aot_eager")
+    monkeypatch.setattr(DiT, "compile", lambda net, **how: torch.nn.Module.compile(net, backend=counter, fullgraph=True, **how))
+    run_of(tmp_path / "run", taught, *settings, "compile=true", "steps=3")
+    assert counter.frame_count == 1
