@@ -213,7 +213,11 @@ def draw(run: Run) -> None:
     grid, cfg = run.grid, run.cfg.samples
     pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=cfg.batch_size,
                         num_steps=cfg.num_steps, precision=run.drawing_precision)
-    write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
+    picture = write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
+    for tracker in run.accelerator.trackers if picture else ():
+        # TensorBoard would take the first axis after the batch for the channels.
+        layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
+        tracker.log_images({"samples": np.asarray(picture)[None]}, step=run.step, **layout)
 
 
 def evaluate(run: Run) -> None:

@@ -65,12 +65,14 @@ def save_image(image: Image.Image, path: Path, record: dict[str, object] | None 
 
 def write_grid(
     batches: Iterable[Batch], path: Path, display_names: list[str] | None, classes: Iterable[int] = (),
-) -> None:
-    """Consumes the gathered batches of all ranks; the main one writes the grid."""
+) -> Image.Image | None:
+    """Consumes the gathered batches of all ranks; the main one writes the grid and returns it."""
     _, labels, images = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    if PartialState().is_main_process:
-        grid = draw_grid(images, labels.tolist(), display_names, classes)
-        save_image(grid, path, describe_device(PartialState().device))
+    if not PartialState().is_main_process:
+        return None
+    grid = draw_grid(images, labels.tolist(), display_names, classes)
+    save_image(grid, path, describe_device(PartialState().device))
+    return grid
 
 
 def write_pngs(batches: Iterable[Batch], folder: Path) -> None:

@@ -222,7 +222,11 @@ def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
     """A run of four large steps with a grid and scores at its end, and what its trackers were told, settings first."""
     run, told = tmp_path_factory.mktemp("shown") / "run", []
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(Accelerator, "init_trackers", lambda self, project, config, init_kwargs: told.append([*map(str, self.log_with), config]))
+        def init_trackers(self, project, config, init_kwargs):
+            told.append([*map(str, self.log_with), config])
+            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None, log_images=lambda *args, **how: told.append((args, how)))]
+
+        patch.setattr(Accelerator, "init_trackers", init_trackers)
         patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
         result = train(run, shapes, "steps=4", "log.trackers=[tensorboard]", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
                        "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2", "evaluate.every=4",
@@ -264,10 +268,13 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     assert again["metrics"] == pytest.approx(ours["metrics"], rel=1e-6)
 
 
-def test_trackers_are_told_the_settings_the_rows_and_the_scores(shown):
+def test_trackers_are_told_the_settings_the_rows_the_grids_and_the_scores(shown):
     run, ((tracker, settings), *told) = shown
     assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
     before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
+    [(((images,), how), at)] = [(call, told.index(call)) for call in told if isinstance(call, tuple)]
+    assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / "samples/step-00000004.png"))) and how == {"step": 4, "dataformats": "NHWC"}
+    del told[at]
     assert told == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *files.read_rows(run / "metrics.jsonl"),
                     after, {f"{name}_guided_1.5": value for name, value in after_guided.items()}]
 
