@@ -199,4 +199,7 @@ def finish(out: Path, metadata: dict, records: list[dict], not_images: Iterable[
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
     size = sum(file.stat().st_size for file in out.glob("*.npy"))
     print(f"{out}: {count:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
-    print(f"next: accelerate launch train.py experiment=small data.path={out} name={out.name}")
+    # On a CPU accelerate launch would give the process one thread, and experiment=small wants a GPU.
+    launch = ("python train.py experiment=small_cpu" if PartialState().device.type == "cpu" else
+              "accelerate launch train.py experiment=small")
+    print(f"next: {launch} data.path={out} name={out.name}")

@@ -34,10 +34,9 @@ run = Path(sys.argv[1])
 rows = [json.loads(line) for line in open(run / "results.jsonl")]
 scores = {row["source"]["step"]: next(iter(row["metrics"].items())) for row in rows if row["source"].get("in_training")}
 (name, untrained), (_, trained) = scores[0], scores[max(scores)]
-# accelerate launch would give a CPU one thread, and experiment=small is of the size and precision of a GPU.
-own = ("autoencoder=identity resolution=32", "python", " precision=fp32 model.backbone_type=DiT-S/4")
+own, launch, size = "autoencoder=identity resolution=32", "python", "small_cpu"
 if torch.cuda.is_available():
-    own = ("autoencoder=sd_vae_ema resolution=256", "accelerate launch", "")
+    own, launch, size = "autoencoder=sd_vae_ema resolution=256", "accelerate launch", "small"
 print(f"""
 Fréchet distance to the training set, of images averaged to 8x8 pixels ({name}, {rows[0]["images"]} images; no FID, and
 not comparable between data sets): untrained {untrained:.2f}, trained {trained:.2f}
@@ -49,6 +48,6 @@ Next:
   source .venv/bin/activate
   bash scripts/quickstart.sh model=dit                                    the same without routing
   python sample.py checkpoint={run} classes=ring guidance=cfg scale=2
-  {own[1]} scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine {own[0]}
-  {own[1]} train.py experiment=small data.path=data/mine name=mine{own[2]}""")
+  {launch} scripts/prepare_latents.py source=<folder or zip of class folders> out=data/mine {own}
+  {launch} train.py experiment={size} data.path=data/mine name=mine""")
 PYTHON
