@@ -10,6 +10,7 @@ The same command resumes what was stopped or killed. Options: configs/config.yam
 
 import contextlib
 import math
+import os
 import resource
 import signal
 import sys
@@ -156,8 +157,8 @@ def start_trackers(run: Run) -> None:
     trackers = run.cfg.log.trackers
     try:
         wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run.run_id, "resume": "allow"}
-        run.accelerator.init_trackers("tread", {key: str(value) for key, value in run.cfg.model_dump().items()},
-                                      init_kwargs={"wandb": wandb})
+        settings = {key: str(value) for key, value in run.cfg.model_dump().items()}
+        run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, {"wandb": wandb})
     except Exception as error:
         raise ValueError(f"log.trackers={trackers} could not start: {error}. For wandb run `wandb login` "
                          f"or set WANDB_MODE=offline; log.trackers=[] does without.") from error
