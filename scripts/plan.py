@@ -3,7 +3,7 @@
     python scripts/plan.py                                            # derived: FLOPs over an assumed FLOP/s
     python scripts/plan.py --mfu 0.4 --gpus 8
     python scripts/plan.py --measured bench/train_xl2.json bench/train_b2.json      # with what the benchmark measured
-    python scripts/plan.py --memory                                   # of a rank in training, with and without FSDP
+    python scripts/plan.py --memory                                   # of a GPU in training, by size and batch; FSDP's
 
 Derived hours are multiply-adds (two FLOPs each, the backward pass twice the forward one) over `mfu` of the FLOP/s of
 a large bf16 matrix product. Both are assumptions until measured. Prints Markdown.
@@ -11,11 +11,14 @@ a large bf16 matrix product. Both are assumptions until measured. Prints Markdow
 
 import argparse
 import json
+import math
 import sys
 from functools import cache
 from pathlib import Path
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import DiT, DiT_models, multiply_adds
@@ -31,6 +34,7 @@ SAMPLES = 50_000
 EVALUATIONS = {"EDM, 40 Heun steps": 79, "flow, 40 Euler steps": 40, "flow, 250 SDE steps": 250}
 BYTES_A_PARAMETER = 16                   # of a checkpoint: weights, average, AdamW's two moments, in float32
 KEPT = 7                                 # checkpoints: the newest two, those at 100K to 400K, one being written
+IMAGES_A_GPU = (32, 256)
 RANKS = (1, 2, 8, 16, 64)
 LARGE = {"3B (model.hidden_size=2048 model.depth=40)": dict(hidden_size=2048, depth=40)}      # 16 heads, patch 2
 BYTES_A_LATENT = 8 * 32 * 32 * 2         # mean and deviation, float16
@@ -102,6 +106,41 @@ def sampling(flops_a_second: float) -> str:
     return table([f"{SAMPLES:,} images, minutes on 1 GPU [derived]", *EVALUATIONS], rows)
 
 
+def activation_bytes(size: str, tokens: int, routed: bool, batch: int) -> int:
+    """Counts what a forward pass in bf16, without compilation, keeps for the backward pass; weights in bf16, too."""
+    side, kept = 2 * math.isqrt(tokens), {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    net = DiT_models[f"DiT-{size}/2"](input_size=side, routes=[ROUTE] if routed else [])
+    images, labels = torch.randn(batch, 4, side, side), torch.zeros(batch, dtype=torch.int64)
+    with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        out = net(images, torch.rand(batch), labels, routes=net.routes)      # noqa: F841, as it holds the storages
+    own = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
+    return sum(storage.nbytes() for name, storage in kept.items() if name not in own)
+
+
+def activations() -> str:
+    """Counts a GPU's memory by size, tokens and batch: weights, gradients, Adam, EMA and activations."""
+    rows = []
+    for tokens in (256, 1024):
+        for size in SIZES:
+            held = []
+            for routed in (False, True):
+                with FakeTensorMode():      # shapes alone, nothing is computed
+                    one, two = (activation_bytes(size, tokens, routed, batch) for batch in (1, 2))
+                an_image = two - one
+                fixed = sharding.bytes_a_rank(network(size, routed), 1) + one - an_image
+                held.append([an_image / 1e6, *((fixed + batch * an_image) / 1e9 for batch in IMAGES_A_GPU)])
+            pairs = [f"{dense:,.0f}, {tread:,.0f}" for dense, tread in zip(*held, strict=True)]
+            rows.append([f"{size}/2", f"{tokens:,}", f"{fixed / 1e9:.1f}", *pairs])
+    return table(["dense, TREAD [derived]", "tokens", "GB without images", "MB an image",
+                  *(f"GB, {batch} images" for batch in IMAGES_A_GPU)], rows)
+
+
 def memory() -> str:
     """Counts weights, gradients, Adam and EMA, and in bf16 the largest block, two of which are gathered at a time."""
     with torch.device("meta"):
@@ -122,10 +161,10 @@ def main() -> None:
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--efficiency", type=float, default=0.95, help="of several GPUs over one (0.95: assumed)")
     parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON of scripts/benchmark.py mode=train")
-    parser.add_argument("--memory", action="store_true", help="what a rank holds in training, and no hours")
+    parser.add_argument("--memory", action="store_true", help="what a GPU holds in training, and no hours")
     given = parser.parse_args()
     if given.memory:
-        print(memory())
+        print(memory() + "\n\n" + activations())
         return
     if not (0 < given.mfu <= 1 and given.peak > 0 and given.gpus > 0 and 0 < given.efficiency <= 1):
         sys.exit("plan.py: --mfu and --efficiency lie in (0, 1], --peak and --gpus above 0.")

@@ -30,7 +30,7 @@ from rf import RF
 from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
-from train import learning_rate, paused, report, step_seed, train_step, update_ema
+from train import learning_rate, paused, report, start_trackers, step_seed, train_step, update_ema
 from train import main as train_main
 from training import speed
 from training.run import Run, Sums, choose_sizes
@@ -508,3 +508,15 @@ def test_the_routed_network_is_one_graph_and_is_not_compiled_again(fresh_acceler
         torch.manual_seed(seed)
         net(torch.randn(4, 3, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
     assert counter.frame_count == 1
+
+
+@pytest.mark.parametrize("environment, project", [({}, "tread"), ({"WANDB_PROJECT": "faces"}, "faces")])
+def test_the_environment_names_the_trackers_project(monkeypatch, tmp_path, environment, project):
+    monkeypatch.delenv("WANDB_PROJECT", raising=False)
+    for name, value in environment.items():
+        monkeypatch.setenv(name, value)
+    started = []
+    accelerator = SimpleNamespace(init_trackers=lambda name, config, init_kwargs: started.append(name))
+    cfg = SimpleNamespace(name="first", log=SimpleNamespace(trackers=["wandb"]), model_dump=dict)
+    start_trackers(SimpleNamespace(cfg=cfg, accelerator=accelerator, folder=tmp_path, run_id="1"))
+    assert started == [project]

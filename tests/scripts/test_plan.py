@@ -8,6 +8,7 @@ from accelerate import Accelerator
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dit
 from runtime import clocks
@@ -42,6 +43,20 @@ def test_hours_follow_from_the_count_or_from_what_was_measured(monkeypatch, caps
     (tmp_path / "other.json").write_text("{}")
     with pytest.raises(SystemExit, match="other.json times no DiT of patch 2"):
         printed(monkeypatch, capsys, "--measured", tmp_path / "other.json")
+
+
+def test_the_memory_of_the_pages_is_what_the_command_prints(monkeypatch, capsys):
+    monkeypatch.setattr(plan, "SIZES", ("S",))
+    pages = "".join((ROOT / "docs" / name).read_text() for name in ("training.md", "reliability.md"))
+    rows = [line for line in printed(monkeypatch, capsys, "--memory").splitlines() if line.startswith("| ")]
+    assert len(rows) == 9 and all(row in pages for row in rows)
+
+
+@pytest.mark.parametrize("routed", [False, True])
+def test_activations_counted_by_shapes_are_those_of_a_real_pass(routed):
+    with FakeTensorMode():
+        counted = plan.activation_bytes("S", 256, routed, batch=2)
+    assert counted == plan.activation_bytes("S", 256, routed, batch=2)
 
 
 # A stand-in for the official code: the names that are called, and nothing of what they do there.
