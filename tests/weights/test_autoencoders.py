@@ -379,7 +379,7 @@ def test_a_config_that_cannot_be_is_a_sentence(tmp_path, changes, sentence):
 
 
 @pytest.mark.parametrize("record, sentence", [
-    ({"latents_mean": [0.0] * 3, "latents_std": [1.0] * 3}, "metadata.json: its record: latents_mean and latents_std have 3 numbers"),
+    ({"latents_mean": [0.0] * 3, "latents_std": [1.0] * 3}, "metadata.json: latents_mean and latents_std have 3 numbers"),
     ({"latents_std": [1.0] * 4}, "latents_mean has 0 numbers and latents_std 4"),
     ({"latents_mean": "x"}, "latents_mean=x: it should"),
 ])  # fmt: skip
