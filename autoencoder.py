@@ -1,4 +1,7 @@
-"""Pixels <-> latents, with the scale, shift and statistics by channel of an autoencoder (weights/autoencoders.py)."""
+"""Pixels <-> latents, and the scale, shift and statistics by channel that make an autoencoder's latents the network's.
+
+`weights/autoencoders.py` loads an autoencoder by its name.
+"""
 
 import math
 from collections.abc import Callable
@@ -107,7 +110,10 @@ def _by_channel(numbers: tuple[float, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 class Autoencoder:
-    """Maps uint8 images (B,H,W,3) to latents (B,C,h,w) and back, by a subclass's `_encode` and `_decode` of pixels."""
+    """Maps uint8 images (B,H,W,3) to the network's latents (B,C,h,w) and back, decoding a piece at a time.
+
+    A subclass has `_encode`, from pixels to mean and standard deviation or None, and `_decode`, back to pixels.
+    """
 
     name: str
     channels: int
@@ -124,7 +130,10 @@ class Autoencoder:
 
     @torch.no_grad()
     def decode(self, latents: torch.Tensor, strict: bool = False) -> torch.Tensor:
-        """Maps latents (B,C,h,w) to uint8 images (B,H,W,3); what is not finite is black, or ValueError if `strict`."""
+        """Maps latents (B,C,h,w) to uint8 images (B,H,W,3), a piece of the batch at a time.
+
+        Pixels that are not finite are black; with `strict` they are a ValueError.
+        """
         per_image = latents.shape[2] * latents.shape[3] * self.downsample**2
         size, images = self.decode_batch_size or max(1, PIXELS_AT_ONCE // per_image), []
         for piece in latents.to(self.device).float().split(size):
@@ -205,7 +214,10 @@ def latent_form(network: type[torch.nn.Module], config: dict) -> tuple[int, int]
 
 
 class OwnDecoder(Autoencoder):
-    """A user's function of z (B,C,h,w) to pixels (B,3,H,W) in [-1, 1]; raises ValueError if it returns no images."""
+    """A user's function that maps z (B,C,h,w), its autoencoder's own latents, to pixels (B,3,H,W) in [-1, 1].
+
+    It is tried on one latent of `shape` (C,h,w). Raises ValueError where it does not return images.
+    """
 
     convention = Convention()
 

@@ -112,11 +112,15 @@ class DiT(nn.Module):
         if input_size % patch_size:
             raise ValueError(f"The latent's side {input_size} is not a multiple of the patch size {patch_size}: "
                              f"choose a backbone_type with another patch size, or another resolution.")
+        if depth < 1 or num_heads < 1:
+            raise ValueError(f"A DiT of depth {depth} with {num_heads} heads: both must be at least 1.")
         if hidden_size % num_heads or hidden_size % 4:
             raise ValueError(f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} and of 4 "
                              f"(sines and cosines of two axes).")
         if init not in ("adaln_zero", "xavier"):
             raise ValueError(f"init is {init!r}; it must be 'adaln_zero' or 'xavier'.")
+        if block not in BLOCKS:
+            raise ValueError(f"block is {block!r}; it must be one of {', '.join(BLOCKS)}.")
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
         self.num_classes = num_classes
@@ -233,10 +237,12 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
         mlp_ratio = kind.block.read_mlp_ratio(first, hidden_size)
         depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
-    except (LookupError, ValueError, ZeroDivisionError) as error:
+    except (ValueError, IndexError, ZeroDivisionError) as error:
+        raise ValueError(f"These weights are not a DiT's: one of another shape or name than its ({error}).") from None
+    except KeyError as missing:
         first = ", ".join(list(state_dict)[:3])[:200]
-        raise ValueError(f"These weights are not a DiT's ({error!r}); they hold {len(state_dict)} tensors, {first} "
-                         f"first.") from None
+        raise ValueError(f"These weights are not a DiT's: they lack {missing}; they hold {len(state_dict)} tensors, "
+                         f"{first} first.") from None
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in kind.models.values()}
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:

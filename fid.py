@@ -29,7 +29,7 @@ from sampling.options import DrawingSettings, SamplerSettings, labels_of
 from scoring.drawing import DRAWN_RULE, H100, Drawing, derived_hours
 from scoring.evaluation import score_images
 from scoring.feature_cache import FeatureCache
-from scoring.features import EXTRACTORS
+from scoring.features import EXTRACTORS, Extractor
 from scoring.features import load as load_extractor
 from scoring.image_sets import Images, Indexed, evenly, open_images, read_over_ranks
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
@@ -139,6 +139,11 @@ def open_image_set(cfg: ScoringSettings, state: PartialState) -> Subject:
                    lambda todo: read_over_ranks(images, chosen, todo, cfg.batch_size), Path("results.jsonl"), published)
 
 
+def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
+    with state.local_main_process_first():      # which downloads weights for the others
+        return load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
+
+
 def report(row: dict, path: Path) -> None:
     """Prints a row as a table."""
     images, reference = row["source"], row["reference"]
@@ -167,7 +172,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     check_settings(cfg)
 
     # ---- everything that can be wrong, before anything slow
-    extractor = load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
+    extractor = open_extractor(cfg, state)
     reference = open_reference(cfg.reference, extractor)
     metrics = available_metrics(extractor, reference, cfg.metrics)
     if must_have and must_have not in metrics:
@@ -214,7 +219,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
 def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
     """Measures `reference_from` and writes `out`."""
     check_settings(cfg)
-    extractor = load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
+    extractor = open_extractor(cfg, state)
     images, chosen = open_stored(cfg, state, "reference_from")
     if cfg.reference_images > images.count:
         raise ValueError(f"reference_images={cfg.reference_images} is more than the {images.count} images of "

@@ -67,6 +67,8 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     resolved = []
     for route in routes:
         given = (route.start_layer_idx, route.end_layer_idx, route.return_from)
+        if not all(isinstance(i, int) for i in given[:2]) or not isinstance(route.return_from, int | None):
+            raise ValueError(f"Route {route} in a network of {depth} blocks: block indices are whole numbers.")
         start, end, source = (i + depth if i is not None and i < 0 else i for i in given)
         if not (0 <= start < depth and 0 <= end < depth):
             raise ValueError(f"Route {route} leaves the network: with {depth} blocks an index lies in "

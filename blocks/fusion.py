@@ -28,7 +28,10 @@ class FusingRouter(Router, nn.Module):
         super().check(routes, grid_size)
 
     def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
-        """Returns the network's one route as the call has it, or one that no token takes; ValueError for another."""
+        """Returns the network's one route as the call has it; in a dense pass, as one that no token takes.
+
+        Raises ValueError for a route around other blocks.
+        """
         if len({(route.start_layer_idx, route.end_layer_idx) for route in (*routes, *own)}) > 1:
             raise ValueError(f"The network fuses after route {own[0]}, so its tokens take no other, but were given "
                              f"{', '.join(map(str, routes))}: leave routes out.")

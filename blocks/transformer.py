@@ -54,7 +54,10 @@ def rotate(x: Tensor, angles: Tensor) -> Tensor:
 
 
 class RotaryAttention(nn.Module):
-    """Attention that turns queries and keys by the tokens' places in the grid (RoPE, arXiv 2104.09864, in 2D)."""
+    """Attention whose queries and keys are turned by the tokens' places in the grid (RoPE, arXiv 2104.09864, in 2D).
+
+    So a product of query and key depends on the distance of two tokens, whichever others are there.
+    """
 
     def __init__(self, hidden_size: int, num_heads: int, grid_size: int, qk_norm: bool):
         super().__init__()

@@ -30,7 +30,8 @@ NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 CHUNK = 4096  # latents that are copied to a device at once
 
 
-# ---- a data set of latents ------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# A data set of latents
 
 
 class Array(NamedTuple):
@@ -82,7 +83,10 @@ class Latents:
         self.fingerprint = content.hexdigest()[:32]
 
     def read(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> tuple[np.ndarray, np.ndarray]:
-        """Returns stored (B, C or 2C, h, w) float16 and labels (B,) int64 of `indices`, flipped where `mirror`."""
+        """Returns (stored (B, C or 2C, h, w) float16, labels (B,) int64) of `indices` (B,) int64, in their order.
+
+        `mirror` (B,) bool picks the encoding of the flipped image where True.
+        """
         stored = self._read_stored(indices, mirror)
         if self.applied is not None:
             convert = self.applied.moments if self.kind == "moments" else self.applied.latent
@@ -151,6 +155,8 @@ class Latents:
         return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
     def _read_stored(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> np.ndarray:
+        assert len(indices) and 0 <= indices.min() and indices.max() < self.count
+        assert mirror is None or self.mirrored or not mirror.any()
         rows = np.empty((len(indices), *self.stored_shape), self.stored_dtype)
         self._fill(rows, self.shards, indices, mirror)
         return rows
@@ -196,7 +202,8 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     return latents
 
 
-# ---- latent folders -------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# Latent folders
 
 
 class Shard(Record):
@@ -265,8 +272,11 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
         if asked is not None and asked != recorded:
             raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {recorded!r}: "
                              f"leave data.{name}=null for a latent folder.")
-    convention = Convention.read(meta.model_dump())
-    convention.require(meta.shape[0], str(file))
+    try:
+        convention = Convention.read(meta.model_dump())
+        convention.require(meta.shape[0], "its record")
+    except ValueError as error:
+        raise ValueError(f"{file}: {error}") from None
 
     stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
     parts = ["latents", "mirrored"] if meta.mirrored else ["latents"]
@@ -329,7 +339,8 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
                    convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
 
 
-# ---- what looks wrong -----------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# What looks wrong
 
 
 def _check_values(latents: Latents) -> None:
@@ -345,6 +356,9 @@ def _check_values(latents: Latents) -> None:
     if not (0 <= masks.min() and masks.max() <= 1):      # nor NaN
         raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
                          f"they lie in 0..1: store mask / 255 as float16, or 0 and 1 as uint8.")
+    if masks.max() == 0:
+        raise ValueError(f"{where}: all masks are 0, so that nothing would be trained: store 1 where a pixel counts in "
+                         f"the loss, or remove masks-*.npy.")
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if std.min() < 0:
         raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard "

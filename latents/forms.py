@@ -3,9 +3,11 @@
 `recognize` names a source's form and `open_stored` opens it; docs/interop.md says whose each is. Nothing is unpickled.
 """
 
+import itertools
 import json
 import math
 import os
+import posixpath
 import re
 import zipfile
 import zlib
@@ -18,7 +20,7 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.images import find_tars, open_zip
+from latents.images import find_tars, open_zip, tar_members
 from latents.tars import open_rows, tar_index
 from weights.autoencoders import read_statistics
 
@@ -126,7 +128,10 @@ def array_reader(
 
 
 def open_listed(source: Path, name: str) -> Stored:
-    """Opens .npy files, at the top or in `name`, and dataset.json, {"labels": [[file, class], …]}; folder or zip."""
+    """Opens .npy files and their dataset.json, {"labels": [[name, class], …]}, in a folder or a zip.
+
+    They lie at its top or in the folder `name`.
+    """
     if source.is_dir():
         where = source / name if (source / name).is_dir() else source
         names = npy_names(where)
@@ -183,7 +188,9 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     """Opens z-<i> (raw float32, mean and log-variance), y-<i> (text) and length; flipped images follow the others."""
     import lmdb
 
-    folder = lmdb_folder(source) or source
+    folder = lmdb_folder(source)
+    if folder is None:
+        raise ValueError(f"source={source} has no data.mdb, nor has {source / 'train'}.")
     file = folder / "data.mdb"
     try:
         env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False)
@@ -196,7 +203,8 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
 
     def value(key: str) -> memoryview:
         if (content := transaction.get(key.encode())) is None:
-            raise ValueError(f"{file} lacks {key}: it was not finished, or is of another form.")
+            raise ValueError(f"{file} lacks {key}: it was not finished, or MaskDiT's extract_latent.py did not write "
+                             f"it.")
         return content
 
     def number(key: str) -> int:
@@ -237,6 +245,8 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
     from safetensors import SafetensorError, safe_open
 
     files = sorted(source.glob("*.safetensors"))
+    if not files:
+        raise ValueError(f"source={source} holds no .safetensors.")
     starts, labels, form = [0], [], None
     for file in files:
         try:
@@ -246,10 +256,12 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
                 own = shard.get_tensor("labels").numpy()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a whole safetensors file ({error}): copy it again.") from error
-        form = form or sizes[0][1:]
-        if any(size != (len(own), *form) for size in sizes):
-            raise ValueError(f"{file} has {len(own)} labels and latents of {sizes}, but {files[0].name} has latents of "
-                             f"{form}: one data set has one shape, and a label for each latent.")
+        if any(size[0] != len(own) for size in sizes):
+            raise ValueError(f"{file} has {len(own)} labels, but latents of {sizes}.")
+        found = [size[1:] for size in sizes]
+        if found != (form := form or found) or len(set(found)) > 1:
+            raise ValueError(f"{file} holds latents of {sizes}, but {files[0].name} of {form}: one data set has one "
+                             f"shape.")
         labels.append(own)
         starts.append(starts[-1] + len(own))
 
@@ -263,6 +275,7 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
             return torch.cat(rows)
         return read
 
+    shape = form[0]
     says = {"scale": SD_VAE_SCALE, "autoencoder": "sd_vae_ema", "decoder": "Stable Diffusion's VAE", "downsample": 8}
     if latent_norm:
         statistics = source / "latents_stats.pt"
@@ -270,9 +283,9 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
             raise ValueError(f"source={source} has no latents_stats.pt, which LightningDiT's loader writes: set "
                              f"latent_norm=false for an SD-VAE's latents, which it does not normalise.")
         convention = read_statistics(statistics)
-        convention.require(form[0], str(statistics))
+        convention.require(shape[0], str(statistics))
         says = {"latents_mean": convention.latents_mean, "latents_std": convention.latents_std}
-    return Stored(np.concatenate(labels), form, reader("latents"), reader("latents_flip") if len(sizes) > 1 else None,
+    return Stored(np.concatenate(labels), shape, reader("latents"), reader("latents_flip") if len(form) > 1 else None,
                   says)
 
 
@@ -282,6 +295,9 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
 def open_tars(source: str, kind: str | None) -> Stored:
     """Opens tars of <key>.latent.npy and <key>.cls; TREAD trains on the values as they are."""
     tars = find_tars(source)
+    if not tars:
+        raise ValueError(f"source={source} names no .tar.")
+    refuse_pickles(tars[0])
     if len({"train" in tar.name for tar in tars}) > 1:
         raise ValueError(f"source={source} holds {len(tars)} tars, some with train in their names and some "
                          f"without; TREAD trains on the former: name them, as in \"source='{source}/*train*.tar'\".")
@@ -299,43 +315,68 @@ def open_tars(source: str, kind: str | None) -> Stored:
                                                       "log_variance": kind == "moments"})
 
 
+def refuse_pickles(tar: Path) -> None:
+    """Raises ValueError for a tar of MaskDiT's, whose latents are pickles."""
+    first = itertools.islice(tar_members(tar), 8)
+    if name := next((member.name for member in first if member.name.endswith(".latent")), None):
+        raise ValueError(f"{tar}: {name} is a pickle, and pickles are never loaded, since they can run code. "
+                         f"Import the lmdb that MaskDiT's lmdb2wds.py made the tars from (format=maskdit), or, if "
+                         f"you trust them, rewrite them with the lines in docs/interop.md.")
+
+
 # ---- which form -----------------------------------------------------------------------------------------------------
 
 
 def recognize(source: str) -> tuple[str, str]:
     """Returns (format, why) of a source; raises ValueError where it could be two, or is none that is known."""
     path = Path(source)
-    if (path / "metadata.json").is_file():
-        raise ValueError(f"source={source} is a latent folder already: train on it with data.path={source}.")
-    if (folder := lmdb_folder(path)) is not None:
-        return "maskdit", f"{folder / 'data.mdb'} is an lmdb"
-    if shard := next(path.glob("*.safetensors"), None):
-        return "lightningdit", f"{shard.name} is there"
-    if (path / FEATURES).is_dir() and (path / LABELS).is_dir():
-        return "fastdit", f"{FEATURES} and {LABELS} are there"
-    names: list[str] = []
-    if path.is_file() and (path.suffix == ".zip" or zipfile.is_zipfile(path)):
-        names = open_zip(path).namelist()
-    elif (path / "dataset.json").is_file() or any((path / name).is_dir() for name in ("vae-sd", "vae-in")):
-        names = [f"{path.resolve().name}/{name}" for name in npy_names(path)]
-    for name in names:      # REPA's and EDM2's are the same
-        *folders, base = name.split("/")
-        if "vae-sd" in folders and base.endswith(".npy"):
-            return "repa", f"{name} lies in vae-sd"
-        if "vae-in" in folders or base.startswith("img-latents-"):
-            return "srdit", f"{name} is named as SR-DiT names it"
-        if base.startswith("img-mean-std-"):
-            raise ValueError(
-                f"source={source} holds {base}, as REPA, SiT-REPA, Sprint and EDM2 write it, and nothing in it tells "
-                f"which: set format=repa (VAE input in -1..1) if REPA's preprocessing made it, format=edm2 (VAE input "
-                f"in 0..1, another normalisation) if EDM2's dataset_tool.py did.")
-    if tar := next((tar for tar in find_tars(source) if re.search(r"\.(tar(\.\w+)?|tgz)$", tar.name)), None):
-        return "tread", f"{tar.name} is a tar"
+    found: list[tuple[str, str]] = []
+    if path.is_dir():
+        if (path / "metadata.json").is_file():
+            raise ValueError(f"source={source} is a latent folder already: train on it with data.path={source}.")
+        if (folder := lmdb_folder(path)) is not None:
+            found.append(("maskdit", f"{folder / 'data.mdb'} is an lmdb"))
+        if shard := next(path.glob("*.safetensors"), None):
+            found.append(("lightningdit", f"{shard.name} is there"))
+        if (path / FEATURES).is_dir() and (path / LABELS).is_dir():
+            found.append(("fastdit", f"{FEATURES} and {LABELS} are there"))
+        for name, whose in (("vae-sd", "repa"), ("vae-in", "srdit")):
+            if (path / name).is_dir() or path.resolve().name == name:
+                found.append((whose, f"the folder is named {name}"))
+        if not found and (path / "dataset.json").is_file():
+            folder = next((path / name for name in sorted(os.listdir(path)) if (path / name).is_dir()), path)
+            found = by_name(os.listdir(folder), source)
+    elif path.is_file() and (path.suffix == ".zip" or zipfile.is_zipfile(path)):
+        found = by_name(open_zip(path).namelist(), source)
+    tars = [tar for tar in find_tars(source) if not found and re.search(r"\.(tar(\.\w+)?|tgz)$", tar.name)]
+    if tars:
+        refuse_pickles(tars[0])
+        found.append(("tread", f"{tars[0].name} is a tar"))
+    if len(found) == 1:
+        return found[0]
+    if found:
+        each = " and ".join(f"{format} ({why})" for format, why in found)
+        raise ValueError(f"source={source} could be {each}: set format= to one of them.")
     if not path.exists():
         raise ValueError(f"There is nothing at source={source}.")
     known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
     raise ValueError(f"source={source} is none of the forms that are known by their names ({known}). docs/interop.md "
                      f"has how each looks; images go through scripts/prepare_latents.py.")
+
+
+def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
+    """Tells a set with a dataset.json by the names of its files; REPA's and EDM2's are the same."""
+    for name in names:
+        if "vae-sd" in (parts := name.split("/")) and name.endswith(".npy"):
+            return [("repa", f"{name} lies in vae-sd")]
+        if "vae-in" in parts or posixpath.basename(name).startswith("img-latents-"):
+            return [("srdit", f"{name} is named as SR-DiT names it")]
+        if posixpath.basename(name).startswith("img-mean-std-"):
+            raise ValueError(
+                f"source={source} holds {posixpath.basename(name)}, as REPA, SiT-REPA, Sprint and EDM2 write it, and "
+                f"nothing in it tells which: set format=repa (VAE input in -1..1) if REPA's preprocessing made it, "
+                f"format=edm2 (VAE input in 0..1, another normalisation) if EDM2's dataset_tool.py did.")
+    return []
 
 
 def open_stored(

@@ -1,4 +1,8 @@
-"""Folders, zips and tars of images, and the built-in shapes, as numbered items: name, label, pixels, one at a time."""
+"""Folders, zips and webdataset tars of images, and the built-in shapes, as numbered items: name, label, pixels.
+
+A source keeps names and places only, about 130 bytes an image (170 MB for ImageNet), of a zip about 900; pixels are
+read one image at a time.
+"""
 
 import colorsys
 import glob
@@ -32,7 +36,8 @@ class UnreadableImage(Exception):
     """One file cannot be read as an image: it is truncated, no image at all, or has no clear meaning in RGB."""
 
 
-# ---- one image ------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# One image
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -82,6 +87,8 @@ def center_crop(image: Image.Image, resolution: int) -> Image.Image:
     Halves with a box filter while the shorter side is at least twice the target, goes the rest of the way with a
     bicubic one (which enlarges smaller images), and cuts the middle. An image of the right size passes untouched.
     """
+    if max(image.size) > 64 * min(image.size):
+        raise UnreadableImage(f"{image.width}x{image.height}: one side is over 64 times the other")
     while min(image.size) >= 2 * resolution:
         image = image.resize((image.width // 2, image.height // 2), Image.Resampling.BOX)
     scale = resolution / min(image.size)
@@ -91,7 +98,10 @@ def center_crop(image: Image.Image, resolution: int) -> Image.Image:
 
 
 def draw_shape(seed: int, index: int, resolution: int) -> np.ndarray:
-    """Draws shape `index`, of class `index % 6`, as uint8 (resolution, resolution, 3), by (seed, index) alone."""
+    """Draws item `index` of the shapes set, class `index % 6`, as uint8 (resolution, resolution, 3).
+
+    A pure function of (seed, index): another resolution samples the same drawing more finely.
+    """
     rng = np.random.default_rng([seed, index])
     # Little varies but the colour, so that a small network learns the outlines within minutes on a CPU.
     center_x, center_y = rng.uniform(0.47, 0.53, size=2)  # in units of the image's side
@@ -123,7 +133,8 @@ def draw_shape(seed: int, index: int, resolution: int) -> np.ndarray:
     return np.floor((coverage * color + (1 - coverage) * background) * 255 + 0.5).astype(np.uint8)
 
 
-# ---- sources --------------------------------------------------------------------------------------------------------
+# ------------------------------------------------------------------------------------------------------------
+# Sources
 
 
 @dataclass
@@ -144,7 +155,10 @@ class ImageSource:
         return len(self.names)
 
     def pixels(self, index: int, resolution: int | None = None) -> np.ndarray:
-        """Returns image `index` as uint8 RGB (H,W,3), a centred square or as stored; raises UnreadableImage."""
+        """Returns image `index` as uint8 RGB (H,W,3), a centred square of `resolution` or as stored.
+
+        Raises UnreadableImage.
+        """
         image = decode_image(self.read(index))
         return np.array(image if resolution is None else center_crop(image, resolution))
 
@@ -172,7 +186,10 @@ class ShapeSource(ImageSource):
 
 
 def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> ImageSource:
-    """Lists a folder, a zip, tars (one, a folder, a glob, {000..012}) or `shapes`; raises ValueError for none."""
+    """Lists a folder, a zip, webdataset tars (a .tar, a folder of them, a glob, a {000..012} pattern) or `shapes`.
+
+    Raises ValueError where there is nothing to read, or where a class is unknown.
+    """
     path = Path(source)
     if source == "shapes":
         if shapes_count < len(SHAPES):
@@ -200,9 +217,10 @@ def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> 
 
 
 def find_tars(pattern: str | Path) -> list[Path]:
-    """Returns the tars, compressed ones too, that a folder, file, glob or {000..012} names, by name.
+    """Returns the tars that a folder, a file, a glob or a shell's braces ({000..012}) name, in order of name.
 
-    Raises ValueError where some of those in braces are absent; returns none where all are.
+    A folder's compressed ones are among them: their reader refuses them. Raises ValueError where some that the braces
+    name are absent; returns none where all are.
     """
     from braceexpand import braceexpand  # comes with webdataset
 
@@ -297,9 +315,21 @@ def list_folder(folder: Path) -> ImageSource:
     def stop(error: OSError) -> None:
         raise error  # a folder that may not be read: os.walk would pass over it in silence
 
-    for parent, _, inside in os.walk(folder, onerror=stop, followlinks=True):
-        files += [os.path.relpath(os.path.join(parent, file), folder) for file in inside]
-    return list_files(files, lambda name: (folder / name).read_bytes(), str(folder), folder.resolve().name)
+    for parent, folders, inside in os.walk(folder, onerror=stop, followlinks=True):
+        prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
+        # An empty class folder is named among what is not in the set.
+        files += [prefix + file for file in inside] or [prefix] * (prefix != "" and not folders)
+
+    def read(name: str) -> bytes:
+        try:
+            return (folder / name).read_bytes()
+        except OSError as error:
+            is_dead = isinstance(error, FileNotFoundError) and (folder / name).is_symlink()
+            if is_dead or isinstance(error, PermissionError):
+                raise UnreadableImage(str(error)) from error
+            raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
+
+    return list_files(files, read, str(folder), folder.resolve().name)
 
 
 def open_zip(path: str | Path) -> zipfile.ZipFile:

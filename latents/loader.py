@@ -16,6 +16,10 @@ from latents.folder import Latents
 NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
 
 
+# ------------------------------------------------------------------------------------------------------------
+# Batches
+
+
 def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,
             pin: bool = False, device: torch.device | str | None = None, arrays: Iterable[str] = (),
             ) -> Iterator[tuple[torch.Tensor, torch.Tensor, dict[str, torch.Tensor]]]:
@@ -26,8 +30,16 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
     takes the r-th part of each, so what a global batch holds does not depend on `world`. `start` global batches
     are skipped at no cost: a run that resumes sees what it would have seen. One thread reads ahead; closing the
     iterator ends it. `pin` page-locks the batches for copies to the current GPU. With a `device` all latents are
-    copied there once, and the same batches are made there. The batch size is a multiple of `world`, up to the count.
+    copied there once, and the same batches are made there. Raises ValueError for a batch size that the images or the
+    ranks do not fit, and for latents that do not fit on the device.
     """
+    if not 0 < batch_size <= latents.count:
+        raise ValueError(f"The batch size is {batch_size}, but {latents.where} holds {latents.count} images: "
+                         "set batch_size between 1 and that.")
+    if batch_size % world:
+        raise ValueError(f"The batch size {batch_size} does not divide by {world} ranks: "
+                         f"set batch_size to a multiple of {world}.")
+    assert 0 <= rank < world and start >= 0
     names = [name for name in arrays if name in latents.arrays]
     wholes = None if device is None else latents.to_device(device, names)
     load = partial(_load, latents, names, wholes is not None, torch.cuda.current_device() if pin else None)
@@ -60,7 +72,10 @@ def _batches(names: list[str], wholes: tuple[torch.Tensor, ...] | None, loaded: 
 
 
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns x (B, C, h, w) float32 on the device of `stored`; of moments a draw, x = mean + std * eps."""
+    """Returns x (B, C, h, w) float32 on the device of `stored`; moments are drawn from, x = mean + std * eps.
+
+    eps comes from the device's default generator.
+    """
     stored = stored.float()
     if kind == "sample":
         return stored

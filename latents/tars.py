@@ -93,7 +93,7 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                 raise ValueError(f"{file}: {member.name}: {error}.") from error
     if not firsts:
         raise ValueError(f"{file} holds no '<key>.latent.npy': tars of images go through scripts/prepare_latents.py "
-                         "first, and MaskDiT's tars, which hold pickles, are read as docs/interop.md says.")
+                         "first.")
     if alone := sorted(firsts.keys() ^ labels.keys()):
         raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")
     return [(first, labels[sample]) for sample, first in firsts.items()], form

@@ -16,8 +16,10 @@ from tqdm import tqdm
 
 from latents.folder import map_npy
 from latents.loader import in_order
-from runtime.files import atomic_write, lock_folder, remove, remove_leftovers, require_room, write_text
+from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
 from runtime.schema import read_json
+
+LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")      # of killed writes; runtime.files.atomic_write names them
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -25,10 +27,9 @@ def write_json(path: Path, value: dict) -> None:
     write_text(path, json.dumps(value, indent=1, ensure_ascii=False).encode("utf-8", "replace").decode() + "\n")
 
 
-def sweep(out: Path) -> None:
-    """Removes the shards' records of a whole folder, and what killed writes have left there."""
-    remove_leftovers(out)
-    for file in out.glob("record-*.json"):
+def sweep(out: Path, *patterns: str) -> None:
+    """Removes the files of `out` that match the patterns, and what killed writes have left there."""
+    for file in itertools.chain.from_iterable(out.glob(pattern) for pattern in (*LEFTOVERS, *patterns)):
         remove(file)
 
 
@@ -51,7 +52,7 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
     if not (out / "metadata.json").is_file():
         return False
     if is_main:
-        sweep(out)  # after a run that was killed on its last lines
+        sweep(out, "record-*.json")  # of a run that was killed on its last lines
         print(f"{out} is already whole: nothing to do.")
     return True
 
@@ -148,7 +149,11 @@ def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tup
 
 
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
-    """Writes one shard of `write_folder`'s batches, rows and unreadable items, and then its record, the mark."""
+    """Writes one shard and then its record, the mark that it is whole.
+
+    A batch is its rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each
+    unreadable image.
+    """
     count, unreadable = 0, []
     with ExitStack() as stack:
         writers: dict[str, Callable[[np.ndarray], None]] = {}
@@ -178,8 +183,11 @@ def read_records(
     return records
 
 
-def finish(out: Path, metadata: dict, records: list[dict], not_images: Iterable[str] = ()) -> None:
+def finish(out: Path, metadata: dict, records: list[dict | None], not_images: Iterable[str] = ()) -> None:
     """Adds up the shards' records and writes metadata.json, the mark that the folder is whole; prints what it holds."""
+    if None in records:
+        raise ValueError(f"out={out}: {records.count(None)} shards are not whole, such as number "
+                         f"{records.index(None)}; the same command writes them again.")
     reasons = [(name, "does not look like an image") for name in not_images]
     reasons += [row for record in records for row in record["unreadable"]]
     count = sum(record["count"] for record in records)
@@ -190,7 +198,7 @@ def finish(out: Path, metadata: dict, records: list[dict], not_images: Iterable[
               for shard, record in enumerate(records) if record["count"]]
     metadata = {"format": 1, "count": count, "dtype": "float16"} | metadata
     write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})
-    sweep(out)
+    sweep(out, "record-*.json")
 
     if reasons:
         print(f"{len(reasons)} files are not in the set (all are named in {out / 'metadata.json'}):")

@@ -27,7 +27,10 @@ def build_objective(
     net: nn.Module, diffusion: object, parts: Mapping[str, Mapping] | None = None, keep_masked: bool = False,
     array_shapes: Mapping[str, tuple[int, ...]] | None = None,
 ) -> Objective | DiffusionLoss:
-    """Puts `parts`, names of files here and their keywords, around the plain diffusion loss, in their order."""
+    """Puts `parts`, names of files here and their keywords, around the plain diffusion loss, in their order.
+
+    `array_shapes` are those of a row of each array beside the latents. Raises ValueError for a name that is not there.
+    """
     objective: Objective | DiffusionLoss = DiffusionLoss(net, diffusion, keep_masked, array_shapes)
     for name, keywords in (parts or {}).items():
         objective = class_of(name)(objective, **keywords)

@@ -1,7 +1,6 @@
 """The plain objective: the diffusion's loss over all tokens. TREAD needs no other (arXiv 2501.04765)."""
 
 from collections.abc import Iterator, Mapping
-from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -69,9 +68,25 @@ class Objective(nn.Module):
     def arrays(self) -> tuple[str, ...]:
         return self.inner.arrays + self.own_arrays
 
-    # Those of the diffusion's loss, whatever lies between.
-    net, diffusion, keep_masked, drawn, array_shapes = (
-        property(attrgetter(f"inner.{name}")) for name in ("net", "diffusion", "keep_masked", "drawn", "array_shapes"))
+    @property
+    def net(self) -> DiT:
+        return self.inner.net
+
+    @property
+    def diffusion(self) -> EDM | RF:
+        return self.inner.diffusion
+
+    @property
+    def keep_masked(self) -> bool:
+        return self.inner.keep_masked
+
+    @property
+    def drawn(self) -> tuple[Tensor, Tensor] | None:
+        return self.inner.drawn
+
+    @property
+    def array_shapes(self) -> Mapping[str, tuple[int, ...]]:
+        return self.inner.array_shapes
 
     @property
     def step(self) -> int:

@@ -47,7 +47,10 @@ class InternalHead(FinalLayer):
         return mask.repeat_interleave(self.patch_size, 2).repeat_interleave(self.patch_size, 3)
 
     def answer(self, *_: object, **__: object) -> Tensor:
-        """Returns the head's answer (B, out_channels, h, w) in the last pass, 0 in the patches of tokens on a route."""
+        """Returns what the head said in the last pass (B, out_channels, h, w), as its network would, whatever is given.
+
+        It is 0 in the patches of tokens that were on a route.
+        """
         tokens, positions = self.last["tokens"], self.last["positions"]
         num_tokens = (self.input_size // self.patch_size) ** 2
         index = positions.unsqueeze(-1).expand(tokens.shape)

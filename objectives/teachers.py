@@ -98,7 +98,10 @@ def torchscript(path: Path, grid: int) -> Teacher:
 
 
 def of_timm(name: str, grid: int) -> Teacher:
-    """Loads a transformer of timm's with its last tokens, or another network with its stride-16 map, for a grid."""
+    """Loads a transformer of timm's with its last tokens, or another network with its stride-16 map.
+
+    The image's side makes the grid: patch size · grid, as REPA has it for DINOv2, or 16 · grid.
+    """
     cfg = timm.get_pretrained_cfg(name) if timm.is_model(name) else None
     if cfg is None or not cfg.hf_hub_id:
         near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)

@@ -102,7 +102,10 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 def take_turns(
     rounds: int, device: torch.device, precision: str, works: dict[str, Callable[[], dict[str, float]]],
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]], dict[str, float]]:
-    """Takes seconds of parts of works in turn; returns by name each round's, median parts, and FLOP/s of products."""
+    """Takes the seconds of parts of all works in turn, round after round.
+
+    Returns by name the seconds of each round and the median ones of each part, and the FLOP/s of matrix products.
+    """
     taken, products = defaultdict(list), []
     for _ in range(rounds):
         for name, work in works.items():

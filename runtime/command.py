@@ -11,7 +11,6 @@ from typing import Any
 from unittest import mock
 
 from omegaconf import OmegaConf
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import ranks
 from runtime.schema import CONFIGS, Settings, first_line, read
@@ -47,7 +46,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 ranks.wait_for_root_cause(error)
                 sentence = mistake(error, config_name, plain)
                 if sentence is None or wants_traceback:
-                    ErrorHandler().record_exception(error)      # where torchrun and accelerate look for the cause
+                    ranks.record_for_launcher(error)
                     raise
                 sys.exit(f"{program}: {sentence}")
         return entry
@@ -56,7 +55,10 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
 
 @functools.cache      # of the code that this process has loaded, whatever is committed later
 def commit() -> str | None:
-    """Returns this project's commit, -dirty where files differ; outside a repository TREAD_COMMIT or None."""
+    """Returns this project's commit, with -dirty where tracked files differ from it.
+
+    Outside a repository it is TREAD_COMMIT of the environment, or None.
+    """
     git = ["git", "-C", str(Path(__file__).parent), "describe", "--always", "--dirty", "--exclude=*", "--abbrev=12"]
     try:
         return subprocess.run(git, capture_output=True, text=True, check=True).stdout.strip()

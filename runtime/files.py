@@ -69,12 +69,6 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def remove_leftovers(folder: Path) -> None:
-    """Removes what killed writes have left in a folder, for the process that has locked it."""
-    for left in folder.glob(".*.tmp"):
-        remove(left)
-
-
 def sync(path: Path) -> None:
     """Makes a file, or the renames in a folder, outlast a power cut."""
     descriptor = os.open(path, os.O_RDONLY)
@@ -91,7 +85,10 @@ def write_text(path: Path, text: str) -> None:
 
 
 def open_rows(path: Path) -> BinaryIO:
-    """Opens a file of JSON lines to append to; raises OSError for a link, which in another's run may lead anywhere."""
+    """Opens a file of JSON lines to append to it.
+
+    Raises OSError for a link, which in somebody else's run may lead anywhere.
+    """
     if path.is_symlink():
         raise OSError(errno.ELOOP, "it is a link, and rows are appended to files only", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
@@ -118,7 +115,10 @@ def read_rows(path: Path) -> list[dict]:
 
 
 def lock_folder(folder: Path, mistake: str) -> FileLock:
-    """Locks a folder, where the file system can, for this process; raises ValueError(mistake) if another has it."""
+    """Locks a folder until this process ends; raises ValueError(mistake) where another process has locked it.
+
+    On a file system without locks it prints so and goes on.
+    """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock")
     try:

@@ -37,7 +37,10 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
 
 def shard_rest(objective: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:
-    """Shares out what an objective trains beside its sharded network, so that its gradients are added over ranks."""
+    """Shares out what an objective trains besides its network, which is sharded already, as one more unit.
+
+    Without this its gradients would not be added up over ranks. What is frozen stays whole on each rank.
+    """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
     rest = {*objective.parameters()} - {*net.parameters()}
@@ -61,7 +64,11 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def bytes_a_rank(net: nn.Module, world: int) -> int:
-    """Counts bytes of the fullest of `world` ranks between passes: STATE_BYTES a parameter; `net` may lie on meta."""
+    """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is whole, and may lie on meta.
+
+    That is STATE_BYTES a parameter, of a rank's share of its rows, rounded up. A pass needs activations and two
+    gathered blocks on top.
+    """
     return STATE_BYTES * sum(-(-len(p) // world) * p[0].numel() for p in net.parameters())
 
 
@@ -94,7 +101,10 @@ def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
 
 
 def part(tensor: Tensor, like: Tensor) -> Tensor:
-    """Cuts out of a whole tensor the rows of a sharded `like` of its shape; beside any other `like` it is whole."""
+    """Cuts out of a whole tensor the rows that `like`, of its shape, has on this rank.
+
+    It is returned as it is where `like` is plain, or of another shape, as AdamW's count of steps.
+    """
     if not is_sharded(like) or tensor.shape != like.shape:
         return tensor
     from torch.distributed.tensor import distribute_tensor

@@ -93,7 +93,10 @@ class DrawingSettings(GuidanceSettings):
 
 
 def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
-    """Completes a sampler's settings, None being the diffusion's own or the sampler's; ValueError for what it lacks."""
+    """Completes the settings of a diffusion's sampler; None is the diffusion's own value, as a shift, or the sampler's.
+
+    Raises ValueError for a setting or a solver that the sampler lacks, or noise levels in the wrong order.
+    """
     def settings_of(sample: Callable) -> dict[str, float | str | None]:
         parameters = inspect.signature(sample).parameters
         return {name: getattr(diffusion, name, parameters[name].default) for name in parameters
@@ -132,7 +135,10 @@ def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: 
 def build_guidance(
     settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
 ) -> tuple[Guidance | None, dict | None]:
-    """Builds guidance and its record, loading a weak network; None, None without a scale. Raises ValueError."""
+    """Builds guidance and its record from its settings, loading a weak network; None, None where `scale` is None.
+
+    Raises ValueError, with the numbers and the setting, where they cannot work with `trained`.
+    """
     if settings.scale is None:
         if changed := [f"{key}={getattr(settings, key)}" for key, value in UNGUIDED.items()
                        if getattr(settings, key) != value]:
@@ -177,7 +183,10 @@ def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
 def parse_classes(
     key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
 ) -> list[int]:
-    """Reads names, indices and ranges of classes; None is `present`. Raises ValueError for one that is not there."""
+    """Reads class names, indices and ranges of indices; None is `present`, the classes that have images.
+
+    Raises ValueError for a class that does not exist.
+    """
     if given is None:
         return present
     index = {name: i for i, name in enumerate(class_names or [])}

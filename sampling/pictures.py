@@ -19,13 +19,22 @@ from runtime.files import atomic_write, write_array
 from sampling.generate import Batch
 
 
+def caption_font() -> ImageFont.FreeTypeFont:
+    """Loads DejaVu Sans, which comes with matplotlib and has letters far beyond Latin."""
+    [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
+    return ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
+
+
 def draw_grid(
     images: Tensor,                         # (N, H, W, 3) uint8
     labels: list[int],                      # one an image
     display_names: list[str] | None,        # of the classes; None: their numbers
     classes: Iterable[int] = (),            # in the order of the rows; others follow as they come
 ) -> Image.Image:
-    """Lays out images in captioned rows, one a class; where each class has a single image, eight in a row."""
+    """Lays out images in captioned rows, one a class; where each class has a single image, eight in a row.
+
+    A name with letters that the font lacks is replaced by the class's number.
+    """
     images = images.numpy()
     height, width = images.shape[1:3]
     zoom = max(1, 64 // height)
@@ -36,11 +45,14 @@ def draw_grid(
         columns = min(8, len(labels))
         rows = [list(range(i, min(i + columns, len(labels)))) for i in range(0, len(labels), columns)]
 
-    # DejaVu Sans comes with matplotlib and has letters far beyond Latin.
-    [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
-    font = ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
-    names = dict(enumerate(display_names or []))
-    texts = [", ".join(dict.fromkeys(names.get(labels[i]) or str(labels[i]) for i in row)) for row in rows]
+    font = caption_font()
+    unknown = bytes(font.getmask("\U0010ffff"))      # the box that stands for a letter the font lacks
+
+    def caption(label: int) -> str:
+        name = display_names[label] if display_names and label < len(display_names) else ""
+        return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
+
+    texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]
     texts = [text if len(text) <= 40 else text[:39] + "…" for text in texts]
     margin = 12 + max(math.ceil(font.getlength(text)) for text in texts)
     cell_w, cell_h = width * zoom + 2, height * zoom + 2

@@ -21,16 +21,25 @@ H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a
 
 
 class Drawing:
-    """Images that a network draws of `seeds`, as `generate` does, and the record that makes a result comparable.
+    """Images that a network draws of `seeds`, and the record of how: what a result must say to be compared.
 
-    `sampler` has settings of `diffusion.sample`, and `outline` is a network of the same shapes to count passes on. The
-    record gets the images' size when the first are drawn.
+    The record gets the images' size when the first are drawn.
     """
 
     def __init__(
-        self, net: DiT, diffusion: EDM | RF, decode: Callable[[Tensor], Tensor], seeds: list[int], labels: list[int], *,
-        batch_size: int, num_steps: int, guidance: Guidance | None = None, precision: str = "fp32",
-        sampler: dict | None = None, outline: DiT | None = None,
+        self,
+        net: DiT,
+        diffusion: EDM | RF,
+        decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8
+        seeds: list[int],                       # of all ranks; each is one image
+        labels: list[int],                      # one a seed
+        *,
+        batch_size: int,                        # images a rank draws at once
+        num_steps: int,
+        guidance: Guidance | None = None,
+        precision: str = "fp32",                # of the network, under autocast
+        sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
+        outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
     ):
         self.seeds, self.labels = seeds, labels
         sampler = sampler_settings(diffusion, sampler or {})

@@ -1,4 +1,7 @@
-"""Uint8 images (B, H, W, 3) -> features: 2015's Inception (ADM's graph, PyTorch), DINOv2, pixels, TorchScript."""
+"""Images -> features: the Inception of 2015 as ADM's graph or in PyTorch, DINOv2, plain pixels, or a TorchScript file.
+
+Every extractor takes uint8 images (B, H, W, 3) and resizes and scales them.
+"""
 
 import contextlib
 import os
@@ -7,7 +10,6 @@ from dataclasses import dataclass
 from pathlib import Path
 
 import torch
-from accelerate import PartialState
 from torch import Tensor
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
@@ -49,16 +51,21 @@ def load(
     The caller's generators stay as they are. Raises ValueError for weights that cannot be read or fetched,
     or a hash that differs.
     """
-    # One rank downloads for the others; a network is filled at random before its weights are read.
-    with PartialState().local_main_process_first(), torch.random.fork_rng(devices=[]):
+    if weights is not None and not Path(weights).is_file():
+        raise ValueError(f"features_weights={weights} is not a file.")
+    with torch.random.fork_rng(devices=[]):      # a network is filled at random before its weights are read
         return EXTRACTORS[name](weights and Path(weights), sha256, device)
 
 
 def extract(
     extractor: Extractor, batches: Iterable[tuple[Tensor, Tensor]],
 ) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
-    """Turns (indices, images) into (indices, named features), without index -1; ValueError if one is not finite."""
+    """Turns (indices (B,), images (B, H, W, 3) uint8) into (indices, named features); those of index -1 are dropped.
+
+    Raises ValueError where a feature is not finite.
+    """
     for indices, images in batches:
+        assert images.dtype == torch.uint8 and images.ndim == 4 and images.shape[3] == 3, (images.dtype, images.shape)
         real = indices.to(images.device) >= 0
         if not real.any():
             continue
@@ -114,8 +121,11 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
     path = weights or fetch(ADM_GRAPH_URL)
     digest = checked(path, sha256)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
-    import tensorflow as tf
-
+    try:
+        import tensorflow as tf
+    except ModuleNotFoundError as error:
+        raise ValueError("features=adm needs TensorFlow: pip install -r requirements.txt, or set features=inception, "
+                         "the same weights in PyTorch.") from error
     tf.config.set_visible_devices([], "GPU")
     with contextlib.suppress(RuntimeError):     # already running in this process
         tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
@@ -187,7 +197,11 @@ def dinov2(
     if weights is None:
         from huggingface_hub import hf_hub_download
 
-        weights = Path(hf_hub_download(DINOV2_REPO, "model.safetensors"))
+        try:
+            weights = Path(hf_hub_download(DINOV2_REPO, "model.safetensors"))
+        except Exception as error:      # huggingface_hub and its HTTP client each have their own
+            raise ValueError(f"{DINOV2_REPO} could not be downloaded from Hugging Face ({first_line(error)}): fetch "
+                             f"its model.safetensors elsewhere and set features_weights=path/to/it.") from error
     digest = checked(weights, sha256)
     with reading(weights, f"timm's {architecture} in safetensors"):
         state = load_file(weights)
@@ -210,7 +224,10 @@ def dinov2(
 
 
 def positions_at_224(positions: Tensor) -> Tensor:
-    """Resamples DINOv2's positions (1, 1 + 37², C) to 16 × 16 as its code does, by a scale of (16 + 0.1) / 37."""
+    """Resamples DINOv2's position embeddings (1, 1 + 37², C) to 16 × 16 patches as its own code does.
+
+    That is bicubic without antialiasing at a scale of (16 + 0.1) / 37; timm's resampling gives other features.
+    """
     token, grid = positions[:, :1], positions[:, 1:]
     side = round(grid.shape[1] ** 0.5)
     grid = grid.reshape(1, side, side, -1).permute(0, 3, 1, 2)
@@ -229,7 +246,10 @@ def pixels(*_: object) -> Extractor:
 
 
 def torchscript(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
-    """Loads a user's TorchScript program, which you must trust, from uint8 (B, 3, H, W) of any size to (B, D)."""
+    """Loads a user's TorchScript file, which maps uint8 (B, 3, H, W) of any size to features (B, D).
+
+    TorchScript is a program: load only files that you trust.
+    """
     if weights is None:
         raise ValueError("features=torchscript needs features_weights=path/to/file.pt, a TorchScript file of your own.")
     digest = checked(weights, sha256)

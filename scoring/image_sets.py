@@ -46,7 +46,10 @@ def open_images(
     autoencoder: str | None = None,         # None: as the folder says
     decode_batch_size: int | None = None,
 ) -> Images:
-    """Opens a folder or zip of images, an npz with `arr_0`, or latents; raises ValueError for what cannot be scored."""
+    """Opens a folder or zip of images, an npz with `arr_0`, or a folder of latents.
+
+    Raises ValueError for what cannot be scored.
+    """
     if not Path(path).exists():
         raise ValueError(f"{key}={path} does not exist.")
     is_npz, is_latents = Path(path).suffix == ".npz", (Path(path) / "metadata.json").is_file()
@@ -75,10 +78,13 @@ def open_npz(key: str, path: str) -> Images:
 
     def read(indices: np.ndarray) -> Tensor:
         pixels = bytearray()
-        for index in indices.tolist():
-            file.seek(first + index * size)      # which reads all between, and from the start to go back
-            pixels += file.read(size)
-        return torch.frombuffer(pixels, dtype=torch.uint8).view(len(indices), *shape[1:])
+        try:
+            for index in indices.tolist():
+                file.seek(first + index * size)      # which reads all between, and from the start to go back
+                pixels += file.read(size)
+            return torch.frombuffer(pixels, dtype=torch.uint8).view(len(indices), *shape[1:])
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
+            raise ValueError(f"{key}={path} is damaged before image {indices[-1] + 1} ({error}).") from error
 
     record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(shape[1:3])}
     return Images(shape[0], read, record)
@@ -103,7 +109,10 @@ def open_decoded(
 
 def open_files(key: str, path: str, resolution: int | None) -> Images:
     """Opens a folder or zip; reads each file once, for its size and for the hash of them all."""
-    source = open_source(path)
+    try:
+        source = open_source(path)
+    except ValueError as error:
+        raise ValueError(str(error).replace("source=", f"{key}=")) from error
     if source.not_images and PartialState().is_main_process:
         print(f"{key}={path}: {len(source.not_images)} files have no image's name and are skipped: "
               f"{', '.join(source.not_images[:5])}.")

@@ -51,7 +51,9 @@ class Moments:
         self.count, self.shift, self.sum, self.outer = count, mean, torch.zeros_like(mean), summed(outer)
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
-        """Returns mu (D,) and the unbiased sigma (D, D)."""
+        """Returns mu (D,) and the unbiased sigma (D, D); raises ValueError for fewer than two images."""
+        if self.count < 2:
+            raise ValueError(f"{int(self.count)} images have no covariance: at least two are needed.")
         mean = self.sum / self.count
         return self.shift + mean, (self.outer - self.count * torch.outer(mean, mean)) / (self.count - 1)
 

@@ -102,7 +102,10 @@ OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
 
 
 def scored_before(row: dict, path: Path, any_version: bool = False) -> dict | None:
-    """Finds in results.jsonl a row with the scores that `row` lacks; a fact that an old row lacks is the same."""
+    """Finds in results.jsonl a row with the scores that `row`, which has none yet, is going to have.
+
+    With `any_version` it may be of another version. A fact that an old row lacks is taken to be the same.
+    """
     def facts(row: dict) -> dict:
         # The size is known once the first images are drawn; `origin` is in training's rows of older versions.
         found = {f"source.{key}": value for key, value in row["source"].items() if key not in ("size", "origin")}

@@ -214,6 +214,9 @@ def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, mo
     assert load_trained(training).step == 6
     monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 5)
     assert load_trained(training).step == 5
+    monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 7)
+    with pytest.raises(ValueError, match="Rank 0 does not see .*step-00000007, which the main rank found"):
+        load_trained(training)
 
 
 def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sweep, run, tmp_path, monkeypatch):

@@ -1,4 +1,8 @@
-"""A training run: its parts at step 0, made from the settings; a mistake in these is found before anything slow."""
+"""A training run: its parts, made from the settings, at step 0.
+
+train.py takes its steps, and run_folder.py saves and resumes it. Mistakes in the settings are found here, before
+anything slow starts.
+"""
 
 import copy
 import math
@@ -198,7 +202,10 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
 def open_drawing(
     cfg: TrainSettings, accelerator: Accelerator, latents: Latents, autoencoder: str,
 ) -> tuple[Grid | None, Evaluation | None]:
-    """Loads what grids and evaluations need, or None for what the settings do not ask for."""
+    """Loads what grids and evaluations need, or None for what the settings do not ask for.
+
+    Prints a line where only their owner can decode the latents.
+    """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
         if autoencoder == autoencoders.NONE:
             accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are drawn; "
@@ -221,8 +228,9 @@ def open_drawing(
         if cfg.evaluate.reference is None:
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz>; "
                              f"docs/evaluation.md says where to get or how to make one.")
-        extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
-                                  accelerator.device)
+        with accelerator.local_main_process_first():      # which downloads weights for the others
+            extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
+                                      accelerator.device)
         reference = statistics.open_reference(cfg.evaluate.reference, extractor)
         metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
@@ -289,6 +297,9 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
     objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked,
                                 shapes)
+    if lacking := [name for name in objective.arrays if name not in (*latents.arrays, "weight")]:
+        raise ValueError(f"The objective {', '.join(cfg.objective)} needs {lacking[0]}-*.npy beside the latents, and "
+                         f"{latents.where} has no such array in its metadata.json (docs/data.md).")
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)

@@ -71,7 +71,10 @@ def differing(old: object, new: object) -> tuple[object, object]:
 
 
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
-    """Compares a checkpoint's record with this run's; returns allowed changes as sentences, ValueError for others."""
+    """Compares a checkpoint's record with this run's; returns the changes that are allowed, as sentences.
+
+    Raises ValueError for another network, diffusion, objective, data set, start, adapter or optimizer.
+    """
     def facts(record: dict) -> dict:
         _, objective = with_objective(record["diffusion"], record.get("objective", {}))
         return {"network": architecture(record["network"]), "diffusion": diffusion_keywords(record["diffusion"]),
@@ -92,7 +95,10 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
 
 
 def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
-    """Loads the EMA weights that a run of `record` starts from; raises ValueError for another network or diffusion."""
+    """Loads the EMA weights that a run of `record` starts from: another run's, or a weights file's.
+
+    Raises ValueError for weights of another network or diffusion. Routes may differ.
+    """
     parent = load_like(Path(path), diffusion_name, record["network"]["num_heads"])
     old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
     if old:
@@ -111,7 +117,10 @@ def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
 
 
 def resume(run: Run) -> Path | None:
-    """Restores a run's latest checkpoint, which it returns, or loads the weights that the run starts from."""
+    """Restores a run's latest checkpoint, which it returns, or else loads the weights that the run starts from.
+
+    Raises ValueError for a run that cannot resume with these settings.
+    """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
     folder = latest_checkpoint(run.folder)
     if folder is not None:
@@ -204,8 +213,9 @@ def prepare_folder(run: Run) -> None:
 def drop_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
-    files.remove_leftovers(run_dir)
-    files.remove_leftovers(run_dir / "samples")
+    for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
+        for left in run_dir.glob(pattern):      # of killed writes
+            files.remove(left)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()

@@ -1,6 +1,10 @@
-"""Speed, from outside a plain network, whose saved parameters it leaves: compile, float8, recomputation, autocast."""
+"""Speed, applied to a plain network from outside: recomputation, torch.compile, float8, autocast and replicas.
+
+Nothing here changes what is saved: parameters keep their names and their float32 values.
+"""
 
 import functools
+import importlib.util
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -15,6 +19,7 @@ from runtime.device import require_plain_launch, set_float32
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
+TORCHAO = "0.18.0"     # fits torch 2.11
 
 
 def recompute_activations(model: DiT) -> None:
@@ -24,7 +29,10 @@ def recompute_activations(model: DiT) -> None:
 
 
 def compile_network(model: DiT, how: bool | str) -> None:
-    """Compiles the forward pass in place, static, by a bool or one of COMPILE_MODES; or each block, if sharded."""
+    """Compiles the forward pass in place, as one graph with static shapes; `how` is a bool or one of COMPILE_MODES.
+
+    Each block of a sharded network is one graph, since FSDP gathers and frees weights between blocks.
+    """
     options = {"dynamic": False, "mode": None if how is True else how}
     if how and sharding.is_sharded(next(model.parameters())):
         for block in model.blocks:
@@ -34,7 +42,10 @@ def compile_network(model: DiT, how: bool | str) -> None:
 
 
 def check_float8(device: torch.device) -> None:
-    """Raises ValueError where precision=fp8 cannot work: without a GPU that multiplies float8."""
+    """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
+    if importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"precision=fp8 needs torchao, which is not installed: pip install torchao=={TORCHAO}, or set "
+                         f"precision=bf16.")
     has = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
     if has is None or has < (8, 9):
         here = "this is a CPU" if has is None else f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}"
@@ -47,13 +58,19 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
 
     Parameters keep their names and float32 values. Weights, activations and gradients are cast in each pass, each
     tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling, arXiv 2209.05433).
-    `emulate` rounds so on any device and multiplies in the input's type.
+    `emulate` rounds so on any device and multiplies in the input's type. Raises ValueError for layers whose sides are
+    not multiples of 16.
     """
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def large(layer: nn.Module, name: str) -> bool:
         return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name      # which is small: one row a sample
 
+    for name, layer in model.blocks[0].named_modules():
+        if large(layer, name) and (layer.in_features % 16 or layer.out_features % 16):
+            raise ValueError(f"precision=fp8 needs layers whose sides are multiples of 16, but {name} is "
+                             f"{layer.in_features} × {layer.out_features}: change model.hidden_size, or set "
+                             f"precision=bf16.")
     # Padding is for a number of tokens in the batch that 16 does not divide; published sizes need none.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(model.blocks, module_filter_fn=large, config=config)

@@ -34,6 +34,8 @@ def load(
     exist, None the autoencoder's own. Raises ValueError where the name is unknown, the folder is not a whole one, or a
     hub model is neither cached nor reachable.
     """
+    if runs_code(name):
+        raise ValueError(f"autoencoder={name} decodes and does not encode: name another here.")
     if name == NONE:
         raise ValueError("autoencoder=none: only their owner can decode these latents. Name what decodes them, as in "
                          "autoencoder=path/to/folder, or write latents: sample.py out=x.npz latents=true.")
@@ -88,7 +90,10 @@ def runs_code(name: str) -> bool:
 
 
 def samples_only(name: str) -> bool:
-    """Tells, by the name alone, whether an autoencoder gives values and no distributions; ValueError for no name."""
+    """Tells, without loading weights, whether an autoencoder gives values and no distributions.
+
+    Raises ValueError for a name without an autoencoder.
+    """
     if name in HUB_NAMES or name == NONE or runs_code(name) or Path(name).is_file():
         return False
     return name == "identity" or _read_config(name)["_class_name"] in SAMPLES_ONLY
@@ -186,9 +191,13 @@ def _from_ldm(file: Path) -> torch.nn.Module:
     with torch.device("meta"):
         vae = AutoencoderKL(**options)
     expected = vae.state_dict()
+    theirs = {key: ldm_key(key, len(levels)) for key in expected}
+    if lacking := [name for name in theirs.values() if name not in state]:
+        raise ValueError(f"autoencoder={file} lacks {len(lacking)} tensors of latent diffusion's AutoencoderKL, "
+                         f"{lacking[0]} first.")
     # A 1x1 convolution and a linear layer hold the same numbers.
-    vae.load_state_dict({key: state[ldm_key(key, len(levels))].float().reshape(value.shape)
-                         for key, value in expected.items()}, assign=True)
+    vae.load_state_dict({key: state[name].float().reshape(expected[key].shape) for key, name in theirs.items()},
+                        assign=True)
     return vae
 
 
@@ -196,7 +205,10 @@ def _from_ldm(file: Path) -> torch.nn.Module:
 
 
 def read_tensors(file: Path) -> object:
-    """Reads tensors and plain values of a .safetensors, .pt or .ckpt, running no code; ValueError for anything else."""
+    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
+
+    Raises ValueError for a file that is damaged or holds anything else.
+    """
     try:
         if file.suffix == ".safetensors":
             return load_file(file)

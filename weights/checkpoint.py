@@ -1,18 +1,23 @@
-"""Named tensors <-> `<run>/checkpoints/step-00001000/*.safetensors`, written whole or not at all, with hashes."""
+"""Named tensors <-> checkpoint folders, written whole or not at all and checked by hash. No pickle.
+
+A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<name>.safetensors` files and a
+`meta.json`, which lists every file with its size and SHA-256.
+"""
 
 import json
 import os
 import re
+import shutil
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.files import atomic_write, remove, remove_leftovers, sha256
-from runtime.schema import read_json
+from runtime.files import atomic_write, remove, sha256
+from runtime.schema import Record, Whole, read, read_json
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -29,6 +34,22 @@ def all_steps(run: Path) -> list[Path]:
     return sorted((folder for folder in folders if re.fullmatch(r"step-\d{8,18}", folder.name)), key=step_of)
 
 
+class File(Record):
+    bytes: Whole
+    sha256: str
+
+
+class Files(Record):
+    """The part of meta.json that lists the checkpoint's files."""
+
+    files: dict[str, File]
+
+
+def write_tensors(path: Path, names: Iterable[str], values: Iterator[Tensor]) -> None:
+    """Writes a safetensors file of named tensors, all of them in the CPU's memory at once."""
+    save_file({name: next(values).detach().cpu().contiguous() for name in names}, path)
+
+
 def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
     """Yields the tensors of a checkpoint's files in the order in which they are written."""
     return (tensor for named in tensors.values() for tensor in named.values())
@@ -40,7 +61,7 @@ def save(
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
 
     `values` yields the tensors in the order of `stored` where they are gathered from other ranks. A whole checkpoint
-    that exists is not written again. Raises OSError for a full disk.
+    that exists is not written again. Raises OSError with the room needed and the room left.
     """
     if folder.is_dir() and problem(folder) is None:
         return
@@ -51,11 +72,16 @@ def save(
             files = {}
             for name, named in tensors.items():
                 path = partial / f"{name}.safetensors"
-                save_file({key: next(values).detach().cpu().contiguous() for key in named}, path)
+                write_tensors(path, named, values)
                 files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
             (partial / "meta.json").write_text(json.dumps({**meta, "files": files}, indent=1), encoding="utf-8")
-    except SafetensorError as error:      # which wraps the disk's
-        raise OSError(f"The checkpoint {folder} could not be written ({error}); earlier ones are untouched.") from error
+    except (OSError, SafetensorError) as error:      # safetensors wraps the disk's
+        need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
+        free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
+        raise OSError(
+            f"The checkpoint {folder} could not be written ({error}): it needs {need / 2**20:,.0f} MiB and "
+            f"{free / 2**20:,.0f} MiB are free. Earlier checkpoints are untouched."
+        ) from error
 
 
 def read_meta(folder: Path) -> dict:
@@ -65,18 +91,19 @@ def read_meta(folder: Path) -> dict:
 def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
     """Returns why a checkpoint is not whole, or None; `names` limits the check to some of its files."""
     try:
-        files = {folder / name: (file["bytes"], file["sha256"]) for name, file in read_meta(folder)["files"].items()}
-    except (OSError, ValueError, KeyError) as error:
+        files = read(Files, read_meta(folder)).files
+    except (OSError, ValueError) as error:
         return f"meta.json is missing or unreadable ({error})"
-    for path, (size, digest) in files.items():
+    for file_name, record in files.items():
+        path = folder / file_name
         if names is not None and path.stem not in names:
             continue
         if not path.is_file():
-            return f"{path.name} is missing"
-        if path.stat().st_size != size:
-            return f"{path.name} has {path.stat().st_size} bytes where {size} were written"
-        if sha256(path) != digest:
-            return f"{path.name} is not what was written: its SHA-256 differs"
+            return f"{file_name} is missing"
+        if path.stat().st_size != record.bytes:
+            return f"{file_name} has {path.stat().st_size} bytes where {record.bytes} were written"
+        if sha256(path) != record.sha256:
+            return f"{file_name} is not what was written: its SHA-256 differs"
     return None
 
 
@@ -122,7 +149,8 @@ def prune(run: Path, keep_last: int, keep_every: int) -> None:
     The newest `keep_last` sound checkpoints stay, too. Also deletes what killed saves left, so only the process that
     has locked the run may call it.
     """
-    remove_leftovers(run / "checkpoints")
+    for left in (run / "checkpoints").glob(".step-*.tmp"):
+        remove(left)
     folders = all_steps(run)
     sound = [folder for folder in folders if is_sound(folder)]
     for folder in {*folders} - {*folders[-keep_last:], *sound[-keep_last:]}:

@@ -92,7 +92,8 @@ def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tens
         state, which, around = state[key], held[key], state
     if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
         raise ValueError(f"{path} does not hold a state dict, that is, a dictionary of tensors by name.")
-    if damaged := [key for key, value in state.items() if not value.isfinite().all()]:
+    damaged = [key for key, value in state.items() if not value.isfinite().all()]
+    if damaged:
         raise ValueError(f"{path} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "
                          f"{damaged[0]} first: its training has diverged. Choose an earlier checkpoint.")
     # DDP, torch.compile and EDM's preconditioner each add a prefix to every key.
@@ -123,20 +124,30 @@ EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetens
 
 
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
-    """Returns a run's latest whole checkpoint, as the main rank finds it, or None; ValueError where all are damaged."""
+    """Returns a run's latest whole checkpoint, as the main rank finds it, or None where none was saved.
+
+    Raises ValueError where all are damaged, or where a rank does not see the one found.
+    """
     state = PartialState()
     found = checkpoints.latest(run, names) if state.is_main_process else None
     step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found))
-    if step >= 0:
-        return checkpoints.step_folder(run, step)
-    if ranks.broadcast_from_main(state, len(checkpoints.all_steps(run))):
-        raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is whole, as the warnings say. Restore "
-                         f"one, or move the folder away to start from the beginning.")
-    return None
+    if step < 0:
+        if ranks.broadcast_from_main(state, len(checkpoints.all_steps(run))):
+            raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is whole, as the warnings say. Restore "
+                             f"one, or move the folder away to start from the beginning.")
+        return None
+    folder = checkpoints.step_folder(run, step)
+    if not folder.is_dir():
+        raise ValueError(f"Rank {state.process_index} does not see {folder}, which the main rank found: {run} must lie "
+                         f"on a disk that all nodes share. Set run_dir or checkpoint.")
+    return folder
 
 
 def resolve_run(path: str, weights: str = "ema") -> str:
-    """Returns the latest checkpoint of the run at `path`, and any other path as it is; ValueError without one."""
+    """Returns the latest checkpoint of the run at `path`, and any other path as it is.
+
+    Raises ValueError for a run without a whole checkpoint.
+    """
     if not (Path(path) / "checkpoints").is_dir() or (Path(path) / "meta.json").is_file():
         return path
     folder = latest_checkpoint(Path(path), (weights,))
@@ -153,8 +164,11 @@ def find_weights(path: Path, weights: str = "ema") -> tuple[Path, Path | None]:
     if (path / "meta.json").is_file():
         exported = (path / name for name in EXPORTED)
         return next((file for file in exported if file.is_file()), path / f"{weights}.safetensors"), path
-    raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Name runs/<name>, one of its "
-                     f"checkpoints that training has not pruned, or a .safetensors or .pt file.")
+    if path.parent.name == "checkpoints" and path.name.startswith("step-"):
+        raise ValueError(f"There is no checkpoint {path}. Training deletes all but the newest checkpoint.keep_last and "
+                         f"those of checkpoint.keep_every: name another one, or the run.")
+    raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
+                     f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
 
 
 # ---- loaded ---------------------------------------------------------------------------------------------------------

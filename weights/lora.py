@@ -4,6 +4,7 @@ Only the adapter has gradients: each linear layer adds alpha / rank · B·A·x t
 weights/loading.py merges the two, so that drawing and scoring do not see adapters.
 """
 
+import importlib.util
 from collections.abc import Mapping
 
 import torch
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 from runtime import sharding
 from runtime.schema import Count, Location, Positive, Settings
 
+PEFT = "0.21.2"
 DOWN, UP = ".lora_A.weight", ".lora_B.weight"      # of a saved adapter, after the layer's name: A (r, in), B (out, r)
 
 
@@ -28,8 +30,11 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
     """Attaches an adapter to linear layers of the blocks, freezes everything else and returns the number of layers.
 
     `targets` are ends of the layers' names, such as attn.qkv; None is all of a block's linear layers but those of its
-    modulation (adaLN). alpha None is the rank. Raises ValueError for a target that no layer has.
+    modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, and for a target that no layer has.
     """
+    if importlib.util.find_spec("peft") is None:
+        raise ValueError(f"lora.rank={rank} needs PEFT, which is not installed: pip install peft=={PEFT}, or set "
+                         f"lora.rank=null.")
     layers = {name: layer for name, layer in net.named_modules()
               if name.startswith("blocks.") and isinstance(layer, nn.Linear)}
     for target in targets or []:
@@ -46,7 +51,10 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
 
 
 def trained_names(net: nn.Module) -> dict[str, str]:
-    """Maps a tensor's name in a checkpoint to that in the network; an adapter is saved alone, under PEFT's names."""
+    """Maps the name of each tensor in a checkpoint to its name in the network.
+
+    Of a network with an adapter, a checkpoint holds the adapter alone, under PEFT's names for files.
+    """
     names = {name: name for name in net.state_dict()}
     return {name.replace(".default.", "."): name for name in names if ".lora_" in name} or names
 

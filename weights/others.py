@@ -60,10 +60,17 @@ def detect_family(keys: Iterable[str], around: Mapping, preconditioned: bool) ->
 
 
 def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Renames keys to ours, without LightningDiT's angles and REPA's projectors; REPA's older decoder counts anew."""
+    """Renames a code base's keys to ours, without LightningDiT's tables of angles and REPA's projectors.
+
+    REPA's older files number the blocks from `encoder_depth` on anew. Raises ValueError where the blocks before them
+    are missing, or tensors of diffusers' form.
+    """
     state = {key: value for key, value in state.items() if not key.startswith(("feat_rope.", "projectors."))}
     if any(key.startswith("decoder_blocks.") for key in state):
-        encoder_depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
+        encoder_depth = 1 + max((int(key.split(".")[1]) for key in state if key.startswith("blocks.")), default=-1)
+        if encoder_depth == 0:
+            raise ValueError("it holds REPA's decoder_blocks and none of the blocks before them, so that its encoder "
+                             "depth is not known: take the file as REPA saved it.")
         for key in [key for key in state if key.startswith("decoder_blocks.")]:
             _, j, rest = key.split(".", 2)
             state[f"blocks.{int(j) + encoder_depth}.{rest}"] = state.pop(key)

@@ -104,7 +104,10 @@ def build_network(network: dict) -> DiT:
 
 
 def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
-    """Separates the objective from a diffusion's record; version 1's once was in it. ValueError for a stray weight."""
+    """Separates the objective from a diffusion's record, in which version 1's loss once was a part of EDM.
+
+    Raises ValueError for a weight of a term that the loss does not have.
+    """
     if diffusion.get("name") != "edm":
         return diffusion, objective
     kept, mae_weight = diffusion.get("routed_loss", "all"), diffusion.get("mae_weight", 0.0)

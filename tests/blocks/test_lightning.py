@@ -125,5 +125,5 @@ def test_a_file_as_hustvl_saves_it_loads_with_its_tables_of_angles_left_out(tmp_
     x, t, y = torch.randn(2, 4, 8, 8), torch.rand(2), torch.tensor([1, 10])
     assert torch.equal(loaded(x, t, y), net(x, t, y))
     save_file({key: value for key, value in net.state_dict().items() if "w12" not in key}, tmp_path / "partial.safetensors")
-    with pytest.raises(ValueError, match="These weights are not a DiT's"):
+    with pytest.raises(ValueError, match="These weights are not a DiT's: they lack"):
         load_trained(tmp_path / "partial.safetensors", num_heads=4)

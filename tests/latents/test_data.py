@@ -386,6 +386,12 @@ def test_a_network_that_fits_is_accepted_and_another_refused_with_both_numbers(f
         refused(words, latents.require, shape=shape, num_classes=num_classes)
 
 
+def test_a_batch_that_cannot_be_is_refused_at_once(folder):
+    for how, words in (({"batch_size": 104}, ["104", "103", "batch_size"]), ({"batch_size": 0}, ["batch size is 0"]),
+                       ({"batch_size": 10, "world": 3}, ["10", "3 ranks"])):
+        refused(words, batches, open_latents(folder), seed=0, **how)  # not at the first next()
+
+
 # --- what is refused on opening, but for what tests/test_mistakes.py has
 
 
@@ -450,6 +456,7 @@ BAD = {
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
     "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
+    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["all masks are 0", "nothing would be trained"]),
     "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks run from nan"]),
     "one file of masks missing": (masks(), {}, ["No such file", "masks-00001.npy"]),
     "infinity in a mirrored copy": (latents(numbered(), INFINITE), {}, ["1 hold NaN or infinity", "image 41 first"]),

@@ -95,6 +95,8 @@ def test_files_that_are_not_images_are_named(tmp_path):
     for source in (open_source(write_files(tmp_path / "a", PETS | junk)), open_source(write_zip(tmp_path / "a.zip", PETS | junk))):
         assert len(source) == len(PETS) and source.class_names == ["cat", "dog", "emu"]
         assert source.not_images == sorted(junk)
+    (tmp_path / "a" / "yak").mkdir()
+    assert "yak/" in open_source(tmp_path / "a").not_images
 
 
 def test_the_fingerprint_sees_names_labels_and_classes(tmp_path):
@@ -105,6 +107,16 @@ def test_the_fingerprint_sees_names_labels_and_classes(tmp_path):
     renamed = open_source(tmp_path / "a.zip")
     renamed.labels = renamed.labels[::-1]
     assert renamed.fingerprint() != pets
+
+
+def test_a_file_that_vanishes_stops_the_run_and_a_dead_link_does_not(tmp_path):
+    source = open_source(write_files(tmp_path, PETS))
+    (tmp_path / "cat/1.png").unlink()
+    with pytest.raises(FileNotFoundError):
+        source.pixels(0)
+    (tmp_path / "cat/1.png").symlink_to(tmp_path / "nowhere.png")
+    with pytest.raises(UnreadableImage, match="No such file"):
+        source.pixels(0)
 
 
 def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
@@ -305,6 +317,11 @@ def test_a_small_image_is_enlarged():
     flat = np.full((5, 9, 3), 77, np.uint8)
     enlarged = np.asarray(center_crop(Image.fromarray(flat), 32))
     assert enlarged.shape == (32, 32, 3) and (enlarged == 77).all()
+
+
+def test_a_sliver_is_unreadable_and_not_an_endless_enlargement():
+    with pytest.raises(UnreadableImage, match="64 times"):
+        center_crop(Image.fromarray(noise(1, 1000)), 256)
 
 
 # Shapes

@@ -216,7 +216,7 @@ def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_
     expected = files.sha256(trained.file)
     shutil.rmtree(trained.folder)
     assert trained.weights_sha256 == expected
-    with pytest.raises(ValueError, match="at .*step-00000002. Name runs/<name>, one of its checkpoints that training has not pruned"):
+    with pytest.raises(ValueError, match="There is no checkpoint .*step-00000002. Training deletes all but the newest"):
         load_trained(trained.folder)
 
 
@@ -269,6 +269,10 @@ def caption(*names):
 @pytest.mark.parametrize(("one", "other"), [("Łódź", "Łódż"), ("кошка", "кошко"), ("γάτα", "γάτη")])
 def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
     assert not np.array_equal(caption(one, "x"), caption(other, "x"))
+
+
+def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():
+    assert np.array_equal(caption("猫", "x"), caption("0", "x"))
 
 
 def test_display_names_come_with_the_checkpoint(tmp_path):

@@ -363,7 +363,7 @@ def test_maskdits_tars_of_pickles_are_refused_with_the_way_around(tmp_path):
 
     tar = write_tar(tmp_path / "latent_imagenet_512_train-0000.tar", {"0000000.latent": pickle.dumps(Loud()), "0000000.cls": b"1"})
     for format in ("auto", "tread"):
-        with pytest.raises(ValueError, match="which hold pickles, are read as docs/interop.md says"):
+        with pytest.raises(ValueError, match="never loaded.*Import the lmdb.*format=maskdit.*docs/interop.md"):
             import_latents(str(tar), tmp_path / "out", format)
     assert "UNPICKLED" not in os.environ
 
@@ -399,21 +399,27 @@ def test_auto_does_not_guess(tmp_path):
     (tmp_path / "empty").mkdir()
     (tmp_path / "folder").mkdir()
     (tmp_path / "folder" / "metadata.json").write_text("{}")
+    both, _ = write_fastdit(tmp_path / "both")
+    (both / "vae-in").mkdir()
     mixed, _ = write_tread(tmp_path)
     write_tar(mixed / "val-0000.tar", {"a.latent.npy": npy(normal(4, 8, 8)), "a.cls": b"0"})
     for place, sentence in ((bare, "nothing in it tells which"), (tmp_path / "empty", "none of the forms"), (tmp_path / "folder", "latent folder already"),
-                            (tmp_path / "absent", "There is nothing at"), (mixed, "some with train in their names")):
+                            (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "There is nothing at"), (mixed, "some with train in their names")):
         with pytest.raises(ValueError, match=sentence):
             import_latents(str(place), tmp_path / "out")
     import_latents(str(bare), tmp_path / "out", "repa")
     same_bits(read_folder(tmp_path / "out")[1]["latents"], values * SCALE)
 
 
-def test_a_setting_of_another_form_is_refused(tmp_path):
+@pytest.mark.parametrize(("how", "sentence"), [
+    ({"latent_norm": False}, "latent_norm is a setting of format=lightningdit"),
+    ({"format": "maskdit"}, "has no data.mdb"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_sentences(tmp_path, how, sentence):
     source, _ = write_repa(tmp_path)
-    with pytest.raises(ValueError, match="latent_norm is a setting of format=lightningdit"):
-        import_latents(str(source), tmp_path / "out", latent_norm=False)
-    assert not (tmp_path / "out").exists()
+    with pytest.raises(ValueError) as error:
+        import_latents(str(source), tmp_path / "out", **how)
+    assert sentence in str(error.value) and not (tmp_path / "out").exists()
 
 
 # ---- kills, the command, training -----------------------------------------------------------------------------------

@@ -311,7 +311,7 @@ def test_a_decoder_of_ones_own_gets_the_autoencoders_latents_and_returns_pixels(
         loaded = decoder_of(name, convention=Convention(2.0, 0.25), asked=True)
         assert torch.equal(loaded.decode(latents), expected) and (loaded.channels, loaded.downsample) == (4, 2)
         assert torch.equal(decoder_of(name, asked=True).decode(latents), pixels_to_images(Bright()(latents)))
-        with pytest.raises(ValueError, match="cannot be read as weights alone|neither one of identity"):
+        with pytest.raises(ValueError, match="decodes and does not encode"):
             autoencoders.load(name)
 
 
@@ -362,6 +362,12 @@ def test_the_pages_decoder_is_one(tmp_path, monkeypatch):
 # ---- bad files ------------------------------------------------------------------------------------------------------
 
 
+def test_weights_that_lack_a_tensor_are_a_sentence(tmp_path):
+    torch.save(closed_form([k for k in VAVAE["keys"] if k[0] != "decoder.mid.attn_1.q.bias"]), tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="lacks 1 tensors of latent diffusion's AutoencoderKL, decoder.mid.attn_1.q.bias first"):
+        decoder_of(tmp_path / "x.pt", (8, 4, 4), Convention())
+
+
 @pytest.mark.parametrize("changes, sentence", [
     ({"_class_name": "os.system"}, "is of class os.system, and AutoencoderKL, .* are read"),
     ({"latents_mean": [0.0] * 5}, "latents_mean has 5 numbers and latents_std 0"),
@@ -379,7 +385,7 @@ def test_a_config_that_cannot_be_is_a_sentence(tmp_path, changes, sentence):
 
 
 @pytest.mark.parametrize("record, sentence", [
-    ({"latents_mean": [0.0] * 3, "latents_std": [1.0] * 3}, "metadata.json: latents_mean and latents_std have 3 numbers"),
+    ({"latents_mean": [0.0] * 3, "latents_std": [1.0] * 3}, "metadata.json: its record: latents_mean and latents_std have 3 numbers"),
     ({"latents_std": [1.0] * 4}, "latents_mean has 0 numbers and latents_std 4"),
     ({"latents_mean": "x"}, "latents_mean=x: it should"),
 ])  # fmt: skip

@@ -1,6 +1,7 @@
 """LoRA: the base stays as it is, the adapter alone is trained, saved and averaged, and both together draw."""
 
 import copy
+import importlib.util
 import json
 import shutil
 import sys
@@ -9,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import run_command
+from conftest import ROOT, run_command
 from safetensors.torch import load_file
 
 import fid
@@ -253,9 +254,11 @@ def test_a_run_goes_on_with_its_own_adapter_only(trained_run, parent, command):
         assert "was trained with another adapter, so it cannot go on: it has {'rank': 4" in str(ended.value)
 
 
-def test_without_peft_drawing_goes_on(trained_run, monkeypatch):
+def test_without_peft_there_is_a_sentence_and_drawing_goes_on(trained_run, monkeypatch):
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ModuleNotFoundError, match="peft"):
+    with pytest.raises(ValueError, match=f"lora.rank=4 needs PEFT, which is not installed: pip install peft=={lora.PEFT}"):
         lora.attach(network(), 4)
     assert load_trained(trained_run).net is not None
+    assert f"peft=={lora.PEFT}\n" in (ROOT / "requirements-dev.txt").read_text()
