@@ -120,14 +120,14 @@ def test_an_objectives_settings_are_those_of_its_class(settings, says):
         check_objective({"version1": settings})
 
 
-# ---- a loss of one's own: the one that docs/training.md shows
+# ---- a loss of one's own: the one that CONTRIBUTING.md shows
 
 
 @pytest.fixture(scope="module", autouse=True)
 def page(tmp_path_factory):
     """The lines of the page, as objectives/probe.py, and around them a loss with a teacher and one that fails."""
     folder = tmp_path_factory.mktemp("objectives")
-    [code] = re.findall(r"```python\n(\"\"\"A linear probe.*?)```", (ROOT / "docs/training.md").read_text(), re.DOTALL)
+    [code] = re.findall(r"```python\n(\"\"\"A linear probe.*?)```", (ROOT / "CONTRIBUTING.md").read_text(), re.DOTALL)
     assert len([line for line in code.splitlines() if line]) <= 30
     (folder / "probe.py").write_text(code)
     (folder / "taught.py").write_text(TAUGHT)
