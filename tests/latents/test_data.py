@@ -607,7 +607,7 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
         "import resource\nfrom latents.folder import open_latents\nfrom latents.loader import batches\n"
         "peak = lambda: resource.getrusage(resource.RUSAGE_SELF).ru_maxrss / 2**20  # KiB on Linux\n"
         "before = peak()\n"
-        f"stream = batches(open_latents({str(tmp_path)!r}), 256, seed=0)\n"
+        f"stream = batches(open_latents({str(tmp_path)!r}), 32, seed=0)\n"
         "for _ in range(10): next(stream)\n"
         "print(peak() - before)"
     )
