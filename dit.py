@@ -221,7 +221,7 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
     """Reads a DiT's constructor arguments off the shapes of its weights, for files that come without a config.
 
     The number of heads leaves no trace in the shapes: not given, it is that of the published size with this width and
-    depth. Raises ValueError where the weights are not a DiT's, where they fuse a route, or where their size is no
+    depth. Raises ValueError where the weights are not a DiT's, where they fuse a route, or where their size is not a
     published one and num_heads is None.
     """
     if "router.fusion.weight" in state_dict:

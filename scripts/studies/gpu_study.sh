@@ -75,12 +75,12 @@ prepare() {
         return
     fi
     if [ ! -f data/cifar10/metadata.json ]; then
-        [ -f "$TRAIN_ZIP" ] || { echo "gpu_study.sh: TRAIN_ZIP=$TRAIN_ZIP is no file: give its zip."; return 1; }
+        [ -f "$TRAIN_ZIP" ] || { echo "gpu_study.sh: TRAIN_ZIP=$TRAIN_ZIP does not exist: give its zip."; return 1; }
         "$python" scripts/prepare_latents.py source="$TRAIN_ZIP" out=data/cifar10 resolution=32 autoencoder=identity \
             mirror=true || return
     fi
     if [ ! -f data/resnet56.pt ]; then
-        [ -f "$WEIGHTS" ] || { echo "gpu_study.sh: WEIGHTS=$WEIGHTS is no file: give a ResNet-56's .th."; return 1; }
+        [ -f "$WEIGHTS" ] || { echo "gpu_study.sh: WEIGHTS=$WEIGHTS does not exist: give a ResNet-56's .th."; return 1; }
         "$python" scripts/studies/export_features.py resnet56 "$WEIGHTS" data/resnet56.pt || return
     fi
     [ -f data/cifar10-resnet56.npz ] || "$python" fid.py reference_from=data/cifar10 features=torchscript \
