@@ -1,6 +1,5 @@
 """Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and draws."""
 
-import copy
 import json
 import re
 import shutil
@@ -9,7 +8,6 @@ from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import numpy as np
 import pytest
 import torch
@@ -30,8 +28,8 @@ from rf import RF
 from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
-from train import learning_rate, paused, report, start_trackers, step_seed, train_step, update_ema
 from train import main as train_main
+from train import paused, report, start_trackers, train_step
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -43,20 +41,11 @@ TINY = partial(DiT, input_size=8, patch_size=2, in_channels=4, hidden_size=32, d
 
 @pytest.fixture(scope="module")
 def flow(shapes, tmp_path_factory) -> Path:
-    """A routed flow-matching run of eight steps that ends with a grid."""
+    """A routed flow-matching run of two steps."""
     run = tmp_path_factory.mktemp("flow") / "run"
-    result = train(run, shapes, "diffusion=rf", "steps=8", "samples.every=8", "samples.seeds=0-5", "samples.num_steps=2")
+    result = train(run, shapes, "diffusion=rf", "steps=2")
     assert result.returncode == 0, result.stderr
     return run
-
-
-def test_flow_matching_trains_in_the_same_loop_and_resumes_bit_for_bit(shapes, flow, tmp_path):
-    assert (flow / "samples/step-00000008.png").is_file()
-    assert checkpoints.read_meta(checkpoints.latest(flow))["diffusion"]["name"] == "rf"
-    for steps in (5, 8):
-        assert train(tmp_path / "run", shapes, "diffusion=rf", f"steps={steps}").returncode == 0
-    ends = [load_file(checkpoints.latest(run) / "ema.safetensors") for run in (flow, tmp_path / "run")]
-    assert all(torch.equal(ends[0][key], ends[1][key]) for key in ends[0])
 
 
 def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resumes_without_it(shapes, flow, tmp_path):
@@ -69,7 +58,7 @@ def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resum
         assert all(torch.equal(weights[key], start[key]) for key in start), name
     meta = checkpoints.read_meta(checkpoints.latest(run))
     assert meta["step"] == 1 and meta["network"]["routes"] == [] and meta["init_from"] == str(parent)
-    assert meta["parent"] == {"step": 8, "weights_sha256": files.sha256(checkpoints.latest(parent) / "ema.safetensors")}
+    assert meta["parent"] == {"step": 2, "weights_sha256": files.sha256(checkpoints.latest(parent) / "ema.safetensors")}
     shutil.rmtree(parent)
     assert train(run, shapes, *options, "steps=2").returncode == 0
     assert checkpoints.read_meta(checkpoints.latest(run))["parent"] == meta["parent"]
@@ -179,7 +168,7 @@ def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
 
 
 def test_training_in_bf16_brings_the_loss_down(shapes, tmp_path):
-    result = train(tmp_path, shapes, "steps=60", "log.every=20", "optimizer.warmup_steps=0", "precision=bf16")
+    result = train(tmp_path, shapes, "steps=30", "log.every=10", "optimizer.warmup_steps=0", "precision=bf16")
     assert result.returncode == 0, result.stderr
     losses = [row["loss"] for row in rows(tmp_path)]
     assert losses[-1] < losses[0]
@@ -197,10 +186,11 @@ def pixel_reference(shapes, tmp_path_factory) -> Path:
     return out
 
 
-def test_evaluations_are_recorded_from_the_untrained_network_on_and_do_not_change_the_run(
+def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_not_change_the_run(
         shapes, reference, pixel_reference, tmp_path):
     run = tmp_path / "run"
-    options = ("evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
+    options = ("samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000",
+               "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
                "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
     result = train(run, shapes, *options)
     assert result.returncode == 0, result.stderr
@@ -209,6 +199,7 @@ def test_evaluations_are_recorded_from_the_untrained_network_on_and_do_not_chang
         (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
     assert {row["source"]["decode_precision"] for row in scored} == {"fp32"}
     assert {row["source"]["evaluations"] for row in scored} == {3, 6} and all(row["images"] == 6 for row in scored)
+    assert {path.name for path in (run / "samples").iterdir()} == {f"step-{step:08d}.png" for step in (10, 20, 24)}
     assert_same_end(run, reference)
     before = (run / "results.jsonl").read_bytes()
     (run / "results.jsonl").write_bytes(before[: before.rindex(b"{\"metrics\"")])      # as if killed before the last one
@@ -248,7 +239,7 @@ def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference,
     assert np.array_equal(*grids) == (weights == "ema")
 
 
-def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path, fresh_accelerator):
+def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, pixel_reference, tmp_path):
     data, run = shutil.copytree(shapes, tmp_path / "data"), tmp_path / "run"
     for file in data.glob("labels-*.npy"):
         labels = np.load(file)
@@ -261,11 +252,7 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     assert checkpoints.read_meta(checkpoints.latest(run))["data"]["classes"] == here
     assert "classes" not in checkpoints.read_meta(checkpoints.latest(reference))["data"]
     assert Image.open(run / "samples/step-00000002.png").height == len(here) * (4 * 16 + 2)
-    run_command(fid.main, "fid.py", checkpoint=run, reference=pixel_reference, features="pixels", num_samples=6, num_steps=2, seed=100_000, cpu=True,
-                results=tmp_path / "results.jsonl")
-    ours, again = (files.read_rows(folder / "results.jsonl")[-1] for folder in (run, tmp_path))
-    assert ours["source"]["classes"] == again["source"]["classes"] == here
-    assert again["metrics"] == pytest.approx(ours["metrics"], rel=1e-6)
+    assert files.read_rows(run / "results.jsonl")[-1]["source"]["classes"] == here
 
 
 def test_trackers_are_told_the_settings_the_rows_the_grids_and_the_scores(shown):
@@ -296,14 +283,6 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     assert [row[:2] for row in scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")] == [(0, 6), (1, 6), (1, 4)]
 
 
-def test_grids_are_drawn_on_time_and_do_not_change_the_run(shapes, reference, tmp_path):
-    run = tmp_path / "run"
-    result = train(run, shapes, "samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000")
-    assert result.returncode == 0, result.stderr
-    assert sorted(p.name for p in (run / "samples").iterdir()) == [f"step-{step:08d}.png" for step in (10, 20, 24)]
-    assert_same_end(run, reference)
-
-
 def test_the_networks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
     asked = []
     monkeypatch.setattr(DiT, "compile", lambda model, **how: asked.append(how))
@@ -327,17 +306,11 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
 
 
-def test_a_checkpoint_saved_with_a_report_knows_that_the_loss_has_diverged(tmp_path, monkeypatch, fresh_accelerator):
-    """The sums begin again at a report, so what it said must outlive them until the save after it."""
+def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
     accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "ema"))
     run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
-    for loss, trouble in ((0.2, False), (0.3, False), (50.0, True), (0.2, False)):
-        run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
-        report(run, 1, time.perf_counter())
-        assert run.is_diverging(run.sums.over_ranks(accelerator)) == trouble
-    assert run.lowest_loss == pytest.approx(0.2)
-
+    run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
     sums = run.sums.over_ranks      # which waits for the steps that a GPU is still at: they are training's, too
     monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: time.sleep(0.1) or sums(accelerator))
     report(run, 2, time.perf_counter())
@@ -353,24 +326,6 @@ def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, t
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = train_here(tmp_path / "run", shapes, "steps=4").stderr
     assert re.search(r"run needs [1-9][.\d]* MB more and its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
-    model, accelerator = TINY().cuda(), Accelerator()
-    objective = DiffusionLoss(model, EDM())
-    ema, sums = copy.deepcopy(model).requires_grad_(False), Sums(accelerator.device)
-    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
-    x, y = torch.randn(4, 4, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
-    try:
-        for step in range(3):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")      # the first step sets things up
-            told = train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1, clip_norm=1.0, num_parts=1)
-            update_ema(ema, model, 0.999)
-            sums.add(*told)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert sums.values[2] == 3
 
 
 def test_latents_on_the_device_train_the_same_network_bit_for_bit(shapes, reference, tmp_path):
@@ -441,47 +396,20 @@ def test_masks_and_routed_losses_that_cannot_be_are_a_sentence(masked, tmp_path,
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_the_learning_rate_warms_up_and_decays():
-    rates = [learning_rate(step, 100, 1.0, 10, "cosine") for step in range(101)]
-    assert rates[0] == 0.1 and rates[9] == 1 and rates[10] == 1 and rates[100] < 1e-9 and abs(rates[55] - 0.5) < 1e-9
-    assert {learning_rate(step, 100, 1.0, 0, "constant") for step in range(100)} == {1.0}
-
-
-def test_step_seeds_differ_over_seeds_steps_and_ranks_and_repeat():
-    seeds = {step_seed(*path) for path in ((0, 0, 0), (0, 0, 1), (0, 1, 0), (1, 0, 0), (2**40, 0, 1))}
-    assert len(seeds) == 5 and step_seed(3, 4, 5) == step_seed(3, 4, 5)
-
-
-def test_the_ema_is_the_published_recursion():
-    ema, model = torch.nn.Linear(2, 2), torch.nn.Linear(2, 2)
-    expected = 0.9 * ema.weight + 0.1 * model.weight
-    update_ema(ema, model, 0.9)
-    assert torch.allclose(ema.weight, expected)
-
-
-def test_any_folder_trains_with_the_shape_and_classes_that_it_says_it_has(shapes, tmp_path):
-    run = tmp_path / "run"
-    result = train(run, shapes, "data=folder", "steps=3", "samples.every=3", "samples.seeds=0-5", "samples.num_steps=2")
-    assert result.returncode == 0, result.stderr
-    network = checkpoints.read_meta(checkpoints.latest(run))["network"]
-    assert (network["in_channels"], network["input_size"], network["num_classes"]) == (3, 16, 6)
-    assert (run / "samples" / "step-00000003.png").is_file()
-
-
-def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path):
+def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fresh_accelerator):
     source = tmp_path / "images"
     for number in range(60):      # three classes, as README's lines are followed
         path = source / ("ant", "bee", "sea lion")[number % 3] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)
-    out = tmp_path / "mine"
+    out, run = tmp_path / "mine", tmp_path / "run"
     run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity", f"out={out}")
-    small = ["train.py", "experiment=small", f"data.path={out}", f"run_dir={tmp_path / 'run'}", "model.hidden_size=32", "model.num_heads=2",
-             "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32"]
-    first = forked.run(*small, "steps=2")
-    assert first.returncode == 0 and "For 60 latents: batch_size=15 steps=2." in first.stdout, first.stderr
-    assert checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))["batch_size"] == 15
-    assert (tmp_path / "run/samples/step-00000002.png").is_file()
+    run_command(train_main, "train.py", "experiment=small", f"data.path={out}", f"run_dir={run}", "model.hidden_size=32", "model.num_heads=2",
+                "model.depth=6", "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true", "compile=false")
+    assert "For 60 latents: batch_size=15 steps=2." in capsys.readouterr().out
+    meta = checkpoints.read_meta(checkpoints.latest(run))
+    assert meta["batch_size"] == 15 and [meta["network"][key] for key in ("in_channels", "input_size", "num_classes")] == [3, 16, 3]
+    assert (run / "samples/step-00000002.png").is_file()
 
 
 @pytest.mark.parametrize(("count", "ranks", "batch_size", "steps"), [
@@ -493,14 +421,12 @@ def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_s
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
 
 
-@pytest.mark.parametrize("how", [{"x_T": 1.0}, {"return_from": 0}, {"selection": "l1"},
-                                 {"selection": "grid", "fusion": True, "path_drop": 0.5}], ids=["version 1", "delayed", "l1", "Sprint"])
-def test_the_routed_network_is_one_graph_and_is_not_compiled_again(fresh_accelerator, how):
+@pytest.mark.parametrize(("selection", "how"), [("random", {"x_T": 1.0}), ("l1", {})], ids=["version 1", "l1"])
+def test_the_routed_network_is_one_graph_and_is_not_compiled_again(fresh_accelerator, selection, how):
     from torch._dynamo.testing import CompileCounter
 
     model = build_network(dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
-                               selection=how.pop("selection", "random"), fusion=how.pop("fusion", False),
-                               routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2, **how)]))
+                               selection=selection, routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2, **how)]))
     counter = CompileCounter()
     model.compile(backend=counter, dynamic=False, fullgraph=True)
     net = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)

@@ -16,6 +16,7 @@ from safetensors.torch import load_file
 
 from train import main
 from weights import checkpoint as checkpoints
+from weights.records import build_network
 
 TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
@@ -52,6 +53,16 @@ def start(run, data, *overrides, launcher=()) -> forked.Command | subprocess.Pop
     if not launcher:
         return forked.Command(*line)
     return subprocess.Popen([*launcher, *line], cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+
+
+def write_run(folder: Path, network: dict, step: int = 1, diffusion: dict | None = None, **data) -> Path:
+    """Writes a checkpoint of an untrained network of pixels, whose seed is the step, and returns the run."""
+    torch.manual_seed(step)
+    state = build_network(network).state_dict()
+    meta = {"step": step, "network": network, "diffusion": diffusion or {"name": "edm"},
+            "data": {"autoencoder": "identity", "class_names": None} | data}
+    checkpoints.save(checkpoints.step_folder(folder, step), {"ema": state, "model": state}, meta)
+    return folder
 
 
 def rows(run: Path) -> list[dict]:
