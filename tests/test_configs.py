@@ -151,15 +151,6 @@ def test_an_experiment_trains_by_flow_matching_on_demand():
     assert load("experiment=b2_tread", "diffusion=rf").diffusion.timestep_sampling == "logit_normal"
 
 
-@pytest.mark.parametrize(("name", "quantile"), [("rf", lambda q: torch.special.ndtri(q).sigmoid()), ("rf_uniform", lambda q: q)])
-def test_each_config_of_flow_matching_draws_t_from_its_distribution(name, quantile):
-    torch.manual_seed(0)
-    drawn, q = [], torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
-    diffusion = build_diffusion(dict(load(f"diffusion={name}").diffusion))
-    diffusion.loss(lambda z, t, y, routes: drawn.append(t) or torch.zeros_like(z), torch.zeros(40_000, 1, 1, 1), torch.zeros(40_000).long())
-    assert torch.allclose(drawn[0].quantile(q), quantile(q), atol=0.01)
-
-
 def test_every_way_to_guide_is_a_setting_of_one_value():
     own = {"none": (None, 0, 0, True), "cfg": (1.5, 0, 0, True), "tread": (1.5, 0.5, 0.9, False), "cfg_tread": (2.5, 0.2, 0.7, True),
            "autoguidance": (1.5, 0, 0, False), "autoguidance_tread": (1.5, [0.0, 0.6], [0.6, 0.0], False), "interval": (2.0, 0, 0, True), "path_drop": (3.0, 0, 1, True),

@@ -1,7 +1,6 @@
 """Flow matching against closed forms: exact velocities, exact samples, and the published sampler in a few lines."""
 
 import copy
-import math
 
 import pytest
 import torch
@@ -49,43 +48,12 @@ def noise_and_labels(n=3):
     return torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(n) * 3 % 10
 
 
-def labels_seen_by(net):
-    seen = []
-    net.register_forward_pre_hook(lambda net, args: seen.append(args[2].tolist()))
-    return seen
-
-
-def test_the_network_sees_the_line_the_noise_level_itself_and_the_label():
-    x, eps, t, y = torch.randn(4, 1, 2, 2), torch.randn(4, 1, 2, 2), torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
-    net = ExactVelocity(0.5, means=[0.0] * 4)
-    RF().loss(net, x, y, t=t, eps=eps)
-    (z, t_seen, y_seen), = net.calls
-    assert torch.equal(t_seen, t) and torch.equal(y_seen, y)
-    assert torch.equal(z[0], x[0]) and torch.equal(z[3], eps[3])
-    assert torch.allclose(z[1], 0.75 * x[1] + 0.25 * eps[1]) and torch.allclose(z[2], (x[2] + eps[2]) / 2)
-
-
-def test_a_perfect_network_of_a_single_point_has_no_loss():
-    x = torch.full((256, 1, 2, 2), 0.7)
-    assert RF().loss(ExactVelocity(0.0, means=(0.7,)), x, labels(256)).max() < 1e-7
-    assert RF().loss(ExactVelocity(0.0, means=(0.6,)), x, labels(256)).min() > 1e-3
-
-
 @pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
 def test_the_exact_velocity_of_a_gaussian_has_the_least_loss_there_is(t):
     torch.manual_seed(0)
     std, x = 0.5, 0.3 + 0.5 * torch.randn(8192, 1, 4, 4)
     loss = RF().loss(ExactVelocity(std, means=(0.3,)), x, labels(8192), t=torch.full((8192,), t)).mean()
     assert loss.item() == pytest.approx(std**2 / ((1 - t)**2 * std**2 + t**2), rel=0.02)    # Var[eps - x | z_t]
-
-
-def test_the_loss_is_a_function_of_its_arguments_and_draws_what_is_missing():
-    net, x = ExactVelocity(0.3), torch.randn(8, 3, 4, 4)
-    t, eps = torch.rand(8), torch.randn_like(x)
-    assert torch.equal(RF().loss(net, x, labels(8), t=t, eps=eps), RF().loss(net, x, labels(8), t=t, eps=eps))
-    assert RF().loss(net, x, labels(8)).shape == (8,)
-    assert not torch.equal(RF().loss(net, x, labels(8), t=t), RF().loss(net, x, labels(8), t=t))
-    assert not torch.equal(RF().loss(net, x, labels(8), eps=eps), RF().loss(net, x, labels(8), eps=eps))
 
 
 @pytest.mark.parametrize("sampling", ["logit_normal", "uniform"])
@@ -165,15 +133,6 @@ def test_each_step_of_tread_guidance_extrapolates_between_two_ratios_on_the_same
     assert torch.equal(ours, RF().sample(net, noise, y, n, guidance=Guidance(1.5, 0.3, 0.7, drop_label=False)))
 
 
-def test_both_passes_of_tread_guidance_see_the_label():
-    net, net2, (noise, y) = small_dit(), small_dit(1), noise_and_labels()
-    seen, seen2 = labels_seen_by(net), labels_seen_by(net2)
-    sample_tread(net, 0.3, net, 0.7, noise, y, num_steps=4)
-    assert seen == [y.tolist()] * 8
-    sample_tread(net, 0.3, net2, 0.7, noise, y, num_steps=4)
-    assert seen == [y.tolist()] * 12 and seen2 == [y.tolist()] * 4
-
-
 def test_a_learned_variance_is_left_out():
     net, (noise, y), t = small_dit(learn_sigma=True), noise_and_labels(), torch.full((3,), 0.5)
     assert torch.equal(RF().velocity(net, noise, t, y), net(noise, t, y)[:, :4])
@@ -227,16 +186,6 @@ def test_the_optimum_of_the_contrastive_loss_is_the_velocity_away_from_the_mean_
     assert slopes(weight).max() < 0.02 and slopes(0.0).max() > 0.2
 
 
-def test_contrast_weight_0_is_the_plain_loss_bit_for_bit_and_a_batch_of_one_has_no_other_image():
-    x, y = torch.randn(4, 3, 4, 4), labels(4)
-    t, eps = torch.rand(4), torch.randn_like(x)
-    plain, none = (RF(**how).loss(ExactVelocity(0.3), x, y, t=t, eps=eps) for how in ({}, {"contrastive_weight": 0.0}))
-    assert torch.equal(plain, none)
-    assert RF().loss(ExactVelocity(0.3), x[:1], y[:1]).shape == (1,)
-    with pytest.raises(ValueError, match="contrastive_weight=0.05 sets each image against another one .* raise batch_size"):
-        RF(contrastive_weight=0.05).loss(ExactVelocity(0.3), x[:1], y[:1])
-
-
 # ---- shifted times ----------------------------------------------------------------------------------------------------
 
 
@@ -249,14 +198,6 @@ def test_times_shifted_by_the_latents_size_are_sr_dits_in_training_and_sampling(
     net.calls.clear()
     RF(shift="size").sample(net, torch.randn(shape), labels(2), case["num_steps"], solver="euler_maruyama")
     assert [t[0].item() for _, t, _ in net.calls] == pytest.approx(case["sde_steps"][:-1], abs=1e-6)
-
-
-def test_a_shift_moves_the_noise_levels_of_training():
-    torch.manual_seed(0)
-    net = ExactVelocity(0.5)
-    RF("uniform", shift=3.0).loss(net, torch.zeros(40_000, 1, 1, 1), labels(40_000))
-    q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
-    assert torch.allclose(net.calls[0][1].quantile(q), 3 * q / (1 + 2 * q), atol=0.01)
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun", "euler_maruyama"])
@@ -275,15 +216,6 @@ def test_a_samplers_steps_follow_the_shift_of_training_unless_they_are_given_ano
     assert (recorded, none) == (3.0, None) and not torch.equal(followed, plain)
     assert torch.equal(drawn(RF(), shift=3.0)[0], followed) and torch.equal(drawn(RF(shift=3.0), shift=1.0)[0], plain)
     assert torch.equal(drawn(RF(shift="size"))[0], drawn(RF(shift=(16 / 4096) ** 0.5))[0])
-
-
-@pytest.mark.parametrize(("wrong", "says"), [
-    ({"contrastive_weight": 1.0}, "contrastive_weight=1.0 is outside"), ({"contrastive_weight": -0.1}, "contrastive_weight=-0.1"),
-    ({"shift": 0}, "shift=0 is not above 0"), ({"shift": -2.0}, "shift=-2.0"), ({"shift": math.inf}, "shift=inf"),
-])
-def test_weights_and_shifts_that_cannot_be_are_sentences(wrong, says):
-    with pytest.raises(ValueError, match=says):
-        RF(**wrong)
 
 
 # ---- the clean latent predicted ---------------------------------------------------------------------------------------
@@ -311,17 +243,3 @@ def test_a_network_that_predicts_the_clean_latent_draws_what_its_velocity_draws(
     net, clean = (net(0.5, means=(0.7,)) for net in (ExactVelocity, ExactClean))
     x, other = (loss.sample(one, LINE, labels(9), num_steps=20, solver=solver) for loss, one in ((RF(), net), (CleanRF(), clean)))
     torch.testing.assert_close(other, x, rtol=0, atol=1e-5)      # the least noise level is a twentieth
-
-
-def test_a_short_routed_training_learns_and_the_dense_network_learns_with_it():
-    net, y = small_dit(), torch.arange(32) % 2
-    x = (2.0 * y - 1).view(-1, 1, 1, 1).expand(32, 4, 8, 8)
-    t, eps = torch.rand(32), torch.randn(32, 4, 8, 8)
-    optimizer = torch.optim.Adam(net.parameters(), lr=3e-3)
-    before = RF().loss(net, x, y, t=t, eps=eps).mean().item()
-    for _ in range(60):
-        optimizer.zero_grad()
-        RF().loss(net, x, y, routes=net.routes).mean().backward()
-        optimizer.step()
-    after = RF().loss(net, x, y, t=t, eps=eps).mean().item()
-    assert math.isfinite(after) and after < 0.5 * before, (before, after)

@@ -162,13 +162,6 @@ def test_each_token_of_a_group_stays_equally_often_whichever_stays_in_another():
     assert len({tuple(row) for row in ids.tolist()}) == 4**4
 
 
-def test_tokens_that_must_stay_do_in_a_grid_too():
-    keep_mask = torch.zeros(2, 16, dtype=torch.bool)
-    keep_mask[0, [0, 1]] = keep_mask[1, 15] = True
-    ids = Router("grid").get_mask(torch.empty(2, 16, 1), 0.75, keep_mask=keep_mask)
-    assert ids.shape == (2, 4) and {0, 1} < set(ids[0].tolist()) and 15 in ids[1] and (groups(ids[1:], 4) == 1).all()
-
-
 # ---- guidance -------------------------------------------------------------------------------------------------------
 
 SAMPLERS = {
@@ -245,9 +238,7 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
 
 
 @pytest.mark.parametrize(("wrong", "says"), [
-    (lambda: build_network({**RECORD, "routes": []}), "fusion=true fuses one route .* and the network has 0 routes"),
     (lambda: build_network({**RECORD, "routes": [{**ROUTE}, {**ROUTE, "start_layer_idx": 4, "end_layer_idx": 4}]}), "the network has 2 routes"),
-    (lambda: build_network({**RECORD, "patch_size": 8}), "selection=grid chooses among groups of 2 × 2 tokens, and there are 1 × 1"),
     (lambda: resolve_routes([Route(2, 3, 0.5, path_drop=1.0)], 6), "path_drop is the share of samples"),
     (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
     (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* given 1→3"),

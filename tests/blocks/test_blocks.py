@@ -5,19 +5,16 @@ import math
 import pytest
 import torch
 from accelerate import Accelerator
-from conftest import ROOT, run_command
 from torch import nn
+from training_runs import assert_same_end, train_here
 
 import train
 from blocks import BLOCKS
 from dit import DiT, multiply_adds
-from edm import EDM
-from guidance import Guidance
 from objectives import DiffusionLoss
 from rf import RF
 from routing_module import Route, Router
 from training import speed
-from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.records import build_network
 
@@ -57,11 +54,13 @@ def through_all_blocks(block):
 
 
 @every_block
-def test_tokens_on_a_route_come_out_as_if_there_were_no_others(block):
+def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_left_unchanged(block):
     net, seen = through_all_blocks(block)
     x, t, y = batch()
     net(x, t, y, routes=net.routes)
     assert seen["x_kept"].shape == (4, 10, 32)
+    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], False)
+    assert torch.equal(seen["rejoined"][left], seen["embedded"][left]) and not torch.equal(seen["rejoined"][~left], seen["embedded"][~left])
     c, weights = net.t_embedder(t) + net.y_embedder(y), list(net.blocks.parameters())
     for b, ids in enumerate(seen["ids_keep"]):      # each sample by itself, in a sequence of its kept tokens
         alone = seen["embedded"][b : b + 1, ids]
@@ -75,33 +74,10 @@ def test_tokens_on_a_route_come_out_as_if_there_were_no_others(block):
 
 @every_block
 @torch.no_grad()
-def test_tokens_that_left_come_back_with_exactly_the_value_they_left_with(block):
-    net, seen = through_all_blocks(block)
-    net(*batch(), routes=net.routes)
-    kept = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], True)
-    assert torch.equal(seen["rejoined"][~kept], seen["embedded"][~kept])
-    assert not torch.equal(seen["rejoined"][kept], seen["embedded"][kept])
-
-
-@every_block
-@torch.no_grad()
-def test_every_block_gets_the_positions_of_its_tokens(block):
-    net, positions = network(block, depth=5, routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2)]), []
-    for layer in net.blocks:
-        layer.register_forward_pre_hook(lambda layer, args: positions.append(args[2]))
-    noise = torch.rand(4, 1, 16)
-    net(*batch(), routes=net.routes, mask_noise=noise)
-    ids_keep = Router().get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0])
-    expected = [torch.arange(16)[None], ids_keep, ids_keep, torch.arange(16)[None], torch.arange(16)[None]]
-    assert all(torch.equal(one, other) for one, other in zip(positions, expected, strict=True))
-
-
-@every_block
-@torch.no_grad()
 def test_ratio_0_is_the_dense_network_bit_for_bit_and_another_is_not(block):
     net, (x, t, y) = network(block), batch()
-    dense = net(x, t, y)
-    assert torch.equal(net(x, t, y, routes=(Route(0, 2, 0.0),)), dense)
+    dense, state = net(x, t, y), torch.get_rng_state()
+    assert torch.equal(net(x, t, y, routes=(Route(0, 2, 0.0),)), dense) and torch.equal(torch.get_rng_state(), state)
     assert not torch.allclose(net(x, t, y, routes=(Route(0, 2, 0.5),)), dense, atol=1e-3)
 
 
@@ -166,35 +142,17 @@ def test_the_loss_falls(block, fresh_accelerator):
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3]) and all(map(math.isfinite, losses))
 
 
-@pytest.mark.parametrize("block", ["rwkv"])
-def test_a_run_of_another_block_resumes_bit_for_bit(block, tmp_path, fresh_accelerator):
-    folder = ROOT / "tests/before/latents"
-    settings = ["model=tread", "diffusion=rf_lightning", "data=folder", f"data.path={folder}", "samples.every=0", "precision=fp32",
-                f"model.backbone_type={next(iter(BLOCKS[block].models))}", "model.hidden_size=16", "model.num_heads=2", "model.depth=6",
-                "model.patch_size=2", "batch_size=6", "compile=false", "cpu=true"]
+def test_a_run_of_another_block_resumes_bit_for_bit(shapes, tmp_path):
+    settings = ("diffusion=rf_lightning", "log.every=1", f"model.backbone_type={next(iter(BLOCKS['rwkv'].models))}", "model.patch_size=4")
     for run, ends in (("whole", [4]), ("parts", [2, 4])):
         for steps in ends:
-            fresh_accelerator(reset_partial_state=True)
-            run_command(train.main, "train.py", *settings, f"steps={steps}", f"run_dir={tmp_path / run}")
-    whole, parts = (checkpoints.latest(tmp_path / run) for run in ("whole", "parts"))
-    for name in ("model", "ema", "training"):
-        one, other = (checkpoints.load(end, name) for end in (whole, parts))
-        assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
+            result = train_here(tmp_path / run, shapes, *settings, f"steps={steps}")
+            assert result.returncode == 0, result.stderr
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
     trained = load_trained(tmp_path / "parts")
-    assert type(trained.net.blocks[0]) is BLOCKS[block].block and trained.diffusion.cosine_weight == 1
-    with pytest.raises(SystemExit, match=r"was trained with another network.*'qk_norm': False.*'qk_norm': True|block \w+ has none"):
-        run_command(train.main, "train.py", *settings, "steps=5", "model.qk_norm=true", f"run_dir={tmp_path / 'parts'}")
-
-
-@every_block
-@torch.no_grad()
-def test_both_samplers_take_the_network_guided_by_the_label_and_by_ratios(block):
-    net, noise, y = network(block).eval(), batch()[0], torch.arange(4) % 4
-    for path in (EDM(), RF()):
-        plain = path.sample(net, noise, y, num_steps=2)
-        for guidance in (Guidance(2.0), Guidance(2.0, 0.2, 0.6, drop_label=False)):
-            guided = path.sample(net, noise, y, num_steps=2, guidance=guidance)
-            assert guided.isfinite().all() and not torch.allclose(guided, plain, atol=1e-3)
+    assert type(trained.net.blocks[0]) is BLOCKS["rwkv"].block and trained.diffusion.cosine_weight == 1
+    refused = train_here(tmp_path / "parts", shapes, *settings, "steps=5", "model.qk_norm=true")
+    assert refused.returncode == 1 and "block rwkv has none" in refused.stderr
 
 
 @every_block

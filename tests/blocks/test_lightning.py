@@ -4,7 +4,6 @@ import math
 
 import pytest
 import torch
-from safetensors.torch import save_file
 from test_published_parity import amplitude_of, assert_equal, fill, names, phase, published, signature, wave
 from torch import Tensor, nn
 
@@ -12,7 +11,6 @@ from blocks.transformer import rotary_angles, rotate
 from dit import DiT, DiT_models, infer_architecture
 from rf import RF
 from routing_module import Route
-from weights.loading import load_trained
 
 THEIRS, ROUTED = published("lightning"), published("lightning_tread")
 TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10, block="lightning")
@@ -114,16 +112,3 @@ def test_the_architecture_is_read_off_the_weights(model, options):
     read = infer_architecture(net.state_dict())
     assert read == {**DiT_models[model].keywords, "mlp_ratio": 4.0, "input_size": 32, "in_channels": 4, "num_classes": 1000,
                     "learn_sigma": False, "qk_norm": False, **options}
-
-
-def test_a_file_as_hustvl_saves_it_loads_with_its_tables_of_angles_left_out(tmp_path):
-    net = filled(DiT(**TINY))
-    tables = {f"feat_rope.freqs_{name}": torch.randn(16, 16) for name in ("cos", "sin")}
-    theirs = {f"module.{key}": value for key, value in (net.state_dict() | tables).items()}
-    torch.save({"model": {}, "ema": theirs, "opt": {}, "config": {"train": {"max_steps": 80000}}}, tmp_path / "0080000.pt")
-    loaded = load_trained(tmp_path / "0080000.pt", diffusion="rf", num_heads=4).net
-    x, t, y = torch.randn(2, 4, 8, 8), torch.rand(2), torch.tensor([1, 10])
-    assert torch.equal(loaded(x, t, y), net(x, t, y))
-    save_file({key: value for key, value in net.state_dict().items() if "w12" not in key}, tmp_path / "partial.safetensors")
-    with pytest.raises(ValueError, match="These weights are not a DiT's: they lack"):
-        load_trained(tmp_path / "partial.safetensors", num_heads=4)

@@ -269,9 +269,3 @@ def test_multiply_adds_are_those_of_the_products():
     routes = resolve_routes([Route(0, 1, 0.5)], depth)
     assert multiply_adds(net, routes)[1] == (N * N + 2 * K * K) * scan
     assert multiply_adds(tiny("rwkv")) == (frame + depth * (N * 13 * D * D + 6 * D * D), 0)
-
-
-@pytest.mark.parametrize("block", BLOCKS)
-def test_qk_norm_is_refused(block):
-    with pytest.raises(ValueError, match=f"block {block} has none"):
-        tiny(block, qk_norm=True)

@@ -119,17 +119,6 @@ def plain_loss(routes=ROUTED):
     return objective(x, y)
 
 
-def test_only_the_teachers_tokens_of_the_places_that_stayed_count():
-    objective = aligned(blocks=[1])
-    seen = with_places(objective)
-    before, (_, _, teacher) = loss_of(objective)[1]["alignment"], batch()
-    left = torch.ones(4, 16, dtype=torch.bool).scatter(1, seen[1][1], False)
-    teacher[left] = 9
-    assert torch.equal(loss_of(objective, teacher=teacher)[1]["alignment"], before)
-    teacher[~left] = 9
-    assert not torch.equal(loss_of(objective, teacher=teacher)[1]["alignment"], before)
-
-
 def test_the_mean_that_is_taken_off_is_that_of_the_whole_grid():
     objective = aligned(blocks=[1], normalise=0.6)
     seen = with_places(objective)
@@ -156,32 +145,12 @@ def test_the_default_block_is_the_eighth_or_at_a_third_of_the_depth(depth, block
     assert aligned([], depth=depth).blocks == [block]
 
 
-def test_a_gradient_reaches_the_network_up_to_the_block_and_the_projector():
-    objective = aligned(blocks=[1])
-    loss_of(objective)[1]["alignment"].mean().backward()
-    reached = {name for name, p in objective.named_parameters() if p.grad is not None and p.grad.abs().sum() > 0}
-    assert {"projector.0.weight", "projector.4.bias", "inner.net.x_embedder.proj.weight", "inner.net.blocks.1.attn.qkv.weight"} <= reached
-    assert not any(name.startswith(("inner.net.blocks.2", "inner.net.final_layer")) for name in reached)
-
-
 # ---- where it is off ------------------------------------------------------------------------------------------------
 
 
 def gradients(objective, **how) -> dict[str, torch.Tensor]:
     loss_of(objective, **how)[0].mean().backward()
     return {name: p.grad for name, p in objective.net.named_parameters() if p.grad is not None}
-
-
-@pytest.mark.parametrize("settings", [{"weight": 0.0}, {"end_step": 0}])
-def test_at_weight_0_and_from_the_end_step_on_the_step_is_the_plain_one_bit_for_bit(settings):
-    plain = DiffusionLoss(network(), EDM())
-    x, y, _ = batch()
-    torch.manual_seed(5)
-    plain(x, y)[0].mean().backward()
-    found = gradients(objective := aligned(blocks=[1], **settings))
-    wanted = {name: p.grad for name, p in plain.net.named_parameters() if p.grad is not None}
-    assert found.keys() == wanted.keys() and all(torch.equal(found[name], wanted[name]) for name in wanted)
-    assert all(p.grad is not None and not p.grad.any() for p in objective.projector.parameters())      # DDP waits for them
 
 
 def test_the_end_step_is_the_first_without_alignment():
@@ -234,23 +203,8 @@ def test_a_run_logs_its_alignment_resumes_bit_for_bit_past_its_end_and_saves_a_p
     assert end["model"].keys() == end["ema"].keys() == plain["model"].keys()
 
 
-def test_a_run_of_weight_0_is_the_plain_run_bit_for_bit(taught, tmp_path):
-    ends = {}
-    for name, options in (("plain", []), ("aligned", [*ON_ROUTE, "objective.alignment.weight=0"]), ("taught", ON_ROUTE)):
-        ends[name] = trained(tmp_path / name, taught, *options, "steps=4", "log.every=1")
-        ends[name] |= {"rows": [(row["loss"], row["grad_norm"]) for row in rows(tmp_path / name)]}
-    for name, equal in (("aligned", True), ("taught", False)):
-        assert all(torch.equal(ends[name]["ema"][key], ends["plain"]["ema"][key]) for key in ends["plain"]["ema"]) == equal
-        assert (ends[name]["rows"] == ends["plain"]["rows"]) == equal
-
-
 @pytest.mark.parametrize(("settings", "says"), [
-    ({"end_step": -1}, "end_step=-1 lies before the first step"), ({"weight": -0.5}, "weight=-0.5 would push the two apart"),
-    ({"normalise": 1.5}, "normalise=1.5 is the share"), ({"projector": "linear"}, "projector=linear is neither mlp nor conv"),
-    ({"blocks": []}, r"blocks=\[\] names no block"), ({"blocks": [9]}, "Block 9 is not in this network, which has 4 blocks"),
-    ({"blocks": [-2], "projector": "conv"}, "needs the whole grid of tokens, but block 2 lies on route 1→2"),
-    ({"shapes": {}}, r"needs teacher-\*.npy beside the latents"), ({"shapes": {"teacher": (9, 12)}}, r"the shape \(9, 12\), but the network has 16 tokens"),
-    ({"shapes": {"teacher": (12, 4, 4)}}, r"the shape \(12, 4, 4\)"),
+    ({"blocks": []}, r"blocks=\[\] names no block"), ({"shapes": {"teacher": (12, 4, 4)}}, r"the shape \(12, 4, 4\)"),
 ])
 def test_settings_and_arrays_that_do_not_fit_are_a_sentence(settings, says):
     with pytest.raises(ValueError, match=says):
@@ -287,10 +241,10 @@ def test_with_a_teacher_in_the_step_a_run_resumes_bit_for_bit_and_saves_nothing_
     assert not any("teacher" in key for tensors in end.values() for key in tensors)
 
 
-def test_two_ranks_and_two_parts_of_a_sharded_network_align_alike_to_the_end_and_past_it(taught, tmp_path):
+def test_two_ranks_of_a_sharded_network_align_alike_to_the_end_and_past_it_over_a_stop(taught, tmp_path):
     for how in ("none", "fsdp"):
-        all_well(on_ranks(2, command(tmp_path / how, taught, *SMALL, *ON_ROUTE, f"sharding={how}", "steps=4", "label_dropout=0",
-                                     "objective.alignment.blocks=[0,1]", "objective.alignment.end_step=2")[1:]))
+        all_well(on_ranks(2, *(command(tmp_path / how, taught, *SMALL, *ON_ROUTE, f"sharding={how}", f"steps={steps}", "label_dropout=0",
+                                       "objective.alignment.blocks=[0,1]", "objective.alignment.end_step=2")[1:] for steps in (3, 4))))
     ddp, fsdp = (losses(tmp_path / how) for how in ("none", "fsdp"))
     torch.testing.assert_close(ddp[:, 0], fsdp[:, 0], rtol=0, atol=1e-6)
     # Not closer: a float32 norm of 2048 × 2048 numbers, which the ranks take in halves, is off by 1e-4 of itself.

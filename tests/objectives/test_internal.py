@@ -15,8 +15,7 @@ from dit import DiT
 from edm import DDPM, EDM
 from guidance import Guidance
 from objectives import DiffusionLoss
-from objectives.internal import Internal, InternalHead
-from objectives.version1 import Version1
+from objectives.internal import Internal
 from rf import RF
 from sample import main as sample_main
 from sampling.generate import sampling_cost
@@ -211,14 +210,6 @@ def test_an_export_is_a_plain_network_or_keeps_the_head(run, tmp_path, to, capsy
     assert hasattr(again, "internal_head") == (to == "hub") == ("guidance=internal" not in said)
 
 
-def test_at_weight_0_the_run_is_the_plain_one_bit_for_bit(shapes, tmp_path):
-    for name, options in (("plain", ()), ("head", ("objective=internal", "objective.internal.weight=0"))):
-        assert train_here(tmp_path / name, shapes, *options, "steps=3").returncode == 0
-    for name in ("model", "ema"):
-        plain, head = (checkpoints.load(checkpoints.latest(tmp_path / run), name) for run in ("plain", "head"))
-        assert all(torch.equal(value, head[key]) for key, value in plain.items()) and len(head) == len(plain) + 4
-
-
 def test_a_compiled_network_with_a_head_is_one_graph_and_is_compiled_once():
     net, counter = awake(with_head(routes=[dict(start_layer_idx=1, end_layer_idx=2, selection_ratio=0.5)])), CompileCounterWithBackend("aot_eager")
     objective = Internal(DiffusionLoss(net, RF()))
@@ -229,13 +220,3 @@ def test_a_compiled_network_with_a_head_is_one_graph_and_is_compiled_once():
         objective(*batch())[0].mean().backward()
     assert counter.frame_count == 1
     assert all(p.grad is not None for p in net.internal_head.parameters())
-
-
-def test_what_does_not_go_with_a_head_is_a_sentence():
-    with pytest.raises(ValueError, match="block=3 is to lie before the last of the network's 4 blocks"):
-        with_head(3)
-    with pytest.raises(ValueError, match="block=-1"):
-        InternalHead(DiT(**TINY), -1)
-    with pytest.raises(ValueError, match="leave version1 out"):
-        net = with_head(routes=[dict(start_layer_idx=1, end_layer_idx=1, selection_ratio=0.5)])
-        Internal(Version1(DiffusionLoss(net, EDM())))(*batch())

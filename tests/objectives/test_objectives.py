@@ -18,7 +18,6 @@ from rf import RF
 from routing_module import Route, Router
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.records import check_objective
 
 
 def routed_net():
@@ -91,14 +90,6 @@ def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_wher
     assert torch.equal(ones, loss) and (masked_loss < loss).all()
 
 
-@pytest.mark.parametrize("diffusion", [EDM(), RF()])
-def test_the_network_draws_its_masks_itself_where_nothing_else_must_know_them(diffusion):
-    net, handed = routed_net(), []
-    net.register_forward_pre_hook(lambda _, args, kwargs: handed.append(set(kwargs)), with_kwargs=True)
-    loss_and_output_gradient(plain(net, diffusion), net, None)
-    assert handed == [{"routes"}]
-
-
 @pytest.mark.parametrize(("parts", "says"), [
     ({"version1": {"mae_weight": -1.0}}, "mae_weight=-1.0 may not be negative"), ({"version2": {}}, "there is no objectives/version2.py; choose one of"),
 ])
@@ -110,14 +101,6 @@ def test_objectives_that_cannot_be_are_refused(parts, says):
 def test_version_1_takes_the_place_of_the_plain_loss_and_comes_first():
     with pytest.raises(ValueError, match="so it comes first"):
         Version1(Objective(DiffusionLoss(routed_net(), EDM())))
-
-
-@pytest.mark.parametrize(("settings", "says"), [({"mae_weigt": 1.0, "mae_weight": 0.0}, "There is no setting mae_weigt: did you mean mae_weight"),
-                                                ({"mae_weight": "much"}, "objective.version1: mae_weight=much")])
-def test_an_objectives_settings_are_those_of_its_class(settings, says):
-    check_objective({"version1": {"mae_weight": 1}})
-    with pytest.raises(ValueError, match=says):
-        check_objective({"version1": settings})
 
 
 # ---- a loss of one's own: the one that CONTRIBUTING.md shows

@@ -4,7 +4,7 @@ import importlib
 import json
 import os
 import sys
-from typing import Annotated, Literal
+from typing import Annotated
 
 import pytest
 from conftest import ROOT
@@ -92,18 +92,6 @@ def test_a_value_of_another_type_or_range_is_a_sentence(key, value, sentence):
 def test_what_is_allowed_is_read():
     assert read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
     assert read(Everything, {**GOOD, "text": 123, "place": 7, "mode": False}).place == "7"  # a folder named by digits
-
-
-def test_unknown_missing_and_no_settings_at_all_are_sentences():
-    class Two(Settings):
-        a: Count
-        b: Literal["x"]
-
-    for plain, sentence in (({"a": 1, "b": "x", "c": 2}, "There is no setting c: there are a, b."), ({"a": 1}, "b is missing."),
-                            ([1], "The settings=[1]: it should be a valid dictionary or instance of Two.")):
-        with pytest.raises(ValueError) as error:
-            read(Two, plain, "here: ")
-        assert str(error.value) == f"here: {sentence}"
 
 
 class Note(Record):

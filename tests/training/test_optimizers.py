@@ -58,21 +58,6 @@ def test_a_step_is_torchs_muon_on_matrices_and_torchs_adamw_on_the_rest_each_at_
     assert all(torch.equal(weights_of(net)[name], p) for name, p in weights_of(other).items())
 
 
-def test_muon_moves_every_matrix_as_far_as_adamw_does():
-    moved = {}
-    for name in ("adamw", "muon"):
-        net = tiny()
-        settings = SETTINGS if name == "muon" else {key: SETTINGS[key] for key in ("betas", "eps")}
-        optimizer = build_optimizer(trained_parameters(DiffusionLoss(net, EDM())), name,
-                                    **settings | {"lr": 0.01, "weight_decay": 0.0} | ({"matrix_lr": None} if name == "muon" else {}))
-        before = weights_of(net)
-        fill_gradients(net, 0)
-        optimizer.step()
-        moved[name] = {key: (p - before[key]).square().mean().sqrt() for key, p in net.named_parameters() if key.startswith("blocks.")}
-    ratios = torch.stack([moved["muon"][key] / moved["adamw"][key] for key in moved["adamw"] if key.endswith("weight")])
-    assert 0.1 < ratios.min() and ratios.max() < 0.3      # 0.2 of it, which is AdamW's size late in training
-
-
 def muon_of(parameters) -> torch.optim.Optimizer:
     weight, bias = parameters
     return build_optimizer({"blocks.0.weight": weight, "blocks.0.bias": bias}, "muon", **SETTINGS)
