@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import shutil
+from functools import partial
 
 import numpy as np
 import pytest
@@ -11,6 +12,7 @@ from conftest import ROOT, run_command
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
+from training_runs import write_run
 
 import fid
 import sample
@@ -21,7 +23,6 @@ from rf import RF, sample_tread
 from routing_module import Route
 from runtime import files, ranks
 from sampling.generate import SeededNoise, sampling_cost
-from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.records import build_network
 
@@ -29,20 +30,12 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=3)], init="xavier")
 
 
-def write_run(folder, seed=0, diffusion=None, classes=None, **network):
-    """Writes a run of one checkpoint with an untrained network."""
-    torch.manual_seed(seed)
-    network = NETWORK | network
-    state = build_network(network).state_dict()
-    meta = {"step": 5 + seed, "network": network, "diffusion": diffusion or {"name": "rf"},
-            "data": {"autoencoder": "identity", "class_names": ["ant", "bee", "cat"][: network["num_classes"]], "classes": classes}}
-    checkpoints.save(checkpoints.step_folder(folder, 5 + seed), {"ema": state, "model": state}, meta)
-    return folder
+write_flow = partial(write_run, network=NETWORK, diffusion={"name": "rf"}, class_names=["ant", "bee", "cat"])
 
 
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
-    return write_run(tmp_path_factory.mktemp("runs") / "flow")
+    return write_flow(tmp_path_factory.mktemp("runs") / "flow", step=5)
 
 
 @pytest.fixture(scope="module")
@@ -86,20 +79,6 @@ def test_rf_puts_both_grids_into_the_runs_samples(run):
     assert {path.name for path in (run / "samples").iterdir()} == {"step-00000005-ema-guided.png", "step-00000005-ema-unguided.png"}
 
 
-def test_a_weak_network_of_other_classes_is_a_sentence(run, tmp_path):
-    smaller = write_run(tmp_path / "smaller", num_classes=2)
-    with pytest.raises(SystemExit, match="another thing than the strong one"):
-        command("rf", f"checkpoint={run}", f"out={tmp_path}/g.png", "num_steps=1", "guidance=autoguidance", f"weak={smaller}")
-
-
-def test_a_dense_network_is_guided_over_a_route_that_is_given(tmp_path):
-    dense = write_run(tmp_path / "dense", routes=[])
-    command("rf", f"checkpoint={dense}", "routes=[{start_layer_idx: 1, end_layer_idx: -2}]", "seeds=0-3", "num_steps=2", f"out={tmp_path}/given.png")
-    command("rf", f"checkpoint={write_run(tmp_path / 'routed')}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/own.png")
-    assert (tmp_path / "given.png").read_bytes() == (tmp_path / "own.png").read_bytes()
-    assert (tmp_path / "given.png").read_bytes() != (tmp_path / "given-unguided.png").read_bytes()
-
-
 @pytest.mark.parametrize("diffusion", [EDM(), RF()])
 @pytest.mark.parametrize("settings", [
     None, dict(scale=2), dict(scale=2, gamma1=0.25, gamma2=0.75, drop_label=False), dict(scale=2, gamma1=(0.0, 0.5), gamma2=(0.75, 0.0)),
@@ -131,7 +110,7 @@ def test_the_published_costs_come_out_at_256_tokens():
 
 
 def test_scores_say_how_they_were_guided(run, reference, tmp_path):
-    weak = write_run(tmp_path / "weak", seed=1)
+    weak = write_flow(tmp_path / "weak", step=6)
     results = tmp_path / "results.jsonl"
     common = [f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2", f"results={results}"]
     settings = [[], ["guidance=tread", "gamma2=[0.9,0.5]"], ["guidance=autoguidance", f"weak={weak}"], ["sampler.solver=heun"]]
@@ -210,7 +189,7 @@ def test_a_sweep_draws_as_published_with_scales_of_its_own_and_unguided_without(
 
 
 def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, monkeypatch):
-    training = write_run(shutil.copytree(run, tmp_path / "training"), seed=1)
+    training = write_flow(shutil.copytree(run, tmp_path / "training"), step=6)
     assert load_trained(training).step == 6
     monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 5)
     assert load_trained(training).step == 5
@@ -223,7 +202,7 @@ def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sw
     training, score = shutil.copytree(run, tmp_path / "training"), fid.score_images
 
     def scored_while_training(*args, **options):
-        write_run(training, seed=1)
+        write_flow(training, step=6)
         return score(*args, **options)
 
     monkeypatch.setattr(fid, "score_images", scored_while_training)
@@ -231,8 +210,3 @@ def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sw
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["source"]["step"] for row in rows] == [5, 5, 5] and len(sweep.landscape) == 2
     assert load_trained(training).step == 6
-
-
-def test_equal_ratios_draw_the_unguided_grid(run, tmp_path):
-    command("rf", f"checkpoint={run}", "gamma1=0", "gamma2=0", "scale=3", "seeds=0-3", "num_steps=2", f"out={tmp_path}/g.png")
-    assert (tmp_path / "g.png").read_bytes() == (tmp_path / "g-unguided.png").read_bytes()

@@ -7,7 +7,6 @@ import torch
 from safetensors import SafetensorError
 
 from runtime import files
-from training.optimizers import load_optimizer, optimizer_tensors
 from weights import checkpoint as checkpoints
 
 
@@ -102,13 +101,6 @@ def test_damaged_checkpoints_that_were_passed_over_do_not_crowd_out_good_ones(tm
     assert (tmp_path / "checkpoints/damaged-step-00000020").is_dir()
 
 
-def test_pruning_sweeps_what_killed_saves_left(tmp_path):
-    save(tmp_path, 1)
-    (tmp_path / "checkpoints/.step-00000007.tmp").mkdir()
-    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
-    assert [p.name for p in (tmp_path / "checkpoints").iterdir()] == ["step-00000001"]
-
-
 def test_the_last_sound_checkpoint_is_older_than_the_trouble_and_whole(tmp_path):
     one, two, *_ = [save(tmp_path, step, sound=step != 3) for step in (1, 2, 3, 4)]
     assert checkpoints.last_sound(tmp_path, before=4) == two
@@ -132,30 +124,3 @@ def test_pruning_keeps_the_last_k_and_every_mth(tmp_path):
     assert [int(p.name[5:]) for p in checkpoints.all_steps(tmp_path)] == [4, 8, 9, 10]
     checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
     assert [int(p.name[5:]) for p in checkpoints.all_steps(tmp_path)] == [10]
-
-
-def test_an_optimizer_goes_on_from_a_file_as_if_it_had_not_stopped(tmp_path):
-    def fresh():
-        torch.manual_seed(0)
-        model = torch.nn.Linear(4, 3)
-        return model, torch.optim.AdamW(model.parameters(), lr=0.1, fused=True)
-
-    def step(model, optimizer, seed):
-        torch.manual_seed(seed)
-        model(torch.randn(5, 4)).square().sum().backward()
-        optimizer.step()
-        optimizer.zero_grad()
-
-    straight, optimizer = fresh()
-    for seed in range(4):
-        step(straight, optimizer, seed)
-        if seed == 1:
-            saved = {"model": {k: v.clone() for k, v in straight.state_dict().items()},
-                     "training": {k: v.clone() for k, v in optimizer_tensors(dict(straight.named_parameters()), optimizer).items()}}
-            checkpoints.save(tmp_path / "c", saved, {})
-    again, optimizer = fresh()
-    again.load_state_dict(checkpoints.load(tmp_path / "c", "model"))
-    load_optimizer(dict(again.named_parameters()), optimizer, checkpoints.load(tmp_path / "c", "training"))
-    for seed in (2, 3):
-        step(again, optimizer, seed)
-    assert all(torch.equal(a, b) for a, b in zip(straight.parameters(), again.parameters(), strict=True))
