@@ -13,9 +13,9 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 from safetensors.torch import load_file, save_file
-from test_import_latents import import_latents
 from test_prepare_latents import prepare
 from test_published_parity import amplitude_of, assert_equal, published, signature, wave
+from training_runs import write_run
 
 import sample
 import train
@@ -24,9 +24,7 @@ from latents.folder import open_latents
 from latents.loader import to_latent
 from scoring import image_sets, results
 from weights import autoencoders
-from weights import checkpoint as checkpoints
 from weights.loading import load_trained
-from weights.records import build_network
 
 VAVAE = published("vavae")
 COUNT, SIDE = 12, 16
@@ -258,23 +256,6 @@ def test_latents_are_undone_by_their_record_and_not_by_another_autoencoders_scal
         decoder_of(tiny, (4, 4, 4), Convention(0.5, 0.0, (0.0,) * 4, (1.0,) * 4))
 
 
-def test_edm2s_latents_decode_in_its_range_of_pixels_and_lightningdits_with_its_statistics(tmp_path, vavae):
-    from test_import_latents import write_edm2, write_lightningdit
-
-    source, values = write_edm2(tmp_path)
-    import_latents(str(source), tmp_path / "edm2", "edm2")
-    convention = open_latents(tmp_path / "edm2").convention
-    stored = torch.from_numpy(open_latents(tmp_path / "edm2").read(np.arange(2))[0]).float()
-    assert convention.pixels == (0, 1)
-    torch.testing.assert_close(convention.raw(stored[:, :4]), torch.from_numpy(values[:2, :4]), rtol=2e-3, atol=5e-3)
-    source, (values, _) = write_lightningdit(tmp_path)
-    import_latents(str(source), tmp_path / "lightning", autoencoder=str(vavae))
-    latents = open_latents(tmp_path / "lightning")
-    assert latents.autoencoder == str(vavae) and latents.convention.scale == 1
-    raw = latents.convention.raw(torch.from_numpy(latents.read(np.arange(len(values)))[0]).float())
-    torch.testing.assert_close(raw, torch.from_numpy(values), rtol=2e-3, atol=2e-2)
-
-
 def test_scaled_tars_are_decoded_with_the_autoencoders_scale(tmp_path):
     from test_data import labels_of, numbered, write_tars
 
@@ -328,9 +309,7 @@ def test_what_runs_code_is_loaded_only_where_the_user_names_it(own, tmp_path):
         with pytest.raises(ValueError, match="runs code, so it is loaded only where the command names it"):
             decoder_of(name)
     assert "my_decoder" not in sys.modules
-    meta = {"step": 1, "network": NETWORK, "diffusion": {"name": "edm"}, "data": {"autoencoder": own[1], "class_names": None}}
-    checkpoints.save(checkpoints.step_folder(tmp_path / "run", 1), {"ema": build_network(NETWORK).state_dict()}, meta)
-    settings = {"checkpoint": tmp_path / "run", "num_steps": 1, "seeds": "0-3", "cpu": True, "out": tmp_path / "x.npz"}
+    settings = {"checkpoint": write_run(tmp_path / "run", NETWORK, autoencoder=own[1]), "num_steps": 1, "seeds": "0-3", "cpu": True, "out": tmp_path / "x.npz"}
     with pytest.raises(SystemExit, match="runs code, so it is loaded only"):
         run_command(sample.main, "sample.py", **settings)
     run_command(sample.main, "sample.py", **settings, autoencoder=own[1], decode_batch_size=3)
