@@ -101,6 +101,11 @@ def test_a_mean_far_from_zero_costs_no_digits():
     assert torch.allclose(statistics(features + 1e7, 10)[1], torch.cov(features.T), atol=1e-8)
 
 
+def test_one_image_has_no_covariance():
+    with pytest.raises(ValueError, match="1 images have no covariance"):
+        statistics(normal(1, 4))
+
+
 def inception_score(probs):
     sums = metrics.ScoreSums(len(probs), probs.shape[1])
     order = torch.randperm(len(probs), generator=torch.Generator().manual_seed(0))
