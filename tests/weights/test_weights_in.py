@@ -13,6 +13,7 @@ from test_lightning import TINY as LIGHTNING_TINY
 from test_lightning import filled
 from test_published_parity import DDPM_, TINY, CountedNoise, amplitude_of, assert_equal, fill, names, published, wave
 from torch import nn
+from training_runs import write_run
 
 import fid
 import sample
@@ -22,7 +23,6 @@ from guidance import Guidance
 from rf import RF
 from sampling.options import sampler_settings
 from training.run_folder import open_parent
-from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.others import onto_our_time
 from weights.records import build_network
@@ -97,16 +97,23 @@ def test_turned_weights_answer_for_any_time_as_the_originals_do_for_the_time_lef
     assert all(torch.allclose(twice[key], value, atol=1e-6) for key, value in net.state_dict().items())
 
 
-@pytest.mark.parametrize("container, family, diffusion", [
-    (lambda state: {"model": {}, "ema": state, "opt": {}, "args": DIT_ARGS}, "dit", DDPM),
-    (lambda state: {"ema_state_dict": {f"model.{key}": value for key, value in state.items()}, "step": 7}, "tread", EDM),
-    (lambda state: {"ema_state_dict": {f"_orig_mod.model.{key}": value for key, value in state.items()}}, "tread", EDM),
+def under(prefix: str, state: dict) -> dict:
+    return {f"{prefix}{key}": value for key, value in state.items()}
+
+
+@pytest.mark.parametrize("is_new", [True, False], ids=["", "in the old format of torch"])
+@pytest.mark.parametrize("container, family, given, diffusion", [
+    (lambda state: state, "dit", "dit", DDPM),
+    (lambda state: {"model": {}, "ema": state, "opt": {}, "args": DIT_ARGS}, "dit", None, DDPM),
+    (lambda state: {"model": under("module.", state), "ema": under("_orig_mod.", state)}, "edm", "edm", EDM),
+    (lambda state: {"ema_state_dict": under("model.", state), "step": 7}, "tread", None, EDM),
+    (lambda state: {"ema_state_dict": under("_orig_mod.model.", state)}, "tread", None, EDM),
 ])
-def test_weights_of_dit_and_of_tread_are_taken_as_they_are(container, family, diffusion, tmp_path):
+def test_weights_of_dit_and_of_tread_are_taken_as_they_are(container, family, given, diffusion, is_new, tmp_path):
     state = fill(DiT(**TINY, learn_sigma=diffusion is DDPM)).state_dict()
-    torch.save(container(state), tmp_path / "weights.pt")
-    trained = load_trained(tmp_path / "weights.pt", num_heads=4)
-    assert trained.family == family and type(trained.diffusion) is diffusion
+    torch.save(container(state), tmp_path / "weights.pt", _use_new_zipfile_serialization=is_new)
+    trained = load_trained(tmp_path / "weights.pt", diffusion=given, num_heads=4)
+    assert trained.family == family and type(trained.diffusion) is diffusion and trained.autoencoder == "sd_vae_ema"
     assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in state.items())
 
 
@@ -236,15 +243,6 @@ def test_the_sde_draws_the_distribution_of_the_data():
     assert abs(torch.corrcoef(torch.stack([x.flatten(), z.flatten()]))[0, 1]) < 0.9, "its noise is drawn anew on the way"
 
 
-def test_shift_1_is_no_shift_bit_for_bit_and_a_shift_moves_steps_to_the_noise():
-    net, y, z = ExactVelocity(), torch.zeros(3, dtype=torch.int64), torch.randn(3, 1, 2, 2)
-    assert torch.equal(RF().sample(net, z, y, 5), RF().sample(net, z, y, 5, shift=1.0))
-    seen = []
-    net.register_forward_pre_hook(lambda net, args: seen.append(args[1][0].item()))
-    RF().sample(net, z, y, 2, shift=3.0)
-    assert seen == [1.0, 0.75]
-
-
 # ---- guidance on the first channels -----------------------------------------------------------------------------------
 
 
@@ -258,10 +256,6 @@ def test_channels_beyond_those_guided_are_the_strong_passs_bit_for_bit(diffusion
     assert torch.equal(three[:, :3], all_[:, :3]) and torch.allclose(three[:, 3], none[:, 3], atol=1e-6)
     assert not torch.allclose(all_[:, 3], none[:, 3], atol=1e-2)
     assert torch.equal(Guidance(3, channels=4).guide(predict, net, noise, y, 4)(noise, 0.5, 0), all_)
-
-
-def test_channels_are_recorded_where_they_are_given():
-    assert Guidance(2, channels=3).record()["channels"] == 3 and "channels" not in Guidance(2).record()
 
 
 # ---- mistakes -------------------------------------------------------------------------------------------------------
@@ -313,8 +307,6 @@ def test_a_score_says_whose_weights_which_solver_and_which_channels(tmp_path):
 
 
 def test_another_code_bases_name_says_nothing_of_a_checkpoint_with_a_record(tmp_path):
-    meta = {"step": 1, "network": PIXELS, "diffusion": {"name": "rf"}, "data": {"autoencoder": "identity", "class_names": None}}
-    checkpoints.save(checkpoints.step_folder(tmp_path, 1), {"ema": build_network(PIXELS).state_dict()}, meta)
-    assert load_trained(tmp_path).family is None
+    assert load_trained(write_run(tmp_path, PIXELS, diffusion={"name": "rf"})).family is None
     with pytest.raises(ValueError, match="diffusion_name=sit is for weights without a record"):
         load_trained(tmp_path, diffusion="sit")
