@@ -26,6 +26,32 @@ def tiny(**kwargs):
     return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=5), **kwargs})
 
 
+def test_xavier_starts_with_every_path_open():
+    model = tiny(init="xavier")
+    assert (model(torch.randn(2, 3, 8, 8), torch.randn(2), torch.tensor([0, 5])) != 0).all()
+    assert all((block.adaLN_modulation[-1].weight != 0).any() for block in model.blocks)
+
+
+def test_the_label_and_the_noise_level_matter():
+    model = tiny(init="xavier")
+    x, t = torch.randn(1, 3, 8, 8), torch.zeros(1)
+    outs = [model(x, t + dt, torch.tensor([y])) for dt, y in ((0, 0), (0, 5), (1, 0))]
+    assert not torch.allclose(outs[0], outs[1]) and not torch.allclose(outs[0], outs[2])
+
+
+def test_unpatchify_undoes_the_patch_embeddings_order():
+    model = tiny(in_channels=2)
+    with torch.no_grad():        # a patch embedding that lists its patch's pixels as (row, column, channel)
+        model.x_embedder.proj.weight.copy_(torch.eye(8).view(2, 2, 2, 8).permute(3, 2, 0, 1).repeat(4, 1, 1, 1))
+    x = torch.randn(3, 2, 8, 8)
+    assert torch.allclose(model.unpatchify(model.x_embedder(x)[..., :8]), x, atol=1e-6)
+
+
+def test_the_position_embedding_is_no_parameter_but_is_saved():
+    model = tiny()
+    assert "pos_embed" in model.state_dict() and "pos_embed" not in dict(model.named_parameters())
+
+
 @pytest.mark.parametrize("size", WIDTHS)
 @pytest.mark.parametrize("options", [{}, {"learn_sigma": True, "num_classes": 10}, {"input_size": 64, "in_channels": 3}])
 def test_the_architecture_is_read_off_the_weights(size, options):

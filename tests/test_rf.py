@@ -48,6 +48,28 @@ def noise_and_labels(n=3):
     return torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(n) * 3 % 10
 
 
+def labels_seen_by(net):
+    seen = []
+    net.register_forward_pre_hook(lambda net, args: seen.append(args[2].tolist()))
+    return seen
+
+
+def test_the_network_sees_the_line_the_noise_level_itself_and_the_label():
+    x, eps, t, y = torch.randn(4, 1, 2, 2), torch.randn(4, 1, 2, 2), torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
+    net = ExactVelocity(0.5, means=[0.0] * 4)
+    RF().loss(net, x, y, t=t, eps=eps)
+    (z, t_seen, y_seen), = net.calls
+    assert torch.equal(t_seen, t) and torch.equal(y_seen, y)
+    assert torch.equal(z[0], x[0]) and torch.equal(z[3], eps[3])
+    assert torch.allclose(z[1], 0.75 * x[1] + 0.25 * eps[1]) and torch.allclose(z[2], (x[2] + eps[2]) / 2)
+
+
+def test_a_perfect_network_of_a_single_point_has_no_loss():
+    x = torch.full((256, 1, 2, 2), 0.7)
+    assert RF().loss(ExactVelocity(0.0, means=(0.7,)), x, labels(256)).max() < 1e-7
+    assert RF().loss(ExactVelocity(0.0, means=(0.6,)), x, labels(256)).min() > 1e-3
+
+
 @pytest.mark.parametrize("t", [0.1, 0.5, 0.9])
 def test_the_exact_velocity_of_a_gaussian_has_the_least_loss_there_is(t):
     torch.manual_seed(0)
@@ -133,6 +155,15 @@ def test_each_step_of_tread_guidance_extrapolates_between_two_ratios_on_the_same
     assert torch.equal(ours, RF().sample(net, noise, y, n, guidance=Guidance(1.5, 0.3, 0.7, drop_label=False)))
 
 
+def test_both_passes_of_tread_guidance_see_the_label():
+    net, net2, (noise, y) = small_dit(), small_dit(1), noise_and_labels()
+    seen, seen2 = labels_seen_by(net), labels_seen_by(net2)
+    sample_tread(net, 0.3, net, 0.7, noise, y, num_steps=4)
+    assert seen == [y.tolist()] * 8
+    sample_tread(net, 0.3, net2, 0.7, noise, y, num_steps=4)
+    assert seen == [y.tolist()] * 12 and seen2 == [y.tolist()] * 4
+
+
 def test_a_learned_variance_is_left_out():
     net, (noise, y), t = small_dit(learn_sigma=True), noise_and_labels(), torch.full((3,), 0.5)
     assert torch.equal(RF().velocity(net, noise, t, y), net(noise, t, y)[:, :4])
@@ -198,6 +229,14 @@ def test_times_shifted_by_the_latents_size_are_sr_dits_in_training_and_sampling(
     net.calls.clear()
     RF(shift="size").sample(net, torch.randn(shape), labels(2), case["num_steps"], solver="euler_maruyama")
     assert [t[0].item() for _, t, _ in net.calls] == pytest.approx(case["sde_steps"][:-1], abs=1e-6)
+
+
+def test_a_shift_moves_the_noise_levels_of_training():
+    torch.manual_seed(0)
+    net = ExactVelocity(0.5)
+    RF("uniform", shift=3.0).loss(net, torch.zeros(40_000, 1, 1, 1), labels(40_000))
+    q = torch.tensor([0.05, 0.25, 0.5, 0.75, 0.95])
+    assert torch.allclose(net.calls[0][1].quantile(q), 3 * q / (1 + 2 * q), atol=0.01)
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun", "euler_maruyama"])

@@ -38,6 +38,28 @@ def test_masks_of_bfloat16_tokens_are_drawn_in_float32():
     assert torch.equal(router.get_mask(x.bfloat16(), 0.5), expected)
 
 
+def test_every_token_comes_back_and_those_that_skipped_are_untouched():
+    x = tokens()
+    ids = router.get_mask(x, 0.5)
+    back = router.end_route(router.start_route(x, ids) + 1, ids, x)
+    kept = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, ids, True)
+    assert torch.equal(back[~kept], x[~kept])
+    assert torch.equal(back[kept], (x + 1)[kept])
+
+
+def test_the_gradient_of_a_skipping_token_takes_the_identity_path():
+    x = tokens().requires_grad_()
+    ids = router.get_mask(x, 0.5)
+    router.end_route(3 * router.start_route(x, ids), ids, x).sum().backward()
+    kept = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, ids, True)
+    assert (x.grad[kept] == 3).all() and (x.grad[~kept] == 1).all()
+
+
+@pytest.mark.parametrize(("depth", "end"), [(12, 8), (24, 20), (28, 24)])
+def test_the_absolute_rule_gives_the_papers_routes(depth, end):
+    assert resolve_routes([Route(2, -4, 0.5)], depth) == (Route(2, end, 0.5),)
+
+
 @pytest.mark.parametrize(("routes", "says"), [
     ([Route(2, 12, 0.5)], "leaves the network"),
     ([Route(-13, 5, 0.5)], "leaves the network"),
@@ -83,7 +105,7 @@ def test_l1_reg_blends_noise_and_norm():
     assert 0.35 < middle[0] < middle[1] < 0.99
 
 
-@pytest.mark.parametrize("router", [Router(), Router("grid"), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True)])
+@pytest.mark.parametrize("router", [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True)])
 def test_tokens_that_must_stay_do_and_no_more_stay_for_it(router):
     x, keep_mask = tokens(), torch.zeros(4, 16, dtype=torch.bool)
     keep_mask[0, :8] = keep_mask[1, 3] = keep_mask[3, 10:] = True
@@ -112,6 +134,14 @@ def batch(size=8):
     return torch.randn(4, 3, size, size), torch.randn(4), torch.tensor([0, 1, 4, 5])
 
 
+def test_ratio_0_is_the_dense_network_bit_for_bit_and_draws_nothing():
+    model = net([Route(2, -4, 0.0)])
+    x, t, y = batch()
+    before = torch.get_rng_state()
+    assert torch.equal(model(x, t, y, routes=model.routes), model(x, t, y))
+    assert torch.equal(torch.get_rng_state(), before)
+
+
 def test_the_call_alone_decides_on_routing():
     model = net([Route(2, -4, 0.5)])
     x, t, y = batch()
@@ -128,6 +158,13 @@ def test_blocks_inside_a_route_see_only_the_tokens_that_stay():
         block.register_forward_pre_hook(lambda _, args: seen.append(args[0].shape[1]))
     model(*batch(), routes=model.routes)
     assert seen == [16, 8, 8, 16, 4, 4, 16, 16]
+
+
+def test_a_route_of_identity_blocks_changes_nothing():
+    model = net([Route(2, -4, 0.5)], init="adaln_zero")
+    torch.nn.init.normal_(model.final_layer.linear.weight)
+    x, t, y = batch()
+    assert torch.equal(model(x, t, y, routes=model.routes), model(x, t, y))
 
 
 def test_odd_token_counts_and_bfloat16_route():
@@ -184,6 +221,13 @@ def test_a_token_comes_back_with_its_value_from_before_the_block_that_the_route_
         assert torch.equal(after[stays], kept[route.end_layer_idx].flatten(0, 1))
 
 
+def test_a_delayed_route_of_ratio_0_is_the_dense_network_and_one_from_its_start_is_the_plain_route():
+    model, (x, t, y), noise = net(), batch(), torch.rand(4, 1, 16)
+    assert torch.equal(model(x, t, y, routes=(Route(2, 4, 0.0, return_from=0),)), model(x, t, y))
+    plain, own, delayed = (model(x, t, y, (Route(2, 4, 0.5, return_from=source),), noise) for source in (None, 2, 1))
+    assert torch.equal(plain, own) and not torch.allclose(plain, delayed)
+
+
 def test_the_gradient_of_a_token_that_left_reaches_the_block_that_it_returns_from():
     model = net([Route(2, 4, 0.5, return_from=1)])
     inputs, noise = [], torch.rand(4, 1, 16)
@@ -222,3 +266,9 @@ def test_the_default_route_gives_back_the_very_tensor_that_left_and_says_no_more
     assert "back" not in str(Route(2, 8, 0.5)) and str(Route(0, 4, 0.5, 1.0)).endswith("back as 1·x_T + 1·x_D_last")
     assert str(Route(8, 24, 0.5, return_from=2)).endswith("at selection ratio 0.5, back from before block 2")
     assert Route(2, 8, 0.5).is_identity and not Route(2, 8, 0.5, return_from=0).is_identity
+
+
+def test_the_gradient_of_a_token_that_left_reaches_the_embedding_twice():
+    route, embedded = Route(0, 1, 0.5, x_T=1.0), tokens().requires_grad_()
+    route.returning({0: embedded}).sum().backward()
+    assert (embedded.grad == 2).all()
