@@ -123,9 +123,13 @@ class Run:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
     def is_diverging(self, total: dict[str, float]) -> bool:
-        """Tells from sums whether steps are being skipped, or the loss is above ten times its lowest."""
+        """Tells from sums whether steps are being skipped, or the loss is far above its lowest.
+
+        Far is ten times the lowest. A term may bring the loss near 0 or below it; then 0.9 above it is far, as the
+        diffusion's loss begins near 1.
+        """
         loss = total["loss"] / total["steps"] if total["steps"] else self.reported_loss
-        return total["skipped_in_row"] > 0 or not loss <= 10 * self.lowest_loss
+        return total["skipped_in_row"] > 0 or not loss <= self.lowest_loss + 9 * max(abs(self.lowest_loss), 0.1)
 
 
 # ---- its parts ------------------------------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
-from runtime.schema import Count, NotNegative, Whole, read_record
+from runtime.schema import Count, NotNegative, Number, Whole, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from weights import checkpoint as checkpoints
@@ -44,7 +44,7 @@ class Meta(CheckpointRecord):
     scaler: dict | None = None
     init_from: str | None = None
     history: list[dict] = []
-    lowest_loss: NotNegative | None = None
+    lowest_loss: Number | None = None
     objective: dict[str, dict] = {}
     optimizer: str = "adamw"
 

@@ -203,6 +203,13 @@ def test_a_run_logs_its_alignment_resumes_bit_for_bit_past_its_end_and_saves_a_p
     assert end["model"].keys() == end["ema"].keys() == plain["model"].keys()
 
 
+def test_a_run_whose_loss_falls_below_zero_is_sound_and_resumes(taught, tmp_path):
+    for steps in (6, 8):
+        trained(tmp_path, taught, *ON_ROUTE, "objective.alignment.weight=20", "optimizer.warmup_steps=0", f"steps={steps}", "checkpoint.every=1")
+    assert rows(tmp_path)[-1]["loss"] < 0 and rows(tmp_path)[-1]["step"] == 8
+    assert all(checkpoints.is_sound(folder) for folder in checkpoints.all_steps(tmp_path))
+
+
 @pytest.mark.parametrize(("settings", "says"), [
     ({"blocks": []}, r"blocks=\[\] names no block"), ({"shapes": {"teacher": (12, 4, 4)}}, r"the shape \(12, 4, 4\)"),
 ])
