@@ -12,6 +12,8 @@ from functools import cache
 from pathlib import Path
 
 import numpy as np
+from cycler import cycler
+from matplotlib import colormaps
 from matplotlib.figure import Figure
 from scipy import stats
 
@@ -20,6 +22,7 @@ from runtime.presentation import save_figure, table
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then by seed
 ENOUGH = 3      # seeds for a verdict
+LINES = cycler(linestyle=["-", "--"]) * cycler(color=colormaps["tab10"].colors)
 
 
 def metrics_of(runs: list[dict], *variants: str) -> list[str]:
@@ -325,8 +328,9 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
         if not any(curves.values()):
             path.unlink(missing_ok=True)      # of an earlier report
             continue
-        figure = Figure(figsize=(7, 4.5), layout="constrained", dpi=150)
+        figure = Figure(figsize=(8.5, 4.5), layout="constrained", dpi=120)
         plot = figure.subplots()
+        plot.set_prop_cycle(LINES)
         for variant, points in curves.items():
             if points:
                 x, mean, deviation, seeds = (list(values) for values in zip(*points, strict=True))
@@ -336,7 +340,7 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
                 plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
         plot.set(xscale="log", xlabel=label, ylabel=measure_in_words(*sides),
                  title=f"{result['name']}: mean over n seeds ± standard deviation")
-        plot.legend()
+        figure.legend(loc="outside right upper", fontsize="small")
         save_figure(figure, path)
         drawn.append(path)
     return drawn
