@@ -10,7 +10,7 @@ from dataclasses import dataclass
 import torch
 
 SD_VAE_SCALE = 0.18215  # Stable Diffusion 1 and 2; any other VAE's config.json says its own
-SAMPLES_ONLY = ("AutoencoderTiny", "AutoencoderDC")      # of diffusers; their latents are values, not distributions
+SAMPLES_ONLY = ("AutoencoderTiny", "AutoencoderDC")  # of diffusers; their latents are values, not distributions
 PIXELS_AT_ONCE = 2**20  # decoded at once by default: 16 images of 256x256
 
 
@@ -188,7 +188,7 @@ class DiffusersAutoencoder(Autoencoder):
         self.convention = convention
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)
-        if torch.device(device).type == "cuda":      # another layout in memory, made for tensor cores
+        if torch.device(device).type == "cuda":  # another layout in memory, made for tensor cores
             vae.decoder.to(memory_format=torch.channels_last)
 
     def _encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
@@ -234,4 +234,4 @@ class OwnDecoder(Autoencoder):
                              f"of H and W that are whole multiples of {shape[1]} and {shape[2]}.")
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
-        return self.function(z).to(z.device)      # which may compute elsewhere; ranks gather what is on their devices
+        return self.function(z).to(z.device)  # which may compute elsewhere; ranks gather what is on their devices

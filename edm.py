@@ -123,7 +123,7 @@ class DDPM(EDM):
         super().__init__()
         betas = torch.linspace(beta_min, beta_max, num_timesteps, dtype=torch.float64)
         self.alphas_cumprod = (1 - betas).cumprod(0)                                    # (num_timesteps,) descending
-        self.sigmas = ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().float()      # ascending
+        self.sigmas = ((1 - self.alphas_cumprod) / self.alphas_cumprod).sqrt().float()  # ascending
 
     def preconditioning(self, sigma: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
         """Returns c_skip, c_out, c_in and c_noise, the index of the nearest noise level, in the shape of sigma."""
@@ -176,7 +176,7 @@ class DDPM(EDM):
         model = (guidance or UNGUIDED).guide(self.predict, net, noise, y, num_steps)
         stride = (len(self.sigmas) - 1) / max(1, num_steps - 1)
         steps = [round(step) for step in accumulate(repeat(stride, num_steps - 1), initial=0.0)]
-        abar = [1.0, *self.alphas_cumprod[steps].tolist()]      # from the data on
+        abar = [1.0, *self.alphas_cumprod[steps].tolist()]  # from the data on
 
         x_prev = noise.double()
         for i in range(num_steps, 0, -1):

@@ -114,7 +114,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> Subject:
         "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
         "weights_sha256": trained.weights_sha256, "ema": trained.weights == "ema",
         "classes": describe_classes(sampling.classes, trained.net.num_classes),
-        **({"family": trained.family} if trained.family else {}),      # how bare weights were read
+        **({"family": trained.family} if trained.family else {}),  # how bare weights were read
         **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
         "guidance": sampling.guidance_record,
     }
@@ -140,7 +140,7 @@ def open_image_set(cfg: ScoringSettings, state: PartialState) -> Subject:
 
 
 def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
-    with state.local_main_process_first():      # which downloads weights for the others
+    with state.local_main_process_first():  # which downloads weights for the others
         return load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
 
 
@@ -182,7 +182,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
     results = Path(cfg.results or subject.results)
-    files.open_rows(results).close()      # fails now rather than after hours of drawing
+    files.open_rows(results).close()  # fails now rather than after hours of drawing
 
     def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:
         return result_row(
@@ -212,7 +212,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     if state.is_main_process:
         report(scored, results)
         files.append_row(results, scored)
-    state.wait_for_everyone()       # until the row is there for all to read
+    state.wait_for_everyone()  # until the row is there for all to read
     return scored, results
 
 

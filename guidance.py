@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from routing_module import Route, resolve_routes
 
-Gamma = float | tuple[float, float]     # a selection ratio, or its first and last value, on a cosine over sampling
+Gamma = float | tuple[float, float]  # a selection ratio, or its first and last value, on a cosine over sampling
 
 
 def ends(ratio: Gamma) -> tuple[float, float]:
@@ -63,7 +63,7 @@ class Guidance:
     internal: bool = False
 
     def __post_init__(self) -> None:
-        for name in ("gamma1", "gamma2", "interval"):      # a frozen value has no lists
+        for name in ("gamma1", "gamma2", "interval"):  # a frozen value has no lists
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
         for name, ratio in (("gamma1", self.gamma1), ("gamma2", self.gamma2)):
@@ -151,7 +151,7 @@ class Guidance:
                 strong, weak = run(net, routes1, torch.cat([x, x]), torch.cat([y, y2])).chunk(2)
             else:
                 strong, weak = run(net, routes1, x, y), run(net2, routes2, x, y2)
-            n = self.channels or x.shape[1]      # what a network predicts beside the state's channels is not guided
+            n = self.channels or x.shape[1]  # what a network predicts beside the state's channels is not guided
             return torch.cat([weak[:, :n] + self.scale * (strong[:, :n] - weak[:, :n]), strong[:, n:]], dim=1)
 
         return guided
@@ -169,16 +169,16 @@ class MaskNoise:
     def __init__(self, noise: Tensor):
         self.noise = noise
         self.seeds: list[int] | None = None
-        self.asked: tuple[int, int, int] | None = None      # what `drawn` was drawn for
+        self.asked: tuple[int, int, int] | None = None  # what `drawn` was drawn for
         self.drawn: Tensor | None = None
 
     def __call__(self, step: int, num_routes: int, num_tokens: int) -> Tensor:
         """Draws (B, num_routes, num_tokens) float32, uniform in [0, 1)."""
-        if self.seeds is None:      # only where masks are drawn, since it brings the noise to the host
+        if self.seeds is None:  # only where masks are drawn, since it brings the noise to the host
             digests = [hashlib.sha256(row.tobytes()).digest() for row in self.noise.float().cpu().numpy()]
             self.seeds = [int.from_bytes(digest[:6]) for digest in digests]
         asked = (step, num_routes, num_tokens)
-        if asked != self.asked:      # once for all passes of a step
+        if asked != self.asked:  # once for all passes of a step
             generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in self.seeds]
             rows = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
             self.asked, self.drawn = asked, torch.stack(rows).to(self.noise.device)

@@ -216,6 +216,6 @@ class Router:
 def rank_in_group(noise: Tensor) -> Tensor:
     """Returns the rank of each token's noise (B, N) among the 2 × 2 tokens of its group in the square grid, 0 to 3."""
     half = math.isqrt(noise.shape[1]) // 2
-    groups = noise.unflatten(1, (half, 2, half, 2)).transpose(2, 3).flatten(3)      # (B, N/4 as a grid, 4)
+    groups = noise.unflatten(1, (half, 2, half, 2)).transpose(2, 3).flatten(3)  # (B, N/4 as a grid, 4)
     ranks = groups.argsort(dim=-1).argsort(dim=-1)
     return ranks.unflatten(3, (2, 2)).transpose(2, 3).flatten(1)

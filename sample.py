@@ -98,7 +98,7 @@ def compare_guided(cfg: GridSettings) -> None:
     state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts; in brackets: with attention, two a "
                 "multiply-add, as torch counts")
     cost = partial(sampling_cost, trained.net, trained.diffusion, cfg.num_steps, **sampling.sampler)
-    evaluations = cost(None)[0]      # one pass each
+    evaluations = cost(None)[0]  # one pass each
     shares = {"an evaluation": 1 / evaluations, f"an image of {evaluations}": 1,
               f"all {len(seeds)} images": len(seeds)}
     for path, guidance in ((out, sampling.guidance), (unguided, None)):

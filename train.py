@@ -84,7 +84,7 @@ def train_step(
     loss, the gradient's norm, whether the step was skipped because it was not finite, and the terms of the loss, as
     tensors on the device and outside of a graph's memory.
     """
-    if cuda_graphs:      # which may write over the last step's gradients from here on, and not between parts
+    if cuda_graphs:  # which may write over the last step's gradients from here on, and not between parts
         torch.compiler.cudagraph_mark_step_begin()
     y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, objective.net.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
@@ -94,7 +94,7 @@ def train_step(
         with contextlib.nullcontext() if part == num_parts - 1 else accelerator.no_sync(called):
             losses, terms = called(x_part, y_part, **dict(zip(arrays, others, strict=True)))
             loss = losses.mean()
-            accelerator.backward(loss)      # which divides by the number of parts
+            accelerator.backward(loss)  # which divides by the number of parts
         step_loss += loss.detach() / num_parts
         if terms:
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
@@ -168,7 +168,7 @@ def start_trackers(run: Run) -> None:
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
     """Shows on the progress bar what the run does between steps, and takes its seconds out of training's."""
     bar.set_postfix_str(work)
-    if run.accelerator.device.type == "cuda":      # the steps that it is still at do count
+    if run.accelerator.device.type == "cuda":  # the steps that it is still at do count
         torch.cuda.synchronize(run.accelerator.device)
     began = time.perf_counter()
     yield
@@ -180,7 +180,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run whose gradients are no longer finite."""
     cfg, accelerator = run.cfg, run.accelerator
     total = run.sums.over_ranks(accelerator)
-    seconds = time.perf_counter() - since - run.paused      # after the sums, which wait for a GPU's steps
+    seconds = time.perf_counter() - since - run.paused  # after the sums, which wait for a GPU's steps
     run.paused = 0.0
     trouble = run.is_diverging(total)
     run.sums.reset()
@@ -202,7 +202,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
         files.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
-    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):      # all steps, of a short run
+    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):  # all steps, of a short run
         last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
         way_back = (f"Move checkpoints newer than {last_good} away to go on from it" if last_good else
                     f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
@@ -229,7 +229,7 @@ def evaluate(run: Run) -> None:
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
     with torch.device("meta"):
-        outline = build_network(run.record["network"])      # which a shard is not
+        outline = build_network(run.record["network"])  # which a shard is not
     for scale in cfg.guidance_scales:
         began = time.perf_counter()
         drawing = Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
@@ -289,7 +289,7 @@ def main(cfg: TrainSettings) -> None:
 
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
-               disable=not accelerator.is_main_process or None)      # None: outside of a terminal
+               disable=not accelerator.is_main_process or None)  # None: outside of a terminal
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:

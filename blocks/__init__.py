@@ -46,7 +46,7 @@ BLOCKS = {
                            sizes("LightningDiT", "B/1", "B/2", "L/2", "XL/1", "XL/2")),
     # Of the paper's two counts of parameters; which width and depth stand behind them it does not say.
     "mamba": BlockKind(MambaBlock, LAYER_NORM, "mixer.A_log",
-                       {"Mamba-B/2": dict(depth=20, hidden_size=768, num_heads=24, patch_size=2)}),      # 111M
+                       {"Mamba-B/2": dict(depth=20, hidden_size=768, num_heads=24, patch_size=2)}),  # 111M
     "rwkv": BlockKind(RWKVBlock, LAYER_NORM, "spatial_mix.decay",
-                      {"RWKV-L/2": dict(depth=18, hidden_size=768, num_heads=12, patch_size=2)}),        # 210M
+                      {"RWKV-L/2": dict(depth=18, hidden_size=768, num_heads=12, patch_size=2)}),  # 210M
 }

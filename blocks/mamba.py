@@ -47,7 +47,7 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
     x, dt, A, B, C = (each.float() for each in (x, dt, A, B, C))
     if x.is_cuda and MAMBA_SSM:
         return scan_by_kernel(x, dt, A, B, C)
-    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):      # it knows no meta device
+    with torch.autocast("cuda" if x.is_cuda else "cpu", enabled=False):  # it knows no meta device
         log_decay = (dt * A).cumsum(1).permute(0, 2, 3, 1)                                   # (batch, G, H, K)
         log_decay = log_decay.unsqueeze(-1) - log_decay.unsqueeze(-2)                        # from token i to t
         later = torch.ones(log_decay.shape[-2:], dtype=torch.bool, device=x.device).triu(1)
@@ -57,7 +57,7 @@ def selective_scan(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Te
         return torch.einsum("bghti,bighp->btghp", similarity.unsqueeze(2) * decay, dt.unsqueeze(-1) * x)
 
 
-@torch.compiler.disable      # a kernel of its own: the compiled graph breaks around it
+@torch.compiler.disable  # a kernel of its own: the compiled graph breaks around it
 def scan_by_kernel(x: Tensor, dt: Tensor, A: Tensor, B: Tensor, C: Tensor) -> Tensor:
     """Computes `selective_scan` on a GPU by the kernel of Mamba-1, whose recurrence covers one decay a head.
 
@@ -91,7 +91,7 @@ class BidirectionalMamba(nn.Module):
         # Decays and step sizes start as in Mamba-2, over the ranges [1, 16] and [1e-3, 1e-1].
         self.A_log = nn.Parameter(torch.empty(2, num_heads).uniform_(1, 16).log())
         dt = torch.empty(2, num_heads).uniform_(math.log(1e-3), math.log(1e-1)).exp()
-        self.dt_bias = nn.Parameter(dt + (-(-dt).expm1()).log())      # softplus of it is dt
+        self.dt_bias = nn.Parameter(dt + (-(-dt).expm1()).log())  # softplus of it is dt
         self.D = nn.Parameter(torch.ones(2, num_heads))
         self.norm = nn.RMSNorm(inner, eps=1e-5)
         self.out_proj = nn.Linear(inner, hidden_size, bias=False)
@@ -99,7 +99,7 @@ class BidirectionalMamba(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         inner, state = self.out_proj.in_features, self.state_size
         z, x, own = self.in_proj(x).split([inner, inner, 2 * (2 * state + self.num_heads)], dim=-1)
-        bc, dt = own.unflatten(-1, (2, -1)).split([2 * state, self.num_heads], dim=-1)       # (batch, K, 2, ·)
+        bc, dt = own.unflatten(-1, (2, -1)).split([2 * state, self.num_heads], dim=-1)  # (batch, K, 2, ·)
         mixed = torch.cat([x.unsqueeze(2).expand(-1, -1, 2, -1), bc], dim=-1)
         mixed, dt = backward_reversed(mixed), backward_reversed(dt)
         # Causal: token t sees itself and the three before it.

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 
 from blocks.transformer import LAYER_NORM, modulate, refuse_qk_norm
 
-MAX_DECAY = 40.0      # over the whole sequence: e^±40 is still a float32
+MAX_DECAY = 40.0  # over the whole sequence: e^±40 is still a float32
 
 
 class RWKVBlock(nn.Module):
@@ -85,7 +85,7 @@ class SpatialMix(nn.Module):
 
     def __init__(self, hidden_size: int):
         super().__init__()
-        self.mix = nn.Parameter(torch.full((3, hidden_size), 0.5))      # of a token with its neighbours: k, v, r
+        self.mix = nn.Parameter(torch.full((3, hidden_size), 0.5))  # of a token with its neighbours: k, v, r
         self.decay = nn.Parameter(torch.linspace(-5, 3, hidden_size))
         self.bonus = nn.Parameter(torch.zeros(hidden_size))
         self.key, self.value, self.receptance, self.output = (
@@ -102,7 +102,7 @@ class ChannelMix(nn.Module):
 
     def __init__(self, hidden_size: int, hidden_features: int):
         super().__init__()
-        self.mix = nn.Parameter(torch.full((2, hidden_size), 0.5))      # of a token with its neighbours: k, r
+        self.mix = nn.Parameter(torch.full((2, hidden_size), 0.5))  # of a token with its neighbours: k, r
         self.key = nn.Linear(hidden_size, hidden_features, bias=False)
         self.value = nn.Linear(hidden_features, hidden_size, bias=False)
         self.receptance = nn.Linear(hidden_size, hidden_size, bias=False)

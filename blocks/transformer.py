@@ -42,7 +42,7 @@ class DiTBlock(nn.Module):
 def rotary_angles(positions: Tensor, grid_size: int, head_dim: int) -> Tensor:
     """Returns the angles (1 or B, 1, K, head_dim/2) that tokens are turned by: one half by row, one by column."""
     freqs = 10000.0 ** -(torch.arange(0, head_dim // 2, 2, device=positions.device) / (head_dim // 2))
-    places = torch.stack([positions // grid_size, positions % grid_size], dim=-1)      # (1 or B, K, 2)
+    places = torch.stack([positions // grid_size, positions % grid_size], dim=-1)  # (1 or B, K, 2)
     return (places.unsqueeze(-1) * freqs).flatten(2).unsqueeze(1)
 
 

@@ -119,7 +119,7 @@ def main(words: list[str] | None = None) -> None:
             optimizer.zero_grad()
             loss.item()                                     # waits for the device
             seconds[way].append(time.perf_counter() - begin)
-    dense, fast = (statistics.median(seconds[way][1:] or seconds[way]) for way in seconds)      # the first one warms up
+    dense, fast = (statistics.median(seconds[way][1:] or seconds[way]) for way in seconds)  # the first one warms up
     print(f"{name}, route {route}: {dense:.3f} s a step dense, {fast:.3f} s routed, {dense / fast:.2f} times as fast")
     for way in optimizers:
         network.set_adapter(way)

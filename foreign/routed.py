@@ -55,9 +55,9 @@ class Pass:
         # Of the block at hand: the whole sequence with the tokens that are away; of these, text and others in front.
         self.length, self.before, self.front = 0, 0, 0
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        self.index: dict[tuple[int, int], Tensor] = {}      # of a route and a length: where the tokens that stay are
-        self.away: dict[int, Tensor] = {}       # the tokens before its start
-        self.along: dict[tuple[str, int], tuple[Tensor, Any]] = {}     # the latest table of a name and route, gathered
+        self.index: dict[tuple[int, int], Tensor] = {}  # of a route and a length: where the tokens that stay are
+        self.away: dict[int, Tensor] = {}  # the tokens before its start
+        self.along: dict[tuple[str, int], tuple[Tensor, Any]] = {}  # the latest table of a name and route, gathered
 
     def advance(self, block: int) -> None:
         """Notes that a block is called, or at the number of blocks that the pass is over."""
@@ -105,7 +105,7 @@ class Pass:
                              f"routes, and {self.free} tokens that may leave.")
         free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, routing.routes[r].selection_ratio, None if noise is None else noise[:, r])
-        if self.ids_keep[r] is None:        # a recomputation draws only so that later dropout finds its numbers
+        if self.ids_keep[r] is None:  # a recomputation draws only so that later dropout finds its numbers
             self.ids_keep[r], self.away[r] = ids, x
 
     def places(self, like: Tensor, length: int) -> Tensor:
@@ -151,7 +151,7 @@ class Pass:
         else:
             table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
             result = table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
-        if not value.requires_grad:     # a recomputation must record the same operations
+        if not value.requires_grad:  # a recomputation must record the same operations
             self.along[name, r] = value, result
         return result
 
@@ -233,7 +233,7 @@ class Routing:
             keep = 0
         else:
             self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),))
-        self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0       # how many never leave, or which
+        self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many never leave, or which
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
@@ -267,7 +267,7 @@ class Routing:
 
         self.open = True                        # until the `with` block ends
         self.latest: Pass | None = None
-        self.recomputed: Pass | None = None     # the pass whose blocks a backward computes again, while it does
+        self.recomputed: Pass | None = None  # the pass whose blocks a backward computes again, while it does
         self.taken = Taken([None] * len(self.routes))
         self.modules = [network, *self.blocks]
         self.wraps = [self.wrap(i, module) for i, module in enumerate(self.modules, start=-1)]
@@ -279,7 +279,7 @@ class Routing:
     def wrapped(self) -> Iterator[None]:
         before = [{k: v for k, v in vars(module).items() if k == "forward"} for module in self.modules]
         for module, wrap in zip(self.modules, self.wraps, strict=True):
-            vars(module)["forward"] = MethodType(wrap, module)      # a bound method: a copy of the module has its own
+            vars(module)["forward"] = MethodType(wrap, module)  # a bound method: a copy of the module has its own
         try:
             yield
         finally:

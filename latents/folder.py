@@ -30,8 +30,7 @@ NUM_PROBED = 512  # latents looked at on opening, evenly spread over the shards
 CHUNK = 4096  # latents that are copied to a device at once
 
 
-# ------------------------------------------------------------------------------------------------------------
-# A data set of latents
+# ---- a data set of latents ------------------------------------------------------------------------------------------
 
 
 class Array(NamedTuple):
@@ -66,7 +65,7 @@ class Latents:
     convention: Convention                      # by which the network's latents are made of the autoencoder's
     applied: Convention | None = None           # tars: the part of it that is still to be applied to their values
     display_names: list[str] | None = None
-    arrays: dict[str, Array] = field(default_factory=dict)      # by the names that objectives know
+    arrays: dict[str, Array] = field(default_factory=dict)  # by the names that objectives know
 
     def __post_init__(self):
         self.display_names = self.display_names or self.class_names
@@ -202,8 +201,7 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     return latents
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Latent folders
+# ---- latent folders -------------------------------------------------------------------------------------------------
 
 
 class Shard(Record):
@@ -218,7 +216,7 @@ class Shard(Record):
 class ArrayRecord(Record):
     """One of `arrays` in metadata.json, kept in <name>-*.npy, and if `mirror` is files in <name>_mirrored-*.npy."""
 
-    shape: list[Count]      # of one row
+    shape: list[Count]  # of one row
     dtype: Text
     mirror: one_of(["same", "flip", "files"])
 
@@ -228,7 +226,7 @@ class Metadata(Record):
 
     format: one_of([1])
     count: Count
-    shape: Annotated[list[Count], Field(min_length=3, max_length=3)]      # [C, h, w]
+    shape: Annotated[list[Count], Field(min_length=3, max_length=3)]  # [C, h, w]
     dtype: one_of(["float16"])
     kind: one_of(KINDS)
     mirrored: bool
@@ -249,14 +247,14 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
     try:
         array = np.lib.format.open_memmap(file, mode="r")
-    except ValueError as error:      # no npy, or cut short, or Python objects, which are pickled
+    except ValueError as error:  # no npy, or cut short, or Python objects, which are pickled
         raise ValueError(f"{file} is not a whole npy file of numbers ({error}): copy the folder again, or remove it "
                          f"and prepare it anew.") from error
     if array.shape not in shapes or array.dtype not in dtypes:
         allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
         raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "
                          f"of one preparation.")
-    return np.asarray(array)      # rows of a memmap take longer
+    return np.asarray(array)  # rows of a memmap take longer
 
 
 def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents:
@@ -339,8 +337,7 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
                    convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
 
 
-# ------------------------------------------------------------------------------------------------------------
-# What looks wrong
+# ---- what looks wrong -----------------------------------------------------------------------------------------------
 
 
 def _check_values(latents: Latents) -> None:
@@ -353,7 +350,7 @@ def _check_values(latents: Latents) -> None:
         raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, image {indices[~finite][0]} first. "
                          "Prepare them again; an autoencoder in half precision is the usual cause.")
     masks = latents.rows_of([WEIGHT], indices, mirror)[WEIGHT] if WEIGHT in latents.arrays else np.ones(1)
-    if not (0 <= masks.min() and masks.max() <= 1):      # nor NaN
+    if not (0 <= masks.min() and masks.max() <= 1):  # nor NaN
         raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
                          f"they lie in 0..1: store mask / 255 as float16, or 0 and 1 as uint8.")
     if masks.max() == 0:

@@ -24,7 +24,7 @@ from latents.images import find_tars, open_zip, tar_members
 from latents.tars import open_rows, tar_index
 from weights.autoencoders import read_statistics
 
-FEATURES, LABELS = "imagenet256_features", "imagenet256_labels"      # fast-DiT's names, at any resolution
+FEATURES, LABELS = "imagenet256_features", "imagenet256_labels"  # fast-DiT's names, at any resolution
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
 
@@ -71,7 +71,7 @@ def convert(form: Form, values: torch.Tensor) -> torch.Tensor:
     if form.log_variance:
         return Convention(form.scale).moments(values).half()
     if form.latents_mean is None:
-        return (values * form.scale).half()      # mean and std alike
+        return (values * form.scale).half()  # mean and std alike
     mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (form.latents_mean, form.latents_std))
     if form.kind == "sample":
         return ((values - mean) / std * form.scale).half()
@@ -86,7 +86,7 @@ class Stored:
     labels: np.ndarray                                              # (count,) int64
     shape: tuple[int, int, int]
     read: Callable[[int, int], np.ndarray | torch.Tensor]
-    read_mirrored: Callable[[int, int], np.ndarray | torch.Tensor] | None = None      # of the images flipped
+    read_mirrored: Callable[[int, int], np.ndarray | torch.Tensor] | None = None  # of the images flipped
     form: dict = field(default_factory=dict)                        # what the files say beyond the Form
 
     @property
@@ -113,7 +113,7 @@ def array_reader(
             array = np.lib.format.read_array(BytesIO(content(name)), allow_pickle=False)
         except (ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
             raise ValueError(f"{where}/{name} is not a whole npy file of numbers ({error}): copy it again.") from error
-        return array[0] if array.ndim == 4 and len(array) == 1 else array      # some writers leave the batch axis
+        return array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
 
     def read(start: int, end: int) -> np.ndarray:
         rows = [load(name) for name in names[start:end]]
@@ -172,7 +172,7 @@ def open_pairs(source: Path) -> Stored:
 
     _, read = reader(LABELS)
     chunks = [range(start, min(start + 4096, len(order))) for start in range(0, len(order), 4096)]
-    labels = [read(rows.start, rows.stop).reshape(len(rows)) for rows in chunks]      # one label a file
+    labels = [read(rows.start, rows.stop).reshape(len(rows)) for rows in chunks]  # one label a file
     return Stored(np.concatenate(labels), *reader(FEATURES))
 
 
@@ -197,7 +197,7 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     except lmdb.Error as error:
         raise ValueError(f"{file} is not a whole lmdb ({error}): copy it again.") from error
     written, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
-    if found < written:      # to read beyond would end the process
+    if found < written:  # to read beyond would end the process
         raise ValueError(f"{file} has {found:,} bytes where {written:,} were written: copy it again.")
     entries, transaction = env.stat()["entries"], env.begin(buffers=True)
 
@@ -211,8 +211,8 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
         return int(bytes(value(key)))
 
     length = number("length")
-    total = 2 * length if entries == 4 * length + 1 else length      # some count the flipped images, some do not
-    if entries != 2 * total + 1 or not total:      # a z and a y each, and length
+    total = 2 * length if entries == 4 * length + 1 else length  # some count the flipped images, some do not
+    if entries != 2 * total + 1 or not total:  # a z and a y each, and length
         raise ValueError(f"{file} says length {length:,}, but holds {entries:,} entries, where 2 a "
                          f"latent and one more are expected: it was not finished, or is of another form.")
     labels = np.array([number(f"y-{index}") for index in range(total)])
@@ -224,7 +224,7 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     if mirrored is None and same and labels[0] == labels[-1] and total > 1:
         raise ValueError(f"{file} has latents of one class, so that copies of flipped images cannot be "
                          f"told from images: set mirrored=true or mirrored=false.")
-    in_order = bool((np.diff(labels[:half]) >= 0).all())      # as extract_latent.py goes through the classes, twice
+    in_order = bool((np.diff(labels[:half]) >= 0).all())  # as extract_latent.py goes through the classes, twice
     copies = same and in_order if mirrored is None else mirrored
     side = math.isqrt(len(value("z-0")) // 32)
 
@@ -270,7 +270,7 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
             rows = []
             for file, first, last in zip(files, starts[:-1], starts[1:], strict=True):
                 if first < end and start < last:
-                    with safe_open(file, framework="pt") as shard:      # closed, so that its pages are unmapped
+                    with safe_open(file, framework="pt") as shard:  # closed, so that its pages are unmapped
                         rows.append(shard.get_slice(part)[max(start, first) - first : min(end, last) - first])
             return torch.cat(rows)
         return read

@@ -36,8 +36,7 @@ class UnreadableImage(Exception):
     """One file cannot be read as an image: it is truncated, no image at all, or has no clear meaning in RGB."""
 
 
-# ------------------------------------------------------------------------------------------------------------
-# One image
+# ---- one image ------------------------------------------------------------------------------------------------------
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -133,8 +132,7 @@ def draw_shape(seed: int, index: int, resolution: int) -> np.ndarray:
     return np.floor((coverage * color + (1 - coverage) * background) * 255 + 0.5).astype(np.uint8)
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Sources
+# ---- sources --------------------------------------------------------------------------------------------------------
 
 
 @dataclass

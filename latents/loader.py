@@ -16,8 +16,7 @@ from latents.folder import Latents
 NUM_AHEAD = 4  # batches that the reading thread may be ahead of the training step
 
 
-# ------------------------------------------------------------------------------------------------------------
-# Batches
+# ---- batches --------------------------------------------------------------------------------------------------------
 
 
 def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, world: int = 1, start: int = 0,

@@ -72,7 +72,7 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     return index
 
 
-NpyForm = tuple[tuple[int, ...], np.dtype]      # shape and type
+NpyForm = tuple[tuple[int, ...], np.dtype]  # shape and type
 
 
 def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, int]], NpyForm]:
@@ -89,7 +89,7 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                     firsts[member.name.removesuffix(".latent.npy")] = content.tell()
                 elif member.name.endswith(".cls"):
                     labels[member.name.removesuffix(".cls")] = int(content.read(member.size))
-            except (ValueError, TokenError) as error:      # the second is numpy's, of a header without an end
+            except (ValueError, TokenError) as error:  # the second is numpy's, of a header without an end
                 raise ValueError(f"{file}: {member.name}: {error}.") from error
     if not firsts:
         raise ValueError(f"{file} holds no '<key>.latent.npy': tars of images go through scripts/prepare_latents.py "

@@ -19,7 +19,7 @@ from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
 from runtime.schema import read_json
 
-LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")      # of killed writes; runtime.files.atomic_write names them
+LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # of killed writes; runtime.files.atomic_write names them
 
 
 def write_json(path: Path, value: dict) -> None:
@@ -41,7 +41,7 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
             raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
-    before = {"tf32": True} | read_json(out / "preparing.json")      # torch's default, which version 1 did not record
+    before = {"tf32": True} | read_json(out / "preparing.json")  # torch's default, which version 1 did not record
     changed = [f"{key}={before.get(key)} then and {value} now" for key, value in settings.items()
                if before.get(key) != value and key != "fingerprint"]
     if before["fingerprint"] != settings["fingerprint"]:
@@ -132,7 +132,7 @@ def open_rows(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], N
         first_byte = file.tell()
         yield append
         file.seek(0)
-        write_header()      # numpy pads headers so that the first axis can grow in place
+        write_header()  # numpy pads headers so that the first axis can grow in place
         assert file.tell() == first_byte
 
 
@@ -178,7 +178,7 @@ def read_records(
             for name, (shape, dtype) in types.items() if record["count"] else ():
                 map_npy(out / f"{name}-{shard:05d}.npy", [(record["count"], *shape)], [dtype])
             records.append(record)
-        except (OSError, ValueError):      # absent or damaged
+        except (OSError, ValueError):  # absent or damaged
             records.append(None)
     return records
 

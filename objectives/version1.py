@@ -56,7 +56,7 @@ class Version1(Objective):
         patch_size = math.isqrt(error[0, 0].numel() // mask_noise.shape[2])
 
         def patches(image: Tensor) -> Tensor:
-            return unfold(image, patch_size, stride=patch_size).transpose(1, 2)      # (B, N, C · p²), in raster order
+            return unfold(image, patch_size, stride=patch_size).transpose(1, 2)  # (B, N, C · p²), in raster order
 
         per_patch, auxiliary, total = patches(error).mean(dim=2), 0.0, 0.0           # (B, N)
         if self.mae_weight > 0:
@@ -66,7 +66,7 @@ class Version1(Objective):
             auxiliary = patches(weight * torch.ones_like(x_noised)) * (patches(D_x) - target).square()
             auxiliary = self.mae_weight * auxiliary.mean(dim=2)                      # (B, N)
         for r, route in enumerate(routes):
-            ids_keep = Router().get_mask(patches(x_noised), route.selection_ratio, mask_noise[:, r])      # (B, K)
+            ids_keep = Router().get_mask(patches(x_noised), route.selection_ratio, mask_noise[:, r])  # (B, K)
             stayed = torch.zeros_like(per_patch).scatter(1, ids_keep, 1.0)
             num_left = max(1, stayed.shape[1] - ids_keep.shape[1])
             total = total + (per_patch * stayed).sum(dim=1) / ids_keep.shape[1]

@@ -12,8 +12,8 @@ import torch
 
 from runtime.device import DTYPES
 
-SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}      # sides of the matrices that are multiplied
-Mark = Callable[[str], None]      # charges the time since the last mark to a name
+SQUARES = {"cpu": (1024, 2048), "cuda": (4096, 8192, 16384)}  # sides of the matrices that are multiplied
+Mark = Callable[[str], None]  # charges the time since the last mark to a name
 
 
 def wait(device: torch.device) -> None:
@@ -84,7 +84,7 @@ def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:
             one = torch.ones((), device=device)
             a, b = a.to(torch.float8_e4m3fn), b.to(torch.float8_e4m3fn).t()
             product = partial(torch._scaled_mm, a, b, scale_a=one, scale_b=one, out_dtype=torch.bfloat16,
-                              use_fast_accum=True)      # as in torchao's forward pass
+                              use_fast_accum=True)  # as in torchao's forward pass
         product()
 
         def repeat(product: Callable = product) -> None:

@@ -26,7 +26,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
         @functools.wraps(main)
         def entry() -> None:
             if hasattr(sys.stdout, "reconfigure"):
-                sys.stdout.reconfigure(line_buffering=True)      # a redirected log has each line at once
+                sys.stdout.reconfigure(line_buffering=True)  # a redirected log has each line at once
             program, wants_traceback = Path(sys.argv[0]).name, "HYDRA_FULL_ERROR" in os.environ
             plain: dict = {}
             try:
@@ -53,7 +53,7 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
     return decorate
 
 
-@functools.cache      # of the code that this process has loaded, whatever is committed later
+@functools.cache  # of the code that this process has loaded, whatever is committed later
 def commit() -> str | None:
     """Returns this project's commit, with -dirty where tracked files differ from it.
 
@@ -70,13 +70,13 @@ def compose(config_name: str) -> list[dict]:
     """Composes a config with the command line, as plain values; none for --help and --cfg, several for --multirun."""
     import hydra
 
-    if reruns := [argument for argument in sys.argv[1:] if argument.startswith("--e")]:      # --experimental-rerun
+    if reruns := [argument for argument in sys.argv[1:] if argument.startswith("--e")]:  # --experimental-rerun
         raise ValueError(f"{reruns[0]} would load a pickle, which could run code: give the settings instead.")
     composed: list = []
     try:
-        with mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):      # Hydra then raises its errors and prints none
+        with mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # Hydra then raises its errors and prints none
             hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base="1.3")(composed.append)()
-    except TypeError:      # of Hydra, for a group with a list of dicts
+    except TypeError:  # of Hydra, for a group with a list of dicts
         raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, and "
                          "'model.routes=[…]' for routes of your own.") from None
     return [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]

@@ -33,8 +33,8 @@ class StopRequest:
     time before, so that no step waits for a GPU.
     """
 
-    EVERY = 10     # steps; launchers give a run 30 s between SIGTERM and SIGKILL
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)      # the last is Slurm's, before a job's time is up
+    EVERY = 10  # steps; launchers give a run 30 s between SIGTERM and SIGKILL
+    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is Slurm's, before a job's time is up
 
     def __init__(self):
         self.signal, self.votes = 0, None
@@ -59,7 +59,7 @@ class StopRequest:
                 copied.synchronize()
             answer = int(votes)
         votes = torch.full((), self.signal, device=state.device)
-        dist.all_reduce(votes, dist.ReduceOp.MAX)      # on a GPU the host goes on at once
+        dist.all_reduce(votes, dist.ReduceOp.MAX)  # on a GPU the host goes on at once
         votes = votes.to("cpu", non_blocking=True)
         self.votes = votes, torch.cuda.current_stream().record_event() if state.device.type == "cuda" else None
         return answer

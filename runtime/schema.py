@@ -17,7 +17,7 @@ from omegaconf import OmegaConf
 from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
-OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)     # in a YAML: ${configs:}
+OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)  # in a YAML: ${configs:}
 
 # Two messages of diffusers about other libraries' versions, at each load of an autoencoder. Other warnings stay.
 logging.getLogger("diffusers.quantizers.torchao.torchao_quantizer").setLevel(logging.ERROR)
@@ -44,10 +44,10 @@ def _square(tokens: int) -> int:
 
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
-Size = Annotated[int, Field(ge=1, le=2**16)]      # of one side of an array: more is a slip, and fills the memory
+Size = Annotated[int, Field(ge=1, le=2**16)]  # of one side of an array: more is a slip, and fills the memory
 Tokens = Annotated[Size, AfterValidator(_square)]
 Classes = Annotated[int, Field(ge=1, le=1_000_000)]
-Steps = Annotated[int, Field(ge=1, le=10_000)]      # of a sampler
+Steps = Annotated[int, Field(ge=1, le=10_000)]  # of a sampler
 Number = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
@@ -98,7 +98,7 @@ def first_problem(plain: Any, errors: list) -> str:
     """Writes pydantic's words for the first key that is wrong, after the key and the value that was given."""
     first, kind = errors[0], errors[0]["type"]
     key, value = value_at(plain, first["loc"])
-    if kind == "value_error":      # of a validator of ours, which says it all
+    if kind == "value_error":  # of a validator of ours, which says it all
         return str(first["ctx"]["error"])
     if kind == "missing":
         return f"{'.'.join(filter(None, [key, str(first['loc'][-1])]))} is missing."

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
-STATE_BYTES = 20     # of a parameter that is trained: weight, gradient, AdamW's two moments and average, in float32
+STATE_BYTES = 20  # of a parameter that is trained: weight, gradient, AdamW's two moments and average, in float32
 
 
 def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
@@ -60,7 +60,7 @@ def size(module: nn.Module) -> int:
 
 
 def is_sharded(tensor: Tensor) -> bool:
-    return hasattr(tensor, "full_tensor")      # it is a DTensor, whose import takes a second
+    return hasattr(tensor, "full_tensor")  # it is a DTensor, whose import takes a second
 
 
 def bytes_a_rank(net: nn.Module, world: int) -> int:

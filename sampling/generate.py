@@ -18,7 +18,7 @@ from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
 
-DRAWING_VERSION = 1     # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
+DRAWING_VERSION = 1  # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
 
 # Seeds (B,) int64, labels (B,) int64, images (B, H, W, 3) uint8; or latents (B, C, h, w) float32 where not decoded.
 Batch = tuple[Tensor, Tensor, Tensor]
@@ -104,7 +104,7 @@ def generate(
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
     silent = progress is None or not state.is_main_process
-    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)     # None: outside of a terminal
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=silent or None)  # None: outside of a terminal
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
         drawn = seeds[first : first + batch_size]

@@ -23,7 +23,7 @@ class Sampling:
     guidance: Guidance | None
     guidance_record: dict | None
     classes: list[int]
-    decode: Callable[[Tensor], Tensor]      # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents as they are
+    decode: Callable[[Tensor], Tensor]  # latents (B, C, h, w) -> images (B, H, W, 3) uint8, or latents as they are
 
 
 def open_sampling(
@@ -43,7 +43,7 @@ def open_sampling(
     net = trained.net
     sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
     guidance, guidance_record = build_guidance(cfg, trained, state.device)
-    sampling_cost(net, trained.diffusion, 1, guidance, **sampler)     # raises now what sampling would raise
+    sampling_cost(net, trained.diffusion, 1, guidance, **sampler)  # raises now what sampling would raise
     if empty := empty_classes(trained.classes, net.num_classes):
         state.print(empty)
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,

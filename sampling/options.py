@@ -18,9 +18,9 @@ from runtime.schema import Count, Location, NotNegative, Number, Selection, Sett
 from weights.loading import Trained, load_like
 from weights.others import FAMILIES
 
-Level = Annotated[float, Field(ge=1e-6, le=1e6)]      # a noise level: squares and roots of it stay in float32
+Level = Annotated[float, Field(ge=1e-6, le=1e6)]  # a noise level: squares and roots of it stay in float32
 
-GRID_CLASSES = 10       # a grid shows the first so many classes where none are named
+GRID_CLASSES = 10  # a grid shows the first so many classes where none are named
 
 # ---- declared -------------------------------------------------------------------------------------------------------
 
@@ -33,13 +33,13 @@ class SamplerSettings(Settings):
     rho: Annotated[float, Field(ge=0.1, le=100)] | None = None
     S_churn: NotNegative | None = None
     S_min: NotNegative | None = None
-    S_max: Annotated[float, Field(ge=0)] | None = None      # infinity is its usual value
+    S_max: Annotated[float, Field(ge=0)] | None = None  # infinity is its usual value
     S_noise: NotNegative | None = None
     solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
     shift: Annotated[float, Field(ge=0.01, le=100)] | Literal["size"] | None = None
 
 
-Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]      # a number, or first and last of a cosine
+Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]  # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
 
 
@@ -104,7 +104,7 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
 
     own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
     given = {name: value for name, value in given.items() if value is not None}
-    if "solver" in own and hasattr(diffusion, f"sample_{given.get('solver')}"):      # one with other settings
+    if "solver" in own and hasattr(diffusion, f"sample_{given.get('solver')}"):  # one with other settings
         own = {"solver": None} | settings_of(getattr(diffusion, f"sample_{given['solver']}"))
         sampler += f" with solver={given['solver']}"
     for name, value in given.items():

@@ -46,7 +46,7 @@ def draw_grid(
         rows = [list(range(i, min(i + columns, len(labels)))) for i in range(0, len(labels), columns)]
 
     font = caption_font()
-    unknown = bytes(font.getmask("\U0010ffff"))      # the box that stands for a letter the font lacks
+    unknown = bytes(font.getmask("\U0010ffff"))  # the box that stands for a letter the font lacks
 
     def caption(label: int) -> str:
         name = display_names[label] if display_names and label < len(display_names) else ""
@@ -103,7 +103,7 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
     (N,), `seeds` the seeds (N,), both int64. The archive's comment says by which device they were drawn.
     """
     if not PartialState().is_main_process:
-        for _ in batches:      # every rank draws its share
+        for _ in batches:  # every rank draws its share
             pass
         return
     all_seeds, all_labels = [], []

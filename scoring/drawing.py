@@ -17,7 +17,7 @@ from sampling.options import sampler_settings
 from scoring.image_sets import Indexed
 
 DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
-H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}      # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
+H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}  # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
 
 
 class Drawing:
@@ -52,14 +52,14 @@ class Drawing:
             "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
             "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": "class seed % number of classes", "drawing_version": DRAWING_VERSION,      # and of one image:
+            "labels": "class seed % number of classes", "drawing_version": DRAWING_VERSION,  # and of one image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
 
     def draw(self, todo: np.ndarray) -> Indexed:
         """Draws this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
         seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
-        place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}      # the seed of a copy
+        place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # the seed of a copy
         for drawn, _, images in self.generate(seeds, labels):
             self.record["size"] = list(images.shape[1:3])
             yield torch.tensor([place[seed] for seed in drawn.tolist()]), images

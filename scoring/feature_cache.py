@@ -12,7 +12,7 @@ from torch import Tensor
 
 from runtime import files
 
-SCORING_VERSION = 1      # raised by whoever changes a score of the same images: tests/test_versions.py
+SCORING_VERSION = 1  # raised by whoever changes a score of the same images: tests/test_versions.py
 
 
 class FeatureCache:
@@ -36,11 +36,11 @@ class FeatureCache:
             except (OSError, SafetensorError) as error:
                 print(f"{file} is damaged, and its images are measured again: {error}")
                 continue
-            if not indices & self.seen:      # two evaluations at once may both have measured some
+            if not indices & self.seen:  # two evaluations at once may both have measured some
                 self.seen |= indices
                 self.files.append(file)
         self.count = len(self.seen)
-        state.wait_for_everyone()       # before any rank adds to the folder
+        state.wait_for_everyone()  # before any rank adds to the folder
 
     def missing(self) -> np.ndarray:
         """Returns the indices (n,) of the images that have no features."""

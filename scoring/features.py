@@ -21,7 +21,7 @@ ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/r
 INCEPTION_URL = ("https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
                  "weights-inception-2015-12-05-6726825d.pth")
 DINOV2_REPO = "timm/vit_large_patch14_dinov2.lvd142m"
-NUM_SPATIAL = 7      # channels of mixed_6/conv that sFID looks at: 17 × 17 × 7 = 2023 values
+NUM_SPATIAL = 7  # channels of mixed_6/conv that sFID looks at: 17 × 17 × 7 = 2023 values
 
 
 @dataclass(frozen=True)
@@ -53,7 +53,7 @@ def load(
     """
     if weights is not None and not Path(weights).is_file():
         raise ValueError(f"features_weights={weights} is not a file.")
-    with torch.random.fork_rng(devices=[]):      # a network is filled at random before its weights are read
+    with torch.random.fork_rng(devices=[]):  # a network is filled at random before its weights are read
         return EXTRACTORS[name](weights and Path(weights), sha256, device)
 
 
@@ -90,7 +90,7 @@ def fetch(url: str, hash_prefix: str | None = None) -> Path:
         path.parent.mkdir(parents=True, exist_ok=True)
         try:
             torch.hub.download_url_to_file(url, str(path), hash_prefix)
-        except Exception as error:      # urllib, ssl and socket each have their own
+        except Exception as error:  # urllib, ssl and socket each have their own
             raise ValueError(f"{url} could not be downloaded ({error}): fetch it elsewhere and set "
                              f"features_weights=path/to/{path.name}.") from error
     return path
@@ -127,7 +127,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
         raise ValueError("features=adm needs TensorFlow: pip install -r requirements.txt, or set features=inception, "
                          "the same weights in PyTorch.") from error
     tf.config.set_visible_devices([], "GPU")
-    with contextlib.suppress(RuntimeError):     # already running in this process
+    with contextlib.suppress(RuntimeError):  # already running in this process
         tf.config.threading.set_intra_op_parallelism_threads(torch.get_num_threads())
 
     @tf.function(input_signature=[tf.TensorSpec([None, None, None, 3], tf.float32)])
@@ -136,7 +136,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
         # The graph's own input is a batch of one; fed here, its resize to 299 and everything after take any batch.
         pool, spatial, product = tf.graph_util.import_graph_def(graph, {"ExpandDims:0": images}, nodes, name="")
         pool = tf.reshape(pool, [-1, pool.shape[-1]])
-        logits = tf.matmul(pool, product.inputs[1])      # without the bias, as ADM does
+        logits = tf.matmul(pool, product.inputs[1])  # without the bias, as ADM does
         return pool, tf.reshape(spatial[..., :NUM_SPATIAL], [tf.shape(pool)[0], -1]), tf.nn.softmax(logits)
 
     with reading(path, "the Inception graph that ADM's evaluator runs"):
@@ -172,7 +172,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         pool, logits = network(images.to(device).permute(0, 3, 1, 2).contiguous())
-        spatial = caught.pop("spatial")[:, :NUM_SPATIAL].permute(0, 2, 3, 1).flatten(1)     # channels last
+        spatial = caught.pop("spatial")[:, :NUM_SPATIAL].permute(0, 2, 3, 1).flatten(1)  # channels last
         return {"pool": pool, "spatial": spatial, "probs": logits.softmax(1)}
 
     return Extractor(
@@ -199,7 +199,7 @@ def dinov2(
 
         try:
             weights = Path(hf_hub_download(DINOV2_REPO, "model.safetensors"))
-        except Exception as error:      # huggingface_hub and its HTTP client each have their own
+        except Exception as error:  # huggingface_hub and its HTTP client each have their own
             raise ValueError(f"{DINOV2_REPO} could not be downloaded from Hugging Face ({first_line(error)}): fetch "
                              f"its model.safetensors elsewhere and set features_weights=path/to/it.") from error
     digest = checked(weights, sha256)

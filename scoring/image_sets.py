@@ -21,7 +21,7 @@ from latents.images import UnreadableImage, open_image, open_source
 from runtime import files
 from weights import autoencoders
 
-Indexed = Iterator[tuple[Tensor, Tensor]]      # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
+Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Images:
     """Images that are all of one size, and the record of what they are."""
 
     count: int
-    read: Callable[[np.ndarray], Tensor]      # indices (B,) -> uint8 (B, H, W, 3)
+    read: Callable[[np.ndarray], Tensor]  # indices (B,) -> uint8 (B, H, W, 3)
     record: dict
 
 
@@ -65,9 +65,9 @@ def open_images(
 def open_npz(key: str, path: str) -> Images:
     """Opens the images of an npz, which are read when they are asked for."""
     try:
-        file = zipfile.ZipFile(path).open("arr_0.npy")      # noqa: SIM115      (for as long as it is read)
+        file = zipfile.ZipFile(path).open("arr_0.npy")  # noqa: SIM115      (for as long as it is read)
         np.lib.format.read_magic(file)
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)      # numpy's for every plain array
+        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)  # numpy's for every plain array
     except KeyError:
         raise ValueError(f"{key}={path} holds no images: it has no key arr_0.") from None
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
@@ -80,7 +80,7 @@ def open_npz(key: str, path: str) -> Images:
         pixels = bytearray()
         try:
             for index in indices.tolist():
-                file.seek(first + index * size)      # which reads all between, and from the start to go back
+                file.seek(first + index * size)  # which reads all between, and from the start to go back
                 pixels += file.read(size)
             return torch.frombuffer(pixels, dtype=torch.uint8).view(len(indices), *shape[1:])
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
@@ -121,7 +121,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
                       disable=not PartialState().is_main_process or None):
         try:
             data = source.read(index)
-            with open_image(data) as image:     # the header only
+            with open_image(data) as image:  # the header only
                 sizes[image.size] += 1
         except (UnreadableImage, OSError) as error:
             broken.append(f"{source.names[index]} ({error})")

@@ -15,7 +15,7 @@ SPLIT = 5000        # images of one Inception Score; the score of a set is the m
 NEIGHBOUR = 3       # precision and recall: a ball reaches to the third nearest neighbour
 BLOCK = 10000       # rows and columns of distances that ADM's evaluator looks at in one piece
 
-OverRanks = Callable[[Tensor], Tensor]      # sums a tensor over all processes
+OverRanks = Callable[[Tensor], Tensor]  # sums a tensor over all processes
 
 
 # ---- features -> statistics -----------------------------------------------------------------------------------------
@@ -45,7 +45,7 @@ class Moments:
         """Makes every rank's moments those of all ranks' features together."""
         count, total = (summed(value) for value in (self.count.clone(), self.sum + self.count * self.shift))
         mean = total / count
-        to_mean = mean - self.shift     # the same sums, about the mean of all
+        to_mean = mean - self.shift  # the same sums, about the mean of all
         cross = torch.outer(self.sum, to_mean)
         outer = self.outer - cross - cross.T + self.count * torch.outer(to_mean, to_mean)
         self.count, self.shift, self.sum, self.outer = count, mean, torch.zeros_like(mean), summed(outer)
@@ -110,7 +110,7 @@ def sum_of_singular_values(K: Tensor) -> Tensor:
     """
     total, first = K.new_zeros(()), None
     while len(K):
-        values, vectors = torch.linalg.eigh(K @ K.T)        # ascending
+        values, vectors = torch.linalg.eigh(K @ K.T)  # ascending
         first = values[-1] if first is None else first
         if values[-1] <= 1e-28 * first:
             break
@@ -156,7 +156,7 @@ def radii(features: Tensor) -> Tensor:
     """Computes each feature's squared distance (N,) float32 to its third nearest neighbour among the others (N, D)."""
     reaches = []
     for centres in features.split(BLOCK):
-        nearest = torch.full((len(centres), NEIGHBOUR + 1), math.inf, device=features.device)     # and itself
+        nearest = torch.full((len(centres), NEIGHBOUR + 1), math.inf, device=features.device)  # and itself
         for others in features.split(BLOCK):
             distances = squared_distances(centres, others)
             for rows, block in zip(nearest.split(1000), distances.split(1000), strict=True):

@@ -21,7 +21,7 @@ from scoring.features import Extractor
 from scoring.statistics import Reference
 from weights.records import DIFFUSIONS
 
-AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]       # images: one has no covariance
+AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
 Metrics = Annotated[list[str], Field(min_length=1)]
 
 
@@ -43,7 +43,7 @@ class Published(Settings):
 
 def versions(extractor: Extractor) -> dict[str, str]:
     names = filter(None, ["numpy", "scipy", "accelerate", extractor.library])
-    return {"python": platform.python_version(), "torch": torch.__version__,      # with its CUDA, +cu130
+    return {"python": platform.python_version(), "torch": torch.__version__,  # with its CUDA, +cu130
             **{name: importlib.metadata.version(name) for name in names}}
 
 

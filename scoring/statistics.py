@@ -23,7 +23,7 @@ class Reference:
     statistics: dict[str, tuple[Tensor, Tensor]]
     images: Images | None
     record: dict
-    pool: Tensor | None = field(default=None, repr=False)     # features of `images`, once they were needed
+    pool: Tensor | None = field(default=None, repr=False)  # features of `images`, once they were needed
 
     def complete(
         self, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64, keep: FeatureCache | None = None,
@@ -35,7 +35,7 @@ class Reference:
         tally = measure(self.images, extractor, batch_size, keep, needs_pool)
         self.pool = tally.pool
         measured = {name: moments.mean_and_covariance() for name, moments in tally.moments.items()}
-        self.statistics = measured | self.statistics      # what the npz holds goes first
+        self.statistics = measured | self.statistics  # what the npz holds goes first
 
 
 def open_reference(path: str | Path, extractor: Extractor) -> Reference:
@@ -53,7 +53,7 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
             keys = set(arrays.files)
             small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
             found = {key: np.asarray(arrays[key]) for key in small}
-    except Exception as error:      # numpy and zipfile each have their own
+    except Exception as error:  # numpy and zipfile each have their own
         raise ValueError(f"reference={path} is not an npz that can be read: {error}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
         raise ValueError(f"reference={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
@@ -100,7 +100,7 @@ def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Imag
 
 def available_metrics(extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None) -> list[str]:
     """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other."""
-    why = {extractor.distance: None}        # a metric -> why it cannot be measured
+    why = {extractor.distance: None}  # a metric -> why it cannot be measured
     if "spatial" in extractor.sizes:
         has = "spatial" in reference.statistics or (not reference.statistics and reference.images)
         why["sfid"] = None if has else "the reference has no mu_s and sigma_s"

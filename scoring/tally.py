@@ -14,18 +14,18 @@ from scoring.features import Extractor, extract
 from scoring.image_sets import Images, Indexed, read_over_ranks
 from scoring.metrics import BLOCK, Moments, ScoreSums
 
-FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}     # in a reference npz
+FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # in a reference npz
 
 
 class Tally:
     """What is kept of one set of images: moments, score sums and, for neighbourhoods, the features themselves."""
 
     def __init__(self, extractor: Extractor, count: int, device: torch.device | str, keep_pool: bool = False):
-        device = "cpu" if torch.device(device).type == "mps" else device      # which has no float64
+        device = "cpu" if torch.device(device).type == "mps" else device  # which has no float64
         self.count = count
         self.moments = {name: Moments(size, device) for name, size in extractor.sizes.items() if name in FEATURE_KEYS}
         self.scores = ScoreSums(count, extractor.sizes["probs"], device) if "probs" in extractor.sizes else None
-        self.pool = torch.zeros(count, extractor.sizes["pool"]) if keep_pool else None      # in the indices' order
+        self.pool = torch.zeros(count, extractor.sizes["pool"]) if keep_pool else None  # in the indices' order
 
     def add(self, indices: Tensor, features: dict[str, Tensor]) -> None:
         for name, moments in self.moments.items():
@@ -43,7 +43,7 @@ class Tally:
         if measured != self.count:
             raise ValueError(f"{self.count} images were asked for and {measured} came.")
         if self.pool is not None and PartialState().num_processes > 1:
-            for rows in self.pool.split(BLOCK):      # a row is one rank's, and zeros on the others
+            for rows in self.pool.split(BLOCK):  # a row is one rank's, and zeros on the others
                 rows[:] = reduce(rows.to(PartialState().device), reduction="sum").cpu()
 
 
@@ -55,7 +55,7 @@ def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: FeatureCach
         if keep is not None:
             for indices, features in keep.load():
                 tally.add(indices, features)
-            bar.initial = keep.count        # the rate is that of the new ones
+            bar.initial = keep.count  # the rate is that of the new ones
             bar.update(keep.count)
         for indices, features in extract(extractor, batches):
             if keep is not None:

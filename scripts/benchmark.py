@@ -133,7 +133,7 @@ def latents_of(cfg: BenchmarkSettings, net: DiT) -> Iterator[Latents]:
     shape = (net.in_channels, net.input_size, net.input_size)
     with tempfile.TemporaryDirectory() as folder:
         if cfg.data_path is None:
-            most = 2**28 // (4 * math.prod(shape))      # 256 MiB of moments in float16
+            most = 2**28 // (4 * math.prod(shape))  # 256 MiB of moments in float16
             write_latents(Path(folder), max(cfg.batch_size, min(cfg.num_latents, most)), shape, cfg.num_classes)
         latents = open_latents(cfg.data_path or folder)
         latents.require(shape=shape, num_classes=cfg.num_classes)
@@ -145,7 +145,7 @@ class Variant:
 
     def __init__(self, cfg: BenchmarkSettings, accelerator: Accelerator, name: str, loader: Batches, kind: str):
         device = accelerator.device
-        others = torch.cuda.memory_allocated()      # 0 on a CPU
+        others = torch.cuda.memory_allocated()  # 0 on a CPU
         self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
         self.num_parts, self.cuda_graphs = cfg.grad_accum_steps, cfg.compile in speed.CUDA_GRAPHS
         self.step, self.resident, self.peak, self.graphs = 0, 0, 0.0, 0
@@ -178,7 +178,7 @@ class Variant:
                     arrays, label_dropout=0.1, clip_norm=None,
                     num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
                 )
-                mark("optimizer")      # with the gradient's norm
+                mark("optimizer")  # with the gradient's norm
                 train.update_ema(self.ema, self.model, 0.9999)
                 mark("EMA")
                 self.sums.add(*measured)
@@ -220,7 +220,7 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     rows = []
     for variant in variants:
         name, per_step, dense = variant.name, median(took[variant.name]), variant.name.replace("tread", "dit")
-        flops = 6 * sum(counts[name])      # 2 a multiply-add, and the backward pass takes twice the forward one
+        flops = 6 * sum(counts[name])  # 2 a multiply-add, and the backward pass takes twice the forward one
         rate = flops * cfg.batch_size / world / per_step
         rows.append({
             "variant": name, "batch": cfg.batch_size, "tokens": cfg.tokens, "ranks": world,
@@ -305,7 +305,7 @@ def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
         for name, pause, home in (("at once", 0, None), ("with pauses", cfg.pause, None), ("on the device", 0, device)):
             waits, rates, count = [], [], cfg.steps if pause else max(epoch, cfg.steps)
             loader = batches(latents, cfg.batch_size, seed=0, pin=device.type == "cuda", device=home)
-            for _ in range(epoch):      # brings all of it into the page cache
+            for _ in range(epoch):  # brings all of it into the page cache
                 next(loader)
             for _ in range(cfg.rounds):
                 began = time.perf_counter()
@@ -342,7 +342,7 @@ def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
         "precision and recall": lambda: metrics.precision_recall(reference, others),
     }
     for name, work in works.items():
-        if name == "precision and recall":      # which takes long
+        if name == "precision and recall":  # which takes long
             took = seconds(device, work)
         else:
             work()
@@ -449,7 +449,7 @@ def write(record: dict, out: Path) -> None:
 def run(cfg: BenchmarkSettings) -> dict:
     """Runs one mode; the main rank prints the table and writes the files. Returns the record that is in the JSON."""
     accelerator, out = start(cfg), Path(cfg.out)
-    out.parent.mkdir(parents=True, exist_ok=True)      # refuses now what writing would refuse
+    out.parent.mkdir(parents=True, exist_ok=True)  # refuses now what writing would refuse
     record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
     if accelerator.is_main_process:
         write(record, out)
@@ -467,7 +467,7 @@ def run(cfg: BenchmarkSettings) -> dict:
 
 @command("benchmark", BenchmarkSettings)
 def main(cfg: BenchmarkSettings) -> None:
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:      # so that compiling is timed too
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as empty:  # so that compiling is timed too
         cache = Path(cfg.compile_cache or empty).resolve()
         os.environ.update(TORCHINDUCTOR_CACHE_DIR=f"{cache}/inductor", TRITON_CACHE_DIR=f"{cache}/triton")
         run(cfg)

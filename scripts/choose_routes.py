@@ -77,7 +77,7 @@ class Costs:
         self.block = self.count(2) - self.count(1)
         self.dense = self.count(1) + (self.depth - 1) * self.block
 
-    @functools.cache      # noqa: B019  (a handful, for as long as the command runs)
+    @functools.cache  # noqa: B019  (a handful, for as long as the command runs)
     def count(self, depth: int, ratio: float = 0.0) -> int:
         """Counts a network of `depth` blocks whose first one sees the tokens that a route leaves."""
         with torch.device("meta"):

@@ -20,8 +20,8 @@ from scipy import stats
 from runtime.presentation import save_figure, table
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
-Scores = dict[int, dict[int, dict]]      # of one variant: by images seen, then by seed
-ENOUGH = 3      # seeds for a verdict
+Scores = dict[int, dict[int, dict]]  # of one variant: by images seen, then by seed
+ENOUGH = 3  # seeds for a verdict
 LINES = cycler(linestyle=["-", "--"]) * cycler(color=colormaps["tab10"].colors)
 
 
@@ -75,7 +75,7 @@ def paired(pairs: Iterable[tuple[float, float]]) -> dict:
         half = quantile(n) * statistics.stdev(differences) / math.sqrt(n)
         interval = [mean - half, mean + half]
     return {"difference": mean, "interval": interval, "n": n,
-            "seeds_lower": [sum(d > 0 for d in differences), sum(d < 0 for d in differences)]}      # first's, second's
+            "seeds_lower": [sum(d > 0 for d in differences), sum(d < 0 for d in differences)]}  # first's, second's
 
 
 @cache
@@ -115,7 +115,7 @@ def compared(
     """
     sides = []
     for at in unguided(runs, first, second, metric=metric):
-        line = defaultdict(dict)      # by seed: places and values
+        line = defaultdict(dict)  # by seed: places and values
         for by_seed in at.values():
             for seed, score in by_seed.items():
                 if score[axis]:
@@ -147,7 +147,7 @@ def crossing(runs: list[dict], first: str, second: str, axis: str, metric: str |
     end = places[-1][1] if places else paired(())
     better, at = lower_of(first, second, end), None
     if better and any(lower_of(first, second, found) not in (None, better) for _, found in places):
-        sign = 0      # of the last gap that was one: lines that only touch do not cross
+        sign = 0  # of the last gap that was one: lines that only touch do not cross
         for (place, found), (next_place, next_found) in itertools.pairwise(places):
             gap, next_gap = found["difference"], next_found["difference"]
             sign = np.sign(gap) or sign
@@ -326,7 +326,7 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
         curves = {variant: [point for point in curve(at, axis) if point[0] > 0]
                   for variant, at in zip(variants, sides, strict=True)}
         if not any(curves.values()):
-            path.unlink(missing_ok=True)      # of an earlier report
+            path.unlink(missing_ok=True)  # of an earlier report
             continue
         figure = Figure(figsize=(8.5, 4.5), layout="constrained", dpi=120)
         plot = figure.subplots()

@@ -31,7 +31,7 @@ from weights.loading import EXPORTED, Trained, fit, load_trained
 from weights.others import FAMILIES, to_diffusers
 from weights.records import build_diffusion
 
-SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")      # what draws, with torch and diffusers
+SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")  # what draws, with torch and diffusers
 DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching", "rf_clean": "flow matching"}
 
 
@@ -311,7 +311,7 @@ def main(cfg: ExportSettings) -> None:
     if trained.file.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"out={out} holds the weights that are to be exported: name another.")
     if cfg.autoencoder is not None:
-        autoencoders.samples_only(cfg.autoencoder)      # raises ValueError for a name without an autoencoder
+        autoencoders.samples_only(cfg.autoencoder)  # raises ValueError for a name without an autoencoder
     if cfg.to != "hub":
         trained = without_head(trained)
         check_plain(trained, cfg.to)

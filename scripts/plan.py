@@ -36,7 +36,7 @@ BYTES_A_PARAMETER = 16                   # of a checkpoint: weights, average, Ad
 KEPT = 7                                 # checkpoints: the newest two, those at 100K to 400K, one being written
 IMAGES_A_GPU = (32, 256)
 RANKS = (1, 2, 8, 16, 64)
-LARGE = {"3B (model.hidden_size=2048 model.depth=40)": dict(hidden_size=2048, depth=40)}      # 16 heads, patch 2
+LARGE = {"3B (model.hidden_size=2048 model.depth=40)": dict(hidden_size=2048, depth=40)}  # 16 heads, patch 2
 BYTES_A_LATENT = 8 * 32 * 32 * 2         # mean and deviation, float16
 
 
@@ -118,7 +118,7 @@ def activation_bytes(size: str, tokens: int, routed: bool, batch: int) -> int:
     net = DiT_models[f"DiT-{size}/2"](input_size=side, routes=[ROUTE] if routed else [])
     images, labels = torch.randn(batch, 4, side, side), torch.zeros(batch, dtype=torch.int64)
     with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        out = net(images, torch.rand(batch), labels, routes=net.routes)      # noqa: F841, as it holds the storages
+        out = net(images, torch.rand(batch), labels, routes=net.routes)  # noqa: F841, as it holds the storages
     own = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
     return sum(storage.nbytes() for name, storage in kept.items() if name not in own)
 
@@ -130,7 +130,7 @@ def activations() -> str:
         for size in SIZES:
             held = []
             for routed in (False, True):
-                with FakeTensorMode():      # shapes alone, nothing is computed
+                with FakeTensorMode():  # shapes alone, nothing is computed
                     one, two = (activation_bytes(size, tokens, routed, batch) for batch in (1, 2))
                 an_image = two - one
                 fixed = sharding.bytes_a_rank(network(size, routed), 1) + one - an_image

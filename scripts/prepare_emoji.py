@@ -27,7 +27,7 @@ from runtime.files import atomic_write
 from runtime.schema import first_line
 
 MEMBER = re.compile(r"package/(?:emoji\.json|img/(\w+)/64/([\w-]+\.png))")
-EVERY = 10      # emoji of a class: one of so many is held out
+EVERY = 10  # emoji of a class: one of so many is held out
 
 
 def read_package(path: Path, skin_tones: bool) -> dict[str, dict[str, list[tuple[str, bytes]]]]:
@@ -81,7 +81,7 @@ def write_zip(path: Path, images: list[tuple[str, bytes]]) -> None:
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
         for name, content in images:
-            archive.writestr(zipfile.ZipInfo(name), content)      # without the time: equal images, equal file
+            archive.writestr(zipfile.ZipInfo(name), content)  # without the time: equal images, equal file
     print(f"{path}: {len(images):,} images")
 
 

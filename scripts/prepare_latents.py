@@ -226,7 +226,7 @@ def prepare(cfg: PrepareSettings) -> None:
 
 @command("prepare_latents", PrepareSettings)
 def main(cfg: PrepareSettings) -> None:
-    warnings.filterwarnings("ignore", module="PIL")      # its remarks name no file; broken ones are listed
+    warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed
     prepare(cfg)
 
 

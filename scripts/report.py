@@ -35,7 +35,7 @@ STUDY_AXES = {"step": "steps", "images": "images", "seconds": "seconds", "flops"
 # What must agree, in a row of results.jsonl or in its source, for two scores to be drawn together.
 CONDITIONS = ("images", "extractor", "reference", "image_rule", "resolution", "seeds", "classes", "labels", "num_steps",
               "sampler", "precision", "weights", "autoencoder", "drawing_version", "scoring_version")
-STRETCHES = 1000        # of rows, into which a curve of more than twice as many rows is condensed
+STRETCHES = 1000  # of rows, into which a curve of more than twice as many rows is condensed
 COLORS, DASHES = Colorblind[8], ("solid", "dashed", "dotted", "dashdot")
 GRID = "display: grid !important; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr))"
 IN_COLUMNS = {"sizing_mode": "stretch_width", "stylesheets": [f":host {{ {GRID} }}"]}
@@ -153,7 +153,7 @@ def read_run(folder: Path, name: str) -> SimpleNamespace:
 def condensed(data: dict[str, np.ndarray], y: str, axes: dict[str, str]) -> dict[str, np.ndarray]:
     """Condenses rows into stretches: means of `y` and the axes, and the lowest and the highest `y`; NaN counts not."""
     starts = np.linspace(0, len(data[y]), STRETCHES, endpoint=False).astype(int)
-    with np.errstate(invalid="ignore"):      # 0/0, a stretch without a number, is a gap
+    with np.errstate(invalid="ignore"):  # 0/0, a stretch without a number, is a gap
         means = {name: np.add.reduceat(np.nan_to_num(data[name].astype(float)), starts)
                  / np.add.reduceat(1.0 - np.isnan(data[name]), starts) for name in (y, *axes) if name in data}
     return {**means, "low": np.fmin.reduceat(data[y], starts), "high": np.fmax.reduceat(data[y], starts)}
@@ -355,7 +355,7 @@ def build(cfg: ReportSettings) -> str:
         "Settings": side_by_side(runs, "config"),
         "Environment": side_by_side(runs, "environment"),
     }
-    fits = {"min-width": "0", "overflow-x": "clip"}      # a legend of long names does not widen the page
+    fits = {"min-width": "0", "overflow-x": "clip"}  # a legend of long names does not widen the page
     panels = [bk.TabPanel(title=name, child=column(parts, sizing_mode="stretch_width", styles=fits))
               for name, parts in contents.items() if parts]
     tabs = bk.Tabs(tabs=panels, sizing_mode="stretch_width", stylesheets=[".bk-headers-wrapper { flex-wrap: wrap }"])
@@ -365,7 +365,7 @@ def build(cfg: ReportSettings) -> str:
                         sizing_mode="stretch_width", margin=(0, 12)))
     plots = list(doc.select({"type": bk.Plot}))
     for name in {renderer.name for plot in plots for renderer in plot.renderers}:
-        alike = list(doc.select({"name": name}))      # what is hidden in one figure is hidden in all
+        alike = list(doc.select({"name": name}))  # what is hidden in one figure is hidden in all
         for one, other in zip(alike, alike[1:] + alike[:1], strict=True):
             one.js_link("visible", other, "visible")
     doc.js_on_event("document_ready", bk.CustomJS(code=OPEN, args={

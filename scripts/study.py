@@ -37,7 +37,7 @@ from scripts.comparison import AXES, crossing, draw_figures, metrics_of, tables
 from weights import checkpoint as checkpoints
 from weights.records import RouteSettings, build_network
 
-Setting = Annotated[str, Field(pattern="=")]      # key=value
+Setting = Annotated[str, Field(pattern="=")]  # key=value
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
 NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
                   "samples", "log", "compile", "cpu")
@@ -175,7 +175,7 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
     received: list[int] = []
 
     def forward(number: int, frame: object) -> None:
-        if not received:      # `timeout` sends each signal twice, and a second one would end the run unsaved
+        if not received:  # `timeout` sends each signal twice, and a second one would end the run unsaved
             received.append(number)
             child.send_signal(number)
 
@@ -187,7 +187,7 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
     finally:
         for number, handler in before.items():
             signal.signal(number, handler)
-    if 0 < code <= 128:      # also after a signal: it has not saved
+    if 0 < code <= 128:  # also after a signal: it has not saved
         raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Mend it, and the "
                          f"same command goes on.")
     if received or code:
@@ -338,7 +338,7 @@ def leaf(tree: object, key: str) -> object:
     """Finds in a tree of settings what stands at a dotted key, of a group its name; None where nothing does."""
     value = OmegaConf.select(OmegaConf.create(tree), key, default=None)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
-    if key == "model.routes" and isinstance(value, list):      # a record spells out what a study need not
+    if key == "model.routes" and isinstance(value, list):  # a record spells out what a study need not
         value = [ROUTE_DEFAULTS | route if isinstance(route, dict) else route for route in value]
     return value.get("name") if isinstance(value, dict) else value
 
@@ -364,7 +364,7 @@ def from_disk(run: Run) -> dict | None:
         return None
     with torch.device("meta"):
         net = build_network(meta["network"])
-    flops = 3 * 2 * sum(multiply_adds(net, net.routes))      # of an image: forward, and twice that backward
+    flops = 3 * 2 * sum(multiply_adds(net, net.routes))  # of an image: forward, and twice that backward
     results, scores = run.folder / "results.jsonl", []
     for row in read_results(results):
         source = row["source"]
@@ -452,7 +452,7 @@ def collect(cfg: StudySettings) -> dict:
     gone = {key: old for study in reversed(studies) for old in study.runs
             if (key := (old["variant"], old["seed"])) not in listed and old["scores"]}
     for run in (*runs, *gone.values()):
-        second = timing.seconds(run["variant"]) if timing else None      # one machine's, whoever trained
+        second = timing.seconds(run["variant"]) if timing else None  # one machine's, whoever trained
         for score in run["scores"]:
             score["seconds"] = None if second is None else score["step"] * second
     home = Path(cfg.out) / "floor" / "results.jsonl"
@@ -488,9 +488,9 @@ def main(cfg: StudySettings) -> None:
     runs, studies = runs_of(cfg), recorded(cfg)
     own = [run for run in share(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]
     for run in own:
-        record_of(run)      # refuses another run's folder before anything slow
+        record_of(run)  # refuses another run's folder before anything slow
     if "score" in cfg.tasks and (cfg.part or "1/").startswith("1/"):
-        score_floor(cfg)      # first, as it takes no training to find that its images are not there
+        score_floor(cfg)  # first, as it takes no training to find that its images are not there
     done = {run.folder for run in runs if complete(run, studies)}
     for run in own:
         children = [child for child in runs if child.folder not in done and f"init_from={run.folder}" in child.train]

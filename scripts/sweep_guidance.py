@@ -29,7 +29,7 @@ from runtime.schema import Location, Number, Settings
 from sampling.options import UNGUIDED, Gamma, build_guidance
 from weights.loading import load_trained, resolve_run
 
-AXES = ("scale", "gamma1", "gamma2")     # of the landscape: along x, a panel each, along y
+AXES = ("scale", "gamma1", "gamma2")  # of the landscape: along x, a panel each, along y
 
 
 class Grid(Settings):
@@ -52,7 +52,7 @@ def onto_the_grid(argument: str) -> str:
     """Turns `scale=1.2,1.5,2` of a command line into `grid.scale=[1.2,1.5,2]`, and leaves other arguments alone."""
     try:
         override = OverridesParser.create().parse_override(argument)
-    except HydraException:      # the command says what is wrong with it
+    except HydraException:  # the command says what is wrong with it
         return argument
     if override.key_or_group not in AXES:
         return argument
@@ -73,7 +73,7 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
         for i, gamma in enumerate(gammas):
             for j, scale in enumerate(scales):
                 if (value := points.get((scale, panel, gamma))) is not None:
-                    color = "white" if heat.norm(value) < 0.6 else "black"      # viridis ends in yellow
+                    color = "white" if heat.norm(value) < 0.6 else "black"  # viridis ends in yellow
                     plot.text(j, i, f"{value:.4g}", ha="center", va="center", color=color)
         plot.set(xticks=range(len(scales)), xticklabels=scales, yticks=range(len(gammas)), yticklabels=gammas,
                  xlabel="scale", ylabel="gamma2, weak", title=f"gamma1, strong: {panel}")
@@ -97,7 +97,7 @@ def main(cfg: SweepSettings) -> None:
         raise ValueError("A sweep guides a checkpoint: give checkpoint=runs/<name>.")
     points = []
     for scale, gamma1, gamma2 in itertools.product(cfg.grid.scale, cfg.grid.gamma1, cfg.grid.gamma2):
-        if min(ends(gamma1)) > max(ends(gamma2)):      # a whole grid need not make sense
+        if min(ends(gamma1)) > max(ends(gamma2)):  # a whole grid need not make sense
             state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: skipped, because gamma1 is above gamma2.")
         else:
             points.append({"scale": scale, "gamma1": gamma1, "gamma2": gamma2})

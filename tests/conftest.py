@@ -11,10 +11,10 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[1]
-sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])     # tests share helpers
+sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])  # tests share helpers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
-os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")      # more are processes, which import torch anew
+os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, which import torch anew
 
 # A command composes its config twice, the first time to look for hydra.mode, which no config and no test of ours sets.
 Hydra.get_mode = lambda *_, **__: None

@@ -64,7 +64,7 @@ class Command:
         for process in self.processes:
             process.start()
         self.pid = self.processes[0].pid
-        while self.processes[0].exitcode is None and not is_leader(self.pid):      # before that, signals would miss it
+        while self.processes[0].exitcode is None and not is_leader(self.pid):  # before that, signals would miss it
             time.sleep(0.001)
 
     @property
@@ -86,7 +86,7 @@ class Command:
         while self.poll() is None:
             if failed is None and any(process.exitcode for process in self.processes):
                 failed = time.monotonic()
-            if time.monotonic() > min(deadline, (failed or deadline) + 1):      # torchrun looks now and then
+            if time.monotonic() > min(deadline, (failed or deadline) + 1):  # torchrun looks now and then
                 for process in self.processes:
                     process.kill()
             assert time.monotonic() < deadline + 10, "the command did not end"
@@ -151,7 +151,7 @@ class Life:
         self.process = get_context("fork").Process(target=self.live, args=(work, memory))
         self.process.start()
         self.pid = self.process.pid
-        with contextlib.suppress(OSError):      # the child may have done it, and may even be gone
+        with contextlib.suppress(OSError):  # the child may have done it, and may even be gone
             os.setpgid(self.pid, self.pid)
 
     def live(self, work: Callable[[], None], memory: int | None) -> None:
@@ -178,7 +178,7 @@ class Life:
                 self.signal(signal.SIGKILL)
             time.sleep(pause)
             pause = min(0.02, pause * 1.5)
-        self.signal(signal.SIGKILL)      # what it has started; its number is not free before the next line
+        self.signal(signal.SIGKILL)  # what it has started; its number is not free before the next line
         self.process.join()
         self.output.seek(0)
         with self.output:

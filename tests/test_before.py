@@ -35,7 +35,7 @@ def test_an_old_checkpoint_draws_the_images_that_it_drew(run, tmp_path):
         for key in ("arr_1", "seeds"):
             assert np.array_equal(before[key], now[key])
         away = np.abs(before["arr_0"].astype(int) - now["arr_0"])
-        assert away.max() <= 1 and (away > 0).mean() < 0.01      # another processor rounds otherwise
+        assert away.max() <= 1 and (away > 0).mean() < 0.01  # another processor rounds otherwise
 
 
 def test_an_old_checkpoint_says_what_it_said():

@@ -23,7 +23,7 @@ CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
 
 
-@functools.cache      # composing takes a tenth of a second; nobody changes what is composed
+@functools.cache  # composing takes a tenth of a second; nobody changes what is composed
 def load(*overrides, name="config"):
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose(name, overrides=list(overrides))
@@ -50,7 +50,7 @@ def objective_of(cfg, model):
     """Builds what is minimised around a network of `cfg`, with a teacher's tokens beside the latents."""
     diffusion, parts = with_objective(dict(cfg.diffusion), settings(cfg).objective)
     keywords = {key: value for name, given in parts.items() for key, value in class_of(name).network_keywords(len(model.blocks), **given).items()}
-    assert not keywords      # or the network would have to be built with them
+    assert not keywords  # or the network would have to be built with them
     with torch.device("meta"):
         return build_objective(model, build_diffusion(diffusion), parts, False, {"teacher": (model.pos_embed.shape[1], 768)})
 
@@ -74,7 +74,7 @@ SHIFTED = ("rf", 80_000, 249, "euler", 1 / 0.3)
 SAMPLERS = {"dit": DDPM, "tread": HEUN, "tread_v1": HEUN, "sit": SDE, "sit_repa": SDE, "sit_tread": EULER, "mamba": HEUN, "mamba_tread": HEUN,
             "rwkv": HEUN, "rwkv_tread": HEUN, "lightning": SHIFTED, "lightning_tread": SHIFTED}
 DEPTHS = {"s2": 12, "b2": 12, "l2": 24, "xl2": 28, "xl1": 28, "mamba": 20, "rwkv": 18}
-VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}      # the routes of the paper's first version, by depth
+VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}  # the routes of the paper's first version, by depth
 
 
 @pytest.mark.parametrize("experiment", FID)
@@ -194,7 +194,7 @@ def test_a_preset_replaces_the_models_routes_and_names_the_run(model):
         assert cfg.name == ("tread" if name == "paper" else f"tread-{name}") + "-imagenet256"
     assert load(f"model={model}", "routes=paper") == load("model=tread") == load()
     given = "[{selection_ratio: 0.25, start_layer_idx: 0, end_layer_idx: 3}]"
-    for first in ([], ["routes=balanced"]):      # routes that are spelled out go before any
+    for first in ([], ["routes=balanced"]):  # routes that are spelled out go before any
         [route] = network(load(f"model={model}", *first, f"model.routes={given}")).routes
         assert (route.start_layer_idx, route.end_layer_idx, route.selection_ratio) == (0, 3, 0.25)
 

@@ -46,7 +46,7 @@ def test_a_pickle_among_weights_is_refused_and_never_run(place, is_new, tmp_path
     torch.save(place(tiny.state_dict()), "x.pt", _use_new_zipfile_serialization=is_new)
     assert refusal(read_weights, tmp_path / "x.pt").startswith(str(tmp_path / "x.pt"))
     assert not (tmp_path / "executed").exists()
-    torch.load("x.pt", weights_only=False)      # our own pickle: else the line above could not fail
+    torch.load("x.pt", weights_only=False)  # our own pickle: else the line above could not fail
     assert (tmp_path / "executed").exists()
 
 
@@ -74,7 +74,7 @@ def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, 
     out, whole = tmp_path / "out", tmp_path / "whole"
     for place in (out, whole):
         import_latents(str(source), place, "fastdit", shard_size=5)
-    (out / "metadata.json").unlink()      # as a kill leaves it, with a shard to be written
+    (out / "metadata.json").unlink()  # as a kill leaves it, with a shard to be written
     (out / "latents-00002.npy").unlink()
     for number in range(2):
         (out / f"record-{number:05d}.json").write_text('{"count": 5, "unreadable": []}')

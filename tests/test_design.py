@@ -38,7 +38,7 @@ def test_imports_point_down_and_the_science_knows_no_carrier():
     for name, tree in modules.items():
         for other in imported(name, tree, modules):
             assert ORDER.index(room(other)) <= ORDER.index(room(name)), f"{name} imports {other}"
-            if room(name) == "commands":      # sample.py and fid.py are commands that no other imports
+            if room(name) == "commands":  # sample.py and fid.py are commands that no other imports
                 assert room(other) != "commands", f"{name} imports {other}"
 
 

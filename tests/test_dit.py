@@ -41,7 +41,7 @@ def test_the_label_and_the_noise_level_matter():
 
 def test_unpatchify_undoes_the_patch_embeddings_order():
     model = tiny(in_channels=2)
-    with torch.no_grad():        # a patch embedding that lists its patch's pixels as (row, column, channel)
+    with torch.no_grad():  # a patch embedding that lists its patch's pixels as (row, column, channel)
         model.x_embedder.proj.weight.copy_(torch.eye(8).view(2, 2, 2, 8).permute(3, 2, 0, 1).repeat(4, 1, 1, 1))
     x = torch.randn(3, 2, 8, 8)
     assert torch.allclose(model.unpatchify(model.x_embedder(x)[..., :8]), x, atol=1e-6)

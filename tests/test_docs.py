@@ -51,7 +51,7 @@ def command_lines(page):
             yield line
 
 
-@cache      # many pages have the same line
+@cache  # many pages have the same line
 def composed(line):
     """The settings of a command line, checked as the command checks them; None for a script with plain arguments."""
     for old, new in {"…": "x", "...": "x", "$m": "dit", "$p": "4", "$b": "16"}.items():
@@ -126,7 +126,7 @@ def test_what_pip_installs_is_the_science_and_is_enough(tmp_path):
             (checkout / name).parent.mkdir(parents=True, exist_ok=True)
             shutil.copy(ROOT / name, checkout / name)
     subprocess.run([sys.executable, "-c", f"from setuptools import build_meta; build_meta.build_wheel({str(tmp_path)!r})"],
-                   cwd=checkout, check=True, capture_output=True)      # as pip does, without the seconds that pip takes
+                   cwd=checkout, check=True, capture_output=True)  # as pip does, without the seconds that pip takes
     zipfile.ZipFile(next(tmp_path.glob("*.whl"))).extractall(installed)
     assert {file.stem for file in installed.glob("*.py")} == {"routing_module", "dit", "edm", "rf", "guidance", "autoencoder"}
     code = ("import autoencoder, dit, edm, foreign.routed, guidance, objectives.version1, rf, routing_module\n"

@@ -66,7 +66,7 @@ def test_noise_levels_of_training_are_log_normal():
     seen = []
 
     def net(x, t, y, routes=()):
-        seen.append(4 * t)      # ln(sigma)
+        seen.append(4 * t)  # ln(sigma)
         return torch.zeros_like(x)
 
     torch.manual_seed(0)
@@ -78,7 +78,7 @@ def test_noise_levels_of_training_are_log_normal():
 @pytest.mark.parametrize("std", [0.1, 0.5, 1.0])
 def test_heun_carries_noise_to_the_data_and_converges_at_second_order(std):
     edm, noise = EDM(), torch.randn(2, 1, 2, 2)
-    exact = std / math.sqrt(std**2 + 80**2) * 80        # the probability flow of a Gaussian is a scaling
+    exact = std / math.sqrt(std**2 + 80**2) * 80  # the probability flow of a Gaussian is a scaling
     errors = []
     for steps in (20, 40, 80):
         net = ExactDenoiser(edm, std)
@@ -118,7 +118,7 @@ def test_a_learned_variance_is_left_out():
 def test_the_official_dit_weights_parameterisation_denoises_as_its_schedule_says():
     ddpm, std = DDPM(), 0.3
 
-    def eps_network(x, t, y, routes=()):        # the exact eps prediction for data N(0, std²), at integer steps t
+    def eps_network(x, t, y, routes=()):  # the exact eps prediction for data N(0, std²), at integer steps t
         assert torch.equal(t, t.round()) and t.min() >= 0 and t.max() <= 999
         sigma = ddpm.sigmas[t.long()].view(-1, 1, 1, 1)
         noised = x * (sigma**2 + 1).sqrt()

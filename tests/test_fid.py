@@ -42,7 +42,7 @@ def statistics(features, batch=64):
 
 def test_two_gaussians_match_the_closed_form():
     mu1, mu2, a, b = (normal(50, seed=seed) for seed in range(4))
-    expected = ((mu1 - mu2) ** 2).sum() + ((a.abs().sqrt() - b.abs().sqrt()) ** 2).sum()     # diagonal ones commute
+    expected = ((mu1 - mu2) ** 2).sum() + ((a.abs().sqrt() - b.abs().sqrt()) ** 2).sum()  # diagonal ones commute
     assert fid.frechet_distance(mu1, a.abs().diag(), mu2, b.abs().diag()) == pytest.approx(expected.item(), rel=1e-12)
 
 
@@ -57,7 +57,7 @@ def test_gaussians_that_do_not_commute_match_the_matrix_root():
 
 @pytest.mark.parametrize(("count", "spread"), [(1000, 0), (30, 0), (1000, 5), (30, 5)])
 def test_a_set_against_itself_is_zero(count, spread):
-    features = normal(count, 300) * torch.logspace(1, 1 - spread, 300)     # up to ten orders in the variances
+    features = normal(count, 300) * torch.logspace(1, 1 - spread, 300)  # up to ten orders in the variances
     assert abs(fid.frechet_distance(*statistics(features), *statistics(features))) < 1e-6
 
 
@@ -109,7 +109,7 @@ def test_one_image_has_no_covariance():
 def inception_score(probs):
     sums = metrics.ScoreSums(len(probs), probs.shape[1])
     order = torch.randperm(len(probs), generator=torch.Generator().manual_seed(0))
-    for numbers in order.split(97):       # whichever way they come
+    for numbers in order.split(97):  # whichever way they come
         sums.add(numbers, probs[numbers])
     return sums.score()
 
@@ -139,14 +139,14 @@ def counted(reference, images):
 
 
 @pytest.mark.parametrize("block", [10_000, 64])
-@pytest.mark.parametrize("scale", [1, 100])     # 100: the squares overflow float16, and float32 takes over
+@pytest.mark.parametrize("scale", [1, 100])  # 100: the squares overflow float16, and float32 takes over
 def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, scale, monkeypatch):
     monkeypatch.setattr(metrics, "BLOCK", block)
-    reference = (normal(150, 40, seed=1) * 2).round() * scale     # whole numbers, so that float16 is exact
+    reference = (normal(150, 40, seed=1) * 2).round() * scale  # whole numbers, so that float16 is exact
     images = (normal(200, 40, seed=2) * 1.8).round() * scale
     found = metrics.precision_recall(reference.float(), images.float())
     assert found == counted(reference, images)
-    assert 0.05 < found[0] < 0.95 or 0.05 < found[1] < 0.95       # a test of something
+    assert 0.05 < found[0] < 0.95 or 0.05 < found[1] < 0.95  # a test of something
 
 
 def test_too_few_images_for_neighbours_are_a_sentence():
@@ -177,7 +177,7 @@ def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(referenc
     before = torch.get_rng_state()
     straight = evaluation.score_images([(torch.arange(60), images)], 60, reference, pixels)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
-    parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]      # a copy in each
+    parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]  # a copy in each
     again = evaluation.score_images(parts, 60, reference, pixels)
     assert list(straight) == ["fd_pixels", "precision", "recall"] and again == pytest.approx(straight, rel=1e-9)
     assert torch.equal(torch.get_rng_state(), before)
@@ -218,7 +218,7 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
 
 def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
     adm, own = inception_like(), shapes(50, seed=9)
-    np.savez(tmp_path / "ref.npz", mu_s=np.zeros(24), sigma_s=np.eye(24), arr_0=own.numpy())      # no mu and sigma
+    np.savez(tmp_path / "ref.npz", mu_s=np.zeros(24), sigma_s=np.eye(24), arr_0=own.numpy())  # no mu and sigma
     reference = open_reference(tmp_path / "ref.npz", adm)
     found = evaluation.score_images([(torch.arange(80), shapes(80, seed=3))], 80, reference, adm, metrics=["fid", "sfid"])
     mu, sigma = statistics(adm.compute(own)["pool"])
@@ -321,7 +321,7 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     row = command(tmp_path, **options, scale=2.0, seed=5)
     source = row["source"]
     assert row["images"] == 40 and source["seeds"] == "5-44" and source["step"] == 7 and source["ema"]
-    assert source["evaluations"] == 2 * (2 * 3 - 1)      # Heun's, with both passes of guidance
+    assert source["evaluations"] == 2 * (2 * 3 - 1)  # Heun's, with both passes of guidance
     file = run_folder / "checkpoints/step-00000007/ema.safetensors"
     assert source["weights_sha256"] == files.sha256(file) and row["reference"]["sha256"] == files.sha256(reference_npz)
     assert row["extractor"]["name"] == "pixels" and row["versions"]["torch"] == torch.__version__ and row["seconds"] > 0
@@ -425,7 +425,7 @@ def test_a_row_after_a_half_row_is_found_again(tmp_path, reference_npz):
     options = dict(images=tmp_path / "images.npz", reference=reference_npz)
     first = command(tmp_path, **options)
     results = tmp_path / "results.jsonl"
-    results.write_text(results.read_text() + '{"metrics": {"fd_pi')      # a kill, or a full disk
+    results.write_text(results.read_text() + '{"metrics": {"fd_pi')  # a kill, or a full disk
     second = command(tmp_path, **options)
     assert [row["finished"] for row in read_results(results)] == [first["finished"], second["finished"]]
     assert scored_before({**first, "metrics": {"fd_pixels": None}}, results)["metrics"] == first["metrics"]

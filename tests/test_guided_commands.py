@@ -53,7 +53,7 @@ def command(name, *overrides):
 
 def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run, tmp_path, capsys):
     command("rf", f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7", "scale=1.8", "num_steps=4", f"out={tmp_path}/g.png")
-    trained, seeds = load_trained(run), list(range(24))      # eight a class
+    trained, seeds = load_trained(run), list(range(24))  # eight a class
     y = torch.tensor([seed % 3 for seed in seeds])
     noise = SeededNoise(seeds, "cpu").randn((3, 8, 8))
     for file, latents in (("g.png", sample_tread(trained.net, 0.3, trained.net, 0.7, noise, y, num_steps=4, scale=1.8)),
@@ -92,7 +92,7 @@ def test_the_cost_of_sampling_is_what_torchs_flop_counter_sees(diffusion, settin
     # The counter does not know the CPU's fused attention.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
         diffusion.sample(net, torch.randn(2, 3, 8, 8), torch.tensor([0, 1]), num_steps=5, guidance=guidance)
-    assert counter.get_total_flops() == 2 * 2 * (linear + attention)      # two images, two FLOPs a multiply-add
+    assert counter.get_total_flops() == 2 * 2 * (linear + attention)  # two images, two FLOPs a multiply-add
     assert 0 < attention < linear
 
 
@@ -122,7 +122,7 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
                                            "routes": None, "weak": None}
     assert auto["source"]["guidance"]["weak"] == {"checkpoint": str(weak / "checkpoints/step-00000006"), "step": 6,
                                                   "weights_sha256": files.sha256(weak / "checkpoints/step-00000006/ema.safetensors")}
-    assert tread["source"]["evaluations"] == 3 and auto["source"]["evaluations"] == 4      # one pass where the ratios meet
+    assert tread["source"]["evaluations"] == 3 and auto["source"]["evaluations"] == 4  # one pass where the ratios meet
     assert heun["source"]["evaluations"] == 3 and heun["source"]["sampler"] == {"solver": "heun"}
     assert len({row["metrics"]["fd_pixels"] for row in (plain, tread, auto, heun)}) == 4
     net = load_trained(run).net
@@ -174,7 +174,7 @@ def test_a_sweep_scores_each_point_once_and_draws_the_landscape(sweep, tmp_path,
 
 
 def test_a_sweep_takes_schedules_and_goes_on_beside_rows_that_others_wrote(sweep, tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"metrics": {"fd_pixels": 1}, "source": "else"}\n[1]\n{"metr')      # halved by a kill
+    (tmp_path / "results.jsonl").write_text('{"metrics": {"fd_pixels": 1}, "source": "else"}\n[1]\n{"metr')  # halved by a kill
     sweep("scale=2", "gamma1=0", "gamma2=[0.5,0.2],0.5", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")
     assert list(sweep.landscape) == [(2, 0, (0.5, 0.2)), (2, 0, 0.5)]
     sweep("grid.scale=[2]", "gamma1=0", "grid.gamma2=[[0.5,0.2],0.5]", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")

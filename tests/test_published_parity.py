@@ -144,7 +144,7 @@ def test_the_initial_weights_have_the_spread_of_the_published_ones(init, theirs)
     for key, weight in DiT(**TINY, init=init).state_dict().items():
         if theirs[key] == 0:
             assert not weight.any(), f"{key} starts at zero there"
-        elif key != "x_embedder.proj.bias":    # DiT, as read, leaves it to PyTorch; TREAD and we zero it
+        elif key != "x_embedder.proj.bias":  # DiT, as read, leaves it to PyTorch; TREAD and we zero it
             assert weight.std().item() == pytest.approx(theirs[key], rel=0.1), key
 
 
@@ -241,7 +241,7 @@ def test_the_x_start_that_ddpm_predicts_equals_facebookresearch_dit():
     abar = torch.tensor(case["alphas_cumprod"], dtype=torch.float64)
     sigma = ((1 - abar) / abar).sqrt().float()
     x_t = wave(case["shape"], amplitude=1.4)
-    x = (x_t.double() / abar.sqrt().view(-1, 1, 1, 1)).float()     # ours adds noise to x, theirs also shrinks x
+    x = (x_t.double() / abar.sqrt().view(-1, 1, 1, 1)).float()  # ours adds noise to x, theirs also shrinks x
     D_x = DDPM().denoise(fill(DiT(**TINY, learn_sigma=True)), x, sigma, torch.tensor(case["y"]))
     # x_start = x - sigma·eps: an error of 1e-5 in eps is one of 1e-5·sigma in x_start, and sigma reaches 157 here.
     unit = (1 + sigma).view(-1, 1, 1, 1)

@@ -34,7 +34,7 @@ def newest(run) -> int:
 
 def is_saving(saves, after: int) -> bool:
     """Tells whether a save that began `after` this time, in ns, is under way."""
-    with contextlib.suppress(FileNotFoundError):      # the save has ended just now
+    with contextlib.suppress(FileNotFoundError):  # the save has ended just now
         return any(path.name.endswith(".tmp") and path.stat().st_mtime_ns > after for path in saves.iterdir())
     return False
 
@@ -45,7 +45,7 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
     for attempt in range(6):
         began, before = time.time_ns(), newest(run)
         process = start(run, shapes, "model.hidden_size=32")
-        if attempt % 2:      # in the middle of a save: its folder is there under the name that does not count
+        if attempt % 2:  # in the middle of a save: its folder is there under the name that does not count
             wait_until(lambda after=began: is_saving(saves, after), process)
         else:                # at some moment after one, from which the next attempt goes on
             wait_until(lambda last=before: newest(run) > last, process)
@@ -102,14 +102,14 @@ def test_a_full_disk_ends_the_run_with_a_sentence_and_leaves_the_last_good_check
     good = checkpoints.latest(run)
     size = max(path.stat().st_size for path in good.iterdir())
 
-    result = train(run, shapes, file_size=size // 2)      # no file may grow past half a checkpoint's
+    result = train(run, shapes, file_size=size // 2)  # no file may grow past half a checkpoint's
     assert result.returncode == 1 and "could not be written" in result.stderr and "MiB are free" in result.stderr
     assert checkpoints.latest(run) == good and [p.name for p in (run / "checkpoints").iterdir()] == [good.name]
     assert train(run, shapes, "steps=8").returncode == 0
 
 
 def test_a_metrics_file_that_cannot_grow_ends_the_run_with_a_sentence_too(shapes, reference, tmp_path):
-    run = tmp_path / "run"      # with room for config.yaml and a few rows, and no checkpoint before they are full
+    run = tmp_path / "run"  # with room for config.yaml and a few rows, and no checkpoint before they are full
     result = train(run, shapes, "log.every=1", "checkpoint.every=1000", file_size=4000)
     assert result.returncode == 1 and "metrics.jsonl failed: File too large" in result.stderr and "Traceback" not in result.stderr
     assert train(run, shapes, "checkpoint.every=1000").returncode == 0
@@ -153,8 +153,8 @@ def test_a_run_that_goes_on_knows_how_low_its_loss_has_been(shapes, tmp_path):
 def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
     results = [{"source": {"in_training": True, "step": step}, "metrics": {}} for step in (0, 10, 20)]
     text = "".join(json.dumps(row) + "\n" for row in results)
-    (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])      # a half row, and a last one without its newline
-    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')      # and others' rows stay
+    (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])  # a half row, and a last one without its newline
+    (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')  # and others' rows stay
     drop_after(tmp_path, 20)
     assert files.read_rows(tmp_path / "results.jsonl") == results
     drop_after(tmp_path, 10)
@@ -199,7 +199,7 @@ def test_a_setting_of_a_diffusion_that_is_newer_than_the_run_has_its_default_the
 
 
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path, monkeypatch):
-    counter = CompileCounterWithBackend("aot_eager")      # one graph, checked as inductor's is, without making kernels
+    counter = CompileCounterWithBackend("aot_eager")  # one graph, checked as inductor's is, without making kernels
     monkeypatch.setattr(DiT, "compile", lambda net, **how: torch.nn.Module.compile(net, backend=counter, fullgraph=True, **how))
     options = ("compile=true", "model.depth=2", "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
                "checkpoint.every=2", "log.every=2")
@@ -207,6 +207,6 @@ def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_p
     assert result.returncode == 0 and counter.frame_count == 1, result.stderr
     assert not any("_orig_mod" in key for key in checkpoints.load(checkpoints.latest(tmp_path / "whole"), "model"))
     shutil.copytree(tmp_path / "whole", tmp_path / "parts")
-    shutil.rmtree(tmp_path / "parts/checkpoints/step-00000004")      # as if killed after step 2
+    shutil.rmtree(tmp_path / "parts/checkpoints/step-00000004")  # as if killed after step 2
     assert "resuming step-00000002" in train_here(tmp_path / "parts", shapes, "steps=4", *options).stdout
     assert_same_end(tmp_path / "parts", tmp_path / "whole")

@@ -14,7 +14,7 @@ from routing_module import Route
 from sampling.options import sampler_settings
 
 RECIPES = published("recipes")
-LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)      # noises that are easy to follow
+LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)  # noises that are easy to follow
 
 
 class ExactVelocity(nn.Module):
@@ -75,7 +75,7 @@ def test_the_exact_velocity_of_a_gaussian_has_the_least_loss_there_is(t):
     torch.manual_seed(0)
     std, x = 0.5, 0.3 + 0.5 * torch.randn(8192, 1, 4, 4)
     loss = RF().loss(ExactVelocity(std, means=(0.3,)), x, labels(8192), t=torch.full((8192,), t)).mean()
-    assert loss.item() == pytest.approx(std**2 / ((1 - t)**2 * std**2 + t**2), rel=0.02)    # Var[eps - x | z_t]
+    assert loss.item() == pytest.approx(std**2 / ((1 - t)**2 * std**2 + t**2), rel=0.02)  # Var[eps - x | z_t]
 
 
 @pytest.mark.parametrize("sampling", ["logit_normal", "uniform"])
@@ -281,4 +281,4 @@ def test_a_network_that_predicts_the_clean_latent_has_the_loss_of_its_velocity_a
 def test_a_network_that_predicts_the_clean_latent_draws_what_its_velocity_draws(solver):
     net, clean = (net(0.5, means=(0.7,)) for net in (ExactVelocity, ExactClean))
     x, other = (loss.sample(one, LINE, labels(9), num_steps=20, solver=solver) for loss, one in ((RF(), net), (CleanRF(), clean)))
-    torch.testing.assert_close(other, x, rtol=0, atol=1e-5)      # the least noise level is a twentieth
+    torch.testing.assert_close(other, x, rtol=0, atol=1e-5)  # the least noise level is a twentieth

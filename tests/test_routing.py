@@ -25,8 +25,8 @@ def test_every_token_is_kept_equally_often_and_each_sample_draws_its_own_mask():
     torch.manual_seed(0)
     ids = router.get_mask(tokens(batch=8000, num_tokens=10, dim=1), 0.5)
     share = torch.zeros(10).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
-    assert (share - 0.5).abs().max() < 0.03        # five standard deviations are 0.028
-    assert len({tuple(row) for row in ids.tolist()}) > 240      # of 252 possible masks
+    assert (share - 0.5).abs().max() < 0.03  # five standard deviations are 0.028
+    assert len({tuple(row) for row in ids.tolist()}) > 240  # of 252 possible masks
 
 
 def test_masks_of_bfloat16_tokens_are_drawn_in_float32():
@@ -215,7 +215,7 @@ def test_a_token_comes_back_with_its_value_from_before_the_block_that_the_route_
     for r, (route, source) in enumerate(zip(model.routes, wanted, strict=True)):
         ids = router.get_mask(torch.empty(4, 16, 1), route.selection_ratio, mask_noise[:, r])
         stays = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, ids, True)
-        value = kept[source - 1] if source in (3, 5) else before[source]      # blocks 3 and 5 see only those that stay
+        value = kept[source - 1] if source in (3, 5) else before[source]  # blocks 3 and 5 see only those that stay
         after, back = before[route.end_layer_idx + 1], route.x_T * before[0] + value
         assert torch.equal(after[~stays], back[~stays])
         assert torch.equal(after[stays], kept[route.end_layer_idx].flatten(0, 1))

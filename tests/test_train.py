@@ -54,7 +54,7 @@ def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resum
     options = ("diffusion=rf", "model=dit", f"init_from={parent}", "optimizer.lr=0")
     assert train(run, shapes, *options, "steps=1").returncode == 0
     start = load_file(checkpoints.latest(parent) / "ema.safetensors")
-    for name in ("model", "ema"):      # a step at a learning rate of 0 changes nothing
+    for name in ("model", "ema"):  # a step at a learning rate of 0 changes nothing
         weights = load_file(checkpoints.latest(run) / f"{name}.safetensors")
         assert all(torch.equal(weights[key], start[key]) for key in start), name
     meta = checkpoints.read_meta(checkpoints.latest(run))
@@ -74,11 +74,11 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     assert result.returncode == 1
     skipped = [row["skipped"] for row in rows(run)]
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
-    good = checkpoints.step_folder(run, 6)      # the last one from before the learning rate that was too high
+    good = checkpoints.step_folder(run, 6)  # the last one from before the learning rate that was too high
     assert f"Move checkpoints newer than {good} away to go on from it; and lower optimizer.lr" in result.stderr
     weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
-    assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])      # skipped steps moved nothing
-    assert max(value.abs().max() for value in weights[0].values()) > 1e6      # and the newer ones are of no use
+    assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])  # skipped steps moved nothing
+    assert max(value.abs().max() for value in weights[0].values()) > 1e6  # and the newer ones are of no use
     assert max(value.abs().max() for value in load_file(good / "model.safetensors").values()) < 1e6
 
 
@@ -142,7 +142,7 @@ def test_a_share_of_the_labels_is_dropped_each_by_itself(fresh_accelerator, shar
     taken = step_of(size=10_000, label_dropout=share)
     dropped = taken.seen == Plain.num_classes
     assert torch.equal(taken.seen[~dropped], taken.y[~dropped])
-    assert abs(dropped.float().mean() - share) < 0.015      # five standard deviations
+    assert abs(dropped.float().mean() - share) < 0.015  # five standard deviations
 
 
 def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
@@ -155,11 +155,11 @@ def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
     rates = [lr / 2, lr, *(lr * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))]
     assert [row["lr"] for row in rows(tmp_path)] == pytest.approx(rates)
     saved = [{name: checkpoints.load(folder, name) for name in ("model", "ema", "training")} for folder in checkpoints.all_steps(tmp_path)]
-    name = "final_layer.linear.weight"      # which alone has a gradient in the first step
+    name = "final_layer.linear.weight"  # which alone has a gradient in the first step
     m, v = (saved[0]["training"][f"{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq"))
     assert (v > 0).all()
-    torch.testing.assert_close((m / (1 - b1)) ** 2, v / (1 - b2))      # both of the first gradient
-    decays = [2 / 11, 3 / 12, 0.3, 0.3, 0.3]      # (1 + step) / (10 + step), at most 0.3
+    torch.testing.assert_close((m / (1 - b1)) ** 2, v / (1 - b2))  # both of the first gradient
+    decays = [2 / 11, 3 / 12, 0.3, 0.3, 0.3]  # (1 + step) / (10 + step), at most 0.3
     for k, (before, after, rate, decay) in enumerate(zip(saved, saved[1:], rates[1:], decays, strict=False), start=2):
         m, v = after["training"][f"{name}.exp_avg"] / (1 - b1**k), after["training"][f"{name}.exp_avg_sq"] / (1 - b2**k)
         moved = before["model"][name] * (1 - rate * weight_decay) - rate * m / (v.sqrt() + eps)
@@ -203,7 +203,7 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
     assert {path.name for path in (run / "samples").iterdir()} == {f"step-{step:08d}.png" for step in (10, 20, 24)}
     assert_same_end(run, reference)
     before = (run / "results.jsonl").read_bytes()
-    (run / "results.jsonl").write_bytes(before[: before.rindex(b"{\"metrics\"")])      # as if killed before the last one
+    (run / "results.jsonl").write_bytes(before[: before.rindex(b"{\"metrics\"")])  # as if killed before the last one
     assert train(run, shapes, *options).returncode == 0
     again = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
     assert [row["metrics"] for row in again] == [row["metrics"] for row in scored]
@@ -312,12 +312,12 @@ def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_p
     run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
-    sums = run.sums.over_ranks      # which waits for the steps that a GPU is still at: they are training's, too
+    sums = run.sums.over_ranks  # which waits for the steps that a GPU is still at: they are training's, too
     monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: time.sleep(0.1) or sums(accelerator))
     report(run, 2, time.perf_counter())
     assert 0.05 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
     since = time.perf_counter()
-    with paused(run, tqdm(disable=True), "saving"):      # which is not training's
+    with paused(run, tqdm(disable=True), "saving"):  # which is not training's
         time.sleep(0.6)
     report(run, 1, since)
     assert 0.1 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 0.6 and run.paused == 0
@@ -338,7 +338,7 @@ def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
     x, y = torch.randn(4, 4, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
     try:
         for step in range(3):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")      # the first step sets things up
+            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step sets things up
             told = train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1, clip_norm=1.0, num_parts=1)
             update_ema(ema, model, 0.999)
             sums.add(*told)
@@ -417,7 +417,7 @@ def test_masks_and_routed_losses_that_cannot_be_are_a_sentence(masked, tmp_path,
 
 def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fresh_accelerator):
     source = tmp_path / "images"
-    for number in range(60):      # three classes, as README's lines are followed
+    for number in range(60):  # three classes, as README's lines are followed
         path = source / ("ant", "bee", "sea lion")[number % 3] / f"{number}.png"
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)

@@ -35,7 +35,7 @@ def train_here(run, data, *overrides) -> SimpleNamespace:
     """Trains in this process, as `train` does in another, and so without the seconds that imports take."""
     from accelerate.state import AcceleratorState
 
-    AcceleratorState._reset_state(reset_partial_state=True)      # which keeps the first precision of a process
+    AcceleratorState._reset_state(reset_partial_state=True)  # which keeps the first precision of a process
     stdout, stderr, code = io.StringIO(), io.StringIO(), 0
     with contextlib.redirect_stdout(stdout), contextlib.redirect_stderr(stderr):
         try:

@@ -18,7 +18,7 @@ from test_import_latents import write_fastdit, write_lightningdit, write_maskdit
 
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
-GIVEN = {      # settings with which each command works
+GIVEN = {  # settings with which each command works
     "train": ["data=folder", "data.path=latents", "run_dir=new", "steps=1", "batch_size=6", "samples.every=0",
               "precision=fp32", "compile=false", "cpu=true", "evaluate.features=pixels", *NETWORK],
     "sample": ["checkpoint=run", "out=new.png", "num_steps=1", "seeds=0-1", "cpu=true"],
@@ -42,7 +42,7 @@ def make(place: Path) -> Path:
     for name in ("run", "latents"):
         shutil.copytree(ROOT / "tests/before" / name, place / name)
     shutil.copy(ROOT / "tests/before/images.npz", place)
-    shutil.copytree(place / "latents", place / "taught")      # by a teacher of 4 tokens an image
+    shutil.copytree(place / "latents", place / "taught")  # by a teacher of 4 tokens an image
     np.save(place / "taught/teacher-00000.npy", np.ones((12, 4, 6), np.float16))
     meta = json.loads((place / "taught/metadata.json").read_text())
     meta["arrays"] = {"teacher": {"shape": [4, 6], "dtype": "float16", "mirror": "files"}}
@@ -67,7 +67,7 @@ def make(place: Path) -> Path:
     (place / "map.json").write_text('{"ant": 0, "bee": 1}')
     (place / "study.json").write_text('{"name": "study-rehearsal", "runs": []}')
     for write in (write_fastdit, write_tread, write_repa, write_lightningdit, write_maskdit):
-        write(place)      # fast, tars, repa, vavae, lmdb
+        write(place)  # fast, tars, repa, vavae, lmdb
     (place / "fast").rename(place / "pairs")
     write_repa(place, zipped=True)
     (place / "vae.zip").rename(place / "repa.zip")
@@ -82,7 +82,7 @@ def seen(place: Path) -> dict[Path, tuple]:
 
 def entry_of(command: str) -> Callable[[], None]:
     """Imports a command and returns its entry."""
-    if command == "rf":      # whose entry is in sample.py, which knows every diffusion
+    if command == "rf":  # whose entry is in sample.py, which knows every diffusion
         return importlib.import_module("sample").compare_guided
     return importlib.import_module(command if (ROOT / f"{command}.py").is_file() else f"scripts.{command}").main
 

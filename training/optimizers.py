@@ -37,7 +37,7 @@ class Muon(torch.optim.Optimizer):
 
     def step(self, closure: object = None) -> None:
         for part, group in zip(self.parts, self.param_groups, strict=True):
-            part.param_groups, part.state = [group], self.state      # which loading replaces
+            part.param_groups, part.state = [group], self.state  # which loading replaces
             part.step()
 
 
@@ -64,7 +64,7 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
     other takes the step, and what it has changed is restored where the step is skipped. Its first step alone waits, as
     its state begins there.
     """
-    plain = getattr(optimizer, "optimizer", optimizer)      # inside accelerate's wrapper
+    plain = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
     if scaled:
         optimizer.step()
     elif getattr(plain, "_step_supports_amp_scaling", False):

@@ -89,7 +89,7 @@ class Run:
     record: dict                            # of network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
     ema: DiT
-    objective: Objective | DiffusionLoss    # what is minimised; has the network as a part
+    objective: Objective | DiffusionLoss  # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
     step: int = 0
@@ -116,7 +116,7 @@ class Run:
 
     @property
     def drawing_precision(self) -> str:
-        return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision      # the average is a plain network
+        return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # the average is a plain network
 
     @property
     def grid_path(self) -> Path:
@@ -139,7 +139,7 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     """Opens the latents; raises ValueError where they are missing or do not fit the settings."""
     if cfg.data.path is None:
         raise ValueError("Give the latents to train on: data.path=<folder>, as scripts/prepare_latents.py wrote it.")
-    with accelerator.local_main_process_first():      # which indexes tars for the others
+    with accelerator.local_main_process_first():  # which indexes tars for the others
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
     num_classes = cfg.data.num_classes or latents.num_classes
@@ -232,7 +232,7 @@ def open_drawing(
         if cfg.evaluate.reference is None:
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz>; "
                              f"docs/evaluation.md says where to get or how to make one.")
-        with accelerator.local_main_process_first():      # which downloads weights for the others
+        with accelerator.local_main_process_first():  # which downloads weights for the others
             extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
                                       accelerator.device)
         reference = statistics.open_reference(cfg.evaluate.reference, extractor)

@@ -143,7 +143,7 @@ def restore(run: Run, folder: Path) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.")
     run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
-    now = run.record["history"][-1] | {"step": meta.step}      # another entry for another commit, device or torch
+    now = run.record["history"][-1] | {"step": meta.step}  # another entry for another commit, device or torch
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]
     for change in check_resumable(meta.model_dump(), run.record, run.folder):
@@ -153,7 +153,7 @@ def restore(run: Run, folder: Path) -> None:
                          f"steps, or start another run with name=<another>.")
     run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
-    if meta.lora is not None:      # whose checkpoints hold the adapter alone
+    if meta.lora is not None:  # whose checkpoints hold the adapter alone
         run.record["lora"] = meta.lora.model_dump()
         base = load_base(meta, folder).net.state_dict()
         for net in (run.model, run.ema):
@@ -198,14 +198,14 @@ def lock_run(run: Run) -> None:
 
 def prepare_folder(run: Run) -> None:
     """Brings a run's folder to the run's step, and writes the settings to config.yaml."""
-    for name in ("checkpoints", "samples"):      # fails now rather than at the first save
+    for name in ("checkpoints", "samples"):  # fails now rather than at the first save
         (run.folder / name).mkdir(parents=True, exist_ok=True)
-    drop_after(run.folder, run.step or -1)      # a run that begins again evaluates its first network again
+    drop_after(run.folder, run.step or -1)  # a run that begins again evaluates its first network again
     # A kill may have come between the last save and its pruning.
     checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
     if run.step < run.cfg.steps:
         size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
-        needed = 4 * size      # the average, the weights, and the optimizer's two moments
+        needed = 4 * size  # the average, the weights, and the optimizer's two moments
         files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
     files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
 
@@ -214,7 +214,7 @@ def drop_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
     for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
-        for left in run_dir.glob(pattern):      # of killed writes
+        for left in run_dir.glob(pattern):  # of killed writes
             files.remove(left)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:

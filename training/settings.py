@@ -72,7 +72,7 @@ class AdamWSettings(Settings):
     name: Literal["adamw"]
     lr: NotNegative
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
-    eps: Annotated[float, Field(ge=1e-20, le=1)]      # at 0 a gradient of 0 makes NaN
+    eps: Annotated[float, Field(ge=1e-20, le=1)]  # at 0 a gradient of 0 makes NaN
     weight_decay: NotNegative
     warmup_steps: Whole
     schedule: one_of(["constant", "cosine"])

@@ -17,9 +17,9 @@ from runtime.device import require_plain_launch, set_float32
 
 # Each precision's autocast.
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")     # the modes of torch.compile that record them
+CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
-TORCHAO = "0.18.0"     # fits torch 2.11
+TORCHAO = "0.18.0"  # fits torch 2.11
 
 
 def recompute_activations(model: DiT) -> None:
@@ -64,7 +64,7 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
     from torchao.float8 import Float8LinearConfig, convert_to_float8_training
 
     def large(layer: nn.Module, name: str) -> bool:
-        return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name      # which is small: one row a sample
+        return isinstance(layer, nn.Linear) and "adaLN_modulation" not in name  # which is small: one row a sample
 
     for name, layer in model.blocks[0].named_modules():
         if large(layer, name) and (layer.in_features % 16 or layer.out_features % 16):

@@ -21,7 +21,7 @@ HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stability
 CLASSES = ("AutoencoderKL", "AutoencoderTiny", "AutoencoderDC")
 NONE = "none"           # the name for latents that only their owner can decode
 PYTHON = "python:"      # python:module.function
-STATISTICS = "latents_stats.pt"      # LightningDiT's, with the mean and standard deviation of each channel
+STATISTICS = "latents_stats.pt"  # LightningDiT's, with the mean and standard deviation of each channel
 
 
 def load(
@@ -107,7 +107,7 @@ def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
 
     repo = HUB_NAMES[name]
     load = partial(AutoencoderKL.from_pretrained, repo, use_safetensors=True, torch_dtype=dtype)
-    with contextlib.suppress(Exception):      # not cached, or not whole
+    with contextlib.suppress(Exception):  # not cached, or not whole
         return load(local_files_only=True)
     try:
         return load()
@@ -126,7 +126,7 @@ def _read_config(folder: str) -> dict:
         names = ", ".join(["identity", *HUB_NAMES])
         raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
     config = json.loads((Path(folder) / "config.json").read_text())
-    if config.get("_class_name") not in CLASSES:      # a name alone: nothing else is ever looked up by it
+    if config.get("_class_name") not in CLASSES:  # a name alone: nothing else is ever looked up by it
         raise ValueError(f"autoencoder={folder} is of class {config.get('_class_name')}, and {', '.join(CLASSES)} are "
                          f"read.")
     return config
@@ -155,7 +155,7 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
 def ldm_key(key: str, num_levels: int) -> str:
     """Names a tensor of diffusers' AutoencoderKL as latent diffusion's AutoencoderKL (CompVis) does."""
     def level(found: re.Match) -> str:
-        index = int(found[2])      # LDM counts a decoder's levels from the pixels, diffusers from the latent
+        index = int(found[2])  # LDM counts a decoder's levels from the pixels, diffusers from the latent
         return f"down.{index}." if found[1] == "down" else f"up.{num_levels - 1 - index}."
 
     key = re.sub(r"(down|up)_blocks\.(\d+)\.", level, key)
@@ -215,7 +215,7 @@ def read_tensors(file: Path) -> object:
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:      # torch, safetensors, zipfile and pickle each raise their own
+    except Exception as error:  # torch, safetensors, zipfile and pickle each raise their own
         raise ValueError(f"{file} cannot be read as weights alone ({first_line(error)}). Only tensors are loaded, "
                          f"since unpickling anything else could run code; save its state dict as .safetensors."
                          ) from error

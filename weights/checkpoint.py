@@ -75,7 +75,7 @@ def save(
                 write_tensors(path, named, values)
                 files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
             (partial / "meta.json").write_text(json.dumps({**meta, "files": files}, indent=1), encoding="utf-8")
-    except (OSError, SafetensorError) as error:      # safetensors wraps the disk's
+    except (OSError, SafetensorError) as error:  # safetensors wraps the disk's
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
         raise OSError(
@@ -111,7 +111,7 @@ def is_sound(folder: Path) -> bool:
     """Tells whether training went well when a checkpoint was saved; one of an earlier version counts as sound."""
     try:
         return read_meta(folder).get("sound", True)
-    except (OSError, ValueError):      # damaged
+    except (OSError, ValueError):  # damaged
         return False
 
 

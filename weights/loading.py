@@ -35,7 +35,7 @@ class Trained:
     net: DiT
     diffusion: EDM | RF
     autoencoder: str
-    convention: Convention | None        # by which its latents were made; None: the autoencoder's own
+    convention: Convention | None  # by which its latents were made; None: the autoencoder's own
     class_names: list[str] | None
     display_names: list[str] | None      # of the classes, for people
     classes: list[int]                   # of its training images
@@ -45,7 +45,7 @@ class Trained:
     file: Path               # of the weights
     recorded: dict           # `network` and `diffusion` as plain keywords, and `published` if there is any
     family: str | None       # of weights without a record: a name of FAMILIES
-    recorded_sha256: str | None      # of the file, which was checked by it; None without a record
+    recorded_sha256: str | None  # of the file, which was checked by it; None without a record
 
     @property
     def weights_sha256(self) -> str:
@@ -120,7 +120,7 @@ def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
 
 # ---- where it lies --------------------------------------------------------------------------------------------------
 
-EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")      # of scripts/export.py
+EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")  # of scripts/export.py
 
 
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
@@ -201,7 +201,7 @@ def load_trained(
         if num_heads is not None:
             raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one: leave it out.")
     trained.autoencoder = autoencoder or trained.autoencoder
-    trained.net.to(device).float().eval()      # not frozen: autocast keeps its casts of trainable weights only
+    trained.net.to(device).float().eval()  # not frozen: autocast keeps its casts of trainable weights only
     return trained
 
 

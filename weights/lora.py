@@ -14,7 +14,7 @@ from runtime import sharding
 from runtime.schema import Count, Location, Positive, Settings
 
 PEFT = "0.21.2"
-DOWN, UP = ".lora_A.weight", ".lora_B.weight"      # of a saved adapter, after the layer's name: A (r, in), B (out, r)
+DOWN, UP = ".lora_A.weight", ".lora_B.weight"  # of a saved adapter, after the layer's name: A (r, in), B (out, r)
 
 
 class LoRARecord(Settings):

@@ -18,7 +18,7 @@ from runtime.schema import Number, Record, Settings, Whole, read
 from weights import lora as adapters
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
-ROUTER_DEFAULTS = asdict(Router())      # what a record without them means
+ROUTER_DEFAULTS = asdict(Router())  # what a record without them means
 
 
 class RouteSettings(Settings):
@@ -58,8 +58,8 @@ class DataRecord(Record):
     autoencoder: str
     class_names: list[str] | None
     display_names: list[str] | None = None
-    convention: dict | None = None      # how its latents were made; None, in the first versions: the autoencoder's
-    classes: Annotated[list[Whole], Field(min_length=1)] | None = None      # that have images; None: all
+    convention: dict | None = None  # how its latents were made; None, in the first versions: the autoencoder's
+    classes: Annotated[list[Whole], Field(min_length=1)] | None = None  # that have images; None: all
 
 
 class ParentRecord(Record):
@@ -86,7 +86,7 @@ class CheckpointRecord(Record):
 def architecture(network: dict) -> dict:
     """Returns the keywords of a network that its weights depend on; raises ValueError for keywords that do not fit."""
     known = read(NetworkRecord, network, "A network's record: ").model_dump()
-    if known["fusion"]:      # of the blocks around which its route leads
+    if known["fusion"]:  # of the blocks around which its route leads
         ends = [(route["start_layer_idx"], route["end_layer_idx"]) for route in known["routes"]]
         known["fusion"] = [[i % known["depth"] for i in pair] for pair in ends]
     return {key: value for key, value in known.items() if key not in ("routes", "init", *ROUTER_DEFAULTS)}
@@ -126,9 +126,9 @@ def check_objective(objective: dict[str, dict]) -> None:
 
 def diffusion_keywords(diffusion: dict) -> dict:
     """Completes a diffusion's name and keywords by defaults; raises ValueError for those that do not fit."""
-    diffusion, _ = with_objective(diffusion, {})      # of a record
+    diffusion, _ = with_objective(diffusion, {})  # of a record
     name = diffusion.get("name")
-    if name not in [*DIFFUSIONS]:      # which may be a list, say
+    if name not in [*DIFFUSIONS]:  # which may be a list, say
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")
     return read(DIFFUSION_RECORDS[name], diffusion, f"diffusion={name}: ").model_dump()
 

@@ -30,4 +30,4 @@ class DiTTransformer(DiTTransformer2DModel):
         )
         for block in self.transformer_blocks:
             block.norm1.emb.time_proj.downscale_freq_shift = 0
-        self.pos_embed.register_buffer("pos_embed", self.pos_embed.pos_embed)      # saved, which diffusers' is not
+        self.pos_embed.register_buffer("pos_embed", self.pos_embed.pos_embed)  # saved, which diffusers' is not

@@ -84,7 +84,7 @@ class LatentDiTPipeline(DiffusionPipeline):
         y = torch.tensor(class_labels, device=device)
         latents = diffusion.sample(net, noise, y, num_steps=num_inference_steps, guidance=guidance,
                                    randn_like=randn_like, **(sampler or {}))
-        convention = Convention.read(self.config.convention)      # by which the latents were made
+        convention = Convention.read(self.config.convention)  # by which the latents were made
         decoder = Identity(device) if self.vae is None else DiffusersAutoencoder("vae", self.vae, device, convention)
         images = decoder.decode(latents).cpu()              # (B, H, W, 3) uint8
         self.maybe_free_model_hooks()

@@ -116,7 +116,7 @@ class OfficialVariant:
                 self.accelerator.backward(loss)
                 self.optimizer.step()
                 self.helper.update_ema(self.ema, self.net)
-                self.loss += loss.item()      # which waits for the device, in every step
+                self.loss += loss.item()  # which waits for the device, in every step
                 mark("step")
 
 

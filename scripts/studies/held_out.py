@@ -29,7 +29,7 @@ def read(latents: Latents, count: int, class_names: list[str]) -> tuple[torch.Te
     """Reads `count` latents (count, C, h, w), evenly spread, and their labels as `class_names` numbers them."""
     stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
     numbers = torch.tensor([class_names.index(name) for name in latents.class_names])
-    torch.manual_seed(0)      # of moments
+    torch.manual_seed(0)  # of moments
     return to_latent(torch.from_numpy(stored), latents.kind), numbers[torch.from_numpy(labels).long()]
 
 

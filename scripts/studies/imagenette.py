@@ -42,7 +42,7 @@ def main() -> None:
     from taesd import TAESD
 
     network = TAESD(given.taesd / "taef2_encoder.pth", given.taesd / "taef2_decoder.pth").eval()
-    encoder = network.encoder.bfloat16().to(memory_format=torch.channels_last)      # twice as fast on a CPU
+    encoder = network.encoder.bfloat16().to(memory_format=torch.channels_last)  # twice as fast on a CPU
     source = open_source(given.images)
     probed = np.linspace(0, len(source) - 1, min(len(source), NUM_PROBED)).astype(np.int64)
     own = torch.cat([encode(encoder, source, part) for part in np.array_split(probed, len(probed) // 32 + 1)])

@@ -76,7 +76,7 @@ def inputs(objective: Objective | DiffusionLoss, batch: int, device: str) -> tup
 def count(cfg: TrainSettings) -> int:
     """Counts the multiply-adds of the forward pass of one image."""
     objective = make_objective(cfg, "meta")
-    x, y, arrays = inputs(objective, 2, "meta")      # a contrast needs two
+    x, y, arrays = inputs(objective, 2, "meta")  # a contrast needs two
     with FlopCounterMode(display=False) as counter:
         objective(x, y, **arrays)
     return counter.get_total_flops() // 4

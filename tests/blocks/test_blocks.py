@@ -62,7 +62,7 @@ def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_le
     left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], False)
     assert torch.equal(seen["rejoined"][left], seen["embedded"][left]) and not torch.equal(seen["rejoined"][~left], seen["embedded"][~left])
     c, weights = net.t_embedder(t) + net.y_embedder(y), list(net.blocks.parameters())
-    for b, ids in enumerate(seen["ids_keep"]):      # each sample by itself, in a sequence of its kept tokens
+    for b, ids in enumerate(seen["ids_keep"]):  # each sample by itself, in a sequence of its kept tokens
         alone = seen["embedded"][b : b + 1, ids]
         for layer in net.blocks:
             alone = layer(alone, c[b : b + 1], ids[None])
@@ -158,7 +158,7 @@ def test_a_run_of_another_block_resumes_bit_for_bit(shapes, tmp_path):
 @every_block
 def test_float8_takes_all_that_tokens_pass_through_and_leaves_the_modulation(block):
     pytest.importorskip("torchao")
-    net = network(block, hidden_size=96, num_heads=8)      # two thirds of four times 96 are 256
+    net = network(block, hidden_size=96, num_heads=8)  # two thirds of four times 96 are 256
     speed.multiply_in_float8(net, emulate=True)
     for name, layer in net.blocks[0].named_modules():
         if isinstance(layer, nn.Linear):
@@ -169,8 +169,8 @@ def test_float8_takes_all_that_tokens_pass_through_and_leaves_the_modulation(blo
 def test_multiply_adds_of_lightningdit_match_the_closed_form():
     D, N, depth, C = 48, 16, 3, 3
     net = DiT(input_size=8, in_channels=C, hidden_size=D, depth=depth, num_heads=2, num_classes=5, block="lightning")
-    per_token = depth * (4 * D * D + 3 * 128 * D) + 2 * D * 4 * C      # qkv, projection, SwiGLU; patches in and out
-    per_sample = 256 * D + D * D + (6 * depth + 2) * D * D      # noise level; modulations
+    per_token = depth * (4 * D * D + 3 * 128 * D) + 2 * D * 4 * C  # qkv, projection, SwiGLU; patches in and out
+    per_sample = 256 * D + D * D + (6 * depth + 2) * D * D  # noise level; modulations
     assert multiply_adds(net) == (N * per_token + per_sample, depth * 2 * N * N * D)
 
 

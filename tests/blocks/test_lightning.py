@@ -100,11 +100,11 @@ def test_a_product_of_rotated_queries_and_keys_depends_on_their_distance_alone()
         return (turned[0] * turned[1]).sum().item()
 
     assert product((1, 2), (4, 3)) == pytest.approx(product((5, 7), (8, 8)), abs=1e-5)
-    for other in ((4, 4), (5, 3), (3, 4)):      # one column further, one row further, rows and columns changed
+    for other in ((4, 4), (5, 3), (3, 4)):  # one column further, one row further, rows and columns changed
         assert abs(product((1, 2), (4, 3)) - product((1, 2), other)) > 1e-3
 
 
-@pytest.mark.parametrize("model", ["LightningDiT-B/1", "LightningDiT-L/2"])      # 2048 hidden units, and 2730 of 2730.67
+@pytest.mark.parametrize("model", ["LightningDiT-B/1", "LightningDiT-L/2"])  # 2048 hidden units, and 2730 of 2730.67
 @pytest.mark.parametrize("options", [{}, {"qk_norm": True, "input_size": 16, "in_channels": 32}])
 def test_the_architecture_is_read_off_the_weights(model, options):
     with torch.device("meta"):

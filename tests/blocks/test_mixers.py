@@ -107,7 +107,7 @@ def rwkv_loop(block, x, positions, modulated):
 
 def block_loop(block, x, c, positions):
     """A block over the tokens x (K, D) of one sample, in loops."""
-    parts = block.adaLN_modulation(c).view(-1, 3, x.shape[1])      # branches of shift, scale, gate
+    parts = block.adaLN_modulation(c).view(-1, 3, x.shape[1])  # branches of shift, scale, gate
 
     def modulated(x, branch):
         shift, scale, gate = parts[branch]
@@ -147,7 +147,7 @@ def test_wkv_is_exact_for_keys_and_decays_of_any_size(decay, size):
     found = gradients(rwkv.wkv, k, v, torch.full((8,), decay), torch.zeros(8))
     exact = wkv_loop(k.double(), v.double(), torch.full((8,), decay).double(), torch.zeros(8).double())
     assert close(found[0], exact) and all(each.isfinite().all() for each in found)
-    assert torch.equal(rwkv.wkv(k, v, torch.full((8,), 2 * decay), torch.zeros(8)), found[0])      # held at 40
+    assert torch.equal(rwkv.wkv(k, v, torch.full((8,), 2 * decay), torch.zeros(8)), found[0])  # held at 40
 
 
 @pytest.fixture
@@ -261,7 +261,7 @@ def test_sizes_are_the_papers(name, millions, off):
 
 def test_multiply_adds_are_those_of_the_products():
     D, N, K, S, depth = 32, 16, 8, 16, 3
-    frame = 2 * N * D * 12 + 256 * D + D * D + 2 * D * D      # patches in and out; noise level; the last modulation
+    frame = 2 * N * D * 12 + 256 * D + D * D + 2 * D * D  # patches in and out; noise level; the last modulation
     net = tiny("mamba")
     linear, scan = 6 * D * D + 2 * D * (2 * S + 4) + 2 * (2 * D + 2 * S) * 4, 2 * (2 * D + S)
     # The convolution runs over N + 3 places, of which torch counts those that it gives: N.

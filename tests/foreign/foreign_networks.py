@@ -16,8 +16,8 @@ from torch import Tensor, nn
 from foreign.families import family_of
 
 BATCH, SIDE, TEXT, DEPTH = 3, 4, 5, 4
-N, K = 16, 4        # at selection ratio 0.75 the tokens that stay form a grid of their own, which a network can be fed
-GRID, SMALL = (2, 2, 4), (1, 2, 2)      # frames, rows and columns of the tokens of a video, and of those that stay
+N, K = 16, 4  # at selection ratio 0.75 the tokens that stay form a grid of their own, which a network can be fed
+GRID, SMALL = (2, 2, 4), (1, 2, 2)  # frames, rows and columns of the tokens of a video, and of those that stay
 HEADS = dict(num_attention_heads=2, attention_head_dim=8)
 
 
@@ -38,7 +38,7 @@ class Case:
     tokens: Callable[[Any], Tensor] = lambda out: out
     train: bool = False
     n: int = N
-    first: list[int] | None = None      # of each sample: the place of the first token in a joined sequence
+    first: list[int] | None = None  # of each sample: the place of the first token in a joined sequence
 
     @property
     def k(self) -> int:
@@ -347,7 +347,7 @@ def kandinsky6(**options):
 
 def lumina2():
     def rope(whole, few, ids):
-        length = whole[0].shape[1]      # the embedder sees the image as tokens; the table is text, then image
+        length = whole[0].shape[1]  # the embedder sees the image as tokens; the table is text, then image
         text = whole[3].shape[1] - length
         return *few[:3], torch.cat([whole[3][:, :text], whole[3][:, text:][:, ids]], dim=1), *few[4:]
 
@@ -535,7 +535,7 @@ def example(name: str) -> Case:
     case = NETWORKS[name]()
     generator = torch.Generator().manual_seed(1)
     with torch.no_grad():
-        for parameter in case.model.parameters():       # every gate open, no layer that starts as zero
+        for parameter in case.model.parameters():  # every gate open, no layer that starts as zero
             parameter.copy_(parameter + 0.05 * torch.randn(parameter.shape, generator=generator))
     case.model.train(case.train)
     return case

@@ -78,7 +78,7 @@ def test_tokens_that_left_come_back_with_exactly_the_value_they_left_with(name):
     for hook in hooks:
         hook.remove()
 
-    def image(x):       # the tokens that may leave are the last of their sequence, where the case does not say otherwise
+    def image(x):  # the tokens that may leave are the last of their sequence, where the case does not say otherwise
         first = case.first or [x.shape[1] - case.n] * BATCH
         return torch.stack([x[b, first[b]:first[b] + case.n] for b in range(BATCH)])
     before, after = image(seen["before"]), image(seen["after"])
@@ -113,7 +113,7 @@ def in_training(name, checkpointed):
         if isinstance(module, nn.Dropout):
             module.p = 0.1
     if checkpointed:
-        own = {"enable_gradient_checkpointing": [partial(checkpoint, use_reentrant=False)],    # HunyuanImage needs ours
+        own = {"enable_gradient_checkpointing": [partial(checkpoint, use_reentrant=False)],  # HunyuanImage needs ours
                "set_grad_checkpointing": [], "activation_checkpointing_enable": []}
         [way] = [way for way in own if hasattr(case.model, way)]
         getattr(case.model, way)(*own[way])
@@ -141,7 +141,7 @@ def test_gradient_checkpointing_sees_the_masks_of_its_own_pass(name, fixed):
 
 def test_images_that_are_conditions_never_leave_wherever_a_route_starts():
     case = family("Flux3Transformer2DModel, edit")
-    for route in (Route(0, 1, 0.75), Route(0, -1, 0.75), Route(2, -1, 0.75)):       # in the last, they are in the stream
+    for route in (Route(0, 1, 0.75), Route(0, -1, 0.75), Route(2, -1, 0.75)):  # in the last, they are in the stream
         with torch.no_grad(), routed(case.model, [route]) as taken:
             case.call()
         assert taken.ids_keep[0].shape == (BATCH, case.k)
@@ -206,7 +206,7 @@ def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_d
     with routed(net, [Route(-4, -2, 0.25), Route(1, 3, 0.5)], mask_noise=noise) as taken:
         out = net(*batch())
     assert torch.equal(out, net(*batch(), routes=routes, mask_noise=noise))
-    assert [ids.shape for ids in taken.ids_keep] == [(4, 8), (4, 12)]       # in order of depth
+    assert [ids.shape for ids in taken.ids_keep] == [(4, 8), (4, 12)]  # in order of depth
     torch.manual_seed(9)
     with routed(net.train(), routes) as taken:
         out, masks = net(*batch()), taken.ids_keep
@@ -289,7 +289,7 @@ class RotaryBlock(nn.Module):
         self.qkv, self.out = nn.Linear(16, 48), nn.Linear(16, 16)
 
     def forward(self, x, condition, rope):
-        q, k, v = self.qkv(x + condition).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)       # (B, heads, N, 8)
+        q, k, v = self.qkv(x + condition).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)  # (B, heads, N, 8)
         q, k = q * rope[None, None], k * rope[None, None]
         return x + self.out(nn.functional.scaled_dot_product_attention(q, k, v).transpose(1, 2).flatten(2))
 
@@ -426,16 +426,16 @@ def test_the_network_is_as_it_was_after_an_error_and_after_no_call():
         pass
     assert taken.ids_keep == [None, None]
     dense = net(x, condition)
-    net.forward = partial(Mine.forward, net)        # as accelerate gives a network a forward of its own
+    net.forward = partial(Mine.forward, net)  # as accelerate gives a network a forward of its own
     given = net.forward
-    with pytest.raises(RuntimeError), routed(net, TWO, blocks="transformer.h"):     # the table stays as long as it was
+    with pytest.raises(RuntimeError), routed(net, TWO, blocks="transformer.h"):  # the table stays as long as it was
         net(x, condition)
     with routed(net, TWO, **NAMED):
         assert not torch.allclose(net(x, condition), dense)
     assert net.forward is given and torch.equal(net(x, condition), dense)
 
 
-NOT_YET = {     # classes of diffusers 0.42.1 that nobody has looked at, or that are parts of other networks
+NOT_YET = {  # classes of diffusers 0.42.1 that nobody has looked at, or that are parts of other networks
     "AceStepTransformer1DModel", "AllegroTransformer3DModel", "AnyFlowTransformer3DModel", "BriaFibo2Transformer2DModel",
     "ConsisIDTransformer3DModel", "DreamLiteTransformer2DModel", "DualTransformer2DModel", "EasyAnimateTransformer3DModel",
     "ErnieImageTransformer2DModel", "GlmImageTransformer2DModel", "HeliosTransformer3DModel",

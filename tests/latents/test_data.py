@@ -115,14 +115,14 @@ def test_every_image_is_seen_once_an_epoch_with_its_label_and_only_the_rest_is_d
 def test_the_order_is_global_and_the_one_that_was_written_down(folder):
     """A change here breaks the resumption of every run there is."""
     latents = open_latents(folder)
-    assert numbers(take(latents, 1, 8, seed=0)[0][0]) == [85, 37, 20, 5, 86, 16, 74, 96]      # of all three shards
+    assert numbers(take(latents, 1, 8, seed=0)[0][0]) == [85, 37, 20, 5, 86, 16, 74, 96]  # of all three shards
     assert numbers(take(latents, 1, 8, seed=1)[0][0]) != [85, 37, 20, 5, 86, 16, 74, 96]
 
 
 @pytest.mark.parametrize(("world", "start"), [(1, 1), (1, 12), (1, 25), (2, 0), (4, 11)])
 def test_ranks_and_a_resumed_run_see_the_batches_of_one_rank_that_was_not_stopped(tmp_path, world, start):
     latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), mirrored=numbered(seed=9)))
-    whole = take(latents, 28, 8, seed=5)[start:]      # twelve batches an epoch
+    whole = take(latents, 28, 8, seed=5)[start:]  # twelve batches an epoch
     parts = [take(latents, 28 - start, 8, seed=5, rank=rank, world=world, start=start) for rank in range(world)]
     for g, (stored, y) in enumerate(whole):
         assert torch.equal(torch.cat([part[g][0] for part in parts]), stored)
@@ -233,7 +233,7 @@ def test_webdataset_tars_read_back_as_the_folder_with_the_same_latents(tmp_path,
 @pytest.mark.parametrize("pattern", ["", "*.tar", "shard-{000000..000002}.tar"])
 def test_tars_are_named_by_a_folder_a_glob_or_braces(tmp_path, pattern):
     write_tars(tmp_path, numbered(), labels_of())
-    latents = open_latents(f"{tmp_path}/{pattern}", kind="sample")      # which are the network's own as they are
+    latents = open_latents(f"{tmp_path}/{pattern}", kind="sample")  # which are the network's own as they are
     np.testing.assert_array_equal(latents.read(np.arange(COUNT))[0], numbered())
     np.testing.assert_array_equal(latents.read(np.arange(COUNT))[1], labels_of())
 
@@ -305,7 +305,7 @@ def test_a_further_array_goes_with_its_image_and_mirrors_as_its_record_says(tmp_
     plain, copies = numbered(), numbered()
     plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
     out = write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies)
-    tokens = np.random.default_rng(0).normal(size=(2, COUNT, 3, 5)).astype(np.float16)      # of images and of their copies
+    tokens = np.random.default_rng(0).normal(size=(2, COUNT, 3, 5)).astype(np.float16)  # of images and of their copies
     for name, rows in (("teacher", tokens[0]), *[("teacher_mirrored", tokens[1])] * (mirror == "files")):
         for s, start in enumerate(range(0, COUNT, 40)):
             np.save(out / f"{name}-{s:05d}.npy", rows[start : start + 40])
@@ -349,7 +349,7 @@ def test_masks_are_part_of_the_data_set(folder):
 def test_a_token_is_kept_where_more_than_half_of_its_patch_is():
     masks = torch.zeros(2, 1, 4, 4)
     masks[0, 0, :2, 2:] = 1                                  # the second patch of four
-    masks[1, 0, 2:, 0], masks[1, 0, 2, 2], masks[1, 0, 3, 2:] = 1, 1, 0.6      # half of the third, more of the fourth
+    masks[1, 0, 2:, 0], masks[1, 0, 2, 2], masks[1, 0, 3, 2:] = 1, 1, 0.6  # half of the third, more of the fourth
     assert kept_tokens(masks, 2).tolist() == [[False, True, False, False], [False, False, False, True]]
 
 

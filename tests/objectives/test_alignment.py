@@ -222,7 +222,7 @@ def test_a_convolution_projects_the_grid_of_blocks_that_lie_on_no_route():
     objective = aligned(blocks=[0, 3], projector="conv")
     tokens = torch.randn(2, 16, 32)
     moved = tokens.clone()
-    moved[:, 0] += 1      # is seen by its neighbours on the grid, which are tokens 1, 4 and 5
+    moved[:, 0] += 1  # is seen by its neighbours on the grid, which are tokens 1, 4 and 5
     changed = (objective.projector(tokens) != objective.projector(moved)).any(2)[0]
     assert changed.nonzero().flatten().tolist() == [0, 1, 4, 5]
     assert loss_of(objective)[1]["alignment"].shape == (4,)

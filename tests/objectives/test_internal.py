@@ -189,7 +189,7 @@ def test_the_head_is_a_part_of_the_weights_and_of_their_average(run):
     head = [key for key in model if key.startswith("internal_head.")]
     assert len(head) == 4 and model.keys() == ema.keys() and not any(key.startswith("objective.") for key in training)
     assert all(ema[key].any() and not torch.equal(ema[key], model[key]) for key in head)
-    assert checkpoints.read_meta(last)["network"]["head_block"] == 1      # of six blocks the second
+    assert checkpoints.read_meta(last)["network"]["head_block"] == 1  # of six blocks the second
 
 
 def test_a_checkpoint_with_a_head_draws_with_and_without_its_guidance(run, tmp_path):

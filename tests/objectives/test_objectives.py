@@ -59,7 +59,7 @@ def test_the_loss_of_version_1_counts_the_patches_whose_tokens_stay():
     assert ((gradient != 0) == (weight > 0)).all(), "patches that left count, or kept ones do not"
     _, everywhere = loss_and_output_gradient(plain(net), net, noise, sigma=torch.ones(4))
     _, kept = loss_and_output_gradient(version1(net), net, noise, sigma=torch.ones(4))
-    torch.testing.assert_close(kept, everywhere * 16 * weight)      # where all patches count, each has 1/16
+    torch.testing.assert_close(kept, everywhere * 16 * weight)  # where all patches count, each has 1/16
 
 
 def test_version_1_hands_the_network_the_masks_that_its_loss_counts():

@@ -40,12 +40,12 @@ def test_a_transformer_gives_its_last_tokens_without_those_of_class_and_register
     torch.manual_seed(0)
     network = timm.create_model("test_vit", num_classes=0).eval()
     save_file(network.state_dict(), hub / "test_vit.safetensors")
-    teacher = load_teacher("test_vit", 10)      # of 10 × 10 patches of 16 pixels, as its own positions are
+    teacher = load_teacher("test_vit", 10)  # of 10 × 10 patches of 16 pixels, as its own positions are
     mean, std = (torch.tensor(values).view(3, 1, 1) for values in (network.pretrained_cfg["mean"], network.pretrained_cfg["std"]))
     images = interpolate((IMAGES / 255 - mean) / std, (160, 160), mode="bicubic")
     assert network.num_prefix_tokens == 1
     torch.testing.assert_close(teacher(IMAGES), network.forward_features(images)[:, 1:])
-    assert load_teacher("test_vit", 4)(IMAGES).shape == (2, 16, 64)      # another grid: positions are resampled
+    assert load_teacher("test_vit", 4)(IMAGES).shape == (2, 16, 64)  # another grid: positions are resampled
 
 
 @pytest.mark.parametrize(("name", "width"), [("test_convnext", 48), ("test_efficientnet", 48)])
@@ -105,7 +105,7 @@ def test_a_teacher_is_frozen_in_eval_mode_and_no_part_of_what_is_trained_or_save
     online.train()
     assert online.projector.training and not any(module.training for module in online.teacher.modules())
     kept = {key: value.clone() for key, value in online.teacher.state_dict().items()}
-    online.teacher.requires_grad_(True)      # as nobody should
+    online.teacher.requires_grad_(True)  # as nobody should
     loss_of(online, image=torch.zeros(4, 3, 8, 8, dtype=torch.uint8))[0].mean().backward()
     assert all(p.grad is None for p in online.teacher.parameters())
-    assert all(torch.equal(value, kept[key]) for key, value in online.teacher.state_dict().items())      # no running mean moved
+    assert all(torch.equal(value, kept[key]) for key, value in online.teacher.state_dict().items())  # no running mean moved

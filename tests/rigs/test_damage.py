@@ -178,7 +178,7 @@ def member(content: bytes, rng: random.Random) -> bytes:
         with tarfile.open(fileobj=io.BytesIO(content)) as old:
             files, method = {entry.name: old.extractfile(entry).read() for entry in old if entry.isfile()}, None
     name = rng.choice(sorted(files))
-    if rng.random() < 0.3:      # missing, or of another name
+    if rng.random() < 0.3:  # missing, or of another name
         moved = files.pop(name)
         if rng.random() < 0.7:
             files[rng.choice(("x.npy", "../outside.npy", "/nowhere/outside.png", "a/b/c.png", "0.cls"))] = moved
@@ -200,7 +200,7 @@ def member(content: bytes, rng: random.Random) -> bytes:
 def ways(name: str) -> tuple[Callable, ...]:
     """The damages for a file of such a name."""
     ending = Path(name).suffix
-    if name.endswith("data.mdb"):      # lmdb maps its file: of what is not cut, the library may end the process
+    if name.endswith("data.mdb"):  # lmdb maps its file: of what is not cut, the library may end the process
         return (cut, web_page, nothing)
     of_kind = {".json": json_value, ".npy": array, ".pt": tensors, ".safetensors": tensors, ".zip": member,
                ".npz": member, ".tar": member}.get(ending)
@@ -220,7 +220,7 @@ def damage(source: Path, rng: random.Random) -> list[str]:
             file.unlink()
             continue
         way, content = rng.choice(ways(file.name)), file.read_bytes()
-        with contextlib.suppress(Exception):      # what an earlier change has made impossible
+        with contextlib.suppress(Exception):  # what an earlier change has made impossible
             file.write_bytes(way(content, rng) if content else content)
             done.append(f"{way.__name__} {file.relative_to(source.parent)}")
     return done
@@ -228,7 +228,7 @@ def damage(source: Path, rng: random.Random) -> list[str]:
 
 # ---- who reads what -------------------------------------------------------------------------------------------------
 
-READERS = [      # command and settings, the setting that names what is damaged, and that
+READERS = [  # command and settings, the setting that names what is damaged, and that
     ("train", "data.path", "latents"), ("train data.kind=sample data.scale=1 data.num_classes=3", "data.path", "tars"),
     ("train diffusion_name=edm", "init_from", "weights.pt"), ("train", "init_from", "run"),
     ("train steps=5", "run_dir", "run"),
@@ -257,7 +257,7 @@ def world(tmp_path_factory) -> Path:
     shutil.copy(place / "run" / EMA, place / "ema.safetensors")
     features = np.random.default_rng(0).normal(size=(300, 192))
     np.savez(place / "ref.npz", mu=features.mean(0), sigma=np.cov(features, rowvar=False), space="pixels-8x8")
-    for command in GIVEN:      # imported here, so that every child has it
+    for command in GIVEN:  # imported here, so that every child has it
         entry_of(command)
     return place
 
@@ -275,7 +275,7 @@ def try_case(world: Path, line: str, setting: str, source: str, rng: random.Rand
 
     def live() -> None:
         run(world, command, [given, *typed])
-        if command in ("prepare_latents", "import_latents"):      # what came in must train
+        if command in ("prepare_latents", "import_latents"):  # what came in must train
             latents = open_latents(world / "new")
             next(stream := batches(latents, 1, seed=0))
             stream.close()

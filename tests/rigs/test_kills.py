@@ -40,9 +40,9 @@ pytestmark = [pytest.mark.rig, pytest.mark.timeout(0)]
 KILLS, SEED = int(os.environ.get("RIG_KILLS", 20)), int(os.environ.get("RIG_SEED", 0))
 WRITES = int(os.environ.get("RIG_WRITES", 10**6))
 COMMANDS = ("train", "prepare_latents", "import_latents", "fid")
-LIMIT = 300      # seconds of a life; one that takes longer hangs
+LIMIT = 300  # seconds of a life; one that takes longer hangs
 CLOCK = {"img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s", "seconds", "finished", "run_id",
-         "resumed_images"}      # what two equal runs differ in
+         "resumed_images"}  # what two equal runs differ in
 
 # ---- a command, and what it leaves ----------------------------------------------------------------------------------
 
@@ -65,7 +65,7 @@ class Task:
     is_exact: bool = True
     seconds: float = 0.0
     changes: int = 0
-    wanted: dict[str, str] | None = None      # what an undisturbed life leaves
+    wanted: dict[str, str] | None = None  # what an undisturbed life leaves
 
     def __call__(self) -> None:
         sys.argv = [f"{self.program.replace('.', '/')}.py", *self.arguments]
@@ -109,7 +109,7 @@ def plain(value: object) -> object:
 def start(task: Task, meet: Callable | None = None, *meddle: Callable[[], None]) -> Life:
     """Begins a life of a command; `meet` is called before each change to a file, each of `meddle` at the beginning."""
     def live() -> None:
-        ctypes.CDLL(None).prctl(1, signal.SIGKILL)      # PR_SET_PDEATHSIG: it ends with the rig
+        ctypes.CDLL(None).prctl(1, signal.SIGKILL)  # PR_SET_PDEATHSIG: it ends with the rig
         for change in meddle:
             change()
         changes = Changes(task.out, meet or (lambda number, kind, half: None))
@@ -158,7 +158,7 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
             "cpu=true", f"results={outs['fid'] / 'results.jsonl'}"), outs["fid"],
             lambda out: len(list(out.glob("features/*/[!.]*.safetensors"))), is_exact=False),
     }
-    commit()      # which is cached: it must not change while somebody works in the checkout
+    commit()  # which is cached: it must not change while somebody works in the checkout
     for task in made.values():
         importlib.import_module(task.program)
     for task in (Task("scripts.prepare_latents", (*shapes, "shapes.count=64", f"out={data}"), data, shards_done),
@@ -166,7 +166,7 @@ def tasks(tmp_path_factory) -> dict[str, Task]:
                       reference, shards_done)):
         assert Life(task).wait(LIMIT).code == 0
     for name, task in made.items():
-        for _ in range(2):      # two undisturbed lives must agree
+        for _ in range(2):  # two undisturbed lives must agree
             task.clear()
             ended = start(task).wait(LIMIT)
             assert ended.code == 0, ended.printed
@@ -202,13 +202,13 @@ class Changes:
         if isinstance(path, int):
             return False
         path = os.fsdecode(os.fspath(path))
-        if descriptor >= 0:      # what it is relative to, as in rmtree
+        if descriptor >= 0:  # what it is relative to, as in rmtree
             path = os.path.join(os.readlink(f"/proc/self/fd/{descriptor}"), path)
         return os.path.abspath(path).startswith(self.folder)
 
     def happens(self, kind: str, half: Callable[[], None] = lambda: None) -> None:
         if not self.is_quiet:
-            self.number, self.is_quiet = self.number + 1, True      # what is done to meet it is no change of its own
+            self.number, self.is_quiet = self.number + 1, True  # what is done to meet it is no change of its own
             try:
                 self.meet(self.number, kind, half)
             finally:
@@ -303,7 +303,7 @@ def test_a_command_that_is_killed_again_and_again_leaves_the_files_of_an_undistu
             life, tried = start(task, killing(at, number)), f"kill {kills + 1} at change {at}"
         ended = life.wait(LIMIT)
         assert task.reached(task.out) >= before and not ended.has_traceback, f"{tried}: {ended.printed}"
-        if ended.code in (-number, 128 + number) and not ended.out_of_time:      # training saves at SIGTERM
+        if ended.code in (-number, 128 + number) and not ended.out_of_time:  # training saves at SIGTERM
             kills, kills_of_run = kills + 1, kills_of_run + 1
             continue
         differs = task.differs_in()
@@ -346,7 +346,7 @@ def test_files_that_may_not_grow_end_in_a_sentence_and_nothing_is_lost(tasks, na
     task.clear()
     start(task).wait(LIMIT)
     sizes = {path.stat().st_size for path in task.out.rglob("*") if path.is_file()}
-    sizes = sorted(size - 1 for size in sizes if size > 4096)      # smaller ones would stop what a life prints
+    sizes = sorted(size - 1 for size in sizes if size > 4096)  # smaller ones would stop what a life prints
     sentences = 0
     for size in sizes:
         task.clear()

@@ -61,7 +61,7 @@ def test_an_error_on_one_rank_ends_all_and_is_printed_once(shapes, tmp_path, err
     _, said = process.communicate()
     assert process.processes[1].exitcode == 1 and process.processes[0].exitcode != 0
     assert said.count(says) == 1 and said.count("Traceback") == (error == "KeyError"), said
-    if error == "KeyError":      # a fault, which the launcher prints as the root cause
+    if error == "KeyError":  # a fault, which the launcher prints as the root cause
         recorded = json.loads((tmp_path / "error.json").read_text())["message"]
         assert recorded["message"].startswith(error) and "in fail" in recorded["extraInfo"]["py_callstack"]
 

@@ -220,7 +220,7 @@ def test_the_keys_declared_are_those_of_the_config(name):
     with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
         plain = OmegaConf.to_container(compose(name))
     assert keys_of(declared) == keys_in(plain, declared)
-    plain |= {key: "given" for key in ("source", "out") if key in plain}      # which a command may require
+    plain |= {key: "given" for key in ("source", "out") if key in plain}  # which a command may require
     read(declared, OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
 
 

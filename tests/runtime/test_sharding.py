@@ -34,7 +34,7 @@ from weights.records import build_network
 
 STEPS = 12
 SMALL = ("model.depth=3", "model.routes=[{start_layer_idx:1,end_layer_idx:1,selection_ratio:0.5}]")
-LIMIT = 240      # seconds after which ranks that wait for each other are ended
+LIMIT = 240  # seconds after which ranks that wait for each other are ended
 
 
 def free_port() -> int:
@@ -90,7 +90,7 @@ def echo_what_is_loaded(rank: int) -> None:
         if folder is not None:
             world = run.accelerator.num_processes
             echo = run.folder / f"echo-{run.step}-{world}-{run.cfg.sharding}"
-            state = {"sums": run.sums.values / world}      # of all ranks
+            state = {"sums": run.sums.values / world}  # of all ranks
             tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model),
                        "training": optimizer_tensors(trained_parameters(run.objective), run.optimizer) | state}
             with sharding.gathering(checkpoints.stored(tensors)) as values:
@@ -172,7 +172,7 @@ def test_losses_and_norms_are_ddps_and_so_is_the_checkpoint(routed):
         assert (value.shape, value.dtype) == (fsdp[key].shape, fsdp[key].dtype), key
         difference = (value - fsdp[key]).abs()
         if ".qkv.bias" in key and value.ndim:
-            difference.chunk(3)[1].zero_()      # keys' biases have no gradient but rounding, which Adam makes as large as others'
+            difference.chunk(3)[1].zero_()  # keys' biases have no gradient but rounding, which Adam makes as large as others'
         assert difference.max() <= 1e-6, key
 
 
@@ -206,7 +206,7 @@ def test_a_rank_holds_its_part_and_no_more(routed):
     net = load_trained(routed / "fsdp").net
     held = [[sum(json.loads((routed / how / f"bytes-{rank}.json").read_text()).values()) for rank in (0, 1)] for how in ("none", "fsdp")]
     assert held[0] == 2 * [sharding.bytes_a_rank(net, 1)] == 2 * [20 * sharding.size(net)]
-    assert held[1][0] == sharding.bytes_a_rank(net, 2)      # of two ranks the second has a row less of 7 labels
+    assert held[1][0] == sharding.bytes_a_rank(net, 2)  # of two ranks the second has a row less of 7 labels
     assert 0.49 * held[0][0] < held[1][1] < held[1][0] < 0.51 * held[0][0]
 
 
@@ -227,11 +227,11 @@ def test_a_run_goes_on_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     all_well(on_ranks(2, on(1, "none"), before=echo_what_is_loaded))
     all_well(on_ranks(4, on(2, "fsdp"), before=echo_what_is_loaded))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(train, "resume", train.resume)      # which is taken back
+        patch.setattr(train, "resume", train.resume)  # which is taken back
         echo_what_is_loaded(0)
         result = train_here(run, shapes, *SMALL, "steps=3", "checkpoint.every=100", "checkpoint.keep_last=9")
         assert result.returncode == 0, result.stderr
-    child = on(1, "fsdp", tmp_path / "child", f"init_from={run}", "optimizer.lr=0")      # which ends as it began
+    child = on(1, "fsdp", tmp_path / "child", f"init_from={run}", "optimizer.lr=0")  # which ends as it began
     all_well(on_ranks(2, on(4, "fsdp"), child, before=echo_what_is_loaded))
 
     echoes = {1: (4, "fsdp"), 2: (1, "none"), 3: (2, "fsdp")}
@@ -297,7 +297,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(spoiled):
     saved = checkpoints.load(checkpoints.step_folder(run, 1), "model")
     torch.manual_seed(0)
     initial = build_network(checkpoints.read_meta(checkpoints.step_folder(run, 1))["network"]).state_dict()
-    assert all(torch.equal(value, initial[key]) for key, value in saved.items())      # those of DDP, too
+    assert all(torch.equal(value, initial[key]) for key, value in saved.items())  # those of DDP, too
 
 
 def test_a_disk_that_is_full_ends_all_ranks_and_earlier_checkpoints_stay(spoiled):

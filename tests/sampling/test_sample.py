@@ -50,7 +50,7 @@ def test_an_image_does_not_depend_on_its_batch(run, options):
     whole = draw(trained, seeds, labels, 7, **options)
     assert torch.allclose(whole, draw(trained, seeds, labels, 3, **options), atol=1e-4)
     assert torch.allclose(whole[2:4], draw(trained, seeds[2:4], labels[2:4], 1, **options), atol=1e-4)
-    assert (whole[0] - whole[3]).abs().max() > 0.1      # the same class, another seed
+    assert (whole[0] - whole[3]).abs().max() > 0.1  # the same class, another seed
 
 
 def test_images_drawn_in_bf16_are_other_ones_and_not_by_much(run):
@@ -112,7 +112,7 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     assert all(np.array_equal(one[key], both[key]) for key in ("arr_0", "arr_1", "seeds"))
     assert len(list((tmp_path / "pngs").iterdir())) == 10
     assert np.array_equal(np.asarray(Image.open(tmp_path / "pngs" / "000005_1.png")), one["arr_0"][5])
-    assert Image.open(tmp_path / "grid.png").height == 4 * (8 * 8 + 2)      # enlarged eightfold, a row a class
+    assert Image.open(tmp_path / "grid.png").height == 4 * (8 * 8 + 2)  # enlarged eightfold, a row a class
     assert not list(tmp_path.glob(".*.tmp"))
 
 
@@ -161,7 +161,7 @@ def test_of_a_pt_file_the_weights_that_are_asked_for_are_loaded(tmp_path):
 def test_what_is_read_off_bare_weights_is_said_and_the_heads_can_be_given(tmp_path, capsys):
     save_file(published(learn_sigma=True), tmp_path / "dit.safetensors")
     for given, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
-        with pytest.raises(SystemExit):      # Stable Diffusion's autoencoder is not here
+        with pytest.raises(SystemExit):  # Stable Diffusion's autoencoder is not here
             run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/dit.safetensors", "seeds=0", "num_steps=1", "autoencoder=nowhere", *given)
         assert f"1000 steps), {heads} heads, decoded by nowhere" in capsys.readouterr().out
     assert load_trained(tmp_path / "dit.safetensors", diffusion="dit", num_heads=8).net.blocks[0].attn.num_heads == 8

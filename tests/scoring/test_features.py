@@ -149,10 +149,10 @@ def inception_weights(tmp_path_factory):
 def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
     before = torch.get_rng_state()
     net = load("inception", inception_weights)
-    assert torch.equal(torch.get_rng_state(), before)      # loading draws nothing from the caller's generator
+    assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing from the caller's generator
     found = net.compute(pictures(2))
     assert {name: tuple(value.shape) for name, value in found.items()} == {name: (2, size) for name, size in net.sizes.items()}
-    assert net.sizes["spatial"] == 2023 and (found["spatial"] >= 0).all()      # after the ReLU
+    assert net.sizes["spatial"] == 2023 and (found["spatial"] >= 0).all()  # after the ReLU
     assert torch.allclose(found["probs"].sum(1), torch.ones(2), atol=1e-5)
     assert net.space == "inception-2015" and net.sha256 == sha256(inception_weights)
 

@@ -29,7 +29,7 @@ PUBLISHED_COMMANDS = {
     "dit_xl2": ("dit", "ancestral", 250, 1.5, 3, None),
     "dit_xl2_unguided": ("dit", "ancestral", 250, None, None, None),
     "sit_xl2_sde": ("sit", "euler_maruyama", 250, 1.5, 3, None),
-    "sit_xl2_ode": ("sit", "heun", 125, 1.5, 3, None),      # theirs: dopri5
+    "sit_xl2_ode": ("sit", "heun", 125, 1.5, 3, None),  # theirs: dopri5
     "repa_xl2": ("repa", "euler_maruyama", 250, 1.8, None, [0.0, 0.7]),
     "lightningdit_xl1": ("lightning", "euler", 249, 6.7, 3, [0.0, 0.875]),
 }
@@ -103,7 +103,7 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
     said = capsys.readouterr().out
     assert "hours of one H100 [derived" in said and "not compared, as the images were drawn otherwise" in said
     assert str(cfg.published.scores["fid"]) not in said
-    run_command(fid.main, "fid.py", *given, "+published.num_samples=4", "published.num_steps=5")      # as if theirs were so
+    run_command(fid.main, "fid.py", *given, "+published.num_samples=4", "published.num_steps=5")  # as if theirs were so
     assert f"{cfg.published.scores['fid']} ± " in capsys.readouterr().out
     other, row = files.read_rows(tmp_path / "results.jsonl")
     source = row["source"]
@@ -195,7 +195,7 @@ def test_a_row_that_was_drawn_otherwise_has_no_published_score_beside_it(flow, p
     said = capsys.readouterr().out
     assert row["published"] is None and "12.25" not in said
     assert 'Somebody: not compared, as the images were drawn otherwise. Theirs: {"diffusion": "rf", "step": 2' in said
-    if otherwise == ["num_steps=4"]:      # what is given goes first, and the rest is as published
+    if otherwise == ["num_steps=4"]:  # what is given goes first, and the rest is as published
         assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama", 6)
 
 

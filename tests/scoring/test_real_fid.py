@@ -17,7 +17,7 @@ def crosscheck(real_data, tmp_path):
     if not source.is_dir():
         pytest.skip("no ADM cross-check beside the real data")
     runpy.run_path(str(source / "make_batches.py"))["main"](real_data, tmp_path)
-    shutil.copyfile(source / "graph.pb", tmp_path / "graph.pb")     # its hash is recorded beside it
+    shutil.copyfile(source / "graph.pb", tmp_path / "graph.pb")  # its hash is recorded beside it
     return tmp_path, json.loads((source / "expected.json").read_text())
 
 
@@ -30,6 +30,6 @@ def test_all_five_numbers_agree_with_openais_evaluator(crosscheck):
     found = row["metrics"]
     for name in ("fid", "sfid", "inception_score"):
         assert found[name] == pytest.approx(expected[name], rel=1e-3), name
-    assert abs(found["precision"] - expected["precision"]) * 3000 < 1.01      # up to one image
+    assert abs(found["precision"] - expected["precision"]) * 3000 < 1.01  # up to one image
     assert abs(found["recall"] - expected["recall"]) * 4000 < 1.01
     assert row["extractor"]["name"] == "adm" and row["reference"]["images"] == 4000 and row["images"] == 3000

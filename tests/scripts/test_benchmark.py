@@ -61,7 +61,7 @@ def test_training_steps_and_their_parts_are_timed_in_turn_with_matrix_products(t
         assert row["MFU"] * max(record["matmul FLOP/s"].values()) == pytest.approx(row["GFLOP/image"] * 1e9 * row["images/s"])
     assert record["rows"][0]["over dense"] == 1 and record["rows"][1]["FLOP ratio"] > 1
     assert record["rows"][1]["over dense"] == record["ratios"]["tread over dit"]
-    assert record["rows"][2]["over dense"] is None      # there is no dit-eager to compare with
+    assert record["rows"][2]["over dense"] is None  # there is no dit-eager to compare with
     printed = capsys.readouterr().out
     assert "| tread-eager | 4 |" in printed and "not measured" in printed and "MFU is the share of the best" in printed
 
@@ -104,7 +104,7 @@ def test_another_block_is_timed_like_dits(tmp_path, name):
 
 
 def test_a_ratio_is_of_two_variants_in_the_same_round(tmp_path, monkeypatch):
-    seconds = iter([1, 1, 1, 1, 2, 1, 8, 2])      # dit and tread: first step and warm-up, then rounds of 2 and 1, 8 and 2
+    seconds = iter([1, 1, 1, 1, 2, 1, 8, 2])  # dit and tread: first step and warm-up, then rounds of 2 and 1, 8 and 2
     monkeypatch.setattr(benchmark.Variant, "measure", lambda self, count: {"step": next(seconds)})
     rows = run(tmp_path, "mode=train")["rows"]
     assert [row["s/step"] for row in rows] == [5, 1.5] and rows[1]["over dense"] == 3
@@ -115,7 +115,7 @@ def test_a_ratio_is_of_two_variants_in_the_same_round(tmp_path, monkeypatch):
 ])
 def test_sampling_measures_the_share_of_the_network_and_what_an_image_costs(tmp_path, options, passes):
     rows = run(tmp_path, "mode=sample", "variants=[dit,tread,dit-eager]", *options)["rows"]
-    assert [row["variant"] for row in rows] == ["dit", "dit-eager"]      # routed networks are sampled dense
+    assert [row["variant"] for row in rows] == ["dit", "dit-eager"]  # routed networks are sampled dense
     for row in rows:
         assert set(row["parts"]) == {"sampler", "network", "decode"} and 0 < row["share in network"] < 1
         assert row.keys() >= {"images/s", "s/batch", "MFU in network", "peak GiB", "first batch s"}
@@ -146,14 +146,14 @@ def test_ranks_scale_in_processes_of_their_own(tmp_path, monkeypatch):
     asked = ["token_counts=[]", "ranks=[2]", "rounds=1", "variants=[tread]"]
     monkeypatch.setattr(sys, "argv", ["benchmark.py", *TINY, "mode=scaling", *asked])
 
-    def run_forked(line, env, **options):      # without the seconds that imports take
+    def run_forked(line, env, **options):  # without the seconds that imports take
         assert line[1:7] == ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", benchmark.PROGRAM]
         return forked.run(*line[6:], ranks=2, OMP_NUM_THREADS=env["OMP_NUM_THREADS"])
 
     monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=run_forked))
     row, = run(tmp_path, "mode=scaling", *asked)["rows"]
     assert (row["ranks"], row["batch"], row["per rank"], list(row["parts"])) == (2, 8, 1, PARTS)
-    assert row["threads"] * 2 <= max(2, len(os.sched_getaffinity(0)))      # the cores are not oversubscribed
+    assert row["threads"] * 2 <= max(2, len(os.sched_getaffinity(0)))  # the cores are not oversubscribed
 
 
 @pytest.mark.parametrize(("name", "end", "linear", "total", "ceiling"), [
@@ -170,8 +170,8 @@ def test_multiply_adds_are_the_published_ones_and_a_route_saves_its_share(name, 
 def test_multiply_adds_match_the_closed_form():
     D, N, depth, C = 32, 16, 3, 3
     net = DiT(input_size=8, in_channels=C, hidden_size=D, depth=depth, num_heads=2, num_classes=5)
-    per_token = depth * 12 * D * D + 2 * D * 4 * C      # qkv, projection, MLP; patches in and out
-    per_sample = 256 * D + D * D + (6 * depth + 2) * D * D      # noise level; modulations
+    per_token = depth * 12 * D * D + 2 * D * 4 * C  # qkv, projection, MLP; patches in and out
+    per_sample = 256 * D + D * D + (6 * depth + 2) * D * D  # noise level; modulations
     assert multiply_adds(net) == (N * per_token + per_sample, depth * 2 * N * N * D)
     assert all(parameter.device.type == "cpu" for parameter in net.parameters())
 
@@ -185,7 +185,7 @@ def test_a_compiled_routed_step_is_one_graph_without_breaks_and_is_never_compile
     variant = benchmark.Variant(load("compile=true"), Accelerator(cpu=True), "tread", iter([batch] * 9), "sample")
     variant.measure(3)
     assert variant.graphs == 1
-    variant.loader = iter([(batch[0][:2], batch[1][:2], {})])      # of another shape, which is compiled again
+    variant.loader = iter([(batch[0][:2], batch[1][:2], {})])  # of another shape, which is compiled again
     variant.measure(1)
     assert variant.graphs == 2
 

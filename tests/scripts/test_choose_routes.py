@@ -31,7 +31,7 @@ def printed(capsys, *overrides):
 @pytest.mark.parametrize("name", DiT_models)
 def test_the_flop_ratio_of_counted_blocks_is_that_of_the_whole_network(name):
     cfg = load(f"model.backbone_type={name}", "model.depth=7", "model.hidden_size=64", "model.num_heads=2")
-    network = choose_routes.network_of(cfg, 49)      # 0.3 of them is not a whole number
+    network = choose_routes.network_of(cfg, 49)  # 0.3 of them is not a whole number
     costs = choose_routes.Costs(network)
     with torch.device("meta"):
         net = build_network(network)
@@ -84,7 +84,7 @@ def test_without_a_speed_up_the_presets_are_listed(capsys):
 def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
     asked, ratios = [], []
 
-    def run(call, **options):      # the command, without the seconds that a process takes to begin
+    def run(call, **options):  # the command, without the seconds that a process takes to begin
         assert call[1].endswith("scripts/benchmark.py")
         with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
             plain = OmegaConf.to_container(compose("benchmark", overrides=call[2:]), resolve=True)

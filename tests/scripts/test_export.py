@@ -30,7 +30,7 @@ RF = {"name": "rf", "timestep_sampling": "uniform", "cosine_weight": 0.0}
 def network(**changes):
     torch.manual_seed(0)
     net = build_network(NETWORK | changes)
-    for p in net.parameters():      # biases too, and modulations that do something
+    for p in net.parameters():  # biases too, and modulations that do something
         torch.nn.init.normal_(p, std=0.15)
     return net.eval()
 
@@ -83,7 +83,7 @@ ours = {"dit", "blocks", "sample", "trained", "settings", "edm"} & {*sys.modules
 assert not ours and not any("timm" in name for name in sys.modules), ours
 np.savez("found.npz", **found)
 """
-CASES = {      # diffusion, changes of the network, arguments of the pipeline and of sample.py
+CASES = {  # diffusion, changes of the network, arguments of the pipeline and of sample.py
     "edm": (EDM, {}, {"num_inference_steps": 4}, ["num_steps=4"]),
     "guided": (EDM, {}, {"num_inference_steps": 3, "guidance_scale": 2.0, "interval": [0.1, 20.0],
                          "sampler": {"S_churn": 2.0, "sigma_max": 40.0}},
@@ -143,7 +143,7 @@ def test_diffusers_own_class_would_give_other_numbers(tmp_path):
     x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         given = stock(x, torch.tensor([-3.3, -1.0, 0.0, 0.25, 7.5, 999.0]), torch.arange(6), return_dict=False)[0].numpy()
-    assert abs(given - expected).max() > 1e-2 * abs(expected).max()      # and so there is a class in the folder
+    assert abs(given - expected).max() > 1e-2 * abs(expected).max()  # and so there is a class in the folder
 
 
 def test_the_names_of_diffusers_and_back_are_the_same_tensors():
@@ -224,7 +224,7 @@ def scored_run(tmp_path):
 
 
 def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
-    monkeypatch.setattr("huggingface_hub.HfApi", None)      # nothing is uploaded without a word
+    monkeypatch.setattr("huggingface_hub.HfApi", None)  # nothing is uploaded without a word
     folder = exported(scored_run(tmp_path), "hub", tmp_path / "x", repo="user/x", license="mit")
     card = (folder / "README.md").read_text()
     assert card.startswith("---\nlicense: mit\n") and "![one row a class](grid.png)" in card and (folder / "grid.png").is_file()
@@ -337,8 +337,8 @@ def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new(tmp_path):
     found, rounds = [], sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
     for folder in rounds:
         place = folder / "out"
-        if not place.is_dir():      # between two renames the old one is there by another name
+        if not place.is_dir():  # between two renames the old one is there by another name
             [place] = folder.glob(".out.*.old.tmp")
-        [content] = {(place / name).read_text() for name in ("a", "sub/b")}      # of one kind
+        [content] = {(place / name).read_text() for name in ("a", "sub/b")}  # of one kind
         found.append(content)
     assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True) and os.listdir(rounds[-1]) == ["out"]

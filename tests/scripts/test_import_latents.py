@@ -22,7 +22,7 @@ from runtime.schema import CONFIGS
 from scripts import import_latents as script
 
 COUNT, SIDE, SCALE = 12, 8, np.float32(0.18215)
-LABELS = np.arange(COUNT) // 5      # 0 0 0 0 0 1 1 1 1 1 2 2
+LABELS = np.arange(COUNT) // 5  # 0 0 0 0 0 1 1 1 1 1 2 2
 
 
 def import_latents(source, out, format="auto", **settings) -> None:
@@ -58,7 +58,7 @@ def write_listed(place: Path, arrays, labels=LABELS, name="img-mean-std-{:08d}.n
     files["dataset.json"] = json.dumps({"labels": pairs}).encode()
     files |= dict(extra)
     if zipped:
-        with zipfile.ZipFile(place, "w") as archive:      # stored
+        with zipfile.ZipFile(place, "w") as archive:  # stored
             for file, content in files.items():
                 archive.writestr(prefix + file, content)
     else:
@@ -215,7 +215,7 @@ def test_fastdits_pairs_come_in_as_they_are_in_the_order_of_their_numbers(tmp_pa
 @pytest.mark.parametrize("copies", ["none", "counted in length", "beyond length"])
 def test_maskdits_log_variance_becomes_a_standard_deviation_and_flips_are_mirrored_copies(tmp_path, copies):
     values, flips = moments(), moments(seed=7)
-    values[0, 4:], values[1, 4:] = -100, 1.5      # beyond the clamp, and within
+    values[0, 4:], values[1, 4:] = -100, 1.5  # beyond the clamp, and within
     source, _ = write_maskdit(tmp_path, values, None if copies == "none" else flips, length=COUNT if copies == "beyond length" else None)
     import_latents(str(source), tmp_path / "out")
     metadata, arrays = read_folder(tmp_path / "out")
@@ -243,7 +243,7 @@ def test_treads_tars_come_in_as_they_are_or_as_moments_when_asked(tmp_path):
     metadata, arrays = read_folder(tmp_path / "out")
     same_bits(arrays["latents"], values)
     assert arrays["labels"].tolist() == LABELS.tolist() and (metadata["scale"], metadata["kind"]) == (0.18215, "sample")
-    import_latents(f"{source}/*.tar", tmp_path / "scaled", scale=0.5)      # the autoencoder's own values
+    import_latents(f"{source}/*.tar", tmp_path / "scaled", scale=0.5)  # the autoencoder's own values
     same_bits(read_folder(tmp_path / "scaled")[1]["latents"], values * np.float32(0.5))
 
     source, values = write_tread(tmp_path / "eight", moments()) if (tmp_path / "eight").mkdir() is None else None
@@ -259,7 +259,7 @@ def test_lightningdits_shards_are_normalised_by_channel_and_their_flips_are_mirr
     import_latents(str(source), tmp_path / "out", shard_size=5)
     metadata, arrays = read_folder(tmp_path / "out")
     stats = torch.load(source / "latents_stats.pt", weights_only=True)
-    for part, rows in (("latents", values), ("mirrored", flips)):      # (feature - mean) / std * multiplier
+    for part, rows in (("latents", values), ("mirrored", flips)):  # (feature - mean) / std * multiplier
         same_bits(arrays[part], ((torch.tensor(rows) - stats["mean"]) / stats["std"] * 1.0).numpy())
     assert arrays["labels"].tolist() == LABELS.tolist() and metadata["mirrored"] and metadata["scale"] == 1
     # What decodes can invert it by metadata.json alone.
@@ -433,8 +433,8 @@ def test_a_run_killed_twice_equals_one_that_was_not(tmp_path, monkeypatch, capsy
     source, _ = write_lightningdit(tmp_path)
     import_latents(str(source), tmp_path / "whole", shard_size=2)
     real = script.convert
-    for calls_left in (7, 3):      # three shards of two sides and half of another; then one more
-        def stopping(form, values, left=[calls_left + 2 * COUNT]):      # the probe's calls are not counted  # noqa: B006
+    for calls_left in (7, 3):  # three shards of two sides and half of another; then one more
+        def stopping(form, values, left=[calls_left + 2 * COUNT]):  # the probe's calls are not counted  # noqa: B006
             left[0] -= 1
             if left[0] < 0:
                 raise Kill
@@ -445,7 +445,7 @@ def test_a_run_killed_twice_equals_one_that_was_not(tmp_path, monkeypatch, capsy
             import_latents(str(source), tmp_path / "out", shard_size=2)
         with pytest.raises(ValueError, match="not finished"):
             open_latents(tmp_path / "out")
-    (tmp_path / "out" / ".latents-00005.npy.1.tmp").write_bytes(b"half")      # as a kill leaves it
+    (tmp_path / "out" / ".latents-00005.npy.1.tmp").write_bytes(b"half")  # as a kill leaves it
     monkeypatch.setattr(script, "convert", real)
     with pytest.raises(ValueError, match="begun with other settings: shard_size=2 then and 3 now"):
         import_latents(str(source), tmp_path / "out", shard_size=3)

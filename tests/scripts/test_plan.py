@@ -24,7 +24,7 @@ def printed(monkeypatch, capsys, *arguments):
 
 
 def test_the_tables_of_the_page_are_what_the_command_prints(monkeypatch, capsys):
-    monkeypatch.setattr(plan, "encoder_flops", lambda: 0)      # imports diffusers
+    monkeypatch.setattr(plan, "encoder_flops", lambda: 0)  # imports diffusers
     page = (ROOT / "docs/imagenet.md").read_text()
     rows = [line for line in printed(monkeypatch, capsys).splitlines() if line.startswith("| ")]
     assert len(rows) == 16 and all(row in page for row in rows)

@@ -58,7 +58,7 @@ def test_every_picture_lies_in_the_folder_of_its_category_on_white(packages, tmp
                                            for i in range(20)]
     with zipfile.ZipFile(tmp_path / "all.zip") as archive:
         image = np.asarray(Image.open(archive.open("people-body/google-04.png")))
-    assert image.shape == (64, 64, 3) and abs(int(image[0, 0, 0]) - (48 + 255) // 2) <= 1      # half transparent
+    assert image.shape == (64, 64, 3) and abs(int(image[0, 0, 0]) - (48 + 255) // 2) <= 1  # half transparent
 
 
 def test_a_tenth_of_the_emoji_is_held_out_with_its_tones_but_for_what_looks_as_a_kept_one(packages, tmp_path):

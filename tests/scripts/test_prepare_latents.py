@@ -170,7 +170,7 @@ def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, 
         rows = latents.rows_of(["teacher", "image"], indices, np.full(10, mirror))
         np.testing.assert_array_equal(rows["image"], seen.transpose(0, 3, 1, 2))
         means = seen.reshape(10, 4, 8, 4, 8, 3).mean(axis=(2, 4)).reshape(10, 16, 3)
-        np.testing.assert_allclose(rows["teacher"], means, atol=0.07)      # float16 of up to 255
+        np.testing.assert_allclose(rows["teacher"], means, atol=0.07)  # float16 of up to 255
     with pytest.raises(ValueError, match="teacher=.*pooled.pt then and None now"):
         prepare(pets, tmp_path / "out", shard_size=4, mirror=True, images=True)
     with pytest.raises(ValueError, match="patch_size=8 then and 4 now"):
@@ -305,7 +305,7 @@ def test_what_cannot_work_is_noticed_before_anything_is_written(pets, vae_folder
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
     with pytest.raises(ValueError, match="needs 0.0615 MB more and its disk has 0.01 MB free: name another disk"):
         prepare(pets, tmp_path / "out")
-    with pytest.raises(ValueError, match="needs 0.0625 MB more"):      # of 10 images, 16 · 3 numbers each
+    with pytest.raises(ValueError, match="needs 0.0625 MB more"):  # of 10 images, 16 · 3 numbers each
         prepare(pets, tmp_path / "out", teacher=pooled, patch_size=8)
     with pytest.raises(ValueError, match="needs 0.0922 MB more"):
         prepare(pets, tmp_path / "out", images=True)
@@ -368,9 +368,9 @@ def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path
     with pytest.raises(ValueError, match="holds files that this script did not write"):
         prepare(pets, out, shard_size=4)
     (out / "movie.avi").unlink()
-    (out / ".DS_Store").touch()      # hidden files do not matter
+    (out / ".DS_Store").touch()  # hidden files do not matter
     prepare(pets, out, shard_size=4)
-    for is_whole in (True, False):      # the same command on a folder that is whole, and on one that is not
+    for is_whole in (True, False):  # the same command on a folder that is whole, and on one that is not
         for name in (*theirs, *ours):
             (out / name).write_text("half")
         if not is_whole:

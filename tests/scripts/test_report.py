@@ -16,7 +16,7 @@ from PIL import Image
 from runtime.files import read_rows
 from scripts import report
 
-REAL = ROOT / "tests/before/run"      # what train.py and fid.py once left
+REAL = ROOT / "tests/before/run"  # what train.py and fid.py once left
 ROW = read_rows(REAL / "results.jsonl")[0]
 HOSTILE = "<img src=x onerror=document.title='owned'>"
 
@@ -75,14 +75,14 @@ def test_a_halved_line_is_skipped_and_a_value_that_is_not_finite_is_a_gap(tmp_pa
         file.write('{"step": 8, "loss": NaN, "images": 48}\n{"step": 6, "loss": 0.5}\n{"step": 9, "lo')
     shown = report.read_run(run, "run")
     assert list(shown.columns["step"]) == [2, 4, 6, 8] and shown.config["samples.seeds"] == "0-9"
-    assert shown.columns["loss"] == pytest.approx([0.5, 0.25, 0.5, math.nan], nan_ok=True)      # the later row of step 6
+    assert shown.columns["loss"] == pytest.approx([0.5, 0.25, 0.5, math.nan], nan_ok=True)  # the later row of step 6
 
 
 def test_folders_are_given_on_the_command_line_without_a_key(tmp_path, capsys):
     assert report.as_settings(["runs/a", "out=x", "it's", "--cfg", "job", "study=b"]) == ["out=x", "--cfg", "job", "study_dir=b", 'runs=["runs/a", "it\'s"]']
     runs = [str(make_run(tmp_path / place)) for place in ("x/it's 1", "y/run", "z/run")]
     run_command(report.main, "report.py", *report.as_settings([*runs, f"out={tmp_path / 'out'}"]))
-    assert capsys.readouterr().out == f"{tmp_path}/out/index.html: it's 1, {runs[1]}, {runs[2]}\n"      # two have one name
+    assert capsys.readouterr().out == f"{tmp_path}/out/index.html: it's 1, {runs[1]}, {runs[2]}\n"  # two have one name
 
 
 def test_a_long_curve_keeps_its_extremes_its_means_and_its_gaps():
@@ -100,9 +100,9 @@ def test_scores_are_drawn_together_where_they_compare(tmp_path):
                                            row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99), row_at(4, 6.0, n=99)])
     together, apart = columns_of(report.score_curves([score for run in runs for score in report.read_run(run, run.name).scores], report.AXES)).values()
     assert {label: line["value"] for label, line in together.items()} == {
-        "a, unguided": [80, 70], "a, scale 1.5": [9, 8], "b, unguided": [80.5, 76.5]}      # of step 4 the later one
-    assert [line["value"] for line in apart.values()] == [[7, 6]]      # of 99 images
-    assert together["a, unguided"]["images"] == [0, 24] and together["a, unguided"]["hours"] == [0, 2]      # between the rows of metrics.jsonl
+        "a, unguided": [80, 70], "a, scale 1.5": [9, 8], "b, unguided": [80.5, 76.5]}  # of step 4 the later one
+    assert [line["value"] for line in apart.values()] == [[7, 6]]  # of 99 images
+    assert together["a, unguided"]["images"] == [0, 24] and together["a, unguided"]["hours"] == [0, 2]  # between the rows of metrics.jsonl
 
 
 def test_a_study_is_drawn_as_means_over_seeds_of_what_is_compared(tmp_path):
@@ -180,13 +180,13 @@ def browser(tmp_path_factory):
 
 def test_the_first_tab_shows_grids_loss_and_scores_in_the_dark_too_and_nothing_is_fetched(browser):
     browser.visit(browser.folder / "index.html", dark=True)
-    browser.wait(GRIDS, ["dense, step 4", f"{HOSTILE}, step 6"])      # the newest; a name from outside is a text
+    browser.wait(GRIDS, ["dense, step 4", f"{HOSTILE}, step 6"])  # the newest; a name from outside is a text
     browser.wait("models('Figure').slice(0, 2).map(plot => [plot.title.text, plot.renderers.map(drawn => [...drawn.data_source.data.step])])",
-                 [["loss", [[2, 4, 6]] * 4], ["fd_pixels on pixels features, 4 images", [[2, 4]] * 6]])      # lines, bands and points
+                 [["loss", [[2, 4, 6]] * 4], ["fd_pixels on pixels features, 4 images", [[2, 4]] * 6]])  # lines, bands and points
     browser.wait("performance.getEntriesByType('resource').filter(entry => !entry.name.startsWith('file:'))", [])
     x, y = browser.js("(box => [Math.round(box.x) + 30, Math.round(box.y) + 20])(query('img')[0].getBoundingClientRect())")
     shot = Image.open(io.BytesIO(browser.get_screenshot_as_png()))
-    assert shot.getpixel((x, y))[:3] == (80, 0, 0) and shot.getpixel((2, 300))[:3] == (0, 0, 0)      # a picture has its own colours
+    assert shot.getpixel((x, y))[:3] == (80, 0, 0) and shot.getpixel((2, 300))[:3] == (0, 0, 0)  # a picture has its own colours
     assert browser.title == f"tiny, dense, {HOSTILE}"
 
 
@@ -227,7 +227,7 @@ def test_a_hundred_thousand_rows_open_condensed_and_download_whole(browser, tmp_
     while not path.is_file():
         time.sleep(0.05)
     saved = [[*map(float, line.split(","))] for line in path.read_text().splitlines()[1:]]
-    assert np.allclose(saved, [[*row.values()] for row in rows], rtol=1e-6, atol=0) and index.stat().st_size < 6e6      # seven digits
+    assert np.allclose(saved, [[*row.values()] for row in rows], rtol=1e-6, atol=0) and index.stat().st_size < 6e6  # seven digits
 
 
 def test_a_watched_run_is_shown_again_on_the_open_tab(browser, tmp_path, monkeypatch):

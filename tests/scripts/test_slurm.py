@@ -105,7 +105,7 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(s
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
         given_to(tmp_path, 0, 1)
-        job.send_signal(number)      # which Slurm gives to the batch script alone
+        job.send_signal(number)  # which Slurm gives to the batch script alone
         job.send_signal(number)
     output = job.communicate(timeout=60)[0]
     assert job.returncode == code and printed in output, output

@@ -105,7 +105,7 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     # A run of other settings under a name of the study is not reported as the study's.
     foreign = settings(tmp_path / "study", study=matrix | {"train": [*matrix["train"], "optimizer.lr=1e-3"]}, tasks=["report"])
     (tmp_path / "study/study.json").unlink()
-    for tasks in (["report"], ["train"]):      # nor trained on
+    for tasks in (["report"], ["train"]):  # nor trained on
         with pytest.raises(ValueError, match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 in"):
             study.main.__wrapped__(foreign.model_copy(update={"tasks": tasks}))
 
@@ -163,7 +163,7 @@ def test_of_two_records_of_a_run_the_one_that_came_further_stays(tmp_path):
     late = recorded(tmp_path / "late.json", of("dit", 0, (8, 5.0), (16, 4.0)), of("dit", 7, (8, 1.0)))
     result = study.collect(settings(tmp_path / "study", rows=[early, late]))
     assert [(run["variant"], run["seed"], run["step"], len(run["scores"])) for run in result["runs"]] == [
-        ("dit", 0, 4, 2), ("dit", 7, 4, 1)]      # of a seed that has left
+        ("dit", 0, 4, 2), ("dit", 7, 4, 1)]  # of a seed that has left
     early = study.collect(settings(tmp_path / "study", rows=[early]))
     assert "dit, seed 0: not finished, 1 of 4 steps" in comparison.tables(early)
 
@@ -187,7 +187,7 @@ def test_seconds_are_those_of_one_machine_and_say_which(tmp_path):
     assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [9.0, 9.0] and result["timing"]["device"] == "two"
     (tmp_path / "study").mkdir()
     (tmp_path / "study/timing.json").write_text(json.dumps(TIMING))
-    result = study.collect(settings(tmp_path / "study", rows=rows))      # tread was not timed here, and has no seconds
+    result = study.collect(settings(tmp_path / "study", rows=rows))  # tread was not timed here, and has no seconds
     assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [2.0, None] and result["timing"]["device"] == "one"
     assert "timed in turns on one machine, one, torch 2.11.0, commit abc" in comparison.tables(result)
     result["timing"]["rounds"] = {"dit": [1.2, 3.0, 1.0], "tread": [0.6, 1.0]}
@@ -220,7 +220,7 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     told = json.loads((tmp_path / "timing.json").read_text())
     assert told == {**machine, "steps": 2, "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
     machine["device"] = "two"
-    study.time_in_turns(cfg)      # whole, whoever made it
+    study.time_in_turns(cfg)  # whole, whoever made it
     study.time_in_turns(cfg.model_copy(update={"rounds": 3}))
     assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
 
@@ -241,7 +241,7 @@ def test_a_signal_reaches_what_the_study_runs_once_and_its_failure_is_no_stop(tm
     def stop() -> None:
         while not (tmp_path / "told").is_file():
             time.sleep(0.01)
-        for _ in range(2):      # as timeout does
+        for _ in range(2):  # as timeout does
             os.kill(os.getpid(), signal.SIGTERM)
             time.sleep(0.05)
 
@@ -272,13 +272,13 @@ def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     runs = [*three("a", (0, 9), (10, 5), (20, 3)), *three("b", (0, 9), (10, 7), (20, 2))]
     found = comparison.crossing(runs, "a", "b", "images")
     assert abs(found["at"] - 10 * 2 ** (2 / 3)) < 1e-9 and found["better_at_the_end"] == "b"
-    assert comparison.crossing(runs, "b", "a", "images")["at"] == found["at"]      # whoever is named first
+    assert comparison.crossing(runs, "b", "a", "images")["at"] == found["at"]  # whoever is named first
     never = [*three("a", (10, 5), (20, 3)), *three("b", (10, 7), (20, 4))]
     assert comparison.crossing(never, "a", "b", "images") == {
         "between": ["a", "b"], "axis": "images", "metric": None, "at": None, "better_at_the_end": "a", "verdict": "a (+1.000 to +1.000, n=3)",
         "difference": 1, "interval": [1, 1], "n": 3, "seeds_lower": [3, 0]}
     assert comparison.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
-    assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None      # nothing was timed
+    assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None  # nothing was timed
 
 
 def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_there_are_most():
@@ -288,7 +288,7 @@ def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_t
     runs[1]["scores"].append(runs[1]["scores"][1] | {"metric": "fd_other", "value": 0.75})
     assert curve_of(runs, "a") == [(10, 5, None, 1), (20, 3, None, 1)]
     assert comparison.measure_in_words(*comparison.unguided(runs, "a", "b")) == "fd of 9 images"
-    assert comparison.metrics_of(runs, "a", "b") == ["fd", "fd_other"]      # features of other networks stand apart
+    assert comparison.metrics_of(runs, "a", "b") == ["fd", "fd_other"]  # features of other networks stand apart
     assert comparison.crossing(runs, "a", "b", "images")["difference"] == -1
     assert comparison.crossing(runs, "a", "b", "images", "fd_other")["difference"] == 0.25
 
@@ -309,10 +309,10 @@ def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
     """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
     runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
     assert comparison.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
-    ahead = [*three("a", (10, 7), (40, 5)), *three("b", (5, 7), (20, 5), (30, 4))]      # of what both have reached: 10 to 30
+    ahead = [*three("a", (10, 7), (40, 5)), *three("b", (5, 7), (20, 5), (30, 4))]  # of what both have reached: 10 to 30
     assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in comparison.compared(ahead, "a", "b", "images")] == [
         (10, True), (20, True), (30, True)]
-    assert comparison.crossing(ahead, "a", "b", "images")["at"] is None      # lower from the first place on
+    assert comparison.crossing(ahead, "a", "b", "images")["at"] is None  # lower from the first place on
 
 
 def test_a_seed_that_ends_early_makes_no_crossing():
@@ -347,8 +347,8 @@ def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
                 for v, name in enumerate("ab") for seed in range(seeds)]
         found.append(comparison.crossing(runs, "a", "b", "images"))
     named = [one["better_at_the_end"] is not None for one in found]
-    assert sum(named) == 0 if not share else abs(sum(named) / trials - share) < 0.015      # three standard deviations
-    assert sum(one["at"] is not None for one in found) <= 0.01 * trials      # two verdicts, one against the other
+    assert sum(named) == 0 if not share else abs(sum(named) / trials - share) < 0.015  # three standard deviations
+    assert sum(one["at"] is not None for one in found) <= 0.01 * trials  # two verdicts, one against the other
 
 
 def test_what_a_seed_does_to_both_does_not_hide_a_difference():
@@ -357,7 +357,7 @@ def test_what_a_seed_does_to_both_does_not_hide_a_difference():
             *(of("b", seed, (10, 41 + 10 * seed), (20, 19.1 + 9.9 * seed)) for seed in range(3))]
     found = comparison.crossing(runs, "a", "b", "images")
     assert found["better_at_the_end"] == "b" and found["difference"] == pytest.approx(-1) and 10 < found["at"] < 20
-    half = 4.302653 * 0.1 / 3**0.5      # the quantile of t with two degrees of freedom, from a table
+    half = 4.302653 * 0.1 / 3**0.5  # the quantile of t with two degrees of freedom, from a table
     assert found["interval"] == pytest.approx([-1 - half, -1 + half], abs=1e-6) and found["seeds_lower"] == [0, 3]
     result = {"name": "x", "runs": [run | {"step": 2, "steps": 2} for run in runs], "crossings": [found], "floor": [], "timing": None}
     assert "lower at the end: b (-1.248 to -0.752, n=3)." in comparison.tables(result) and "the last at 14" in comparison.tables(result)
@@ -401,12 +401,12 @@ def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fr
         seen[name] = [model.state_dict()["x_embedder.proj.weight"].clone()]
         model.register_forward_pre_hook(lambda _, inputs, name=name: seen[name].extend(inputs))
         loader = batches(latents, 16, seed=7)
-        for step in range(5):      # into the second epoch
+        for step in range(5):  # into the second epoch
             torch.manual_seed(step_seed(7, step, 0))
             stored, y, _ = next(loader)
-            x = to_latent(stored, latents.kind)      # moments: a draw, too
+            x = to_latent(stored, latents.kind)  # moments: a draw, too
             seen[name] += [stored, x, y]
             train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.5, clip_norm=None, num_parts=1)
         loader.close()
-    assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()      # some labels are dropped
+    assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()  # some labels are dropped
     assert all(torch.equal(one, other) for one, other in zip(seen["dit"], seen["tread"], strict=True))

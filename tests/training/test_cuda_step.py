@@ -34,9 +34,9 @@ def take_step(block="dit", loss="edm", selection="random", keep_masked=False, nu
     """Takes the step of train.py's loop on fake tensors of a GPU, with optimizer, EMA and sums; returns all that is left."""
     accelerator = speed.make_accelerator("fp32", num_parts, tf32=False, cpu=True)
     with FakeTensorMode():
-        with CUDA:      # not around the step, which would else make its own tensors there, too
+        with CUDA:  # not around the step, which would else make its own tensors there, too
             model, ema = (DiT(input_size=8, hidden_size=32, depth=3, num_heads=2, num_classes=4, routes=ROUTES, block=block,
-                              router=Router(selection)) for _ in range(2))      # a copy of fake tensors is of another mode
+                              router=Router(selection)) for _ in range(2))  # a copy of fake tensors is of another mode
             x, y, weight, sums = torch.randn(4, 4, 8, 8), torch.randint(4, (4,)), torch.rand(4, 1, 8, 8), Sums(CUDA)
         accelerator.backward = lambda loss: fill_gradients(model, loss)
         diffusion, parts = LOSSES[loss]
@@ -54,7 +54,7 @@ def take_step(block="dit", loss="edm", selection="random", keep_masked=False, nu
 @pytest.mark.parametrize("block", ["dit", "lightning", "mamba", "rwkv"])
 def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, fresh_accelerator):
     for loss, selection, keep_masked, num_parts in itertools.product(LOSSES, ["random", "l1"], [False, True], [1, 2]):
-        if selection == "random" or not (keep_masked or loss == "version1"):      # which must know the masks beforehand
+        if selection == "random" or not (keep_masked or loss == "version1"):  # which must know the masks beforehand
             fresh_accelerator(reset_partial_state=True)
             assert {tensor.device.type for tensor in take_step(block, loss, selection, keep_masked, num_parts)} == {"cuda"}
 

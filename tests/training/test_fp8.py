@@ -61,12 +61,12 @@ def test_the_loss_in_float8_falls_as_it_does_in_bf16_and_in_float32(fresh_accele
     assert fp8[0] == pytest.approx(bf16[0], rel=0.02) and fp8[0] != bf16[0]
     assert fp8[-1] < 0.7 * fp8[0] and fp8[-1] == pytest.approx(fp32[-1], rel=0.02)
     assert list(rough) == list(exact) and all(gradient.isfinite().all() for gradient in rough.values())
-    for name in ("blocks.1.attn.qkv.weight", "blocks.0.mlp.fc2.weight"):      # in the route, and before it
+    for name in ("blocks.1.attn.qkv.weight", "blocks.0.mlp.fc2.weight"):  # in the route, and before it
         assert torch.cosine_similarity(rough[name].flatten(), exact[name].flatten(), dim=0) > 0.95
     assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
 
 
-@pytest.mark.parametrize("batch", [4, 3])      # three times the eight tokens in the route are padded to a multiple of 16
+@pytest.mark.parametrize("batch", [4, 3])  # three times the eight tokens in the route are padded to a multiple of 16
 def test_what_is_emulated_is_what_products_of_float8_give(batch):
     results = []
     for emulate in (True, False):

@@ -34,7 +34,7 @@ def weights_of(net: nn.Module) -> dict[str, torch.Tensor]:
 @pytest.mark.parametrize("block", ["dit", "lightning", "mamba", "rwkv"])
 def test_muon_takes_the_linear_layers_of_blocks_and_adamw_the_rest(block):
     net = tiny(block)
-    net.extra = nn.Linear(3, 3)      # as what an objective trains beside it
+    net.extra = nn.Linear(3, 3)  # as what an objective trains beside it
     optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
     rest, matrices = ({id(p) for p in group["params"]} for group in optimizer.param_groups)
     assert matrices == {id(layer.weight) for layer in net.blocks.modules() if isinstance(layer, nn.Linear)}

@@ -36,7 +36,7 @@ def kl(levels=3, latent_channels=5, **config):
 
 
 MEAN, STD = [0.3, -0.2, 0.1, 0.0, -0.4], [0.5, 1.5, 0.8, 1.0, 0.6]
-NETWORKS = {      # downsample, and the network
+NETWORKS = {  # downsample, and the network
     "plain": (8, kl(4, 4)),
     "one scale": (4, kl(scaling_factor=2.0)),
     "scale and shift": (4, kl(scaling_factor=1.5, shift_factor=0.25)),
@@ -61,7 +61,7 @@ def make_network(form, folder, spread: bool = True):
     vae = getattr(diffusers, name)(**config)
     last = [module for module in vae.encoder.modules() if isinstance(module, torch.nn.Conv2d)][-1]
     if spread and name != "AutoencoderTiny":
-        with torch.no_grad():      # a network at its start gives nearly the same latent for every image
+        with torch.no_grad():  # a network at its start gives nearly the same latent for every image
             last.weight *= 4
     vae.save_pretrained(folder)
     return str(folder)
@@ -209,7 +209,7 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
         torch.save({"mean": torch.linspace(-0.5, 0.5, 8), "std": torch.linspace(0.2, 1, 8)}, tmp_path / "latents_stats.pt")
     else:
         name, downsample = make_network(form, tmp_path / "network"), NETWORKS[form][0]
-    with pytest.MonkeyPatch.context() as patch:      # a random network's latents have any spread
+    with pytest.MonkeyPatch.context() as patch:  # a random network's latents have any spread
         patch.setattr("latents.folder._check_values", lambda latents: None)
         prepare("shapes", tmp_path / "out", SIDE, name, shapes={"count": COUNT, "seed": 0})
         latents = open_latents(tmp_path / "out")
@@ -224,9 +224,9 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
     x = to_latent(torch.from_numpy(latents.read(np.arange(COUNT))[0]), latents.kind)
     images = decoder_of(latents.autoencoder, latents.shape, latents.convention).decode(x)
 
-    prepare("shapes", tmp_path / "pixels", SIDE, "identity", shapes={"count": COUNT, "seed": 0})      # the same images, as they are
+    prepare("shapes", tmp_path / "pixels", SIDE, "identity", shapes={"count": COUNT, "seed": 0})  # the same images, as they are
     pixels = torch.from_numpy(open_latents(tmp_path / "pixels").read(np.arange(COUNT))[0]).float()
-    with torch.no_grad():      # the network by itself, without a line of ours
+    with torch.no_grad():  # the network by itself, without a line of ours
         encoded = loaded.vae.encode(pixels)
         if latents.kind == "sample":
             z = encoded[0]
@@ -235,9 +235,9 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
             z = encoded.latent_dist.mean + encoded.latent_dist.std * torch.randn(encoded.latent_dist.mean.shape)
         own = pixels_to_images(loaded.vae.decode(z).sample)
     difference = (images.int() - own.int()).abs()
-    assert difference.max() <= 2 and difference.float().mean() < 0.2      # latents are stored in float16
+    assert difference.max() <= 2 and difference.float().mean() < 0.2  # latents are stored in float16
     assert images.float().std() > 3, "nothing is to be seen"
-    if form != "tiny":      # whose scale is 1
+    if form != "tiny":  # whose scale is 1
         others = decoder_of(name, latents.shape, Convention())
         others.convention = Convention()
         assert (others.decode(x).int() - own.int()).abs().max() > 4
@@ -247,11 +247,11 @@ def test_latents_are_undone_by_their_record_and_not_by_another_autoencoders_scal
     name = make_network("one scale", tmp_path / "network")
     recorded = Convention(0.5, 0.0, tuple(MEAN), tuple(STD), (0.0, 1.0))
     loaded, z = decoder_of(name, (5, 4, 4), recorded), torch.randn(2, 5, 4, 4)
-    by_hand = pixels_to_images(loaded.vae.decode(z).sample * 2 - 1)      # EDM2: 0 … 1
+    by_hand = pixels_to_images(loaded.vae.decode(z).sample * 2 - 1)  # EDM2: 0 … 1
     latents = (z - torch.tensor(MEAN).view(5, 1, 1)) / torch.tensor(STD).view(5, 1, 1) * 0.5
     assert (loaded.decode(latents).int() - by_hand.int()).abs().max() <= 1
     tiny = make_network("tiny", tmp_path / "tiny")
-    assert decoder_of(tiny, (4, 4, 4), Convention(0.18215)).convention == Convention()      # it takes scaled latents
+    assert decoder_of(tiny, (4, 4, 4), Convention(0.18215)).convention == Convention()  # it takes scaled latents
     with pytest.raises(ValueError, match="is an AutoencoderTiny, for latents with one scale"):
         decoder_of(tiny, (4, 4, 4), Convention(0.5, 0.0, (0.0,) * 4, (1.0,) * 4))
 
@@ -300,7 +300,7 @@ def test_what_a_decoder_of_ones_own_computes_elsewhere_comes_back_to_the_device(
     def on_the_cpu(z):
         return torch.zeros(len(z), 3, 8, 8)
 
-    loaded = OwnDecoder("python:x", on_the_cpu, (4, 4, 4), "meta")      # which stands for a GPU
+    loaded = OwnDecoder("python:x", on_the_cpu, (4, 4, 4), "meta")  # which stands for a GPU
     assert loaded.decode(torch.zeros(2, 4, 4, 4, device="meta")).device.type == "meta"
 
 
@@ -331,7 +331,7 @@ def test_a_decoder_that_is_none_is_a_sentence(own, name, sentence):
 def test_the_pages_decoder_is_one(tmp_path, monkeypatch):
     blocks = re.findall(r"```python\n(.*?)```", (ROOT / "docs" / "data.md").read_text(encoding="utf-8"), flags=re.S)
     [code] = [block for block in blocks if "class Decoder" in block]
-    (tmp_path / "save_own_decoder.py").write_text(code)      # TorchScript reads the source from its file
+    (tmp_path / "save_own_decoder.py").write_text(code)  # TorchScript reads the source from its file
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(tmp_path)
     importlib.import_module("save_own_decoder")
@@ -391,7 +391,7 @@ def test_decoding_in_pieces_gives_the_same_images_and_never_more_at_once(tmp_pat
         assert sizes == pieces and (images.int() - whole.int()).abs().max() <= 1
     assert (whole[0].int() - whole[1].int()).abs().max() > 4
     sizes.clear()
-    monkeypatch.setattr("autoencoder.PIXELS_AT_ONCE", 2 * 16 * 16)      # the default counts pixels
+    monkeypatch.setattr("autoencoder.PIXELS_AT_ONCE", 2 * 16 * 16)  # the default counts pixels
     decoder_of(name, (5, 4, 4)).decode(latents)
     assert sizes == [2, 2, 2, 1]
     assert autoencoders.load(name).encode(whole)[0].shape == latents.shape
@@ -400,11 +400,11 @@ def test_decoding_in_pieces_gives_the_same_images_and_never_more_at_once(tmp_pat
 def test_an_autoencoder_that_overflows_in_fp16_is_a_sentence_and_not_black_images(tmp_path):
     name = make_network("scale and shift", tmp_path)
     decoder = autoencoders.load_decoder(name, (5, 4, 4), None, "cpu", torch.float16)
-    large = torch.full((2, 5, 4, 4), 6e4)      # scaled beyond what fp16 holds
+    large = torch.full((2, 5, 4, 4), 6e4)  # scaled beyond what fp16 holds
     assert decoder_of(name, (5, 4, 4)).decode(large * 10, strict=True).shape == (2, 16, 16, 3)
     with pytest.raises(ValueError, match="pixels that are not finite: set decode_precision=fp32 or bf16"):
         decoder.decode(large * 10, strict=True)
-    assert decoder.decode(large * 10).shape == (2, 16, 16, 3)      # training goes on, and its grid is there to be looked at
+    assert decoder.decode(large * 10).shape == (2, 16, 16, 3)  # training goes on, and its grid is there to be looked at
 
 
 # ---- commands -------------------------------------------------------------------------------------------------------
@@ -468,4 +468,4 @@ def test_no_pictures_of_none_are_scored_in_training(folder, tmp_path, fresh_acce
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: only their owner"):
         image_sets.open_images("images", str(folder))
-    assert results.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]      # of a file: its own
+    assert results.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]  # of a file: its own

@@ -29,7 +29,7 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=
 LAYERS = {f"blocks.{i}.{name}" for i in range(4) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
 
 
-def network():      # the parent's weights, too
+def network():  # the parent's weights, too
     torch.manual_seed(7)
     return build_network(NETWORK)
 
@@ -122,7 +122,7 @@ def command(data, fresh_accelerator):
 
 @pytest.fixture(scope="module")
 def run(parent, tmp_path_factory):
-    return tmp_path_factory.mktemp("lora") / "run"      # filled by the first test that asks for it
+    return tmp_path_factory.mktemp("lora") / "run"  # filled by the first test that asks for it
 
 
 @pytest.fixture
@@ -174,7 +174,7 @@ def test_what_base_and_adapter_draw_the_merged_folder_draws_without_a_base(train
     images = [drawn(each, tmp_path / f"{i}.npz") for i, each in enumerate((trained_run, tmp_path / "merged", parent))]
     assert np.array_equal(images[0], images[1]) and not np.array_equal(images[0], images[2])
     scores = []
-    for reference in (1, 2):      # images of the merged weights, and of the base alone
+    for reference in (1, 2):  # images of the merged weights, and of the base alone
         run_command(fid.main, "fid.py", "cpu=true", f"checkpoint={trained_run}", f"reference={tmp_path}/{reference}.npz", "features=pixels",
                     "metrics=[fd_pixels]", "num_samples=8", "num_steps=2", "seed=0", f"results={tmp_path}/results.jsonl")
         scores.append(files.read_rows(tmp_path / "results.jsonl")[-1]["metrics"]["fd_pixels"])
