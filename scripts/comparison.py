@@ -314,33 +314,41 @@ def guided_scores(result: dict) -> list[str]:
 
 
 def draw_figures(result: dict, out: Path) -> list[Path]:
-    """Draws score against images, seconds and FLOPs, a line for each variant and a band of ± one deviation.
+    """Draws score against images, seconds and FLOPs: a panel of each comparison, or one of all variants where none is.
 
-    Only variants that are compared, where any are: a fine-tune counts its own images, not those of what it began with.
+    A panel has a line for each variant, with a band of ± one deviation.
     """
-    drawn, named = [], {variant for found in result["crossings"] for variant in found["between"]}
-    variants = dict.fromkeys(run["variant"] for run in result["runs"] if not named or run["variant"] in named)
-    sides = unguided(result["runs"], *variants)
+    drawn, runs = [], result["runs"]
+    groups = dict.fromkeys(tuple(found["between"]) for found in result["crossings"])
+    groups = list(groups) or [tuple(dict.fromkeys(run["variant"] for run in runs))]
     for axis, label in AXES.items():
-        path = out / f"score-over-{axis}.png"
-        curves = {variant: [point for point in curve(at, axis) if point[0] > 0]
-                  for variant, at in zip(variants, sides, strict=True)}
-        if not any(curves.values()):
+        path, panels = out / f"score-over-{axis}.png", []
+        for names in groups:
+            sides = unguided(runs, *names)
+            curves = [[point for point in curve(at, axis) if point[0] > 0] for at in sides]
+            if any(curves):
+                panels.append((measure_in_words(*sides), dict(zip(names, curves, strict=True))))
+        if not panels:
             path.unlink(missing_ok=True)  # of an earlier report
             continue
-        figure = Figure(figsize=(8.5, 4.5), layout="constrained", dpi=120)
-        plot = figure.subplots()
-        plot.set_prop_cycle(LINES)
-        for variant, points in curves.items():
-            if points:
-                x, mean, deviation, seeds = (list(values) for values in zip(*points, strict=True))
-                deviation = [d or 0 for d in deviation]
-                [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]}")
-                low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
-                plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
-        plot.set(xscale="log", xlabel=label, ylabel=measure_in_words(*sides),
-                 title=f"{result['name']}: mean over n seeds ± standard deviation")
-        figure.legend(loc="outside right upper", fontsize="small")
+        columns = min(len(panels), 3)
+        rows = math.ceil(len(panels) / columns)
+        width, height = (7, 4.5) if len(panels) == 1 else (4.2 * columns, 3.2 * rows)
+        figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
+        figure.suptitle(f"{result['name']}: mean over n seeds ± standard deviation")
+        figure.supxlabel(label)
+        for place, (measure, curves) in enumerate(panels, 1):
+            plot = figure.add_subplot(rows, columns, place)
+            plot.set_prop_cycle(LINES)
+            for variant, points in curves.items():
+                if points:
+                    x, mean, deviation, seeds = (list(values) for values in zip(*points, strict=True))
+                    deviation = [d or 0 for d in deviation]
+                    [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]}")
+                    low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
+                    plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+            plot.set(xscale="log", ylabel=measure)
+            plot.legend(fontsize="small")
         save_figure(figure, path)
         drawn.append(path)
     return drawn

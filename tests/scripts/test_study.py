@@ -337,6 +337,19 @@ def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
     assert curve_of(runs, "b") == []
 
 
+def test_a_figure_has_a_panel_of_each_comparison_and_of_all_variants_where_none_is(tmp_path, monkeypatch):
+    drawn = {}
+    monkeypatch.setattr(comparison, "save_figure", lambda figure, path: drawn.update({path.name: [
+        [(line.get_label(), list(line.get_ydata())) for line in panel.get_lines()] for panel in figure.axes]}))
+    runs = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 2)), of("c", 0, (10, 8), (20, 9))]
+    a, b, c = ("a, n=1", [5, 3]), ("b, n=1", [7, 2]), ("c, n=1", [8, 9])
+    crossings = [{"between": pair} for pair in (["a", "b"], ["a", "b"], ["a", "c"])]  # one for each axis and metric
+    comparison.draw_figures({"name": "x", "runs": runs, "crossings": crossings}, tmp_path)
+    assert drawn == {"score-over-images.png": [[a, b], [a, c]], "score-over-flops.png": [[a, b], [a, c]]}  # nothing was timed
+    comparison.draw_figures({"name": "x", "runs": runs, "crossings": []}, tmp_path)
+    assert drawn["score-over-images.png"] == [[a, b, c]]
+
+
 @pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
 def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
     """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
