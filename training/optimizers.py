@@ -82,7 +82,8 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
 
 def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Flattens an optimizer's state to `<parameter>.<state>` tensors."""
-    return {f"{name}.{key}": value for name, p in trained.items() for key, value in optimizer.state[p].items()}
+    # By `get`: `state[p]` would make an entry, and `step_unless` would take it for a state that has begun.
+    return {f"{name}.{key}": value for name, p in trained.items() for key, value in optimizer.state.get(p, {}).items()}
 
 
 def load_optimizer(
