@@ -149,7 +149,7 @@ def apply_label_map(source: ImageSource, label_map: str) -> None:
         raise ValueError(f"label_map={label_map} lacks {len(lacking)} of the source's {len(source.class_names)} "
                          f"classes: {', '.join(lacking[:8])}.")
     source.labels = np.array([index_of[name] for name in source.class_names], dtype=np.int64)[source.labels]
-    source.class_names = sorted(index_of, key=index_of.get)
+    source.class_names = sorted(index_of, key=lambda name: int(index_of[name]))
 
 
 # ---- the work -------------------------------------------------------------------------------------------------------

@@ -263,12 +263,14 @@ def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, mo
 # ---- classes --------------------------------------------------------------------------------------------------------
 
 
-def test_a_label_map_is_honoured(pets, tmp_path):
-    (tmp_path / "map.json").write_text(json.dumps({"emu": 0, "cat": 3, "yak": 1, "dog": 2}))
+@pytest.mark.parametrize("written", [int, str])
+def test_a_label_map_is_honoured(pets, tmp_path, written):
+    names = ["emu", "yak", "dog", *map(str, range(3, 10)), "cat"]
+    (tmp_path / "map.json").write_text(json.dumps({name: written(names.index(name)) for name in sorted(names)}))
     prepare(pets, tmp_path / "out", label_map=str(tmp_path / "map.json"))
     metadata, arrays = read_folder(tmp_path / "out")
-    assert metadata["class_names"] == ["emu", "yak", "dog", "cat"] and metadata["num_classes"] == 4
-    assert arrays["labels"].tolist() == [3] * 4 + [2] * 3 + [0] * 3
+    assert metadata["class_names"] == names and metadata["num_classes"] == 11
+    assert arrays["labels"].tolist() == [10] * 4 + [2] * 3 + [0] * 3
 
 
 IDS = ["n01440764", "n02012849", "n03126707"]
