@@ -62,8 +62,8 @@ class Internal(Objective):
 
     Inside a route the head sees the tokens that stayed, and its loss is the mean over their patches. `block`, counted
     from 0, is the one that the head reads; None is the paper's choice, the eighth, or the one at a third of a shallower
-    network. Raises ValueError for a network without a head, for one that is not trained, and around a loss that draws
-    its own noise.
+    network. An adapter (LoRA) leaves the head of its base as it is. Raises ValueError for a network without a head, and
+    around a loss that draws its own noise.
     """
 
     own_terms = ("internal",)
@@ -72,9 +72,6 @@ class Internal(Objective):
         super().__init__(inner)
         if weight < 0:
             raise ValueError(f"objective.internal.weight={weight} would teach the head to be wrong: give 0 or more.")
-        if not all(p.requires_grad for p in self.net.internal_head.parameters()):
-            raise ValueError("objective=internal trains a head that starts at zero, and an adapter (lora.rank) leaves "
-                             "it there: train all weights, or leave the objective out.")
         self.weight = weight
 
     @staticmethod

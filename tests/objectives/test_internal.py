@@ -199,6 +199,15 @@ def test_a_checkpoint_with_a_head_draws_with_and_without_its_guidance(run, tmp_p
     assert (tmp_path / "plain.png").read_bytes() != (tmp_path / "guided.png").read_bytes()
 
 
+def test_an_adapter_learns_around_the_trained_head_of_its_base(run, shapes, tmp_path):
+    adapted = tmp_path / "adapted"
+    result = train_here(adapted, shapes, "objective=internal", f"init_from={run}", "lora.rank=2", "steps=2")
+    assert result.returncode == 0, result.stderr
+    base, net = (load_trained(folder).net.state_dict() for folder in (run, adapted))
+    changed = {key for key in base if not torch.equal(base[key], net[key])}
+    assert changed and not any(key.startswith("internal_head.") for key in changed)
+
+
 @pytest.mark.parametrize("to", ["dit", "diffusers", "hub"])
 def test_an_export_is_a_plain_network_or_keeps_the_head(run, tmp_path, to, capsys):
     out = tmp_path / ("x.pt" if to == "dit" else "x")
