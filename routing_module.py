@@ -176,7 +176,7 @@ class Router:
             if keep_mask.device.type == "cpu" and (most := int(keep_mask.sum(dim=1).max())) > num_keep:
                 raise ValueError(f"keep_mask keeps {most} tokens of a sample, but at selection ratio {selection_ratio} "
                                  f"only {num_keep} of {num_tokens} stay: lower the ratio to "
-                                 f"{1 - most / num_tokens:.3g} or less, or keep fewer.")
+                                 f"{1 - most / num_tokens:.4g} or less, or keep fewer.")
             noise = self.keep(noise, keep_mask)
         return self.score(x, noise).argsort(dim=1)[:, :num_keep].sort(dim=1).values
 

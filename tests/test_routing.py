@@ -118,10 +118,19 @@ def test_tokens_that_must_stay_do_and_no_more_stay_for_it(router):
 
 
 def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_is_a_sentence():
-    with pytest.raises(ValueError, match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 stay: lower the ratio to 0.438"):
+    with pytest.raises(ValueError, match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 stay: lower the ratio to 0.4375"):
         router.get_mask(tokens(), 0.5, keep_mask=torch.arange(16).expand(4, 16) < 9)
     with pytest.raises(ValueError, match=r"shape \(4, 8\), but there are 4 samples of 16 tokens"):
         router.get_mask(tokens(), 0.5, keep_mask=torch.zeros(4, 8, dtype=torch.bool))
+
+
+@pytest.mark.parametrize(("num_tokens", "kept"), [(256, 85), (4096, 1), (4096, 2)])
+def test_the_ratio_that_a_refused_mask_is_told_is_one_that_it_can_have(num_tokens, kept):
+    keep_mask = torch.arange(num_tokens)[None] < kept
+    with pytest.raises(ValueError, match="lower the ratio to") as refused:
+        router.get_mask(tokens(1, num_tokens), 1.0, keep_mask=keep_mask)
+    told = float(str(refused.value).partition("lower the ratio to ")[2].split()[0])
+    assert router.get_mask(tokens(1, num_tokens), told, keep_mask=keep_mask).shape[1] - kept in (0, 1)
 
 
 def net(routes=(), **kwargs):

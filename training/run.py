@@ -271,7 +271,7 @@ def check_kept(latents: Latents, model: DiT) -> None:
         room = num_tokens - int(num_tokens * route.selection_ratio)
         if most > room:
             raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
-                             f"route {route} leaves only {room}. Set selection_ratio to {1 - most / num_tokens:.3g} or "
+                             f"route {route} leaves only {room}. Set selection_ratio to {1 - most / num_tokens:.4g} or "
                              f"less in model.routes, or keep_masked=false.")
 
 
