@@ -15,6 +15,7 @@ import numpy as np
 from cycler import cycler
 from matplotlib import colormaps
 from matplotlib.figure import Figure
+from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from scipy import stats
 
 from runtime.presentation import save_figure, table
@@ -348,6 +349,8 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
                     low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
                     plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
             plot.set(xscale="log", ylabel=measure)
+            plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
+            plot.xaxis.set(major_formatter=EngFormatter(sep=""), minor_formatter=NullFormatter())
             plot.legend(fontsize="small")
         save_figure(figure, path)
         drawn.append(path)
