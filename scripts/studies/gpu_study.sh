@@ -1,20 +1,22 @@
 #!/usr/bin/env bash
 # All measurements on one GPU, in calls of at most nine minutes, each of which goes on where the last one stopped:
 #   benchmark  scripts/studies/benchmark_gpu.sh; without diffusers or torchao one part each is left out
-#   data       CIFAR-10 in pixels, the features, the reference
+#   data       the images in pixels, the features, the reference
 #   official   the official training step and ours, where OFFICIAL is a checkout of CompVis/tread at fccf77c
 #   timing     seconds of a step of dense and routed in turns, for the axis of the study's figures
 #   study      configs/study/cifar10.yaml, its runs in the order of their use; last, as it takes all the time
+# STUDY=emoji64 studies emoji at 64 px, with the two files of its head as TRAIN_ZIP and TEST_ZIP.
 #
 #   LIMIT=540 OUT=out TRAIN_ZIP=cifar10-train.zip WEIGHTS=resnet56.th \
 #       bash scripts/studies/gpu_study.sh [settings of study.py]
 #   STUDY=rehearsal PARTS="data study" LIMIT=180 bash scripts/studies/gpu_study.sh          a rehearsal on a CPU
 #
-# What is done stays in STATE (runs/gpu_study, some GB); after each part small files go into $OUT/gpu_study.tar.gz. A new
-# machine takes that file as PREVIOUS and repeats no finished part. A run that was stopped begins again there, because
-# its weights do not travel: choose runs that fit into a call, as "also=['steps=8000']" should. TEST_ZIP=cifar10-test.zip
-# scores the floor as well. TREAD_COMMIT names the commit where the machine has no repository. For a machine without
-# network, `pip download` requirements-train.txt elsewhere and install it with --no-index --find-links.
+# What is done stays in STATE (runs/gpu_<study>, some GB); after each part small files go into $OUT/gpu_study.tar.gz. A
+# new machine takes that file as PREVIOUS and repeats no finished part. A run that was stopped begins again there,
+# because its weights do not travel: choose runs that fit into a call, as "also=['steps=8000']" should.
+# TEST_ZIP=cifar10-test.zip scores the floor as well. TREAD_COMMIT names the commit where the machine has no repository.
+# For a machine without network, `pip download` requirements-train.txt elsewhere and install it with --no-index
+# --find-links.
 set -uo pipefail
 began=$SECONDS
 for name in TRAIN_ZIP TEST_ZIP WEIGHTS OFFICIAL PREVIOUS OUT STATE; do      # before the folder changes
@@ -22,10 +24,16 @@ for name in TRAIN_ZIP TEST_ZIP WEIGHTS OFFICIAL PREVIOUS OUT STATE; do      # be
 done
 case ${PYTHON:-} in /*) ;; */*) PYTHON=$PWD/$PYTHON ;; esac      # a link into its environment stays one
 cd "$(dirname "$0")/../.."
-state=${STATE:-runs/gpu_study} python=${PYTHON:-$(command -v python || command -v python3)} failed=()
+study=${STUDY:-cifar10} python=${PYTHON:-$(command -v python || command -v python3)} failed=()
+state=${STATE:-runs/gpu_$study}
 results=$state/results
-out=${OUT:-$state/out} study=${STUDY:-cifar10} timed=dit,tread
-[ "$study" != cifar10_cpu ] || timed=edm-dit,edm-tread
+out=${OUT:-$state/out}
+timed=dit,tread images=data/cifar10 preparation="resolution=32 mirror=true"
+case $study in
+    cifar10_cpu) timed=edm-dit,edm-tread ;;
+    emoji64) images=data/emoji64 preparation=resolution=64 ;;
+esac
+reference=$images-resnet56.npz
 limit_of_call=$((began + ${LIMIT:-540}))
 end=$((limit_of_call - ${RESERVE:-45}))      # so much for the last save, the report and the packing
 export TQDM_DELAY=30
@@ -47,8 +55,8 @@ pack() {
     return 0
 }
 
-# name, seconds at most, command: runs it unless it is done; the others run whether it fails or not. At its limit it gets
-# SIGTERM, and saves.
+# name, seconds at most, command: runs it unless it is done; the others run whether it fails or not. At its limit
+# it gets SIGTERM, and saves.
 part() {
     local name=$1 limit=$2; shift 2
     [ ! -e "$results/done/$name" ] || { echo "== $name: done before"; return; }
@@ -74,17 +82,17 @@ prepare() {
             out=data/rehearsal-pixels.npz
         return
     fi
-    if [ ! -f data/cifar10/metadata.json ]; then
+    if [ ! -f "$images/metadata.json" ]; then
         [ -f "$TRAIN_ZIP" ] || { echo "gpu_study.sh: TRAIN_ZIP=$TRAIN_ZIP does not exist: give its zip."; return 1; }
-        "$python" scripts/prepare_latents.py source="$TRAIN_ZIP" out=data/cifar10 resolution=32 autoencoder=identity \
-            mirror=true || return
+        "$python" scripts/prepare_latents.py source="$TRAIN_ZIP" out="$images" autoencoder=identity \
+            $preparation || return
     fi
     if [ ! -f data/resnet56.pt ]; then
-        [ -f "$WEIGHTS" ] || { echo "gpu_study.sh: WEIGHTS=$WEIGHTS does not exist: give a ResNet-56's .th."; return 1; }
+        [ -f "$WEIGHTS" ] || { echo "gpu_study.sh: WEIGHTS=$WEIGHTS does not exist: give its .th."; return 1; }
         "$python" scripts/studies/export_features.py resnet56 "$WEIGHTS" data/resnet56.pt || return
     fi
-    [ -f data/cifar10-resnet56.npz ] || "$python" fid.py reference_from=data/cifar10 features=torchscript \
-        features_weights=data/resnet56.pt batch_size=500 out=data/cifar10-resnet56.npz || return
+    [ -f "$reference" ] || "$python" fid.py reference_from="$images" features=torchscript \
+        features_weights=data/resnet56.pt batch_size=500 out="$reference" || return
 }
 
 # A process for dense and one for routed: code that is compiled for one would slow the other.
@@ -100,21 +108,22 @@ official() {
 
 # Functions run in the shell that timeout starts.
 export -f prepare official
-export study python results TRAIN_ZIP=${TRAIN_ZIP:-} WEIGHTS=${WEIGHTS:-} OFFICIAL=${OFFICIAL:-}
+export study python results images preparation reference
+export TRAIN_ZIP=${TRAIN_ZIP:-} WEIGHTS=${WEIGHTS:-} OFFICIAL=${OFFICIAL:-}
 
 for name in ${PARTS:-benchmark data official timing study}; do
     case $name in
         benchmark) OUT=$results/benchmark LIMIT=255 PYTHON=$python SIGNAL=INT part benchmark 270 \
             bash scripts/studies/benchmark_gpu.sh ;;
-        data) [ -f data/cifar10-resnet56.npz ] || rm -f "$results/done/data"      # another machine's data are not here
+        data) [ -f "$reference" ] || rm -f "$results/done/data"      # another machine's data are not here
             part data 240 bash -c prepare ;;
         official) [ -z "$OFFICIAL" ] || part official 240 bash -c official ;;
         timing)
             part timing 300 "$python" scripts/study.py study="$study" out="$results/study" 'tasks=[time]' \
                 "only=[$timed]" rounds=3 "$@" ;;
         study)
-            [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" data/cifar10-test.zip
-            floor=(); [ "$study" = rehearsal ] || [ -f data/cifar10-test.zip ] || floor=("study.floor=[]")
+            [ ! -f "${TEST_ZIP:-}" ] || cp "$TEST_ZIP" "$images-test.zip"
+            floor=(); [ "$study" = rehearsal ] || [ -f "$images-test.zip" ] || floor=("study.floor=[]")
             rm -f "$results/done/study"      # study.py finds out what is done
             # What is killed before it has started saves nothing, and what is killed at all ends late.
             LEAST=${LEAST:-60} part study 99999 "$python" scripts/study.py study="$study" out="$results/study" \
