@@ -494,7 +494,7 @@ def main(cfg: StudySettings) -> None:
     done = {run.folder for run in runs if complete(run, studies)}
     for run in own:
         children = [child for child in runs if child.folder not in done and f"init_from={run.folder}" in child.train]
-        if run.folder in done and not children:
+        if run.folder in done and not children and not finished(run):  # what is here may lack an earlier score
             print(f"{run.folder.name}: recorded to its end with all its scores.")
             continue
         if "train" in cfg.tasks and not finished(run):

@@ -139,6 +139,16 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     study.score_checkpoints(cfg, run.model_copy(update={"at_each": [["num_samples=3"]]}))
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["source"]["step"], row["images"]) for row in rows[count:]] == [(4, 3), (2, 3)]
+    # A report between the last checkpoint's score and an earlier one's does not end the scoring.
+    each = matrix | {"variants": MATRIX["variants"] | {"dit": {"train": ["model=dit"], "at_end": ["cfg"], "at_each": ["three"]}},
+                     "points": MATRIX["points"] | {"three": [["num_samples=3"]]}}
+    results.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
+    before = (tmp_path / "study/study.json").read_text()
+    for task in ("report", "score"):
+        study.main.__wrapped__(settings(tmp_path / "study", study=each, only=["dit"], tasks=[task]))
+    (tmp_path / "study/study.json").write_text(before)
+    rows = [json.loads(line) for line in results.read_text().splitlines()]
+    assert [(row["source"]["step"], row["images"]) for row in rows[count:]] == [(4, 3), (2, 3)]
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
     with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
         study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
