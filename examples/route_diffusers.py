@@ -24,8 +24,7 @@ from torch.nn import functional as F
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 
-from foreign.routed import routed
-from routing_module import Route
+from routed import Route, routed
 
 
 def in_patches(z, call):

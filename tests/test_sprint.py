@@ -13,9 +13,9 @@ from blocks.fusion import FusingRouter
 from blocks.transformer import LAYER_NORM
 from dit import DiT, infer_architecture
 from edm import DDPM, EDM
-from foreign.routed import routed
 from guidance import Guidance
 from rf import RF
+from routed import routed
 from routing_module import Route, Router, resolve_routes
 from scripts.export import check_plain
 from weights.records import architecture, build_network

@@ -14,8 +14,8 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 from dit import DiT
-from foreign import families
-from foreign.routed import PerSample, routed
+from routed import families
+from routed.passes import PerSample, routed
 from routing_module import Route, Router, resolve_routes
 
 FLUX = "FluxTransformer2DModel"

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from foreign.families import REFUSED, Blocks, Family, family_of, network_of
+from routed.families import REFUSED, Blocks, Family, family_of, network_of
 from routing_module import Route, Router, resolve_routes
 
 

@@ -13,7 +13,7 @@ from timm.models.eva import Eva
 from timm.models.vision_transformer import VisionTransformer
 from torch import Tensor, nn
 
-from foreign.families import family_of
+from routed.families import family_of
 
 BATCH, SIDE, TEXT, DEPTH = 3, 4, 5, 4
 N, K = 16, 4  # at selection ratio 0.75 the tokens that stay form a grid of their own, which a network can be fed

@@ -1,1 +1,0 @@
-"""Other people's networks, routed from outside."""

@@ -1,0 +1,6 @@
+"""Other people's networks on a route: `from routed import routed, Route`. Needs torch alone."""
+
+from routed.passes import routed
+from routing_module import Route, Router
+
+__all__ = ["Route", "Router", "routed"]
