@@ -1,35 +1,43 @@
 """What `routed` needs to know of other people's networks: one table of values, a row for each class."""
 
+import inspect
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
 @dataclass(frozen=True)
 class Blocks:
-    """A list of blocks: the first argument of a block is its tokens, and what else matters is said here.
+    """A list of blocks, and what matters of the arguments of a block, each by its name or its number.
+
+    `tokens` is the argument that is routed, the first if not said. `text` is the one with the text tokens, where text
+    has a stream of its own; `joined` blocks have tokens that never leave in the same sequence as the others. `out` is
+    the place of the tokens in a tuple that a block returns.
 
     `along` has the arguments that run along the tokens, each with its axis of tokens, which follows an axis of the
     samples, or of size 1; "name.0" is the first of a tuple. {ndim: axis} says it for tensors of so many axes only, and
     {ndim: (axis, rank)} for tables without an axis of the samples, which the block broadcasts to `rank` axes. An axis
-    that has size 1 stays. None is for what a block may not be given.
+    that has size 1 stays. None is for what a block may not be given. A function gets the argument and a `Stay`, and
+    returns what the block is given instead: `fewer`, `by_place(axis)` and others below.
 
-    `text` is the argument with the text tokens, where text has a stream of its own; joined blocks have tokens that
-    never leave in the same sequence as the others. `front` is the argument that counts the first tokens of the stream,
-    where they never leave. `out` is the place of the tokens in a tuple that a block returns. Where the network changes
-    all tokens between two blocks they must be `whole` there: each block then takes its own out, and puts them back.
+    `front` is the argument that counts the first tokens of the stream, where they never leave. Where the network
+    changes all tokens between two blocks they must be `whole` there: each block then takes its own out, and puts them
+    back. `takes` has the arguments that a block of an original code may have, by which it is known.
     """
 
     path: str
-    along: Mapping[str, Any] = field(default_factory=dict)
-    text: str = ""
+    along: Mapping[str | int, Any] = field(default_factory=dict)
+    tokens: str | int = 0
+    text: str | int | None = None
     joined: bool = False
     front: str = ""
     out: int = 0
     whole: bool = False
+    takes: str = ""
 
 
 @dataclass(frozen=True)
@@ -39,7 +47,7 @@ class Family:
     `text` counts them from the network and its arguments: a number, or one for each sample (B,). Where it is absent,
     an earlier block's text counts, or `free` says from the arguments how many tokens may leave. They stand before the
     others, or after them if `text_last`. `never` names them for the reader. `alone` has arguments of the call that no
-    route may meet.
+    route may meet. `reads` tells after which blocks the network itself reads all tokens: {block: its setting}.
     """
 
     lists: tuple[Blocks, ...]
@@ -48,6 +56,7 @@ class Family:
     free: Callable[[dict], int] | None = None
     text_last: bool = False
     alone: tuple[str, ...] = ()
+    reads: Callable[[nn.Module], Mapping[int, str]] | None = None
 
 
 def padded_image(call: dict) -> int:
@@ -62,6 +71,131 @@ def padded_image(call: dict) -> int:
 
 def in_front(network: nn.Module, call: dict) -> int:
     return network.num_prefix_tokens
+
+
+def encoder_depths(network: nn.Module) -> dict[int, str]:
+    """Returns the blocks after which REPA's and LayerSync's SiT take all tokens for another loss."""
+    return {value - 1: name for name, value in vars(network).items()
+            if name.endswith("encoder_depth") and isinstance(value, int)}
+
+
+def one_size(network: nn.Module, call: dict) -> Tensor:
+    """Counts the words of each text; raises ValueError for images of several sizes."""
+    if not all(image.shape == call["x"][0].shape for image in call["x"]):
+        raise ValueError("A batch of images of several sizes cannot be routed: its samples have different numbers of "
+                         "tokens. Batch images of one size.")
+    return call["cap_mask"].sum(dim=1)
+
+
+def fewer(count: Any, stay: Any) -> Any:
+    """For an argument that counts the tokens, of each sample or of all."""
+    return count - stay.gone
+
+
+def fewer_in_all(ends: Tensor, stay: Any) -> Tensor:
+    """For the ends (2B + 1,) of each sample's tokens and of their padding, as flash attention takes them."""
+    return ends - stay.gone * ((torch.arange(len(ends), device=ends.device) + 1) // 2).to(ends.dtype)
+
+
+def pairs(mask: Tensor, stay: Any) -> Tensor:
+    """For a mask (B, 1, N, N) of which tokens see which."""
+    index = stay.places(mask.shape[-1])[:, None, None]
+    return mask.take_along_dim(index.mT, 2).take_along_dim(index, 3)
+
+
+def by_place(axis: int) -> Callable:
+    """For a module or function that turns tokens by their places: it gets all tokens, those away as 0."""
+    def for_those_that_stay(turn: Callable, stay: Any) -> Callable:
+        def turned(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            shape, places = [1] * x.ndim, stay.places()
+            shape[0], shape[axis] = places.shape
+            index = places.view(shape).expand_as(x)
+            whole = x.new_zeros(*x.shape[:axis], stay.length, *x.shape[axis + 1:]).scatter(axis, index, x)
+            return turn(whole, *args, **kwargs).gather(axis, index)
+        return turned
+    return for_those_that_stay
+
+
+class OfSample(int):
+    """A number of tokens that knows its sample, as Wan's blocks take a table's rows sample by sample."""
+
+    sample = 0
+
+
+class Line:
+    """Grids (B, 3) of the tokens that stay: of each sample a line of `count` of them."""
+
+    def __init__(self, batch: int, count: int):
+        self.counts = [OfSample(count) for _ in range(batch)]
+        for sample, n in enumerate(self.counts):
+            n.sample = sample
+
+    def tolist(self) -> list[list[int]]:
+        return [[n, 1, 1] for n in self.counts]
+
+
+def grid_line(grids: Tensor, stay: Any) -> Tensor:
+    """For Wan's grids (B, 3): frames, rows and columns of the tokens."""
+    if any(prod(grid) != stay.length for grid in grids.tolist()):
+        raise ValueError(f"The videos have {grids.tolist()} tokens in a sequence of {stay.length}: those of several "
+                         f"sizes, or padded ones, cannot be routed. Batch videos of one size, and set seq_len to it.")
+    return Line(len(grids), stay.length - stay.gone)
+
+
+class Lines:
+    """Wan's table of rotary values for tokens that are anywhere in the grid: a row of its own for each, (B, K, D).
+
+    A block cuts its shared table into a part for each axis of the grid and lays the parts over the grid of a sample.
+    Here the first part has all values, for a grid that is a line of the tokens, and the others have none.
+    """
+
+    def __init__(self, rows: Tensor):
+        self.rows = rows
+
+    def split(self, sizes: list[int], dim: int = 0) -> list:
+        return [self, *(self.rows.new_empty(1, 0) for _ in sizes[1:])]
+
+    def __getitem__(self, index: slice) -> Tensor:
+        return self.rows[index.stop.sample]
+
+
+def grid_rows(table: Any, stay: Any) -> Any:
+    """For Wan's table (rows, D) of each axis, or musubi-tuner's list of a table (N, 1, D) for each sample."""
+    places = stay.places()
+    if isinstance(table, list):
+        return [rows[index] for rows, index in zip(table, places, strict=True)]
+    rows, columns = stay.given["grid_sizes"][0].tolist()[1:]
+    cuts = table.shape[1] - 2 * (table.shape[1] // 3), *[table.shape[1] // 3] * 2
+    at = places // (rows * columns), places // columns % rows, places % columns
+    return Lines(torch.cat([part[i] for part, i in zip(table.split(cuts, dim=1), at, strict=True)], dim=-1))
+
+
+def first_rows(table: Tensor, stay: Any) -> Any:
+    """For minRF's table, which the network cuts to as many rows as a block has tokens."""
+    return stay.rows(stay.network.freqs_cis[:stay.length], 0)
+
+
+def full_attention(settings: Any, stay: Any) -> Any:
+    """For HunyuanVideo 1.5's settings of its attention; raises ValueError for one by tiles."""
+    if stay.block.attn_mode == "flex-block-attn":
+        raise ValueError("attn_mode=flex-block-attn attends by tiles of the grid, which a route would tear: set "
+                         "attn_mode to flash or torch.")
+    return settings
+
+
+def fewer_in_params(params: Any, stay: Any) -> Any:
+    """For musubi-tuner's AttentionParams, which counts images before texts."""
+    mask = params.attention_mask
+    if mask is not None and not isinstance(mask, Tensor):
+        raise ValueError("An attention bias of xformers counts all tokens: set attn_mode to torch or flash.")
+    if mask is not None and mask.ndim == 4:
+        mask = mask.take_along_dim(stay.places(mask.shape[-1])[:, None, None], 3)
+    elif mask is not None and not params.split_attn:
+        mask = stay.rows(mask, 1)
+    left = {name: how(getattr(params, name), stay) for name, how in
+            dict(img_len=fewer, seqlens=fewer, cu_seqlens=fewer_in_all, max_seqlen=fewer).items()
+            if getattr(params, name) is not None}
+    return replace(params, attention_mask=mask, **left)
 
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
@@ -160,6 +294,48 @@ FAMILIES = {
     "diffusers.Kandinsky6Transformer3DModel": Family(
         (Blocks("visual_transformer_blocks", {"vis_rope": {5: (0, 6)}}),), "text and sound"),
 }
+ENDS = dict(cu_seqlens_q=fewer_in_all, cu_seqlens_kv=fewer_in_all, max_seqlen_q=fewer, max_seqlen_kv=fewer)
+HUNYUAN = {"freqs_cis": 0, "attn_mask": pairs, "total_len": fewer, **ENDS}
+FLUX = Family((Blocks("double_blocks", {"pe": 2}, text="txt",
+                      takes="img txt vec pe txt_attention_mask control_lengths"),
+               Blocks("single_blocks", {"pe": 2}, joined=True, takes="x vec pe txt_attention_mask control_lengths")),
+              "text", alone=("control_lengths", "block_controlnet_hidden_states",
+                             "block_controlnet_single_hidden_states"))
+CODES = {  # original codes, known by the class, and by lists and arguments of its blocks
+    "DiT": (Family((Blocks("blocks", takes="x c"),)),),
+    "SiT": (Family((Blocks("blocks", takes="x c"),), reads=encoder_depths),),
+    **dict.fromkeys(("PixArt", "PixArtMS"), (Family((Blocks("blocks", takes="x y t mask"),), "text"),)),
+    "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}, takes="x c feat_rope"),)),),
+    "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, takes="x freqs_cis adaln_input"),)),),
+    "MMDiT": (
+        Family((Blocks("double_layers", tokens="x", text="c", out=1, takes="c x global_cond"),
+                Blocks("single_layers", joined=True, takes="cx global_cond")), "text and registers"),
+        Family((Blocks("joint_blocks", tokens=1, text=0, out=1, takes="context x c"),), "text")),
+    "MMDiTX": (
+        Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), "text", alone=("controlnet_hidden_states",)),),
+    "Flux": (FLUX,),
+    "QwenImageTransformer2DModel": (
+        Family((Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": None}, text=TEXT, out=1,
+                       takes="hidden_states encoder_hidden_states encoder_hidden_states_mask temb image_rotary_emb "
+                             "txt_seq_lens joint_attention_kwargs timestep_zero_index"),), "text"),),
+    "NextDiT": (
+        Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True,
+                       takes="x x_mask freqs_cis pe adaln_input"),), "text of any lengths", one_size),),
+    "WanModel": (
+        Family((Blocks("blocks", {"e": {4: 1}, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
+                       takes="x e seq_lens grid_sizes freqs context context_lens"),), "text"),),
+    "HYVideoDiffusionTransformer": (
+        Family((Blocks("double_blocks", HUNYUAN, text="txt", takes=f"img txt vec {' '.join(HUNYUAN)}"),
+                Blocks("single_blocks", HUNYUAN, joined=True, takes=f"x vec txt_len {' '.join(HUNYUAN)}")),
+               "text", text_last=True),),
+    "HunyuanVideo_1_5_DiffusionTransformer": (
+        Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_param": full_attention}, text="txt",
+                       takes="img txt vec freqs_cis text_mask attn_param is_flash block_idx"),
+                Blocks("single_blocks", {"freqs_cis": 0, "attn_param": full_attention}, joined=True,
+                       takes="x vec txt_len freqs_cis text_mask attn_param is_flash")), "text", text_last=True),
+        Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_params": fewer_in_params}, text="txt",
+                       takes="img txt vec freqs_cis attn_params"),), "text", text_last=True)),
+}
 GRIDS = "its blocks convolve over the grid of tokens, which a route would tear"
 SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
 CACHES = "its tokens attend to what an earlier pass has cached, of all tokens"
@@ -188,12 +364,36 @@ def lists_of_blocks(network: nn.Module) -> str:
     return ", ".join(f"{name} ({len(part)} of {type(part[0]).__name__})" for name, part in found) or "none"
 
 
+def names_of(module: nn.Module) -> tuple[str, ...]:
+    """Returns the arguments of a module's forward that have a place, as of `_forward` where forward hands all on."""
+    for forward in (getattr(type(module), name, None) for name in ("forward", "_forward")):
+        names = [] if forward is None else [
+            name for name, parameter in inspect.signature(forward).parameters.items()
+            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]
+        if names[1:]:
+            return tuple(names[1:])
+    return ()
+
+
+def fits(family: Family, network: nn.Module) -> bool:
+    """Tells whether a network has the lists of blocks of an original code, with the arguments that it knows."""
+    for spec in family.lists:
+        blocks = getattr(network, spec.path, None)
+        if not isinstance(blocks, nn.ModuleList):
+            return False
+        if any(not {*names_of(block)} <= {*spec.takes.split()} for block in blocks):
+            return False
+    return True
+
+
 def family_of(network: nn.Module) -> Family:
     """Returns the row of a network, by the class whose forward it runs; raises ValueError for a class without one."""
     owner = next(base for base in type(network).__mro__ if "forward" in vars(base))
     if owner.__name__ in REFUSED:
         raise ValueError(f"{owner.__name__} cannot be routed exactly: {REFUSED[owner.__name__]}.")
     family = FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}")
+    families = CODES.get(owner.__name__, ()) if family is None else [family]
+    family = family or next((family for family in families if fits(family, network)), None)
     if family is None:
         raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/routing.md): name its "
                          f"list of blocks by blocks=, and by along= what runs along the tokens. Lists of blocks in it: "

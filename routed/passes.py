@@ -15,30 +15,115 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from routed.families import REFUSED, Blocks, Family, family_of, network_of
+from routed.families import REFUSED, Blocks, Family, encoder_depths, family_of, names_of, network_of
 from routing_module import Route, Router, resolve_routes
 
 
 class PerSample:
     """A table (N, D) that all samples shared, after each has kept rows of its own: (B, K, D).
 
-    A block indexes or unsqueezes it as it did the shared one, to multiply queries and keys of four axes; the first of
+    It answers as a table (K, D), whatever a block makes of it to multiply queries and keys of four axes; the first of
     the four is then the batch. Anything else raises ValueError, as the place of the batch would be a guess.
     """
 
-    def __init__(self, table: Tensor):
-        self.table = table
+    def __init__(self, rows: Tensor):
+        self.rows = rows                    # (B, *shape)
 
-    def __getitem__(self, index) -> Tensor:
-        index = index if isinstance(index, tuple) else (index,)
-        table = self.table[(slice(None), *index[1:])] if index[0] is None else self.table
-        if table.ndim != 4:
-            raise ValueError("A block uses a table without a batch axis in a way that leaves the place of the batch "
-                             "open: hand it over with a batch axis of size 1, and name its axis of tokens in along=.")
-        return table
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("__"):
+            raise AttributeError(name)
+        raise ValueError(f"A block takes .{name} of a table without a batch axis, after each sample has kept rows of "
+                         f"its own: {LIFT}.")
 
-    def unsqueeze(self, dim: int) -> Tensor:
-        return self[None, :, None] if dim == 1 else self[:]
+    def __torch_function__(self, function, types, args=(), kwargs=None):
+        raise ValueError(f"A block hands a table without a batch axis to {getattr(function, '__name__', function)}, "
+                         f"after each sample has kept rows of its own: {LIFT}.")
+
+    shape = property(lambda self: self.rows.shape[1:])
+    ndim = property(lambda self: self.rows.ndim - 1)
+    dtype = property(lambda self: self.rows.dtype)
+    device = property(lambda self: self.rows.device)
+    requires_grad = property(lambda self: self.rows.requires_grad)
+
+    def of(self, rows: Tensor) -> Any:
+        """Returns the table of other rows; of four axes, the batch's in the place of the first, which has size 1."""
+        if rows.ndim < 5:
+            return PerSample(rows)
+        if rows.ndim > 5 or rows.shape[1] != 1:
+            raise ValueError(f"A block makes a table without a batch axis {tuple(rows.shape[1:])}, after each sample "
+                             f"has kept rows of its own, which leaves the place of the batch open: {LIFT}.")
+        return rows.squeeze(1)
+
+    def __len__(self) -> int:
+        return len(self.rows[0])
+
+    def __getitem__(self, index) -> Any:
+        return self.of(self.rows[(slice(None), *(index if isinstance(index, tuple) else (index,)))])
+
+    def size(self, dim: int | None = None) -> Any:
+        return self.shape if dim is None else self.shape[dim]
+
+    def dim(self) -> int:
+        return self.ndim
+
+    def view(self, *shape) -> Any:
+        return self.of(self.rows.reshape(len(self.rows), *(shape[0] if isinstance(shape[0], tuple | list) else shape)))
+
+    reshape = view
+
+    def unsqueeze(self, dim: int) -> Any:
+        if self.ndim == 2 and dim == 1:     # (K, 1, D) multiplies (B, K, heads, D), and nothing else of four axes
+            return self.rows.unsqueeze(2)
+        return self.of(self.rows.unsqueeze(dim + 1 if dim >= 0 else dim))
+
+    def chunk(self, chunks: int, dim: int = 0) -> tuple:
+        return tuple(map(self.of, self.rows.chunk(chunks, dim + 1 if dim >= 0 else dim)))
+
+    def split(self, size: int | list[int], dim: int = 0) -> tuple:
+        return tuple(map(self.of, self.rows.split(size, dim + 1 if dim >= 0 else dim)))
+
+    def unbind(self, dim: int = 0) -> tuple:
+        return tuple(map(self.of, self.rows.unbind(dim + 1 if dim >= 0 else dim)))
+
+    def to(self, *args, **kwargs) -> "PerSample":
+        return PerSample(self.rows.to(*args, **kwargs))
+
+    def float(self) -> "PerSample":
+        return PerSample(self.rows.float())
+
+
+LIFT = "hand it over with a batch axis of size 1, and name its axis of tokens in along="
+
+
+@dataclass(frozen=True)
+class Stay:
+    """The tokens that stay in a block, for a function in `along`: it gets an argument of the block and this.
+
+    `length` counts the block's stream with the tokens that are away, `gone` these tokens.
+    """
+
+    run: "Pass"
+    block: nn.Module
+    index: int
+    length: int
+    gone: int
+
+    @property
+    def given(self) -> dict:
+        """The block's arguments, by name or number, before tokens left."""
+        return self.run.given
+
+    @property
+    def network(self) -> nn.Module:
+        return self.run.routing.modules[0]
+
+    def places(self, length: int | None = None) -> Tensor:
+        """Returns where the tokens that stay are (B, length - gone), in the stream or in a sequence of a length."""
+        return self.run.stayed(self.run.routing.route_of[self.index], self.length if length is None else length)
+
+    def rows(self, value: Tensor, axis: int) -> Tensor:
+        """Keeps the rows of these tokens along an axis that follows one of the samples, or of size 1."""
+        return self.run.kept(value, axis, "", self.index, self.length)
 
 
 class Pass:
@@ -54,6 +139,7 @@ class Pass:
         self.free = 0
         # Of the block at hand: the whole sequence with the tokens that are away; of these, text and others in front.
         self.length, self.before, self.front = 0, 0, 0
+        self.given: dict[str | int, Any] = {}
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.index: dict[tuple[int, int], Tensor] = {}  # of a route and a length: where the tokens that stay are
         self.away: dict[int, Tensor] = {}  # the tokens before its start
@@ -85,8 +171,8 @@ class Pass:
             self.text = sorted({range(length)[i] for i in self.text})
         if spec.joined and self.routing.family.free:
             self.text = length - self.free
-        self.length = length + (self.text if spec.text else 0)
-        self.before = self.text if (spec.text or spec.joined) and not self.routing.family.text_last else 0
+        self.length = length + (0 if spec.text is None else self.text)
+        self.before = self.text if (spec.text is not None or spec.joined) and not self.routing.family.text_last else 0
         self.front = front
 
     def draw(self, x: Tensor, r: int, block: int) -> None:
@@ -131,20 +217,29 @@ class Pass:
 
     def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
         """Keeps the rows of the tokens that stay along an axis of a tensor."""
-        r, ndim, by_ndim = self.routing.route_of[block], value.ndim, isinstance(axis, Mapping)
+        r, by_ndim = self.routing.route_of[block], isinstance(axis, Mapping)
+        source, result = self.along.get((name, r), (None, None))
+        if source is value and name:
+            return result
+        if callable(axis):
+            ids = self.ids_keep[r]
+            stay = Stay(self, self.routing.blocks[block], block, stream, self.free - ids.shape[1])
+            result = axis(value, stay)
+            self.along[name, r] = value, result
+            return result
+        ndim = value.ndim
         axis = axis.get(ndim) if by_ndim else axis
         axis, rank = axis if isinstance(axis, tuple) else (axis, ndim)
         if axis is None or axis > 0 and value.shape[axis] == 1:         # the same for all tokens
             return value
-        source, result = self.along.get((name, r), (None, None))
-        if source is value:
-            return result
         axis, batch = range(ndim)[axis], len(self.ids_keep[r])
         has_batch, bare = axis > 0 and len(value) in (1, batch), axis == 0 and (ndim == 2 or ndim == 1 and by_ndim)
         if value.shape[axis] not in (self.free, stream, self.length) or not (has_batch or bare or rank > ndim):
+            lengths = {self.free: "the tokens that may leave", stream: "the blocks' stream",
+                       self.length: "the whole sequence"}
+            lengths = [f"{length} long ({whose})" for length, whose in lengths.items()]
             raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
-                             f"{self.free} long, for the tokens that may leave, or {self.length}, for all, after an "
-                             f"axis of the {batch} samples or of size 1.")
+                             f"{' or '.join(lengths)}, behind an axis of {batch} samples or of size 1.")
         index = self.stayed(r, value.shape[axis])
         if bare and rank == ndim:
             result = value[index[0]] if ndim == 1 else PerSample(value[index])
@@ -158,42 +253,53 @@ class Pass:
     def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Returns a block's arguments, on a route those of the tokens that stay."""
         routing, spec, names = self.routing, self.routing.specs[block], self.routing.names[block]
-        given, r = dict(zip(names, args, strict=False)) | kwargs, routing.route_of[block]
-        if spec.text:
-            self.text = given[spec.text].shape[1]
+        given, r = dict(enumerate(args)) | kwargs, routing.route_of[block]
+        given = {argument(names, key): value for key, value in given.items()}
+        if spec.text is not None:
+            self.text = given[argument(names, spec.text)].shape[1]
         if r is None:
             return args, kwargs
         for name, value in given.items():
             plain = bool | int | float | str | None
-            if isinstance(value, dict) and not all(isinstance(v, plain) for v in value.values()):
+            if name in spec.along or not isinstance(value, dict):
+                continue
+            if not all(isinstance(v, plain) for v in value.values()):
                 raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and what of it runs along the "
                                  f"tokens is not known: call the network without it, or without routed().")
-        x, starts = given[names[0]], block == routing.routes[r].start_layer_idx
+        tokens, starts = argument(names, spec.tokens), block == routing.routes[r].start_layer_idx
+        x = given[tokens]
         stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
         self.measure(spec, stream, given.get(spec.front) or 0)
         if starts:
             self.draw(x, r, block)
         if starts or spec.whole:
-            given[names[0]] = routing.router.start_route(x, self.stayed(r, stream))
+            given[tokens] = routing.router.start_route(x, self.stayed(r, stream))
+        self.given = dict(given)
         for key, axis in spec.along.items():
-            name, _, part = (names[key] if isinstance(key, int) else key).partition(".")
+            name, _, part = (argument(names, key), "", "") if isinstance(key, int) else key.partition(".")
             value = given.get(name)
             if axis is None and value is not None:
                 raise ValueError(f"{routing.place(block)}: {name} relates the tokens in a way that a route would "
                                  f"tear: call the network without it, or without routed().")
-            if isinstance(value, tuple | list):
+            if isinstance(value, tuple | list) and not callable(axis):
                 given[name] = type(value)(v if part not in ("", str(i)) else
                                           self.kept(v, axis, f"{name}.{i}", block, stream)
                                           for i, v in enumerate(value))
             elif value is not None:
                 given[name] = self.kept(value, axis, name, block, stream)
-        args = *(given[name] for name in names[:len(args)]), *args[len(names):]
-        return args, {name: given[name] for name in kwargs}
+        return tuple(given[argument(names, i)] for i in range(len(args))), {name: given[name] for name in kwargs}
 
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
-        r, spec = self.routing.route_of[block], self.routing.specs[block]
+        routing, self.given = self.routing, {}
+        r, spec = routing.route_of[block], routing.specs[block]
         ends = r is not None and block == self.routing.routes[r].end_layer_idx
+        if r is not None and routing.own and spec.text is None and isinstance(output, tuple | list):
+            streams = [tuple(part.shape) for part in output if isinstance(part, Tensor) and part.ndim == 3]
+            if len(streams) > 1:
+                raise ValueError(f"{routing.place(block)} returns {len(streams)} streams, {streams}, and which of them "
+                                 f"is routed is not said: name the arguments of both, and the place of the tokens in "
+                                 f"what it returns, by family=Family((Blocks(path, tokens=, text=, out=),)).")
         if r is None or not (ends or spec.whole):
             return output
         x = output[spec.out] if (several := isinstance(output, tuple | list)) else output
@@ -225,14 +331,18 @@ class Taken:
 class Routing:
     """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
-    def __init__(self, network, routes, blocks, along, keep, mask_noise):
-        if blocks is None or type(network).__name__ in REFUSED:
-            self.family = family_of(network)
+    def __init__(self, network, routes, blocks, along, keep, mask_noise, family):
+        self.own = family is not None or blocks is not None
+        if family is not None and (blocks, along, keep) != (None, None, None):
+            raise ValueError("family= says all that blocks=, along= and keep= say: give one or the other.")
+        if family is not None or blocks is None or type(network).__name__ in REFUSED:
+            self.family = family_of(network) if family is None or type(network).__name__ in REFUSED else family
             if along is not None or keep is not None:
                 raise ValueError(f"along= and keep= are for what blocks= names; {type(network).__name__} is known.")
             keep = 0
         else:
-            self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),))
+            self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),),
+                                 reads=encoder_depths)
         self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many never leave, or which
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
@@ -251,6 +361,11 @@ class Routing:
                 raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T, x_D_last, "
                                  f"return_from and path_drop.")
             span = range(route.start_layer_idx, route.end_layer_idx + 1)
+            for i, name in self.family.reads(network).items() if self.family.reads else ():
+                if route.selection_ratio > 0 and route.start_layer_idx <= i < route.end_layer_idx:
+                    raise ValueError(f"Route {route}: the network reads all tokens after block {i} ({name}={i + 1}), "
+                                     f"where those on the route are away. Start it at block {i + 1} or later, or end "
+                                     f"it at block {i} or earlier.")
             for i in span if route.selection_ratio > 0 else ():
                 self.route_of[i] = r
                 if any(max(m.kernel_size) > 1 for m in self.blocks[i].modules()
@@ -332,6 +447,7 @@ class Routing:
         """Goes on to another pass; tokens away in one that broke off lose the graph, which would hold them for ever."""
         if self.latest is not None:
             self.latest.away = {r: x.detach() for r, x in self.latest.away.items()}
+            self.latest.given = {}
         self.latest = run
 
 
@@ -372,9 +488,9 @@ def mark_checkpoint(run: Pass) -> bool:
     return True
 
 
-def names_of(module: nn.Module) -> tuple[str, ...]:
-    return tuple(name for name, parameter in inspect.signature(type(module).forward).parameters.items()
-                 if parameter.kind not in (parameter.VAR_POSITIONAL, parameter.VAR_KEYWORD))[1:]
+def argument(names: tuple[str, ...], key: str | int) -> str | int:
+    """Returns the name of an argument that is said by its number, or the number where it has no name."""
+    return names[key] if isinstance(key, int) and key < len(names) else key
 
 
 @contextmanager
@@ -386,6 +502,7 @@ def routed(
     along: Mapping[str | int, int] | None = None,       # argument of a block, by name or number -> axis of the tokens
     keep: int | Iterable[int] | None = None,            # how many tokens in front never leave, or which
     mask_noise: Tensor | None = None,                   # (B, routes, N) over the N tokens that may leave
+    family: Family | None = None,                       # a row of one's own, in place of blocks, along and keep
 ) -> Iterator[Taken]:
     """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
 
@@ -398,7 +515,7 @@ def routed(
     network = network_of(model)
     if getattr(vars(network).get("forward"), "__name__", "") == "routed_forward":
         raise ValueError(f"{type(network).__name__} is routed already: give all routes to one routed().")
-    routing = Routing(network, routes, blocks, along, keep, mask_noise)
+    routing = Routing(network, routes, blocks, along, keep, mask_noise, family)
     try:
         with routing.wrapped():
             yield routing.taken

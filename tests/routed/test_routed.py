@@ -339,8 +339,14 @@ def test_a_table_without_a_batch_axis_is_each_samples_own_or_refused_where_its_p
     table = PerSample(rows)
     assert torch.equal(table[None, None], rows[:, None]) and torch.equal(table.unsqueeze(1), rows[:, :, None])
     assert torch.equal(table[None, :, None, :], rows[:, :, None])
-    for use in (lambda: table[None], lambda: table[:, None], lambda: table.unsqueeze(0), lambda: table.unsqueeze(-2)):
-        with pytest.raises(ValueError, match="leaves the place of the batch open"):
+    assert torch.equal(table.view(1, 4, 1, 8), rows[:, :, None]) and torch.equal(table[None].unsqueeze(2), rows[:, :, None])
+    assert torch.equal(table.reshape((1, 1, 4, 8)), rows[:, None])
+    left, right = table.chunk(2, dim=-1)
+    assert torch.equal(left[None, None], rows[:, None, :, :4]) and torch.equal(right.to(torch.float64)[None, None], rows[:, None, :, 4:].double())
+    assert table.shape == (4, 8) and table.size(1) == 8 and table.dtype == torch.float32 and len(table) == 4
+    queries = torch.randn(3, 2, 4, 8)
+    for use in (lambda: table[:, None, None], lambda: queries * table, lambda: torch.cat([table[None], queries]), lambda: table.cos()):
+        with pytest.raises(ValueError, match="hand it over with a batch axis of size 1"):
             use()
 
 
