@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from math import prod
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 
@@ -60,6 +61,30 @@ def padded_image(call: dict) -> int:
     return -(-prod(images[0].shape[1:]) // patch // 32) * 32
 
 
+def first_image(call: dict) -> int:
+    """Counts the tokens of the image to be predicted, before condition images, which differ in their first coordinate.
+
+    On a GPU this waits for the places. A compiled network cannot, so there condition images raise an error.
+    """
+    places = call["img_ids"]
+    of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
+    first = of_image == of_image[0]
+    if torch.compiler.is_compiling():
+        torch._assert_async(first.all(), "With condition images compile the blocks (compile_repeated_blocks), not the "
+                            "network: how many tokens may leave depends on img_ids.")
+        return len(first)
+    return int(first.cumprod(dim=0).sum())
+
+
+def first_of_shapes(call: dict) -> int:
+    """Counts the tokens of the image to be predicted by img_shapes; the images behind it are conditions."""
+    first = {prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]}
+    if len(first) > 1:
+        raise ValueError(f"img_shapes has samples of {sorted(first)} tokens, which cannot be routed together: batch "
+                         f"images of one size.")
+    return first.pop()
+
+
 def in_front(network: nn.Module, call: dict) -> int:
     return network.num_prefix_tokens
 
@@ -70,10 +95,10 @@ CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples")
 FAMILIES = {
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
     "timm.VisionTransformer": Family(
-        (Blocks("blocks", joined=True),), CLASS_TOKENS, in_front, alone=("attn_mask",)),
+        (Blocks("blocks", {"attn_mask": None}, joined=True),), CLASS_TOKENS, in_front),
     "timm.Eva": Family(
-        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}}, joined=True),), CLASS_TOKENS, in_front,
-        alone=("attn_mask",)),
+        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}, "attn_mask": None}, joined=True),), CLASS_TOKENS,
+        in_front),
     "transformers.ViTModel": Family(
         (Blocks("layers", {MASK: None}, joined=True),), CLASS_TOKENS, lambda network, call: 1),
     "transformers.Dinov2Model": Family(
@@ -89,11 +114,13 @@ FAMILIES = {
         ("diffusers.FluxTransformer2DModel", "diffusers.BriaTransformer2DModel",
          "diffusers.LongCatImageTransformer2DModel", "diffusers.OvisImageTransformer2DModel"),
         Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), "text", alone=CONTROLNETS)),
+                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), "text and condition images",
+               free=first_image, alone=CONTROLNETS)),
     **dict.fromkeys(
         ("diffusers.Flux2Transformer2DModel", "diffusers.BriaFiboTransformer2DModel"),
         Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), "text")),
+                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), "text and condition images",
+               free=first_image)),
     "diffusers.Flux3Transformer2DModel": Family(
         (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
          Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
@@ -123,8 +150,8 @@ FAMILIES = {
         (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),), "text of any lengths",
         lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),), "text",
-        alone=("controlnet_block_samples",)),
+        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),),
+        "text and condition images", free=first_of_shapes, alone=("controlnet_block_samples",)),
     "diffusers.QwenImage21Transformer2DModel": Family(
         (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": {1: 0}, "key_valid": 1, MASK: None},
                 joined=True),),
