@@ -69,6 +69,30 @@ def padded_image(call: dict) -> int:
     return -(-prod(images[0].shape[1:]) // patch // 32) * 32
 
 
+def first_image(call: dict) -> int:
+    """Counts the tokens of the image to be predicted, before condition images, which differ in their first coordinate.
+
+    On a GPU this waits for the places. A compiled network cannot, so there condition images raise an error.
+    """
+    places = call["img_ids"]
+    of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
+    first = of_image == of_image[0]
+    if torch.compiler.is_compiling():
+        torch._assert_async(first.all(), "With condition images compile the blocks (compile_repeated_blocks), not the "
+                            "network: how many tokens may leave depends on img_ids.")
+        return len(first)
+    return int(first.cumprod(dim=0).sum())
+
+
+def first_of_shapes(call: dict) -> int:
+    """Counts the tokens of the image to be predicted by img_shapes; the images behind it are conditions."""
+    first = {prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]}
+    if len(first) > 1:
+        raise ValueError(f"img_shapes has samples of {sorted(first)} tokens, which cannot be routed together: batch "
+                         f"images of one size.")
+    return first.pop()
+
+
 def in_front(network: nn.Module, call: dict) -> int:
     return network.num_prefix_tokens
 
@@ -204,10 +228,10 @@ CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples")
 FAMILIES = {
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
     "timm.VisionTransformer": Family(
-        (Blocks("blocks", joined=True),), CLASS_TOKENS, in_front, alone=("attn_mask",)),
+        (Blocks("blocks", {"attn_mask": None}, joined=True),), CLASS_TOKENS, in_front),
     "timm.Eva": Family(
-        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}}, joined=True),), CLASS_TOKENS, in_front,
-        alone=("attn_mask",)),
+        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}, "attn_mask": None}, joined=True),), CLASS_TOKENS,
+        in_front),
     "transformers.ViTModel": Family(
         (Blocks("layers", {MASK: None}, joined=True),), CLASS_TOKENS, lambda network, call: 1),
     "transformers.Dinov2Model": Family(
@@ -223,11 +247,13 @@ FAMILIES = {
         ("diffusers.FluxTransformer2DModel", "diffusers.BriaTransformer2DModel",
          "diffusers.LongCatImageTransformer2DModel", "diffusers.OvisImageTransformer2DModel"),
         Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), "text", alone=CONTROLNETS)),
+                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), "text and condition images",
+               free=first_image, alone=CONTROLNETS)),
     **dict.fromkeys(
         ("diffusers.Flux2Transformer2DModel", "diffusers.BriaFiboTransformer2DModel"),
         Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), "text")),
+                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), "text and condition images",
+               free=first_image)),
     "diffusers.Flux3Transformer2DModel": Family(
         (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
          Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
@@ -257,8 +283,8 @@ FAMILIES = {
         (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),), "text of any lengths",
         lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
-        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),), "text",
-        alone=("controlnet_block_samples",)),
+        (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),),
+        "text and condition images", free=first_of_shapes, alone=("controlnet_block_samples",)),
     "diffusers.QwenImage21Transformer2DModel": Family(
         (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": {1: 0}, "key_valid": 1, MASK: None},
                 joined=True),),
@@ -299,8 +325,8 @@ HUNYUAN = {"freqs_cis": 0, "attn_mask": pairs, "total_len": fewer, **ENDS}
 FLUX = Family((Blocks("double_blocks", {"pe": 2}, text="txt",
                       takes="img txt vec pe txt_attention_mask control_lengths"),
                Blocks("single_blocks", {"pe": 2}, joined=True, takes="x vec pe txt_attention_mask control_lengths")),
-              "text", alone=("control_lengths", "block_controlnet_hidden_states",
-                             "block_controlnet_single_hidden_states"))
+              "text and condition images", free=first_image,
+              alone=("block_controlnet_hidden_states", "block_controlnet_single_hidden_states"))
 CODES = {  # original codes, known by the class, and by lists and arguments of its blocks
     "DiT": (Family((Blocks("blocks", takes="x c"),)),),
     "SiT": (Family((Blocks("blocks", takes="x c"),), reads=encoder_depths),),
@@ -315,9 +341,10 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
         Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), "text", alone=("controlnet_hidden_states",)),),
     "Flux": (FLUX,),
     "QwenImageTransformer2DModel": (
-        Family((Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": None}, text=TEXT, out=1,
+        Family((Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": fewer}, text=TEXT, out=1,
                        takes="hidden_states encoder_hidden_states encoder_hidden_states_mask temb image_rotary_emb "
-                             "txt_seq_lens joint_attention_kwargs timestep_zero_index"),), "text"),),
+                             "txt_seq_lens joint_attention_kwargs timestep_zero_index"),),
+               "text and condition images", free=first_of_shapes),),
     "NextDiT": (
         Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True,
                        takes="x x_mask freqs_cis pe adaln_input"),), "text of any lengths", one_size),),
@@ -381,8 +408,10 @@ def fits(family: Family, network: nn.Module) -> bool:
         blocks = getattr(network, spec.path, None)
         if not isinstance(blocks, nn.ModuleList):
             return False
-        if any(not {*names_of(block)} <= {*spec.takes.split()} for block in blocks):
-            return False
+        for block in blocks:
+            block = getattr(block, "_orig_mod", block)
+            if not {*names_of(getattr(block, "_checkpoint_wrapped_module", block))} <= {*spec.takes.split()}:
+                return False
     return True
 
 

@@ -5,15 +5,19 @@ without a word.
 """
 
 import inspect
+import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
-from dataclasses import dataclass
-from functools import partial
+from dataclasses import dataclass, fields
+from fractions import Fraction
+from functools import cache, partial
+from itertools import takewhile
 from types import MethodType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 
 from routed.families import REFUSED, Blocks, Family, encoder_depths, family_of, names_of, network_of
 from routing_module import Route, Router, resolve_routes
@@ -135,8 +139,10 @@ class Pass:
 
     def __init__(self, routing: "Routing"):
         self.routing, self.last, self.has_gradient = routing, -1, torch.is_grad_enabled()
-        self.text: Any = routing.keep           # a number, one for each sample (B,), or places in the sequence
+        # A number, one for each sample (B,), or places in the sequence; None until `free` or a block says it.
+        self.text: Any = None if routing.family.free else routing.keep
         self.free = 0
+        self.keep_mask: Tensor | None = None    # (B, free) bool: these stay
         # Of the block at hand: the whole sequence with the tokens that are away; of these, text and others in front.
         self.length, self.before, self.front = 0, 0, 0
         self.given: dict[str | int, Any] = {}
@@ -155,7 +161,7 @@ class Pass:
 
     def read_call(self, network: nn.Module, given: dict[str, Any]) -> None:
         """Counts tokens by the network's arguments, and refuses what cannot be routed."""
-        family = self.routing.family
+        family, mask = self.routing.family, self.routing.keep_mask
         for name in family.alone:
             if given.get(name) is not None and not (isinstance(given[name], tuple) and not given[name]):
                 raise ValueError(f"{name} goes to blocks inside a route, past the tokens that left: call the network "
@@ -164,12 +170,13 @@ class Pass:
             self.text = family.text(network, given)
         if family.free:
             self.free = family.free(given)
+        self.keep_mask = mask(given) if callable(mask) else mask
 
     def measure(self, spec: Blocks, length: int, front: int) -> None:
         """Notes what is in the sequence or stream of a block, which has a length with the tokens that are away."""
         if isinstance(self.text, tuple):
             self.text = sorted({range(length)[i] for i in self.text})
-        if spec.joined and self.routing.family.free:
+        if spec.joined and self.text is None:
             self.text = length - self.free
         self.length = length + (0 if spec.text is None else self.text)
         self.before = self.text if (spec.text is not None or spec.joined) and not self.routing.family.text_last else 0
@@ -189,10 +196,36 @@ class Pass:
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
                              f"routes, and {self.free} tokens that may leave.")
+        side = math.isqrt(self.free)
+        if routing.router.selection == "grid" and side ** 2 != self.free:
+            raise ValueError(f"selection=grid is for square images, and {self.free} tokens may leave: set another "
+                             f"selection of the Router.")
+        routing.router.check(routing.routes, side)
+        ratio, noise = self.forced(r, x, None if noise is None else noise[:, r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
-        ids = routing.router.get_mask(free, routing.routes[r].selection_ratio, None if noise is None else noise[:, r])
+        ids = routing.router.get_mask(free, ratio, noise)
         if self.ids_keep[r] is None:  # a recomputation draws only so that later dropout finds its numbers
             self.ids_keep[r], self.away[r] = ids, x
+
+    def forced(self, r: int, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
+        """Returns the ratio and the noise that keep the tokens of keep_mask; the ratio may fall, so that all can."""
+        mask, ratio = self.keep_mask, self.routing.routes[r].selection_ratio
+        if mask is None:
+            return ratio, noise
+        if mask.dtype != torch.bool or mask.shape != (len(x), self.free):
+            raise ValueError(f"keep_mask is {mask.dtype} {tuple(mask.shape)}, but it must be torch.bool "
+                             f"{(len(x), self.free)}: {len(x)} samples, and {self.free} tokens that may leave.")
+        stay, most = self.free - int(self.free * ratio), mask.sum(dim=1).max()
+        reason = (f"than the {stay} of {self.free} that stay at selection ratio {ratio}: lower the ratio, keep fewer, "
+                  f"or set grow=True.")
+        if self.routing.grow:               # on a GPU this waits
+            ratio = Fraction(self.free - max(stay, int(most)), self.free)
+        elif mask.device.type != "cpu" or torch.compiler.is_compiling():
+            torch._assert_async(most <= stay, f"keep_mask keeps more tokens {reason}")
+        elif most > stay:
+            raise ValueError(f"keep_mask keeps {most} tokens of a sample, more {reason}")
+        noise = torch.rand(mask.shape, device=x.device) if noise is None else noise
+        return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
     def places(self, like: Tensor, length: int) -> Tensor:
         """Returns where the tokens that may leave are (B, n), in a sequence or stream of a length."""
@@ -321,6 +354,14 @@ class Pass:
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
 
 
+class Uncalled(dict):
+    """The arguments of a network whose blocks were reached by another method than its forward: none is known."""
+
+    def __missing__(self, name: str) -> Any:
+        raise ValueError(f"Its blocks were reached without a call of the network, whose {name} says which tokens never "
+                         f"leave: call the network itself inside routed().")
+
+
 @dataclass
 class Taken:
     """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token leaves."""
@@ -331,7 +372,7 @@ class Taken:
 class Routing:
     """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
-    def __init__(self, network, routes, blocks, along, keep, mask_noise, family):
+    def __init__(self, network, routes, blocks, along, keep, mask_noise, keep_mask, grow, router, compiled, family):
         self.own = family is not None or blocks is not None
         if family is not None and (blocks, along, keep) != (None, None, None):
             raise ValueError("family= says all that blocks=, along= and keep= say: give one or the other.")
@@ -348,9 +389,10 @@ class Routing:
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
             found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
-            self.blocks += (getattr(block, "_orig_mod", block) for block in found)
+            self.blocks += (inside(block, "_orig_mod") for block in found) if compiled else found
             self.specs += [spec] * len(found)
-        self.names = [names_of(getattr(block, "_checkpoint_wrapped_module", block)) for block in self.blocks]
+        self.names = [names_of(inside(inside(block, "_orig_mod"), "_checkpoint_wrapped_module"))
+                      for block in self.blocks]
         known = {name for names in self.names for name in names[1:]}
         if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known]:
             raise ValueError(f"along= names {unknown[0]!r}; beside their tokens the blocks take {sorted(known)}.")
@@ -375,7 +417,11 @@ class Routing:
         if isinstance(own, nn.Module):
             raise ValueError("This network fuses what comes out of its own route with what went around it: call it "
                              "with routes=net.routes instead.")
-        self.router, self.mask_noise = own if isinstance(own, Router) else Router(), mask_noise
+        self.router = router or (own if isinstance(own, Router) else Router())
+        self.mask_noise, self.keep_mask, self.grow = mask_noise, keep_mask, grow
+        if keep_mask is not None and grow and compiled:
+            raise ValueError("keep_mask may raise the number of tokens that stay, and so compile the network anew: set "
+                             "grow=False, or compile its blocks instead (compile_repeated_blocks).")
         self.call = names_of(network)
         self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()
                          if p.default is not p.empty}
@@ -385,6 +431,9 @@ class Routing:
         self.recomputed: Pass | None = None  # the pass whose blocks a backward computes again, while it does
         self.taken = Taken([None] * len(self.routes))
         self.modules = [network, *self.blocks]
+        # What a call of a module runs: a compiled block is wrapped outside of its graph, where checkpoints are seen.
+        self.slots = ["forward", *("_compiled_call_impl" if block._compiled_call_impl and not compiled else "forward"
+                                   for block in self.blocks)]
         self.wraps = [self.wrap(i, module) for i, module in enumerate(self.modules, start=-1)]
 
     def place(self, block: int) -> str:
@@ -392,19 +441,20 @@ class Routing:
 
     @contextmanager
     def wrapped(self) -> Iterator[None]:
-        before = [{k: v for k, v in vars(module).items() if k == "forward"} for module in self.modules]
-        for module, wrap in zip(self.modules, self.wraps, strict=True):
-            vars(module)["forward"] = MethodType(wrap, module)  # a bound method: a copy of the module has its own
+        wrapped = list(zip(self.modules, self.slots, self.wraps, strict=True))
+        before = [{k: v for k, v in vars(module).items() if k == slot} for module, slot, _ in wrapped]
+        for module, slot, wrap in wrapped:
+            vars(module)[slot] = MethodType(wrap, module)   # a bound method: a copy of the module has its own
         try:
             yield
         finally:
-            for module, own in zip(self.modules, before, strict=True):
-                del vars(module)["forward"]
+            for (module, slot, _), own in zip(wrapped, before, strict=True):
+                del vars(module)[slot]
                 vars(module).update(own)
 
     def wrap(self, i: int, module: nn.Module) -> Callable:
-        """Returns the forward of block i, or for i = -1 of the network."""
-        of_class, own = type(module).forward, vars(module).get("forward")
+        """Returns what a call runs of block i, or for i = -1 of the network."""
+        of_class, own = type(module).forward, vars(module).get(self.slots[i + 1])
 
         def routed_forward(module, *args, **kwargs):
             forward, run = own or partial(of_class, module), self.pass_of(i, args, kwargs)
@@ -427,10 +477,12 @@ class Routing:
             return self.recomputed
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             raise ValueError("A backward inside routed() recomputes a block of an unknown pass. Call backward of a "
-                             "dense pass outside, set use_reentrant=False, and compile the network, not its blocks.")
-        if i == -1 or i == 0 and (self.latest is None or self.latest.last >= 0):
+                             "dense pass outside, and set use_reentrant=False.")
+        if i == -1 or i == 0 and (self.latest is None or self.latest.last >= len(self.blocks) - 1):
             self.begin(Pass(self))
             self.taken.ids_keep = self.latest.ids_keep
+            if i == 0:
+                self.latest.read_call(self.modules[0], Uncalled())
         if i >= 0:
             self.latest.advance(i)
             needs_gradient = self.latest.has_gradient and self.route_of[i] is not None
@@ -493,29 +545,78 @@ def argument(names: tuple[str, ...], key: str | int) -> str | int:
     return names[key] if isinstance(key, int) and key < len(names) else key
 
 
+@cache
+def check_torch() -> None:
+    """Raises RuntimeError, with the version, for a torch without the private calls that `mark_checkpoint` makes."""
+    seen = []
+
+    def look(x: Tensor) -> Tensor:
+        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
+        seen.append((unpack.__module__, torch._C._current_graph_task_id() == -1))
+        return x.exp()
+
+    try:
+        with torch.inference_mode(False), torch.enable_grad():
+            x = torch.ones(1, device="cpu", requires_grad=True)
+            checkpoint(look, x, use_reentrant=False, preserve_rng_state=False).backward()
+    except (AttributeError, TypeError) as error:
+        seen.append(error)
+    if seen != [("torch.utils.checkpoint", True), ("torch.utils.checkpoint", False)]:
+        raise RuntimeError(f"routed() cannot tell passes apart in torch {torch.__version__}, whose saved tensors or "
+                           f"checkpoints work in another way ({seen}). It is tested with torch 2.11.")
+
+
+def inside(module: nn.Module, name: str) -> nn.Module:
+    return getattr(module, name, module)
+
+
+def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
+    """Returns routes that may be mappings, alone or under the key "routes", as in SimpleTuner's configs."""
+    names, read = [part.name for part in fields(Route)], []
+    for route in routes["routes"] if isinstance(routes, Mapping) else routes:
+        if isinstance(route, Mapping) and not {*names[:3]} <= {*route} <= {*names}:
+            raise ValueError(f"A route has {', '.join(names[:3])}, but this one has {sorted(route)}.")
+        read.append(Route(**route) if isinstance(route, Mapping) else route)
+    return read
+
+
 @contextmanager
 def routed(
     model: nn.Module,                                   # alone, or inside DDP, torch.compile or PEFT
-    routes: Iterable[Route],
+    routes: Iterable[Route | Mapping] | Mapping,        # those of this step; SimpleTuner's {"routes": [{…}]} too
     *,
     blocks: str | nn.Module | None = None,              # the list of blocks of a network that is not in FAMILIES
     along: Mapping[str | int, int] | None = None,       # argument of a block, by name or number -> axis of the tokens
     keep: int | Iterable[int] | None = None,            # how many tokens in front never leave, or which
     mask_noise: Tensor | None = None,                   # (B, routes, N) over the N tokens that may leave
+    keep_mask: Tensor | Callable[..., Tensor] | None = None,    # (B, N) bool, or what makes it of the call
+    grow: bool = True,                                  # K grows to the most tokens that keep_mask keeps of a sample
+    router: Router | None = None,                       # how tokens are selected; the network's own, or at random
     family: Family | None = None,                       # a row of one's own, in place of blocks, along and keep
 ) -> Iterator[Taken]:
     """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
 
     Indices of routes count the blocks of all lists of the network, routes are numbered in order of depth, and masks are
     drawn anew in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
-    are the tokens that stayed, over the N that may leave: text, class and register tokens never do. A block that a
-    backward recomputes sees the masks of its pass, outside the `with` block too. Raises ValueError, with the reason,
-    for a network or a call that cannot be routed exactly, and where a pass has not gone through the blocks.
+    are the tokens that stayed, over the N that may leave: text, class and register tokens and condition images never
+    do, and those of keep_mask do not in this pass. A callable keep_mask gets the arguments of the call, by name, in a
+    dict. A block that a backward recomputes sees the masks of its pass, outside the `with` block too. Raises
+    ValueError, with the reason, for a network or a call that cannot be routed exactly, and where a pass has not gone
+    through the blocks.
     """
+    check_torch()
     network = network_of(model)
     if getattr(vars(network).get("forward"), "__name__", "") == "routed_forward":
         raise ValueError(f"{type(network).__name__} is routed already: give all routes to one routed().")
-    routing = Routing(network, routes, blocks, along, keep, mask_noise, family)
+    around = [*takewhile(lambda part: part is not network, model.modules()), network]
+    compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl for part in around)
+    routing = Routing(network, read_routes(routes), blocks, along, keep, mask_noise, keep_mask, grow, router, compiled,
+                      family)
+    if routing.route_of.count(None) == len(routing.blocks):     # dense: what was compiled without a route is used
+        yield routing.taken
+        return
     try:
         with routing.wrapped():
             yield routing.taken

@@ -104,6 +104,10 @@ def text_seen(q, k, v, img_q_len, img_kv_len, text_mask=None, **_):
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2)
 
 
+def with_mask(q, k, v, attn_mask=None, **_):
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=attn_mask).transpose(1, 2).flatten(2)
+
+
 class Anything(ModuleType):
     """A module that is imported and never run."""
 
@@ -114,7 +118,8 @@ class Anything(ModuleType):
             raise AttributeError(name)
         if name == "MODELS":                # a registry of classes, which stay as they are
             return SimpleNamespace(register_module=lambda: lambda found: found)
-        return mock.MagicMock(name=name)
+        setattr(self, name, mock.MagicMock(name=name))
+        return vars(self)[name]
 
 
 @contextmanager
@@ -252,6 +257,8 @@ def wan(folder="Wan2.1", module="wan.modules.model", version=None, **options):
                              num_layers=4, **options)
         if folder.startswith("Wan"):
             found.flash_attention = in_lengths
+        else:
+            found.flash_attention = partial(found.flash_attention, dtype=torch.float32)
     t = TIME[:, None].expand(-1, N) if folder == "Wan2.2" else TIME
     inputs = dict(x=list(VIDEO), t=t, context=[words[:n] for words, n in zip(WORDS, (5, 2, 4), strict=True)], seq_len=N)
     return Case(net, inputs, lambda out: patches(torch.stack(out)), checkpointing=getattr(
@@ -283,6 +290,7 @@ def hunyuan15():
             "hyvideo.models.transformers.modules.attention", "flash_attn", "flash_attn.flash_attn_interface")) as found:
         found.maybe_fallback_attn_mode = lambda mode, *_, **__: mode
         found.parallel_attention = text_seen
+        sys.modules[found.SingleTokenRefiner.__module__].attention = with_mask
         found.get_parallel_state = lambda: SimpleNamespace(sp_enabled=False)
         net = found.HunyuanVideo_1_5_DiffusionTransformer(
             patch_size=[1, 2, 2], in_channels=4, concat_condition=False, hidden_size=16, heads_num=2, mm_double_blocks_depth=2,

@@ -39,6 +39,7 @@ class Case:
     train: bool = False
     n: int = N
     first: list[int] | None = None  # of each sample: the place of the first token in a joined sequence
+    behind: int = 0  # where it is not given: how many tokens stand behind those that may leave
 
     @property
     def k(self) -> int:
@@ -159,13 +160,21 @@ def auraflow():
         parts={"pos_embed": 1}, small=dict(hidden_states=SMALL_IMAGE), tokens=patches)
 
 
-def flux(network, options, along=None, first=None, **inputs):
+CONDITION = 6  # tokens of a condition image, behind the image that is drawn
+
+
+def flux(network, options, along=None, first=None, edit=False, **inputs):
+    """In editing, a condition image stands behind, with another first coordinate."""
+    inputs = dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, timestep=SHARE, img_ids=PLACES,
+                  txt_ids=torch.zeros(TEXT, 3)) | inputs
+    if edit:
+        places = inputs["img_ids"][:CONDITION] + torch.eye(inputs["img_ids"].shape[1])[0]
+        inputs |= dict(hidden_states=randn(BATCH, N + CONDITION, 4), img_ids=torch.cat([inputs["img_ids"], places]))
     return Case(
         network(**dict(num_layers=2, num_single_layers=2, in_channels=4, joint_attention_dim=16, axes_dims_rope=(2, 2, 4))
-                | HEADS | options),
-        dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, timestep=SHARE, img_ids=PLACES,
-             txt_ids=torch.zeros(TEXT, 3)) | inputs,
-        along=dict(hidden_states=1, img_ids=0) | (along or {}), first=first)
+                | HEADS | options), inputs,
+        along=dict(hidden_states=1, img_ids=0) | (along or {}), first=first, behind=CONDITION * edit,
+        tokens=lambda out: out[:, :-CONDITION] if edit else out)
 
 
 def four_axes(network, options, **inputs):
@@ -176,18 +185,14 @@ def four_axes(network, options, **inputs):
 
 def qwen(edit=False):
     """In editing, the second of its two images is a condition."""
-    shapes = [(1, 2, SIDE), (1, 2, SIDE)] if edit else [(1, SIDE, SIDE)]
-
-    def small(ids):
-        first = int((ids < N // 2).sum())
-        return dict(img_shapes=[[(1, 1, first), (1, 1, K - first)] if edit else [SMALL]])
-
+    condition = [(1, 2, CONDITION // 2)] * edit
     return Case(
         diffusers.QwenImageTransformer2DModel(in_channels=4, out_channels=1, num_layers=DEPTH, joint_attention_dim=16,
                                               axes_dims_rope=(2, 2, 4), zero_cond_t=edit, **HEADS),
-        dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, timestep=SHARE, img_shapes=[shapes] * BATCH,
-             encoder_hidden_states_mask=TEXT_MASK.float()),
-        parts={"pos_embed": 0}, along=dict(hidden_states=1), small=small)
+        dict(hidden_states=randn(BATCH, N + CONDITION * edit, 4), encoder_hidden_states=WORDS, timestep=SHARE,
+             img_shapes=[[(1, SIDE, SIDE), *condition]] * BATCH, encoder_hidden_states_mask=TEXT_MASK.float()),
+        parts={"pos_embed": 0}, along=dict(hidden_states=1), small=dict(img_shapes=[[SMALL, *condition]]),
+        behind=CONDITION * edit, tokens=lambda out: out[:, :-CONDITION] if edit else out)
 
 
 def qwen21(condition=0, **options):
@@ -462,6 +467,15 @@ NETWORKS = {
     "SD3Transformer2DModel, 3.5": partial(sd3, qk_norm="rms_norm", dual_attention_layers=(0, 1)),
     "FluxTransformer2DModel": partial(
         flux, diffusers.FluxTransformer2DModel, dict(pooled_projection_dim=16), pooled_projections=POOLED),
+    "FluxTransformer2DModel, Kontext": partial(
+        flux, diffusers.FluxTransformer2DModel, dict(pooled_projection_dim=16), pooled_projections=POOLED, edit=True),
+    "Flux2Transformer2DModel, edit": partial(
+        four_axes, diffusers.Flux2Transformer2DModel, dict(guidance_embeds=False), edit=True),
+    "LongCatImageTransformer2DModel, edit": partial(
+        flux, diffusers.LongCatImageTransformer2DModel, dict(pooled_projection_dim=16), edit=True),
+    "BriaFiboTransformer2DModel, edit": partial(
+        flux, diffusers.BriaFiboTransformer2DModel, dict(text_encoder_dim=16), edit=True,
+        text_encoder_layers=[randn(BATCH, TEXT, 16, seed=i) for i in range(DEPTH)]),
     "Flux2Transformer2DModel": partial(four_axes, diffusers.Flux2Transformer2DModel, dict(guidance_embeds=False)),
     "BriaTransformer2DModel": partial(flux, diffusers.BriaTransformer2DModel, dict(pooled_projection_dim=None)),
     "OvisImageTransformer2DModel": partial(flux, diffusers.OvisImageTransformer2DModel, {}),

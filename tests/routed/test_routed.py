@@ -79,7 +79,7 @@ def test_tokens_that_left_come_back_with_exactly_the_value_they_left_with(name):
         hook.remove()
 
     def image(x):  # the tokens that may leave are the last of their sequence, where the case does not say otherwise
-        first = case.first or [x.shape[1] - case.n] * BATCH
+        first = case.first or [x.shape[1] - case.n - case.behind] * BATCH
         return torch.stack([x[b, first[b]:first[b] + case.n] for b in range(BATCH)])
     before, after = image(seen["before"]), image(seen["after"])
     left = torch.ones(BATCH, case.n, dtype=torch.bool).scatter_(1, taken.ids_keep[0], False)
