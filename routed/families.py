@@ -357,9 +357,8 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
                "text", text_last=True),),
     "HunyuanVideo_1_5_DiffusionTransformer": (
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_param": full_attention}, text="txt",
-                       takes="img txt vec freqs_cis text_mask attn_param is_flash block_idx"),
-                Blocks("single_blocks", {"freqs_cis": 0, "attn_param": full_attention}, joined=True,
-                       takes="x vec txt_len freqs_cis text_mask attn_param is_flash")), "text", text_last=True),
+                       takes="img txt vec freqs_cis text_mask attn_param is_flash block_idx"),),
+               "text", text_last=True),     # its single blocks see all: it counts the image between the lists
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_params": fewer_in_params}, text="txt",
                        takes="img txt vec freqs_cis attn_params"),), "text", text_last=True)),
 }

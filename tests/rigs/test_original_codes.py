@@ -12,7 +12,7 @@ import subprocess
 import sys
 from collections.abc import Callable
 from contextlib import contextmanager
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from types import ModuleType, SimpleNamespace
@@ -27,7 +27,8 @@ from torch.utils.checkpoint import checkpoint
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "routed"))
 
-from foreign_networks import BATCH, IMAGE, PLACES, POOLED, SEQUENCE, SHARE, TEXT, TEXT_MASK, TIME, WORDS, N, patches, randn
+import foreign_networks
+from foreign_networks import BATCH, IMAGE, POOLED, SEQUENCE, SHARE, TEXT, TEXT_MASK, TIME, WORDS, N, patches, randn
 
 from routed import Route, routed
 
@@ -105,6 +106,7 @@ def text_seen(q, k, v, img_q_len, img_kv_len, text_mask=None, **_):
 
 
 def with_mask(q, k, v, attn_mask=None, **_):
+    attn_mask = attn_mask[:, None, None] if attn_mask.ndim == 2 else attn_mask
     return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=attn_mask).transpose(1, 2).flatten(2)
 
 
@@ -195,7 +197,7 @@ FLUX = dict(in_channels=4, vec_in_dim=16, context_in_dim=16, hidden_size=16, mlp
 def flux(folder, module, options=None, params=None, **inputs):
     with code(folder, module, ("flash_attn", "toml", "cv2") if "flux" not in folder else ()) as found:
         net = found.Flux(found.FluxParams(**FLUX | (params or {})), **options or {})
-    places = PLACES.expand(BATCH, -1, -1)
+    places = foreign_networks.PLACES.expand(BATCH, -1, -1)
     return Case(net, dict(img=SEQUENCE, img_ids=places, txt=WORDS, txt_ids=torch.zeros(BATCH, TEXT, 3), timesteps=SHARE, y=POOLED)
                 | inputs, lambda out: out, {TEXT + N: TEXT}.get,
                 getattr(type(net), "enable_gradient_checkpointing", None))
@@ -258,7 +260,7 @@ def wan(folder="Wan2.1", module="wan.modules.model", version=None, **options):
         if folder.startswith("Wan"):
             found.flash_attention = in_lengths
         else:
-            found.flash_attention = partial(found.flash_attention, dtype=torch.float32)
+            found.flash_attention = lambda qkv, k_lens=None, **_: in_lengths(*qkv, k_lens=k_lens)  # its own rounds to bfloat16
     t = TIME[:, None].expand(-1, N) if folder == "Wan2.2" else TIME
     inputs = dict(x=list(VIDEO), t=t, context=[words[:n] for words, n in zip(WORDS, (5, 2, 4), strict=True)], seq_len=N)
     return Case(net, inputs, lambda out: patches(torch.stack(out)), checkpointing=getattr(
@@ -293,8 +295,8 @@ def hunyuan15():
         sys.modules[found.SingleTokenRefiner.__module__].attention = with_mask
         found.get_parallel_state = lambda: SimpleNamespace(sp_enabled=False)
         net = found.HunyuanVideo_1_5_DiffusionTransformer(
-            patch_size=[1, 2, 2], in_channels=4, concat_condition=False, hidden_size=16, heads_num=2, mm_double_blocks_depth=2,
-            mm_single_blocks_depth=2, rope_dim_list=[2, 2, 4], text_states_dim=16, attn_mode="torch", attn_param={})
+            patch_size=[1, 2, 2], in_channels=4, concat_condition=False, hidden_size=16, heads_num=2, mm_double_blocks_depth=4,
+            mm_single_blocks_depth=0, rope_dim_list=[2, 2, 4], text_states_dim=16, attn_mode="torch", attn_param={})
     inputs = dict(hidden_states=VIDEO, timestep=TIME, text_states=WORDS, text_states_2=None,
                   encoder_attention_mask=TEXT_MASK.long())
     return Case(net, inputs, lambda out: patches(out[0] if isinstance(out, tuple) else out), {TEXT + N: 0}.get)

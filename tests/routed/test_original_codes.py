@@ -1,0 +1,426 @@
+"""Original codes are known by what their blocks look like: small networks of the same shape, routed and fed fewer tokens.
+
+The codes themselves are run by `tests/rigs/test_original_codes.py`.
+"""
+
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional as F
+from torch.utils.checkpoint import checkpoint
+
+from routed import Blocks, Family, Route, routed
+from routed.families import CODES, by_place, family_of
+
+BATCH, N, TEXT, D, DEPTH = 3, 16, 5, 8, 2
+LENGTHS = torch.tensor([5, 2, 4])
+
+
+class Attention(nn.Module):
+    """Mixes tokens (B, n, D) that are turned by a table, or a function of the tokens."""
+
+    def __init__(self):
+        super().__init__()
+        self.qkv, self.out = nn.Linear(D, 3 * D), nn.Linear(D, D)
+
+    def forward(self, x, turn=None, mask=None):
+        q, k, v = self.qkv(x).unflatten(-1, (3, 2, D // 2)).permute(2, 0, 3, 1, 4)      # (B, heads, n, D / 2)
+        if turn is not None:
+            q, k = turn(q), turn(k)
+        return x + self.out(F.scaled_dot_product_attention(q, k, v, attn_mask=mask).transpose(1, 2).flatten(2))
+
+
+def network(name, lists, forward):
+    """A network of a class's name, with lists of blocks of a forward each."""
+    blocks = {path: nn.ModuleList(type("Block", (Attention,), dict(forward=block, attend=Attention.forward))()
+                                  for _ in range(DEPTH)) for path, block in lists.items()}
+    net = type(name, (nn.Module,), dict(forward=forward))()
+    for path, found in blocks.items():
+        setattr(net, path, found)
+    return net
+
+
+def both(self, img, txt, turn=None, mask=None, text_first=True):
+    joined = self.attend(torch.cat([txt, img] if text_first else [img, txt], dim=1), turn, mask)
+    first, second = joined.split([txt.shape[1], img.shape[1]] if text_first else [img.shape[1], txt.shape[1]], dim=1)
+    return (second, first) if text_first else (first, second)
+
+
+def table_of(ids):                          # a table of a row for each token, of those that are fed
+    return torch.randn(N, D // 2, generator=torch.Generator().manual_seed(3))[ids]
+
+
+def dit():
+    def block(self, x, c):
+        return self.attend(x + c[:, None])
+
+    def forward(self, x, ids):
+        for part in self.blocks:
+            x = part(x, x.new_ones(len(x), D))
+        return x
+    return network("SiT", {"blocks": block}, forward)
+
+
+def pixart():
+    def block(self, x, y, t, mask=None, **kwargs):
+        return self.attend(x + y.mean())
+
+    def forward(self, x, ids):
+        for part in self.blocks:
+            x = part(x, torch.ones(1, 7, D), None, [TEXT] * len(x), HW=(4, 4))
+        return x
+    return network("PixArtMS", {"blocks": block}, forward)
+
+
+def lightning():
+    def block(self, x, c, feat_rope=None):
+        return self.attend(x, feat_rope)
+
+    class Turn(nn.Module):
+        def __init__(self, ids):
+            super().__init__()
+            self.table = table_of(ids)
+
+        def forward(self, q):
+            return q * self.table
+
+    def forward(self, x, ids):
+        for part in self.blocks:
+            x = part(x, None, Turn(ids))
+        return x
+    return network("LightningDiT", {"blocks": block}, forward)
+
+
+def flux():
+    def double(self, img, txt, vec, pe, txt_attention_mask=None):
+        return both(self, img, txt, lambda q: q * pe[..., 0])
+
+    def single(self, x, vec, pe, txt_attention_mask=None):
+        return self.attend(x, lambda q: q * pe[..., 0])
+
+    def forward(self, img, img_ids):
+        txt = torch.ones(len(img), TEXT, D)
+        pe = torch.cat([torch.ones(TEXT, D // 2), table_of(img_ids[0, :, 1].long())])[None, None, :, :, None]
+        for part in self.double_blocks:
+            img, txt = part(img=img, txt=txt, vec=None, pe=pe)
+        x = torch.cat([txt, img], dim=1)
+        for part in self.single_blocks:
+            x = part(x, vec=None, pe=pe)
+        return x[:, TEXT:]
+    return network("Flux", {"double_blocks": double, "single_blocks": single}, forward)
+
+
+def sd35():
+    def block(self, *args, **kwargs):       # its words are those of a function that it calls
+        return both(self, args[1], args[0])[::-1]
+
+    def forward(self, x, ids, skip_layers=()):
+        context = torch.ones(len(x), TEXT, D)
+        for part in self.joint_blocks:
+            context, x = part(context, x, c=None)
+        return x
+    return network("MMDiTX", {"joint_blocks": block}, forward)
+
+
+def min_rf():
+    def double(self, c, x, global_cond, **kwargs):
+        return both(self, x, c)[::-1]
+
+    def single(self, cx, global_cond, **kwargs):
+        return self.attend(cx)
+
+    def forward(self, x, ids):
+        c = torch.ones(len(x), TEXT, D)
+        for part in self.double_layers:
+            c, x = part(c, x, None)
+        x = torch.cat([c, x], dim=1)
+        for part in self.single_layers:
+            x = part(x, None)
+        return x[:, TEXT:]
+    return network("MMDiT", {"double_layers": double, "single_layers": single}, forward)
+
+
+def qwen():
+    def block(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
+              txt_seq_lens=None, joint_attention_kwargs=None, timestep_zero_index=None):
+        image, text = image_rotary_emb
+        hidden_states = torch.cat([hidden_states[:, :timestep_zero_index] + 1, hidden_states[:, timestep_zero_index:]], dim=1)
+        turn = image[None, None]
+        x, encoder_hidden_states = both(self, hidden_states, encoder_hidden_states, lambda q: torch.cat([q[:, :, :TEXT] * text, q[:, :, TEXT:] * turn], dim=2))
+        return encoder_hidden_states, x
+
+    def forward(self, x, ids, img_shapes=None):
+        """Two tokens behind the image are a condition."""
+        words, length = torch.ones(len(x), TEXT, D), x.shape[1]
+        x = torch.cat([x, x.new_ones(len(x), 2, D)], dim=1)
+        tables = torch.cat([table_of(ids), torch.ones(2, D // 2)]), torch.ones(TEXT, D // 2)
+        for part in self.transformer_blocks:
+            words, x = part(x, words, None, None, tables, timestep_zero_index=length)
+        return x[:, :length]
+    return network("QwenImageTransformer2DModel", {"transformer_blocks": block}, forward)
+
+
+def lumina():
+    def block(self, x, x_mask, freqs_cis, adaln_input=None):
+        return self.attend(x, lambda q: q * freqs_cis[:, None], x_mask[:, None, None])
+
+    def forward(self, x, ids, cap_mask=None):
+        """Texts of several lengths, each before its image, and padding behind."""
+        lengths, whole = cap_mask.sum(1).tolist(), max(cap_mask.sum(1).tolist()) + x.shape[1]
+        parts = [torch.cat([part.new_ones(n, D), part, part.new_zeros(whole - n - len(part), D)]) for n, part in zip(lengths, x, strict=True)]
+        tables = [torch.cat([torch.ones(n, D // 2), table_of(ids), torch.ones(whole - n - len(ids), D // 2)]) for n in lengths]
+        mask = torch.arange(whole) < torch.tensor([n + x.shape[1] for n in lengths])[:, None]
+        length, x = x.shape[1], torch.stack(parts)
+        for part in self.layers:
+            x = part(x, mask, torch.stack(tables), None)
+        return torch.stack([part[n:n + length] for n, part in zip(lengths, x, strict=True)])
+    return network("NextDiT", {"layers": block}, forward)
+
+
+def wan():
+    def turned(q, grid_sizes, freqs):
+        """Rotary values made inside the block, of a part of the table for each axis, sample by sample."""
+        c, out = D // 2, []
+        parts = freqs.split([c - 2 * (c // 3), c // 3, c // 3], dim=1)
+        for i, (f, h, w) in enumerate(grid_sizes.tolist()):
+            rows = torch.cat([parts[0][:f].view(f, 1, 1, -1).expand(f, h, w, -1), parts[1][:h].view(1, h, 1, -1).expand(f, h, w, -1),
+                              parts[2][:w].view(1, 1, w, -1).expand(f, h, w, -1)], dim=-1).reshape(f * h * w, -1)
+            out.append(q[i] * rows)
+        return torch.stack(out)
+
+    def block(self, x, e, seq_lens, grid_sizes, freqs, context, context_lens):
+        mask = torch.arange(x.shape[1]) < seq_lens[:, None]
+        x = x + (e[:, :, 0] if e.ndim == 4 else 0)
+        if isinstance(freqs, list):         # musubi-tuner's: a table for each sample
+            return self.attend(x, lambda q: torch.stack([part * rows[:, 0] for part, rows in zip(q, freqs, strict=True)]), mask[:, None, None])
+        return self.attend(x, lambda q: turned(q, grid_sizes, freqs), mask[:, None, None])
+
+    return block
+
+
+TABLE = torch.randn(9, D // 2, generator=torch.Generator().manual_seed(5))
+
+
+def of_wan(musubi=False, each=False):
+    def forward(self, x, ids, seq_len=N):
+        grid, given, lengths = torch.tensor([[2, 2, 4]] * len(x)), TABLE, torch.tensor([x.shape[1]] * len(x))
+        e = torch.arange(1.0, N + 1)[ids].view(1, -1, 1, 1).expand(len(x), -1, 6, D) if each else torch.ones(len(x), 6, D)
+        rows = torch.stack([torch.cat([TABLE[i // 8, :2], TABLE[i // 4 % 2, 2:3], TABLE[i % 4, 3:]]) for i in ids])[:, None]
+        if musubi or len(ids) < N:          # fewer tokens have no grid, so they are fed by a table for each sample
+            given = [rows] * len(x)
+        for part in self.blocks:
+            x = part(x, e, lengths, grid, given, None, None)
+        return x
+    return network("WanModel", {"blocks": wan()}, forward)
+
+
+def of_samples(q, ends):
+    """Which tokens of a packed sequence see which, by the ends of each sample's tokens and of its padding."""
+    whole = int(ends[2])
+    return (torch.arange(whole) < (ends[1::2] - torch.arange(len(ends) // 2) * whole)[:, None])[:, None, None]
+
+
+def hunyuan(musubi=False):
+    def turn(length, cos):
+        return lambda q: torch.cat([q[:, :, :length] * cos.view(1, 1, length, -1), q[:, :, length:]], dim=2)
+
+    def double(self, img, txt, vec, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, freqs_cis=None):
+        assert freqs_cis[0].shape == (img.shape[1], D // 2) and max_seqlen_q == img.shape[1] + TEXT
+        return both(self, img, txt, turn(img.shape[1], freqs_cis[0]), of_samples(None, cu_seqlens_q), False)
+
+    def single(self, x, vec, txt_len, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, freqs_cis=None):
+        return self.attend(x, turn(x.shape[1] - txt_len, freqs_cis[0]), of_samples(None, cu_seqlens_q))
+
+    def of_args(self, img, txt, vec, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
+                max_seqlen_kv=None, freqs_cis=None):
+        assert total_len is None or torch.equal(total_len, attn_mask.sum(-1).amax((1, 2)))
+        return both(self, img, txt, turn(img.shape[1], freqs_cis[0]), attn_mask, False)
+
+    def single_args(self, x, vec, txt_len, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
+                    max_seqlen_kv=None, freqs_cis=None):
+        return self.attend(x, turn(x.shape[1] - txt_len, freqs_cis[0]), attn_mask)
+
+    def forward(self, x, ids):
+        n, length = x.shape[1] + TEXT, x.shape[1]
+        totals = self.lengths[:len(x)] + x.shape[1]
+        ends = torch.cat([torch.zeros(1), torch.stack([torch.arange(len(x)) * n + totals, torch.arange(1, len(x) + 1) * n], 1).flatten()]).int()
+        seen = torch.arange(n) < totals[:, None]
+        pairs = (seen[:, None] & seen[:, :, None]) | torch.eye(n).bool()
+        more = (pairs[:, None], totals) if musubi else ()
+        txt, freqs = torch.ones(len(x), TEXT, D), (table_of(ids), table_of(ids))
+        for part in self.double_blocks:
+            x, txt = part(x, txt, None, *more, ends, ends, n, n, freqs)
+        x = torch.cat([x, txt], dim=1)
+        for part in self.single_blocks:
+            x = part(x, None, TEXT, *more, ends, ends, n, n, freqs)
+        return x[:, :length]
+
+    def handing_on(self, *args, **kwargs):
+        return checkpoint(self._forward, *args, use_reentrant=False, **kwargs)
+    net = network("HYVideoDiffusionTransformer", {"double_blocks": handing_on if musubi else double,
+                                                  "single_blocks": handing_on if musubi else single}, forward)
+    for blocks, inner in ((net.double_blocks, of_args), (net.single_blocks, single_args)) if musubi else ():
+        for block in blocks:
+            type(block)._forward = inner
+    net.lengths = LENGTHS
+    return net
+
+
+@dataclass
+class Params:
+    """As musubi-tuner's AttentionParams."""
+
+    split_attn: bool = False
+    img_len: Any = None
+    attention_mask: Any = None
+    seqlens: Any = None
+    cu_seqlens: Any = None
+    max_seqlen: Any = None
+
+
+def hunyuan15(musubi=False):
+    def of_tencent(self, img, txt, vec, freqs_cis=None, text_mask=None, attn_param=None, is_flash=False, block_idx=None):
+        return both(self, img, txt, lambda q: torch.cat([q[:, :, :-TEXT] * freqs_cis[0][None, None], q[:, :, -TEXT:]], dim=2), None, False)
+
+    def of_musubi(self, img, txt, vec, freqs_cis=None, attn_params=None):
+        assert attn_params.img_len == img.shape[1] and attn_params.max_seqlen == img.shape[1] + TEXT
+        assert torch.equal(attn_params.seqlens, attn_params.attention_mask.sum((1, 2, 3)))
+        return both(self, img, txt, lambda q: torch.cat([q[:, :, :-TEXT] * freqs_cis[0][None, None], q[:, :, -TEXT:]], dim=2), attn_params.attention_mask, False)
+
+    def forward(self, x, ids):
+        txt, freqs, n = torch.ones(len(x), TEXT, D), (table_of(ids), table_of(ids)), x.shape[1]
+        totals = self.lengths[:len(x)] + n
+        params = Params(False, n, (torch.arange(n + TEXT) < totals[:, None])[:, None, None], totals, None, n + TEXT)
+        for part in self.double_blocks:
+            part.attn_mode = self.attn_mode
+            x, txt = part(x, txt, None, freqs, params) if musubi else part(img=x, txt=txt, vec=None, freqs_cis=freqs, attn_param={"thw": [1, 4, 4]})
+        return x
+    net = network("HunyuanVideo_1_5_DiffusionTransformer",
+                  {"double_blocks": of_musubi if musubi else of_tencent}, forward)
+    net.single_blocks = nn.ModuleList()
+    net.lengths, net.attn_mode = LENGTHS, "torch"
+    return net
+
+
+NETWORKS = {"SiT": dit, "PixArtMS": pixart, "LightningDiT": lightning, "Flux": flux, "MMDiTX": sd35, "MMDiT": min_rf,
+            "QwenImageTransformer2DModel": qwen, "NextDiT": lumina, "WanModel": of_wan,
+            "WanModel, a time for each token": partial(of_wan, each=True), "WanModel, musubi-tuner": partial(of_wan, musubi=True),
+            "HYVideoDiffusionTransformer": hunyuan, "HYVideoDiffusionTransformer, musubi-tuner": partial(hunyuan, True),
+            "HunyuanVideo_1_5_DiffusionTransformer": hunyuan15,
+            "HunyuanVideo_1_5_DiffusionTransformer, musubi-tuner": partial(hunyuan15, True)}
+
+
+def called(net, x, ids, sample=None):
+    """Feeds a network tokens x (B, n, D), whose places in the grid are ids (n,)."""
+    words = {"img_shapes": [[(1, 1, x.shape[1]), (1, 1, 2)]], "cap_mask": (torch.arange(TEXT) < LENGTHS[:, None]).long()}
+    if sample is not None:
+        words["cap_mask"] = words["cap_mask"][sample:sample + 1]
+        if hasattr(net, "lengths"):
+            net.lengths = LENGTHS[sample:sample + 1]
+    if type(net).__name__ == "Flux":
+        places = torch.stack([torch.zeros(len(ids)), ids.float(), ids.float()], dim=1)
+        return net(img=x, img_ids=places.expand(len(x), -1, -1))
+    wanted = type(net).forward.__code__.co_varnames[:type(net).forward.__code__.co_argcount]
+    try:
+        return net(x=x, ids=ids, **{name: value for name, value in words.items() if name in wanted})
+    finally:
+        if hasattr(net, "lengths"):
+            net.lengths = LENGTHS
+
+
+def gradients(net):
+    found = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
+    net.zero_grad(set_to_none=True)
+    return found
+
+
+@pytest.mark.parametrize("name", NETWORKS)
+def test_a_network_like_an_original_code_is_routed_as_if_it_were_fed_fewer_tokens(name):
+    torch.manual_seed(0)
+    net, x, everywhere = NETWORKS[name](), torch.randn(BATCH, N, D), torch.arange(N)
+    dense = called(net, x, everywhere)
+    with routed(net, [Route(0, -1, 0.0)]):
+        assert torch.equal(called(net, x, everywhere), dense)
+    with routed(net, [Route(0, -1, 0.75)]) as taken:
+        out = called(net, x, everywhere)
+    ids, weight = taken.ids_keep[0], torch.randn(BATCH, N // 4, D)
+    stayed = torch.stack([out[b, ids[b]] for b in range(BATCH)])
+    (stayed * weight).sum().backward()
+    found = gradients(net)
+    for b in range(BATCH):
+        fewer = called(net, x[b:b + 1, ids[b]], ids[b], sample=b)
+        assert torch.allclose(fewer[0], stayed[b], atol=1e-5)
+        (fewer * weight[b]).sum().backward()
+        left = [i for i in range(N) if i not in ids[b]]
+        assert torch.equal(out[b, left], x[b, left])
+    expected = gradients(net)
+    assert found.keys() == expected.keys() and all(torch.allclose(found[key], expected[key], atol=1e-4) for key in found)
+
+
+def test_the_small_networks_are_of_the_codes_that_are_known():
+    alike = {"DiT": "SiT", "PixArt": "PixArtMS", "DiT_Llama": "SiT"}
+    assert {alike.get(name, name) for name in CODES} == {name.partition(",")[0] for name in NETWORKS}
+
+
+def refused(net, says, call=None, **options):
+    with pytest.raises(ValueError, match=says), routed(net, [Route(0, 1, 0.5)], **options):
+        (call or (lambda: called(net, torch.randn(BATCH, N, D), torch.arange(N))))()
+
+
+def test_a_class_of_the_same_name_with_other_blocks_is_not_known():
+    net = network("Flux", {"double_blocks": lambda self, img, txt, vec, pe, extra: img}, None)
+    refused(net, "is not a known network")
+
+
+@pytest.mark.parametrize(("make", "named"), [(min_rf, {}), (sd35, {}), (flux, {"pe": 2}), (qwen, {"image_rotary_emb.0": 0})])
+def test_blocks_of_two_streams_where_none_is_named_are_refused(make, named):
+    """Routed by their first argument, the text of some would leave, and the image not."""
+    net = make()
+    row = family_of(net).lists[0]
+    with pytest.raises(ValueError, match="returns 2 streams|must be 16 long"), routed(net, [Route(0, 1, 0.5)], blocks=row.path, along=named):
+        called(net, torch.randn(BATCH, N, D), torch.arange(N))
+
+
+def test_a_network_of_ones_own_is_known_by_a_row_of_its_own():
+    net, x, ids = min_rf(), torch.randn(BATCH, N, D), torch.arange(N)
+    net.__class__.__name__ = "Mine"
+    row = Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers", joined=True)))
+    noise = torch.rand(BATCH, 1, N)
+    with routed(net, [Route(0, -1, 0.5)], family=row, mask_noise=noise):
+        out = net(x, ids)
+    net.__class__.__name__ = "MMDiT"
+    with routed(net, [Route(0, -1, 0.5)], mask_noise=noise):
+        assert torch.equal(net(x, ids), out)
+    refused(net, "family= says all", family=row, blocks="double_layers")
+
+
+def test_a_function_of_places_is_named_in_along():
+    net, x, ids = lightning(), torch.randn(BATCH, N, D), torch.arange(N)
+    noise = torch.rand(BATCH, 1, N)
+    with routed(net, [Route(0, -1, 0.5)], mask_noise=noise):
+        out = net(x, ids)
+    with routed(net, [Route(0, -1, 0.5)], mask_noise=noise, blocks="blocks", along={"feat_rope": by_place(2)}):
+        assert torch.equal(net(x, ids), out)
+
+
+def test_a_route_across_the_depth_of_repas_projector_is_refused_with_the_blocks():
+    net = network("SiT", {"blocks": lambda self, x, c: x}, lambda self, x: x)
+    net.encoder_depth = 1
+    refused(net, r"after block 0 \(encoder_depth=1\).*Start it at block 1 or later, or end it at block 0 or earlier")
+    refused(net, "encoder_depth=1", blocks="blocks")
+    with routed(net, [Route(0, 0, 0.5)]), routed(dit(), [Route(0, 1, 0.5)]):
+        pass
+
+
+def test_videos_of_several_sizes_tiles_and_padded_sequences_are_refused():
+    net = of_wan()
+    refused(net, "those of several sizes, or padded ones", call=lambda: called(net, torch.randn(BATCH, N + 4, D), torch.arange(N + 4) % N))
+    net = hunyuan15()
+    net.attn_mode = "flex-block-attn"
+    refused(net, "attends by tiles")
+    net = lumina()
+    refused(net, "images of several sizes", call=lambda: net(x=[torch.zeros(4, 4), torch.zeros(8, 4)], ids=None, cap_mask=torch.ones(2, 1)))
