@@ -417,13 +417,15 @@ def fits(family: Family, network: nn.Module) -> bool:
 def family_of(network: nn.Module) -> Family:
     """Returns the row of a network, by the class whose forward it runs; raises ValueError for a class without one."""
     owner = next(base for base in type(network).__mro__ if "forward" in vars(base))
+    if owner is nn.Module:                  # its blocks are called by others, as in a pipeline of stages
+        owner = type(network)
     if owner.__name__ in REFUSED:
         raise ValueError(f"{owner.__name__} cannot be routed exactly: {REFUSED[owner.__name__]}.")
     family = FAMILIES.get(f"{owner.__module__.partition('.')[0]}.{owner.__name__}")
     families = CODES.get(owner.__name__, ()) if family is None else [family]
     family = family or next((family for family in families if fits(family, network)), None)
     if family is None:
-        raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/routing.md): name its "
+        raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/trainers.md): name its "
                          f"list of blocks by blocks=, and by along= what runs along the tokens. Lists of blocks in it: "
                          f"{lists_of_blocks(network)}.")
     return family

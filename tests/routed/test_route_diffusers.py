@@ -1,34 +1,48 @@
-"""The example that trains LoRA on other people's networks prints what a route gives and what it costs."""
-
-import re
+"""The example makes a training script of diffusers train with a route, by two changed lines."""
 
 import pytest
 import torch
-from foreign_networks import family
-from safetensors.torch import save_file
 
-pytest.importorskip("peft", reason="the example's LoRA is PEFT's, which is optional")
 from examples import route_diffusers
+from routing_module import Router
+
+SCRIPT = '''
+"""A script whose step is written as those of diffusers are."""
+
+import argparse
+
+import accelerate
+import diffusers
+import torch
+
+parser = argparse.ArgumentParser()
+parser.add_argument("--max_train_steps", type=int)
+args = parser.parse_args()
+accelerator = accelerate.Accelerator(cpu=True)
+torch.manual_seed(0)
+transformer = accelerator.prepare(diffusers.SD3Transformer2DModel(
+    sample_size=8, in_channels=4, out_channels=4, num_layers=6, num_attention_heads=2, attention_head_dim=8,
+    joint_attention_dim=16, caption_projection_dim=16, pooled_projection_dim=16, pos_embed_max_size=8))
+for global_step in range(args.max_train_steps):
+    if True:
+        models_to_accumulate = [transformer]
+        with accelerator.accumulate(models_to_accumulate):
+            model_pred = transformer(torch.randn(2, 4, 8, 8), torch.randn(2, 5, 16), torch.randn(2, 16), torch.ones(2), return_dict=False)[0]
+            accelerator.backward(model_pred.square().mean())
+'''
 
 
-def numbers(capsys, *words):
-    route_diffusers.main(["--steps", "2", "--batch", "2", *words])
+def test_a_script_of_diffusers_is_routed_for_the_first_of_its_steps(tmp_path, monkeypatch, capsys):
+    drawn, draw = [], Router.get_mask
+    monkeypatch.setattr(Router, "get_mask", lambda self, *args, **kwargs: drawn.append(draw(self, *args, **kwargs)) or drawn[-1])
+    (tmp_path / "train.py").write_text(SCRIPT)
+    route_diffusers.main(["--route=1,-2,0.25", "--dense_after=0.5", str(tmp_path / "train.py"), "--max_train_steps=4"])
+    assert [ids.shape for ids in drawn] == [torch.Size([2, 12])] * 2
     said = capsys.readouterr().out
-    return said, [float(loss) for loss in re.findall(r"loss (\d\.\d{4})", said)]
+    assert "from routed import Route, routed" in said and "transformer, [Route(1,-2,0.25)] if global_step < 0.5" in said
 
 
-def test_the_example_prints_the_ratio_of_step_times_and_the_loss_of_both_loras(capsys):
-    said, (dense, routed) = numbers(capsys, "--side", "4", "--ratio", "0.75")
-    assert re.match(r"FluxTransformer2DModel, route 2→-4 at .* routed, \d+\.\d\d times as fast", said)
-    assert dense != routed and numbers(capsys, "--side", "4", "--ratio", "0")[1] == [dense, dense]
-
-
-@pytest.mark.parametrize(("name", "latents"), [
-    ("SD3Transformer2DModel", (4, 8, 8)), ("QwenImageTransformer2DModel", (1, 8, 8)), ("WanTransformer3DModel", (4, 2, 4, 8))])
-def test_a_network_and_its_data_are_read_from_disk(tmp_path, capsys, name, latents):
-    family(name).model.save_pretrained(tmp_path / "network" / "transformer")
-    data = dict(latents=torch.randn(8, *latents), prompt_embeds=torch.randn(8, 5, 16), pooled=torch.randn(8, 16))
-    save_file(data, tmp_path / "data.safetensors")
-    said, losses = numbers(capsys, "--network", str(tmp_path / "network"), "--data", str(tmp_path / "data.safetensors"),
-                           "--start", "1", "--end", "-2")
-    assert said.startswith(name) and len(losses) == 2
+def test_a_script_without_such_a_step_is_refused(tmp_path):
+    (tmp_path / "train.py").write_text(SCRIPT.replace("accumulate", "gather"))
+    with pytest.raises(SystemExit, match="one is needed"):
+        route_diffusers.main([str(tmp_path / "train.py")])

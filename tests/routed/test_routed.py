@@ -360,7 +360,7 @@ def refused(model, routes=TWO, call=lambda: None, **options):
 
 
 @pytest.mark.parametrize(("says", "of_network", "options"), [
-    ("Mine of test_routed is not a known network (docs/routing.md)", {}, dict(blocks=None, along=None)),
+    ("Mine of test_routed is not a known network (docs/trainers.md)", {}, dict(blocks=None, along=None)),
     ("leaves the network: with 4 blocks", {}, dict(routes=[Route(0, 4, 0.5)])),
     ("without x_T", {}, dict(routes=[Route(0, 1, 0.5, x_T=1.0)])),
     ("return_from", {}, dict(routes=[Route(1, 1, 0.5, return_from=0)])),
@@ -467,8 +467,8 @@ def test_for_a_class_that_is_not_known_the_error_lists_its_blocks():
 
 
 def test_the_page_names_each_network():
-    page = (Path(__file__).resolve().parents[2] / "docs" / "routing.md").read_text()
-    for name in [*families.FAMILIES, *families.REFUSED]:
+    page = (Path(__file__).resolve().parents[2] / "docs" / "trainers.md").read_text()
+    for name in [*families.FAMILIES, *families.CODES, *families.REFUSED]:
         assert f"`{name.rpartition('.')[2]}`" in page
 
 
