@@ -196,11 +196,12 @@ class Pass:
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
                              f"routes, and {self.free} tokens that may leave.")
-        side = math.isqrt(self.free)
-        if routing.router.selection == "grid" and side ** 2 != self.free:
-            raise ValueError(f"selection=grid is for square images, and {self.free} tokens may leave: set another "
-                             f"selection of the Router.")
-        routing.router.check(routing.routes, side)
+        if routing.router.selection == "grid":
+            side = math.isqrt(self.free)
+            if side ** 2 != self.free:
+                raise ValueError(f"selection=grid is for square images, and {self.free} tokens may leave: set another "
+                                 f"selection of the Router.")
+            routing.router.check(routing.routes, side)
         ratio, noise = self.forced(r, x, None if noise is None else noise[:, r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, ratio, noise)
@@ -266,11 +267,14 @@ class Pass:
         if axis is None or axis > 0 and value.shape[axis] == 1:         # the same for all tokens
             return value
         axis, batch = range(ndim)[axis], len(self.ids_keep[r])
-        has_batch, bare = axis > 0 and len(value) in (1, batch), axis == 0 and (ndim == 2 or ndim == 1 and by_ndim)
-        if value.shape[axis] not in (self.free, stream, self.length) or not (has_batch or bare or rank > ndim):
-            lengths = {self.free: "the tokens that may leave", stream: "the blocks' stream",
-                       self.length: "the whole sequence"}
-            lengths = [f"{length} long ({whose})" for length, whose in lengths.items()]
+        has_batch = axis > 0 and (len(value) == 1 or len(value) == batch)
+        bare = axis == 0 and (ndim == 2 or ndim == 1 and by_ndim)
+        # `in` would not tell that sizes which a compiled graph leaves open are equal.
+        sizes = self.free, stream, self.length
+        if all(value.shape[axis] != size for size in sizes) or not (has_batch or bare or rank > ndim):
+            whose = dict(zip(sizes, ("the tokens that may leave", "the blocks' stream", "the whole sequence"),
+                             strict=True))
+            lengths = [f"{length} long ({of})" for length, of in whose.items()]
             raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
                              f"{' or '.join(lengths)}, behind an axis of {batch} samples or of size 1.")
         index = self.stayed(r, value.shape[axis])
@@ -548,21 +552,21 @@ def argument(names: tuple[str, ...], key: str | int) -> str | int:
 @cache
 def check_torch() -> None:
     """Raises RuntimeError, with the version, for a torch without the private calls that `mark_checkpoint` makes."""
-    seen = []
+    autograd, seen = torch._C._autograd, []
 
     def look(x: Tensor) -> Tensor:
-        pack, unpack = torch._C._autograd._top_saved_tensors_default_hooks(False)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-        torch._C._autograd._push_saved_tensors_default_hooks(pack, unpack)
-        seen.append((unpack.__module__, torch._C._current_graph_task_id() == -1))
+        try:                                # an error that left a checkpoint would leave its hooks behind
+            pack, unpack = autograd._top_saved_tensors_default_hooks(False)
+            autograd._pop_saved_tensors_default_hooks()
+            autograd._push_saved_tensors_default_hooks(pack, unpack)
+            seen.append((unpack.__module__, torch._C._current_graph_task_id() == -1))
+        except (AttributeError, TypeError) as error:
+            seen.append(str(error))
         return x.exp()
 
-    try:
-        with torch.inference_mode(False), torch.enable_grad():
-            x = torch.ones(1, device="cpu", requires_grad=True)
-            checkpoint(look, x, use_reentrant=False, preserve_rng_state=False).backward()
-    except (AttributeError, TypeError) as error:
-        seen.append(error)
+    with torch.inference_mode(False), torch.enable_grad():
+        x = torch.ones(1, device="cpu", requires_grad=True)
+        checkpoint(look, x, use_reentrant=False, preserve_rng_state=False).backward()
     if seen != [("torch.utils.checkpoint", True), ("torch.utils.checkpoint", False)]:
         raise RuntimeError(f"routed() cannot tell passes apart in torch {torch.__version__}, whose saved tensors or "
                            f"checkpoints work in another way ({seen}). It is tested with torch 2.11.")

@@ -1,0 +1,234 @@
+"""Which tokens stay is the user's: a mask that keeps them, a selection, and routes that change with the step."""
+
+import json
+from fractions import Fraction
+from types import SimpleNamespace
+
+import pytest
+import torch
+from foreign_networks import BATCH, K, N, example, family, randn
+from test_routed import FLUX, NAMED, TWO, assert_close, gradients, in_training, mine, noise_for, own, refused, wrapped
+from torch.nn import functional as F
+
+from objectives.diffusion import draw_mask_noise, kept_tokens
+from routed import Route, Router, routed
+
+SD3 = "SD3Transformer2DModel"
+FORCED = ("FluxTransformer2DModel, Kontext", "Flux2Transformer2DModel", SD3, "WanTransformer3DModel", "ZImageTransformer2DModel",
+          "Lumina2Transformer2DModel", "QwenImageTransformer2DModel, edit", "VisionTransformer, registers")
+ALL_BUT_A_QUARTER = [Route(0, -1, 0.75)]
+
+
+def mask_for(case, *counts):
+    """Keeps so many tokens of each sample, anywhere."""
+    order = torch.rand(BATCH, case.n, generator=torch.Generator().manual_seed(6)).argsort(1).argsort(1)
+    return order < torch.tensor(counts)[:, None]
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_tokens_of_keep_mask_stay_and_come_out_as_if_the_network_had_been_fed_with_those_that_stay(name):
+    case, few = family(name), family(name).k
+    noise, mask = noise_for(case), mask_for(case, 0, 1, few)
+    with routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, mask_noise=noise) as taken:
+        out = case.tokens(case.call())
+    [ids] = taken.ids_keep
+    assert ids.shape == (BATCH, few)
+    assert torch.equal(ids, Router().get_mask(torch.empty(BATCH, case.n, 1), 0.75, noise[:, 0], mask))
+    stayed = torch.stack([out[b, ids[b]] for b in range(BATCH)])
+    stayed.square().sum().backward()
+    found = gradients(case.model)
+    for b in range(BATCH):
+        assert set(mask[b].nonzero().flatten().tolist()) <= set(ids[b].tolist())
+        fewer = case.alone(b, ids[b])
+        assert (fewer[0] - stayed[b]).abs().max() < 1e-5 * max(1, float(fewer.detach().abs().max()))
+        fewer.square().sum().backward()
+    assert_close(found, gradients(case.model))
+
+
+@pytest.mark.parametrize("name", FORCED)
+def test_as_many_tokens_stay_as_the_mask_keeps_of_any_sample_or_the_call_is_refused_with_the_numbers(name):
+    case, few = family(name), family(name).k
+    for most in (few + 1, few + 2, case.n - 1, case.n):
+        mask = mask_for(case, 0, most, 2)
+        with torch.no_grad(), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask) as taken:
+            case.call()
+        assert taken.ids_keep[0].shape == (BATCH, most)
+        assert set(mask[1].nonzero().flatten().tolist()) == set(taken.ids_keep[0][1].tolist())
+        said = refused(case.model, ALL_BUT_A_QUARTER, case.call, keep_mask=mask, grow=False)
+        assert f"keeps {most} tokens of a sample, more than the {few} of {case.n} that stay at selection ratio 0.75" in said
+
+
+def test_k_grows_exactly_whatever_the_number_of_tokens():
+    for length in range(1, 130):
+        for stay in range(1, length + 1):
+            assert length - int(length * Fraction(length - stay, length)) == stay
+
+
+@pytest.mark.parametrize("name", [FLUX, SD3])
+def test_a_masked_loss_takes_the_tokens_that_our_own_keep_masked_takes(name):
+    """There, too, those over whose patch the mean weight is above 0.5 stay, by noise below that of all others."""
+    case, weight = family(name), (randn(BATCH, 1, 8, 8, seed=8) > 0).float()
+    keep, per_token = kept_tokens(weight, 2), F.pixel_unshuffle(weight, 2).flatten(2).mean(1)
+    assert 0 < keep.sum(1).min() and keep.sum(1).max() <= 8
+    ours = SimpleNamespace(routes=TWO, pos_embed=torch.empty(1, N, 16), patch_size=2, router=Router())
+
+    def trained(keep_masked, **options):
+        noise = draw_mask_noise(ours, weight, keep_masked)
+        with routed(case.model, TWO, mask_noise=noise, **options) as taken:
+            error = case.call().square()
+        (error * (weight if error.ndim == 4 else per_token[..., None])).mean().backward()
+        return taken.ids_keep, gradients(case.model)
+
+    torch.manual_seed(3)
+    masks, found = trained(False, keep_mask=keep, grow=False)
+    torch.manual_seed(3)
+    expected_masks, expected = trained(True)
+    assert all(map(torch.equal, masks, expected_masks)) and found.keys() == expected.keys()
+    assert all(torch.equal(found[key], expected[key]) for key in found)
+    for b in range(BATCH):
+        assert set(keep[b].nonzero().flatten().tolist()) <= set(masks[0][b].tolist()) & set(masks[1][b].tolist())
+
+
+def test_a_callable_mask_reads_the_arguments_of_each_call():
+    case = family(FLUX)
+
+    def bright(call):
+        return call["hidden_states"].mean(-1) > call["hidden_states"].mean(-1).topk(K).values[:, -1:] - 1e-6
+
+    with torch.no_grad(), routed(case.model, ALL_BUT_A_QUARTER, keep_mask=bright) as taken:
+        for seed in (1, 2):
+            x = randn(BATCH, N, 4, seed=seed)
+            case.call(hidden_states=x)
+            assert torch.equal(taken.ids_keep[0], x.mean(-1).topk(K).indices.sort(1).values)
+    vit = family("VisionTransformer")
+    said = refused(vit.model, ALL_BUT_A_QUARTER, lambda: vit.model.forward_features(vit.inputs["x"]), keep_mask=lambda call: call["x"])
+    assert "whose x says" in said
+
+
+@pytest.mark.parametrize(("mask", "says"), [
+    (torch.ones(BATCH, N), "torch.float32 (3, 16), but it must be torch.bool (3, 16)"),
+    (torch.ones(BATCH, N + 5, dtype=torch.bool), "(3, 21), but it must be torch.bool (3, 16)")])
+def test_a_mask_of_another_kind_or_size_is_refused(mask, says):
+    assert says in refused(family(FLUX).model, TWO, family(FLUX).call, keep_mask=mask)
+
+
+def test_gradient_checkpointing_sees_the_number_of_tokens_that_a_mask_has_raised():
+    def trained(checkpointed):
+        case = in_training(FLUX, checkpointed)
+        with routed(case.model, TWO, keep_mask=mask_for(case, 3, 13, 1)) as taken:
+            out = case.tokens(case.call())
+        assert [ids.shape[1] for ids in taken.ids_keep] == [13, 13]
+        out.square().mean().backward()
+        return gradients(case.model)
+
+    assert_close(trained(True), trained(False))
+
+
+def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an_error():
+    torch._dynamo.reset()
+    graphs, case = [], example(FLUX)
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(case.model, backend=backend, fullgraph=True)
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="set grow=False"), routed(compiled, TWO, keep_mask=mask_for(case, 1, 1, 1)):
+            pass
+        for counts in ((8, 0, 1), (2, 5, 8)):
+            noise, mask = noise_for(case, 2), mask_for(case, *counts)
+            with routed(case.model, TWO, keep_mask=mask, mask_noise=noise) as taken:
+                expected, ids = case.call(), taken.ids_keep
+            with routed(compiled, TWO, keep_mask=mask, mask_noise=noise, grow=False) as taken:
+                assert torch.allclose(case.call(compiled), expected, atol=1e-5)
+            assert all(map(torch.equal, ids, taken.ids_keep)) and len(graphs) == 1
+        with pytest.raises(RuntimeError, match="keeps more tokens than the 8 of 16"), \
+             routed(compiled, TWO, keep_mask=mask_for(case, 9, 0, 0), grow=False):
+            case.call(compiled)
+
+def test_a_compiled_network_raises_an_error_for_condition_images():
+    torch._dynamo.reset()
+    with torch.no_grad():
+        case = example("FluxTransformer2DModel, Kontext")
+        compiled = torch.compile(case.model, backend=lambda graph, inputs: graph.forward, fullgraph=True)
+        with pytest.raises(RuntimeError, match="With condition images compile the blocks"), routed(compiled, TWO):
+            case.call(compiled)
+
+
+# ---- the selection --------------------------------------------------------------------------------------------------
+
+
+class Rows(Router):
+    """One's own selection: the tokens that stay are the first ones."""
+
+    def score(self, x, noise):
+        return torch.arange(noise.shape[1]).expand(len(noise), -1).float()
+
+
+def test_tokens_are_selected_by_the_router_that_is_given():
+    case, [block, *_] = family(FLUX), family(FLUX).blocks
+    seen = []
+    hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args or [*kwargs.values()])[0]), with_kwargs=True)
+    with torch.no_grad():
+        case.call()
+        norm = seen[0].abs().sum(-1)
+        for router, best in ((Router("l1", l1_reg=1.0), norm.topk(K)), (Router("l1", 1.0, inverse=True), (-norm).topk(K))):
+            with routed(case.model, ALL_BUT_A_QUARTER, router=router) as taken:
+                case.call()
+            assert torch.equal(taken.ids_keep[0], best.indices.sort(1).values)
+        with routed(case.model, ALL_BUT_A_QUARTER, router=Router("grid")) as taken:
+            case.call()
+        row, column = taken.ids_keep[0] // 4 // 2, taken.ids_keep[0] % 4 // 2
+        assert torch.equal((row * 2 + column).sort(1).values, torch.arange(4).expand(BATCH, -1))  # one of each 2 x 2
+        with routed(case.model, ALL_BUT_A_QUARTER, router=Rows()) as taken:
+            case.call()
+        assert torch.equal(taken.ids_keep[0], torch.arange(K).expand(BATCH, -1))
+    hook.remove()
+    net, x, condition = mine()
+    assert "9 tokens may leave" not in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
+    assert "8 tokens may leave" in refused(net, call=lambda: net(x, condition), router=Router("grid"), keep=1, **NAMED)
+
+
+# ---- the routes of a step -------------------------------------------------------------------------------------------
+
+
+def test_the_routes_of_a_step_are_an_argument_so_that_the_last_steps_are_dense():
+    net, routes, steps, seen = own(), [Route(1, -2, 0.5)], 20, []
+    x, t, y = randn(4, 3, 8, 8), torch.rand(4), torch.tensor([0, 1, 4, 5])
+    for step in range(steps):
+        with routed(net, routes if step < 0.85 * steps else ()) as taken:
+            out = net(x, t, y)
+        seen.append([ids.shape[1] for ids in taken.ids_keep])
+    assert seen == [[8]] * 17 + [[]] * 3 and torch.equal(out, net(x, t, y))
+
+
+def test_a_step_without_a_route_uses_the_dense_graph_that_is_there():
+    torch._dynamo.reset()
+    graphs, net = [], own(depth=4)
+    compiled = torch.compile(net, backend=lambda graph, inputs: graphs.append(graph) or graph.forward, fullgraph=True)
+    x, t, y = randn(4, 3, 8, 8), torch.rand(4), torch.tensor([0, 1, 4, 5])
+    with torch.no_grad():
+        compiled(x, t, y)
+        for routes in ((), [Route(0, -1, 0.0)]):
+            with routed(compiled, routes):
+                assert not wrapped(net)
+                compiled(x, t, y)
+    assert len(graphs) == 1
+
+
+SIMPLE_TUNER = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]}'
+
+
+@pytest.mark.parametrize("routes", [json.loads(SIMPLE_TUNER), json.loads(SIMPLE_TUNER)["routes"]])
+def test_a_route_is_read_as_simple_tuners_config_writes_it(routes):
+    case, noise = family(FLUX), noise_for(family(FLUX))
+    with torch.no_grad(), routed(case.model, routes, mask_noise=noise):
+        out = case.call()
+    with torch.no_grad(), routed(case.model, [Route(1, -2, 0.5)], mask_noise=noise):
+        assert torch.equal(case.call(), out)
+
+
+@pytest.mark.parametrize("keys", [("selection_ratio", "start_layer_idx"), ("selection_ratio", "start_layer_idx", "end_layer_idx", "end")])
+def test_a_route_with_other_keys_is_refused(keys):
+    assert f"this one has {sorted(keys)}" in refused(family(FLUX).model, [dict.fromkeys(keys, 0)])
