@@ -110,7 +110,7 @@ def open_decoded(
 def open_files(key: str, path: str, resolution: int | None) -> Images:
     """Opens a folder or zip; reads each file once, for its size and for the hash of them all."""
     try:
-        source = open_source(path)
+        source = open_source(path, labels="none")
     except ValueError as error:
         raise ValueError(str(error).replace("source=", f"{key}=")) from error
     if source.not_images and PartialState().is_main_process:

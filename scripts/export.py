@@ -13,7 +13,8 @@ import re
 import shutil
 import sys
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,7 +22,7 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from runtime.command import command
-from runtime.files import atomic_write, sha256
+from runtime.files import atomic_write, is_inside, sha256
 from runtime.presentation import table
 from runtime.schema import Location, Settings, Size, Text, one_of
 from scoring.results import read_results
@@ -148,16 +149,27 @@ def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
 
 
 def scores_of(trained: Trained) -> list[dict]:
-    """Reads the rows of a run's results.jsonl that are of these weights.
+    """Reads the rows of a run's results.jsonl that are of these weights, without this machine's paths.
 
-    Training's rows have no hash, and training drops them where it goes back.
+    A link out of the run is not followed. Training's rows have no hash, and training drops them where it goes back.
     """
-    if not trained.run_folder:
+    if not trained.run_folder or not is_inside(trained.run_folder / "results.jsonl", trained.run_folder):
         return []
     digest, wanted = sha256(trained.file), (trained.step, trained.weights)
-    return [row for row in read_results(trained.run_folder / "results.jsonl") for source in [row["source"]]
+    return [without_paths(row) for row in read_results(trained.run_folder / "results.jsonl")
+            for source in [row["source"]]
             if (source.get("step"), source.get("weights")) == wanted
             and (source.get("in_training") or source.get("weights_sha256") == digest)]
+
+
+def without_paths(value: Any) -> Any:
+    """Returns a record with the last part of each absolute path in its place, which says where a file is here."""
+    if isinstance(value, dict):
+        return {key: without_paths(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_paths(part) for part in value]
+    is_path = isinstance(value, str) and (value.startswith(("/", "~")) or PureWindowsPath(value).is_absolute())
+    return PureWindowsPath(value).name if is_path else value
 
 
 def find_grid(trained: Trained) -> Path | None:
@@ -166,7 +178,8 @@ def find_grid(trained: Trained) -> Path | None:
         return None
     grid = trained.run_folder / "samples" / f"step-{trained.step or 0:08d}"
     names = [f"{grid}-{trained.weights}.png", *([f"{grid}.png"] if trained.weights == "ema" else [])]
-    return next((Path(name) for name in names if Path(name).is_file()), None)
+    return next((Path(name) for name in names if Path(name).is_file() and is_inside(Path(name), trained.run_folder)),
+                None)
 
 
 def table_of_scores(rows: list[dict]) -> str:
@@ -192,7 +205,7 @@ def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict
                    f"{network['num_heads']} heads, patch {net.patch_size}; "
                    f"{sum(p.numel() for p in net.parameters()) / 1e6:.4g} M parameters",
         "Input": f"latents {net.in_channels} × {net.input_size} × {net.input_size} of autoencoder "
-                 f"`{trained.autoencoder}`, {net.num_classes} classes",
+                 f"`{without_paths(trained.autoencoder)}`, {net.num_classes} classes",
         "Diffusion": ", ".join([DIFFUSION_TITLES[diffusion["name"]],
                                 *(f"{key} {value}" for key, value in diffusion.items() if key != "name")]),
         "Route in training (TREAD, arXiv 2501.04765)": routes or "none",

@@ -133,7 +133,9 @@ TYPED = {
         ("source=null", "source"), ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"),
         ("resolution=0", "resolution=0"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
-        ("label_map=no.json", "no.json"), ("words=no.txt", "no.txt"),
+        ("label_map=no.json", "no.json"), ("words=no.txt", "no.txt"), ("labels=folder", "folders, none, names"),
+        ("source=shapes", "labels=none", "labels=none"), ("labels=names", "labels=names labels none of the 2 images"),
+        ("source=pets.zip/cat", "cat"),
         ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "decompress"),
         ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"), ("teacher=efficientnet_lite0", "patch_size=3", "3"),
         ("teacher=test_vit.r160_in1k", "test_vit.r160_in1k.safetensors"), ("patch_size=0", "patch_size=0"),
@@ -274,7 +276,13 @@ SPOILT = {
     # images
     ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip"), (text("<html>"), "pets.zip")],
-    ("prepare_latents", "source", "bare.tar"): [(both(), "class"), (cut(), "bare.tar")],
+    ("prepare_latents", "source", "bare.tar"): [(cut(), "bare.tar")],
+    ("prepare_latents labels=map.json", "source", "pets"): [(both(), "labels=map.json labels none of the 2 images")],
+    ("prepare_latents", "labels", "map.json"): [
+        (text("{"), "is not JSON"), (text("[3]"), "does not hold labels"), (text('{"0.png": 0.5, "1.png": 1}'), "0.5"),
+        (text('{"0.png": [1, 1]}'), "one class"), (text('{"0.png": -1}'), "label -1"),
+        (text('[["0.png", "a"], ["ant/0.png", "b"]]'), "two labels"),
+    ],
     ("prepare_latents", "label_map", "map.json"): [
         (text("{"), "map.json"), (text('{"ant": 0}'), "bee"), (text('{"ant": 0, "bee": 2}'), "0 to 1"),
         (text('["ant", "bee"]'), "object"),

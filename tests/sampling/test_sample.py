@@ -88,6 +88,13 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names, [1]) == [2, 0]
     assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
     assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
+    flowers = ["1", "10", "11", "2", "3"]  # numbers that are names select names, one by one or as a range
+    for given in (["1", "2", "3"], [1, 2, 3], "1-3", ["1-3"], "1,2-3"):
+        assert parse_classes("classes", given, 5, flowers, [0]) == [0, 3, 4], given
+    assert parse_classes("classes", "1-2", 2, ["001", "002"], [0]) == parse_classes("classes", [1, "002"], 2, ["001", "002"], [0]) == [0, 1]
+    for given in (0, "0-1", 12):
+        with pytest.raises(ValueError, match="named by numbers: 1, 10, 11, 2, 3"):
+            parse_classes("classes", given, 5, flowers, [0])
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 
 

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -237,6 +238,24 @@ def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
     bare = exported(weights, "hub", tmp_path / "bare", diffusion_name="rf", num_heads=2)
     assert load_trained(bare).step is None and load_trained(bare).recorded["diffusion"] == {"name": "rf"}
     assert "have not been scored" in (bare / "README.md").read_text() and not (bare / "grid.png").exists()
+
+
+def test_a_hubs_folder_has_no_path_of_this_machine_and_follows_no_link(tmp_path):
+    run = scored_run(tmp_path)
+    rows = files.read_rows(run / "results.jsonl")
+    rows[2]["reference"]["path"] = "/home/me/secret/ref.npz"
+    rows[2]["source"] |= {"checkpoint": str(run), "autoencoder": "~/secret/vae", "weak": {"checkpoint": "C:\\secret\\weak"}, "seeds": "0-9"}
+    (run / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = exported(run, "hub", tmp_path / "x")
+    kept = files.read_rows(folder / "scores.jsonl")[0]
+    assert kept["reference"]["path"] == "ref.npz" and kept["metrics"] == {"fid": 4.25}
+    assert {**kept["source"]}.items() >= {"checkpoint": "run", "autoencoder": "vae", "weak": {"checkpoint": "weak"}, "seeds": "0-9"}.items()
+    assert not [file for file in folder.rglob("*.[jm]*") if b"secret" in file.read_bytes() or str(tmp_path).encode() in file.read_bytes()]
+    for name in ("results.jsonl", "samples/step-00000007.png"):
+        (run / name).rename(tmp_path / Path(name).name)
+        (run / name).symlink_to(tmp_path / Path(name).name)
+    linked = exported(run, "hub", tmp_path / "y")
+    assert not (linked / "grid.png").exists() and not (linked / "scores.jsonl").exists()
 
 
 def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys):
