@@ -117,7 +117,8 @@ def read_pairs(content: bytes, where: str, is_image: Callable[[str], bool]) -> t
     rows = [row for row in rows if len(row) > 1]
     if not rows:
         raise ValueError(f"{where} holds no names with labels: write a name and a class a line.")
-    name, label, said = choose_columns(heads, rows, where, is_image)
+    is_pairs = heads is None and suffix in (".json", ".jsonl")  # [name, label]
+    name, label, said = (0, 1, None) if is_pairs else choose_columns(heads, rows, where, is_image)
     pairs = [(str(row[name]), as_label(row[label], where)) for row in rows if len(row) > max(name, label)]
     return pairs, said
 

@@ -276,12 +276,12 @@ SPOILT = {
     # images
     ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip"), (text("<html>"), "pets.zip")],
-    ("prepare_latents", "source", "bare.tar"): [(cut(), "bare.tar")],
+    ("prepare_latents", "source", "bare.tar"): [(cut(share=0.15), "bare.tar")],
     ("prepare_latents labels=map.json", "source", "pets"): [(both(), "labels=map.json labels none of the 2 images")],
     ("prepare_latents", "labels", "map.json"): [
         (text("{"), "is not JSON"), (text("[3]"), "does not hold labels"), (text('{"0.png": 0.5, "1.png": 1}'), "0.5"),
         (text('{"0.png": [1, 1]}'), "one class"), (text('{"0.png": -1}'), "label -1"),
-        (text('[["0.png", "a"], ["ant/0.png", "b"]]'), "two labels"),
+        (text('[["0.png", "a"], ["0.png", "b"]]'), "two labels"),
     ],
     ("prepare_latents", "label_map", "map.json"): [
         (text("{"), "map.json"), (text('{"ant": 0}'), "bee"), (text('{"ant": 0, "bee": 2}'), "0 to 1"),
