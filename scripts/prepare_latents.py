@@ -234,7 +234,8 @@ def prepare(cfg: PrepareSettings) -> None:
         "num_classes": len(source.class_names), "class_names": source.class_names, "autoencoder": autoencoder,
         **vae.convention.record(), "resolution": resolution, "source": cfg.source, "precision": cfg.precision,
         **describe_device(state.device),
-    } | ({} if cfg.labels == "folders" else {"labels": cfg.labels}) | ({} if shown is None else {"display_names": shown}) | ({"arrays": arrays} if arrays else {})
+    } | ({} if cfg.labels == "folders" else {"labels": cfg.labels})
+    metadata |= ({} if shown is None else {"display_names": shown}) | ({"arrays": arrays} if arrays else {})
     write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
                  read=lambda indices: decode_batch(source, indices, resolution), encode=encode,
