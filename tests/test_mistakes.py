@@ -124,6 +124,9 @@ TYPED = {
         ("images=four", "features=torchscript", "features_weights="), ("images=four", "out=x.npz", "out=x.npz"),
         ("checkpoint=run", "resolution=8", "resolution=8"), ("checkpoint=nowhere", "nowhere"),
         ("images=four", "results=images.npz/x.jsonl", "images.npz"),
+        ("images=four", "reference=empty", "reference=empty"), ("images=four", "reference=mixed", "resolution="),
+        ("images=four", "reference=weights.pt", "reference=weights.pt"),
+        ("images=images.npz", "resolution=8", "resolution=8"),
     ],
     "sweep_guidance": [
         ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1.5]", "grid.gamma2"),
