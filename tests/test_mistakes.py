@@ -125,7 +125,7 @@ TYPED = {
         ("checkpoint=run", "resolution=8", "resolution=8"), ("checkpoint=nowhere", "nowhere"),
         ("images=four", "results=images.npz/x.jsonl", "images.npz"),
         ("images=four", "reference=empty", "reference=empty"), ("images=four", "reference=mixed", "resolution="),
-        ("images=four", "reference=weights.pt", "reference=weights.pt"),
+        ("images=four", "reference=weights.pt", "weights.pt"),
         ("images=images.npz", "resolution=8", "resolution=8"),
     ],
     "sweep_guidance": [
