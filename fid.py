@@ -45,7 +45,7 @@ from scoring.results import (
     scored_before,
     versions,
 )
-from scoring.statistics import available_metrics, open_reference, write_reference
+from scoring.statistics import available_metrics, is_replaceable, open_reference, write_reference
 from scoring.tally import measure
 
 
@@ -85,6 +85,9 @@ def check_settings(cfg: ScoringSettings) -> None:
     if given == ["reference_from"]:
         if not (cfg.out or "").endswith(".npz"):
             raise ValueError(f"reference_from={cfg.reference_from} needs out=<an npz>.")
+        if not is_replaceable(Path(cfg.out)) or Path(cfg.out).resolve() == Path(cfg.reference_from).resolve():
+            raise ValueError(f"out={cfg.out} is there already and holds no statistics of reference_from=, or is what "
+                             f"is measured: name another.")
     elif cfg.reference is None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
     for key in ("images", "reference_from", "reference"):

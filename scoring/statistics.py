@@ -145,6 +145,17 @@ def open_reference(
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
 
 
+def is_replaceable(path: Path) -> bool:
+    """Tells whether `path` is free, or holds what `write_reference` has written."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {"space", "count", "weights_sha256"} <= {*arrays.files}
+    except FileNotFoundError:
+        return True
+    except Exception:  # numpy and zipfile each have their own
+        return False
+
+
 def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Images, num_images: int) -> None:
     """Writes statistics in ADM's keys, what they were measured on, and `num_images` of the images as arr_0."""
     arrays = {"space": np.array(extractor.space), "count": np.array(tally.count),

@@ -95,6 +95,8 @@ TYPED = {
         ("weights=best", "weights=best"), ("classes=fish", "circle"), ("classes=9", "class 9"),
         ("classes=ant,bee", "key=[value1,value2]"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
         ("batch_size=0", "batch_size=0"), ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"),
+        ("out=images.npz", "overwrite=true"), ("out=four", "name another folder"),
+        ("out=four", "overwrite=true", "name another folder"),
         ("latents=true", "latents=true"), ("autoencoder=nowhere", "nowhere"), ("autoencoder=python:decode", "python:"),
         ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),
         ("num_heads=2", "num_heads=2"), ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
@@ -127,6 +129,7 @@ TYPED = {
         ("images=four", "reference=empty", "reference=empty"), ("images=four", "reference=mixed", "resolution="),
         ("images=four", "reference=weights.pt", "weights.pt"),
         ("images=images.npz", "resolution=8", "resolution=8"),
+        ("reference_from=four", "reference=null", "out=images.npz", "out=images.npz"),
     ],
     "sweep_guidance": [
         ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1.5]", "grid.gamma2"),

@@ -23,7 +23,7 @@ from rf import RF
 from runtime import sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
+from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds
 from scoring import features, statistics
 from training import speed
 from training.optimizers import build_optimizer
@@ -224,7 +224,7 @@ def open_drawing(
         raise ValueError(f"{error} Or set samples.every=0 evaluate.every=0 to train without pictures.") from error
     grid = evaluation = None
     if cfg.samples.every:
-        seeds = parse_range("samples.seeds", cfg.samples.seeds)
+        seeds = parse_seeds("samples.seeds", cfg.samples.seeds)
         classes = parse_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names,
                                 latents.classes[:GRID_CLASSES])
         grid = Grid(decoder.decode, seeds, labels_of(seeds, classes))
