@@ -216,7 +216,7 @@ def test_a_folder_with_pictures_of_another_set_is_refused_or_cleared(run, tmp_pa
         with pytest.raises(SystemExit, match="holds pictures of another set, such as 00000._..png: .*overwrite=true"):
             pictures(run / "checkpoints/step-00000001" if options == ["seeds=0-3"] else run, out, *options)
         assert [file.stat().st_ino for file in sorted(out.iterdir())] == before
-    assert {*pictures(run, out, "seeds=7,8", "overwrite=true")} == {"000007_3.png", "000008_0.png", "notes.txt"}
+    assert {*pictures(run, out, "seeds=7-8", "overwrite=true")} == {"000007_3.png", "000008_0.png", "notes.txt"}
 
 
 @pytest.mark.parametrize("name", ["cat.png", "000001_1.png", "cats/1.jpg"])
