@@ -8,10 +8,12 @@ What is written is read back by `sample.py checkpoint=`. Options: configs/export
 cannot say: docs/interop.md.
 """
 
+import contextlib
 import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -24,7 +26,7 @@ sys.path.insert(0, str(ROOT))
 from runtime.command import command
 from runtime.files import atomic_write, is_inside, sha256
 from runtime.presentation import table
-from runtime.schema import Location, Settings, Size, Text, one_of
+from runtime.schema import Location, Settings, Size, Text, first_line, one_of
 from scoring.results import read_results
 from weights import autoencoders
 from weights import checkpoint as checkpoints
@@ -261,12 +263,28 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
     (folder / "README.md").write_text(model_card(trained, cfg, name, rows, grid is not None), encoding="utf-8")
 
 
-def upload(folder: Path, cfg: ExportSettings) -> str:
-    """Uploads a folder to the repository `repo`, which is made if there is none; returns its address."""
+@contextlib.contextmanager
+def on_the_hub(cfg: ExportSettings, failed: str) -> Iterator[object]:
+    """Yields the hub; makes whatever it raises a ValueError of one line, which says what failed."""
     from huggingface_hub import HfApi
 
-    HfApi().create_repo(cfg.repo, private=cfg.private, exist_ok=True)
-    HfApi().upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
+    try:
+        yield HfApi()
+    except Exception as error:  # huggingface_hub and its HTTP client each have their own
+        raise ValueError(f"repo={cfg.repo} {failed} ({first_line(error)}): check its name, the network, and that "
+                         f"`hf auth login` has a token that may write there.") from error
+
+
+def make_repo(cfg: ExportSettings) -> None:
+    """Makes the repository `repo` if there is none, before anything is written."""
+    with on_the_hub(cfg, "could not be opened, and nothing was written") as hub:
+        hub.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
+
+
+def upload(folder: Path, cfg: ExportSettings) -> str:
+    """Uploads a folder to the repository `repo`; returns its address."""
+    with on_the_hub(cfg, f"got nothing of {folder}, which is written: repeat the command with overwrite=true") as hub:
+        hub.upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
     return f"https://huggingface.co/{cfg.repo}"
 
 
@@ -332,6 +350,8 @@ def main(cfg: ExportSettings) -> None:
         write_dit(trained, out)
         print(f"{out}\n{what_a_state_dict_lacks(trained, out)}")
         return
+    if cfg.upload:
+        make_repo(cfg)
     write_folder(trained, out, cfg)
     if cfg.to == "diffusers":
         print(f'{out}: diffusers.DiffusionPipeline.from_pretrained("{out}", trust_remote_code=True)')
