@@ -107,9 +107,9 @@ def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_t
     if new_label_table:
         labels = {"num_classes": network["num_classes"], "null_label": True}
         parent.recorded["network"] = parent.recorded["network"] | labels
-        torch.manual_seed(record["seed"])
         parent.net.y_embedder = LabelEmbedder(network["num_classes"], parent.net.pos_embed.shape[-1])
-        nn.init.normal_(parent.net.y_embedder.embedding_table.weight, std=0.02)
+        nn.init.normal_(parent.net.y_embedder.embedding_table.weight, std=0.02,
+                        generator=torch.Generator().manual_seed(record["seed"]))
     old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
     if old:
         remedy = ("new_label_table=true makes the table of labels anew, to fine-tune on other classes."

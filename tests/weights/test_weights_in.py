@@ -14,6 +14,7 @@ from test_lightning import filled
 from test_published_parity import DDPM_, TINY, CountedNoise, amplitude_of, assert_equal, fill, names, published, wave
 from torch import nn
 from training_runs import write_run
+from world import make, run
 
 import fid
 import sample
@@ -245,6 +246,17 @@ def test_fine_tuning_on_other_classes_makes_the_table_of_labels_anew(tmp_path):
         own, again = (net.state_dict()[key] for net in parents)
         assert torch.equal(own, again) and (own.shape == (5, 64) if key == TABLE else torch.equal(own, value))
     assert 0.01 < parents[0].state_dict()[TABLE].std() < 0.03
+
+
+def test_a_run_begins_with_the_weights_and_a_new_table_and_says_which_weights_they_were(tmp_path, capsys):
+    make(tmp_path)
+    weights = ["init_from=weights.pt", "diffusion_name=edm", "new_label_table=true", "data.num_classes=7", "optimizer.lr=0"]
+    run(tmp_path, "train", weights)
+    assert "weights.pt carries no record. Taken: the average under ema" in capsys.readouterr().out
+    new, old = (load_trained(tmp_path / name).net.state_dict() for name in ("new", "run"))
+    assert new[TABLE].shape == (8, 8) and old[TABLE].shape == (7, 8)
+    assert all(torch.equal(new[key], old[key]) for key in old if key != TABLE)
+    assert load_trained(tmp_path / "new", "model").net.state_dict()[TABLE].std() > 0
 
 
 # ---- which weights, and where they lie --------------------------------------------------------------------------------
