@@ -110,7 +110,8 @@ def read_content(file: Path) -> object:
 
 MARKS = ("x_embedder.proj.weight", "pos_embed.proj.weight")  # the first layer of a DiT, and of diffusers'
 WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of DDP, compile, FSDP
-AVERAGE = re.compile(r"(?<!non[-_])(?<!no[-_])(?<![a-z])(ema|swa)(?![a-z])|Ema|EMA|averag|shadow|^custom_checkpoint")
+AVERAGE = re.compile(r"(?<!non[-_])(?<!no[-_])(?<!exp[-_])(?<![a-z])(ema|(swa|avg)(?![a-z]))|(model|net)ema(?![a-z])|"
+                     r"Ema|EMA|averag|polyak|shadow|^custom_checkpoint")
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
@@ -138,6 +139,8 @@ def networks_in(content: object) -> list[Held]:
         if (isinstance(node, list | tuple) and node and path and AVERAGE.search(path[-1])
                 and all(isinstance(value, Tensor) for value in node)):
             found.append(Held(".".join(path), list(node), is_average=True, is_bare=False))
+        elif isinstance(node, list | tuple):
+            node = {str(i): value for i, value in enumerate(node) if isinstance(value, Mapping)}
         if not isinstance(node, Mapping):
             return
         tensors = {".".join(part for part in key.split(".") if part not in WRAPPERS): value
@@ -175,7 +178,7 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     found = networks_in(content)
     if not found:
         raise ValueError("it does not hold a state dict, that is, a dictionary of tensors by name")
-    averages = sorted((held for held in found if held.is_average), key=lambda held: len(held.name))
+    averages = sorted((held for held in found if held.is_average), key=lambda held: held.name.count("."))
     raw = sorted((held for held in found if not held.is_average),
                  key=lambda held: ("model" not in held.name, len(held.name)))
     if found == raw and len(raw) == 1 and raw[0].is_bare:
@@ -192,7 +195,8 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     if held.is_average:
         said = f"the average{f' under {held.name}' if held.name else ''}{f' (beside {beside})' if beside else ''}"
     else:
-        why = "as weights=model asks" if averages else "as no average is in the file"
+        why = ("as weights=model asks" if averages else "as no average is in the file" if len(raw) == 1 else
+               f"as no key names an average (beside {beside})")
         said = f"the raw weights under {held.name or 'no key'}, {why}"
     return held, "ema" if held.is_average else "model", said
 

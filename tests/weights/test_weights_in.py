@@ -267,8 +267,11 @@ def shadow(state: dict) -> list:
 
 
 AVERAGES = {name: (lambda ema, raw, name=name: {"model": raw, name: ema}) for name in (
-    "ema", "model_ema", "ema_model", "ema_0.9999", "ema_state_dict", "state_dict_ema", "modelEMA", "net-ema", "averaged_model", "swa_model")} | {
+    "ema", "model_ema", "ema_model", "ema_0.9999", "ema_state_dict", "state_dict_ema", "modelEMA", "net-ema", "averaged_model", "swa_model",
+    "model_avg", "emamodel", "polyak")} | {
     "before": lambda ema, raw: {"ema_model": ema, "model": raw, "model_ema_2": raw},
+    "by decay": lambda ema, raw: {"model": raw, "ema": {"0.9999": ema, "0.99": raw}},
+    "a list of them": lambda ema, raw: {"model": raw, "emas": [ema, raw]},
     "nested": lambda ema, raw: {"ema": {"decay": 0.999, "state_dict": ema}, "state_dict": raw, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}},
     "module": lambda ema, raw: {"ema": {"module": under("module.", ema)}, "model": {"module": raw}},
     "deeper": lambda ema, raw: {"trainer": {"ema": {"shadow": ema}, "model": raw}},
@@ -305,6 +308,8 @@ def test_raw_weights_are_said_to_be_raw_where_there_is_no_average(name, tmp_path
     _, raw = two()
     torch.save({name: raw, "ema": {}}, tmp_path / "x.pt")
     assert_loaded(tmp_path / "x.pt", raw, f"the raw weights under {name}, as no average is in the file")
+    torch.save({name: raw, "teacher": raw}, tmp_path / "y.pt")
+    assert_loaded(tmp_path / "y.pt", raw, "as no key names an average (beside ")
     with pytest.raises(ValueError, match=f"holds {name}, and no weights=ema"):
         load_trained(tmp_path / "x.pt", "ema", "dit", num_heads=4)
 
