@@ -84,6 +84,8 @@ class DrawingSettings(GuidanceSettings):
     decode_batch_size: Count | None
     diffusion_name: one_of(FAMILIES) | None
     num_heads: Size | None
+    num_classes: Size | None
+    input_size: Size | None
     autoencoder: Location | None
     tf32: bool
     cpu: bool
@@ -150,7 +152,8 @@ def build_guidance(
         check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
     weak = None
     if settings.weak:
-        weak = load_like(Path(settings.weak), trained.family or trained.recorded["diffusion"]["name"], device=device)
+        same = {"num_classes": trained.net.num_classes, "input_size": trained.net.input_size}
+        weak = load_like(Path(settings.weak), trained.family or trained.recorded["diffusion"]["name"], same, device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "

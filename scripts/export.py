@@ -48,6 +48,8 @@ class ExportSettings(Settings):
     weights: one_of(["ema", "model"]) | None
     diffusion_name: one_of(FAMILIES) | None
     num_heads: Size | None
+    num_classes: Size | None
+    input_size: Size | None
     autoencoder: Location | None
     repo: Text | None
     license: Text
@@ -65,6 +67,8 @@ def check_plain(trained: Trained, to: str) -> None:
     if block != "dit" or qk_norm or (to == "diffusers" and mlp_ratio != 4):
         raise ValueError(f"to={to} holds DiT's own block, without qk_norm and with mlp_ratio 4, and this network has "
                          f"block={block}, qk_norm={qk_norm}, mlp_ratio={mlp_ratio}: to=hub takes any.")
+    if to == "diffusers" and not network.get("null_label", True):
+        raise ValueError("to=diffusers holds a null label, and this network has none: to=dit and to=hub take it.")
     if network.get("fusion"):
         raise ValueError(f"to={to} holds DiT's own weights, and this network (model=sprint) has those that fuse its "
                          f"route with what goes around it: to=hub takes any.")
@@ -336,7 +340,8 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
 @command("export", ExportSettings)
 def main(cfg: ExportSettings) -> None:
     out = check_out(cfg)
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads)
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads,
+                           num_classes=cfg.num_classes, input_size=cfg.input_size)
     if trained.inferred:
         print(trained.inferred)
     if trained.file.resolve().is_relative_to(out.resolve()):

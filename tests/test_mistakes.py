@@ -86,7 +86,9 @@ TYPED = {
         ("objective=internal", "objective.internal.block=-1", "block=-1"),
         ("objective=internal", "objective.internal.weight=-1", "weight=-1"),
         ("objective=internal", "objective.internal.block=last", "block=last"),
-        ("objective=internal", "init_from=run", "another network"),
+        ("objective=internal", "init_from=run", "another network"), ("new_label_table=true", "init_from"),
+        ("init_from=run", "lora.rank=2", "new_label_table=true", "lora.rank"),
+        ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
         ("objective=[version1,internal]", "version1"),
         ("sharding=fsdp", "init_from=run", "lora.rank=2", "lora.rank=2"),
     ],
@@ -99,7 +101,10 @@ TYPED = {
         ("out=four", "overwrite=true", "name another folder"),
         ("latents=true", "latents=true"), ("autoencoder=nowhere", "nowhere"), ("autoencoder=python:decode", "python:"),
         ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),
-        ("num_heads=2", "num_heads=2"), ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
+        ("num_heads=2", "num_heads=2"), ("num_classes=6", "num_classes=6"), ("input_size=8", "input_size=8"),
+        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "num_classes=99", "num_classes=99"),
+        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "input_size=99", "input_size=99"),
+        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
         ("checkpoint=weights.pt", "num_heads=3", "diffusion_name=edm", "3"), ("sampler.S_chrun=3", "S_chrun"),
         ("sampler.rho=many", "sampler.rho=many"), ("sampler.solver=euler", "solver"),
         ("sampler.sigma_min=0", "sigma_min=0"), ("scale=much", "scale=much"), ("scale=1e308", "scale="),
@@ -204,6 +209,11 @@ def arrays(**changes) -> Callable:
 
 def pickled(path: Path) -> None:
     torch.save({"ema": Harm()}, path)
+
+
+def eight_bits(path: Path) -> None:
+    state = torch.load(path, weights_only=True)["ema"]
+    torch.save({"ema": {key: value.to(torch.float8_e4m3fn) for key, value in state.items()}}, path)
 
 
 class Harm:
@@ -317,7 +327,7 @@ SPOILT = {
     ],
     ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"): [
         (pickled, "weights.pt"), (cut(), "weights.pt"), (text("<html>"), "weights.pt"),
-        (lambda path: torch.save({"epoch": 3}, path), "state dict"),
+        (lambda path: torch.save({"epoch": 3}, path), "state dict"), (eight_bits, "float8_e4m3fn"),
         (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
         (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()}, path), "finite"),
     ],
