@@ -56,11 +56,11 @@ class TimestepEmbedder(nn.Module):
 
 
 class LabelEmbedder(nn.Module):
-    """Embeds a label (B,) int64 as (B, hidden_size); label `num_classes` is the null label of guidance."""
+    """Embeds a label (B,) int64 as (B, hidden_size); label `num_classes`, if there is one, is the null label."""
 
-    def __init__(self, num_classes: int, hidden_size: int):
+    def __init__(self, num_classes: int, hidden_size: int, null_label: bool = True):
         super().__init__()
-        self.embedding_table = nn.Embedding(num_classes + 1, hidden_size)
+        self.embedding_table = nn.Embedding(num_classes + null_label, hidden_size)
 
     def forward(self, y: Tensor) -> Tensor:
         return self.embedding_table(y)
@@ -87,8 +87,9 @@ class DiT(nn.Module):
     meant to train with; they are checked and kept in `self.routes`, and each call says whether it takes them. `init`
     is "adaln_zero" (each block starts as the identity, as DiT) or "xavier" (the modulation and output layers are not
     zeroed: what the official TREAD code does in effect). `block` is a name of blocks.BLOCKS, and qk_norm normalises
-    the queries and keys of its attention. `router` chooses the tokens; without one, at random. Raises ValueError for
-    sizes that do not divide and for routes that do not fit (see `resolve_routes`).
+    the queries and keys of its attention. `router` chooses the tokens; without one, at random. Without a `null_label`
+    the table of labels has no row for guidance by the label. Raises ValueError for sizes that do not divide and for
+    routes that do not fit (see `resolve_routes`).
     """
 
     def __init__(
@@ -107,6 +108,7 @@ class DiT(nn.Module):
         block: str = "dit",
         qk_norm: bool = False,
         router: Router | None = None,
+        null_label: bool = True,
     ):
         super().__init__()
         if input_size % patch_size:
@@ -123,7 +125,7 @@ class DiT(nn.Module):
             raise ValueError(f"block is {block!r}; it must be one of {', '.join(BLOCKS)}.")
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
         self.out_channels = in_channels * 2 if learn_sigma else in_channels
-        self.num_classes = num_classes
+        self.num_classes, self.null_label = num_classes, null_label
         self.routes = resolve_routes(routes, depth)
         self.router = router or Router()
         kind, grid_size = BLOCKS[block], input_size // patch_size
@@ -131,7 +133,7 @@ class DiT(nn.Module):
 
         self.x_embedder = PatchEmbed(input_size, patch_size, in_channels, hidden_size)
         self.t_embedder = TimestepEmbedder(hidden_size)
-        self.y_embedder = LabelEmbedder(num_classes, hidden_size)
+        self.y_embedder = LabelEmbedder(num_classes, hidden_size, null_label)
         self.register_buffer("pos_embed", torch.empty(1, self.x_embedder.num_patches, hidden_size))
         self.blocks = nn.ModuleList(
             kind.block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm) for _ in range(depth))
@@ -217,12 +219,15 @@ def multiply_adds(net: DiT, routes: tuple[Route, ...] = ()) -> tuple[int, int]:
     return of_linear // 2, (sum(flops.values()) - of_linear) // 2
 
 
-def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None = None) -> dict:
+def infer_architecture(
+    state_dict: Mapping[str, Tensor], num_heads: int | None = None, num_classes: int | None = None,
+) -> dict:
     """Reads a DiT's constructor arguments off the shapes of its weights, for files that come without a config.
 
     The number of heads leaves no trace in the shapes: not given, it is that of the published size with this width and
-    depth. Raises ValueError where the weights are not a DiT's, where they fuse a route, or where their size is not a
-    published one and num_heads is None.
+    depth. The last label is the null label, unless `num_classes` or a table of one row say that there is none. Raises
+    ValueError where the weights are not a DiT's, where they fuse a route, or where their size is not a published one
+    and num_heads is None.
     """
     if "router.fusion.weight" in state_dict:
         raise ValueError("These weights fuse what comes out of a route with what went around it (model=sprint), and do "
@@ -233,7 +238,7 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
     try:
         hidden_size, in_channels, patch_size, _ = state_dict["x_embedder.proj.weight"].shape
         num_tokens = state_dict["pos_embed"].shape[1]
-        num_classes = state_dict["y_embedder.embedding_table.weight"].shape[0] - 1
+        num_labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
         mlp_ratio = kind.block.read_mlp_ratio(first, hidden_size)
         depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
@@ -243,6 +248,7 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
         first = ", ".join(list(state_dict)[:3])[:200]
         raise ValueError(f"These weights are not a DiT's: they lack {missing}; they hold {len(state_dict)} tensors, "
                          f"{first} first.") from None
+    null_label = {} if num_labels > 1 and num_labels != num_classes else {"null_label": False}
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in kind.models.values()}
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:
@@ -252,6 +258,6 @@ def infer_architecture(state_dict: Mapping[str, Tensor], num_heads: int | None =
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
         hidden_size=hidden_size, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,
-        num_classes=num_classes, learn_sigma=out_channels == 2 * in_channels,
-        block=block, qk_norm="attn.q_norm.weight" in first,
+        num_classes=num_labels if null_label else num_labels - 1, learn_sigma=out_channels == 2 * in_channels,
+        block=block, qk_norm="attn.q_norm.weight" in first, **null_label,
     )

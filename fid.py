@@ -2,7 +2,7 @@
 
     python fid.py checkpoint=runs/x reference=VIRTUAL_imagenet256_labeled.npz num_samples=50000
     accelerate launch fid.py checkpoint=runs/x reference=… features=inception         # all GPUs, Inception on them too
-    python fid.py images=FOLDER|ZIP|NPZ reference=…                                    # what somebody else made
+    python fid.py images=FOLDER|ZIP|NPZ|NPY reference=FOLDER|ZIP|NPZ|NPY               # what somebody else made
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
     python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # somebody's, as published
     python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # ours, as theirs was drawn
@@ -31,7 +31,7 @@ from scoring.evaluation import score_images
 from scoring.feature_cache import FeatureCache
 from scoring.features import EXTRACTORS, Extractor
 from scoring.features import load as load_extractor
-from scoring.image_sets import Images, Indexed, evenly, open_images, read_over_ranks
+from scoring.image_sets import Images, Indexed, are_files, open_images, read_over_ranks
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
 from scoring.published import as_published, compare_published, is_drawn_as
 from scoring.results import (
@@ -45,7 +45,7 @@ from scoring.results import (
     scored_before,
     versions,
 )
-from scoring.statistics import available_metrics, open_reference, write_reference
+from scoring.statistics import available_metrics, is_replaceable, open_reference, write_reference
 from scoring.tally import measure
 
 
@@ -76,14 +76,23 @@ def check_settings(cfg: ScoringSettings) -> None:
     given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
-    users = {"out": ["reference_from"], "reference_images": ["reference_from"],
-             "resolution": ["images", "reference_from"]}
-    for key, keys in users.items():
-        if getattr(cfg, key) and given[0] not in keys:
-            raise ValueError(f"{key}={getattr(cfg, key)} is for {' and '.join(keys)}, not for {given[0]}.")
-    needed = "out" if given == ["reference_from"] else "reference"
-    if not (getattr(cfg, needed) or "").endswith(".npz"):
-        raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs {needed}=<an npz>.")
+    for key in ("out", "reference_images"):
+        if getattr(cfg, key) and given[0] != "reference_from":
+            raise ValueError(f"{key}={getattr(cfg, key)} is for reference_from, not for {given[0]}.")
+    named = [path for path in (cfg.images, cfg.reference_from, cfg.reference) if path]
+    if cfg.resolution and not any(are_files(path) for path in named):
+        raise ValueError(f"resolution={cfg.resolution} is for folders and zips of images, and none is named here.")
+    if given == ["reference_from"]:
+        if not (cfg.out or "").endswith(".npz"):
+            raise ValueError(f"reference_from={cfg.reference_from} needs out=<an npz>.")
+        if not is_replaceable(Path(cfg.out)) or Path(cfg.out).resolve() == Path(cfg.reference_from).resolve():
+            raise ValueError(f"out={cfg.out} is there already and holds no statistics of reference_from=, or is what "
+                             f"is measured: name another.")
+    elif cfg.reference is None:
+        raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
+    for key in ("images", "reference_from", "reference"):
+        if (path := getattr(cfg, key)) is not None and not Path(path).exists():
+            raise ValueError(f"{key}={path} does not exist.")
 
 
 # ---- what is scored -------------------------------------------------------------------------------------------------
@@ -129,7 +138,7 @@ def open_stored(cfg: ScoringSettings, state: PartialState, key: str) -> tuple[Im
     images = open_images(key, path, cfg.resolution, state.device, cfg.autoencoder, cfg.decode_batch_size)
     if images.count < (needed := cfg.num_samples or 2):
         raise ValueError(f"{key}={path} holds {images.count} images and {needed} are needed.")
-    return images, evenly(images.count, cfg.num_samples or images.count)
+    return images, images.choose(cfg.num_samples or images.count)
 
 
 def open_image_set(cfg: ScoringSettings, state: PartialState) -> Subject:
@@ -173,11 +182,12 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
 
     # ---- everything that can be wrong, before anything slow
     extractor = open_extractor(cfg, state)
-    reference = open_reference(cfg.reference, extractor)
+    subject = open_checkpoint(cfg, state) if cfg.checkpoint is not None else None
+    reference = open_reference(cfg.reference, extractor, cfg.resolution, state.device)  # reads all its files
     metrics = available_metrics(extractor, reference, cfg.metrics)
     if must_have and must_have not in metrics:
         raise ValueError(f"metric={must_have} is not among the metrics {', '.join(metrics)}.")
-    subject = open_checkpoint(cfg, state) if cfg.checkpoint is not None else open_image_set(cfg, state)
+    subject = subject or open_image_set(cfg, state)
     if cfg.published and cfg.checkpoint is not None:
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")

@@ -15,13 +15,14 @@ from pathlib import Path
 
 from guidance import Guidance
 from rf import RF
+from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
 from runtime.schema import Location, Selection
-from sampling.generate import Batch, gathered, generate, sampling_cost
+from sampling.generate import DRAWING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
-from sampling.options import GRID_CLASSES, DrawingSettings, labels_of, parse_range
-from sampling.pictures import write_grid, write_npz, write_pngs
+from sampling.options import GRID_CLASSES, DrawingSettings, labels_of, parse_seeds
+from sampling.pictures import check_file, check_folder, clear_folder, write_grid, write_npz, write_pngs
 from weights.loading import Trained
 
 
@@ -36,6 +37,7 @@ class SampleSettings(GridSettings):
     """configs/sample.yaml."""
 
     latents: bool
+    overwrite: bool
 
 
 def default_grid(given: Path, trained: Trained) -> Path:
@@ -54,6 +56,17 @@ def draw(cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guid
     ))
 
 
+def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
+    """Hashes what a set of pictures depends on, by which a folder is known to hold the same one."""
+    trained = sampling.trained
+    settings = cfg.model_dump(include={"num_steps", "precision", "decode_precision"})
+    return files.record_sha256({
+        **settings, "weights_sha256": trained.weights_sha256, "diffusion": trained.recorded["diffusion"],
+        "autoencoder": trained.autoencoder, "sampler": {key: str(value) for key, value in sampling.sampler.items()},
+        "guidance": sampling.guidance_record, "classes": sampling.classes, "seeds": seeds,
+        "drawing_version": DRAWING_VERSION})
+
+
 @command("sample", SampleSettings)
 def main(cfg: SampleSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32)
@@ -62,7 +75,9 @@ def main(cfg: SampleSettings) -> None:
         raise ValueError(f"latents=true writes an npz, which out={cfg.out or 'null'} is not: set out=x.npz.")
     if kind not in (".png", ".npz", ""):
         raise ValueError(f"out={cfg.out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
-    seeds = parse_range("seeds", cfg.seeds)
+    seeds = parse_seeds("seeds", cfg.seeds)
+    if cfg.out and kind and not cfg.overwrite:
+        check_file(Path(cfg.out), "name another, or replace it with overwrite=true")
     sampling = open_sampling(cfg, state, as_latents=cfg.latents)
     trained = sampling.trained
     out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained)
@@ -72,7 +87,12 @@ def main(cfg: SampleSettings) -> None:
     elif kind == ".npz":
         write_npz(batches, out, len(seeds), ("latents", "labels") if cfg.latents else ("arr_0", "arr_1"))
     else:
-        write_pngs(batches, out)
+        name = name_set(cfg, sampling, seeds)
+        earlier = check_folder(out, name, cfg.overwrite)
+        state.wait_for_everyone()  # until all ranks have looked
+        if state.is_main_process:
+            clear_folder(earlier)
+        write_pngs(batches, out, name)
     drawn = "latents" if cfg.latents else "images"
     state.print(f"{len(seeds)} {drawn} from {trained.folder or cfg.checkpoint}: {out}")
 
@@ -91,10 +111,12 @@ def compare_guided(cfg: GridSettings) -> None:
                          f"python sample.py takes the same guidance settings for it.")
     if sampling.guidance is None:
         raise ValueError("There is nothing to compare without guidance: choose guidance=tread, or give scale=1.5.")
-    seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_range("seeds", cfg.seeds)
+    seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
     default = default_grid(Path(cfg.checkpoint), trained)
     out = Path(cfg.out) if cfg.out else default.with_name(f"{default.stem}-guided.png")
     unguided = out.with_name(f"{out.stem.removesuffix('-guided')}-unguided.png")
+    for path in (out, unguided) if cfg.out else ():
+        check_file(path, "name another")
     state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts; in brackets: with attention, two a "
                 "multiply-add, as torch counts")
     cost = partial(sampling_cost, trained.net, trained.diffusion, cfg.num_steps, **sampling.sampler)

@@ -19,9 +19,11 @@ import torch
 from pydantic import Field
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.images import check_labels, find_tars
+from latents.labels import check_labels
+from latents.listing import find_tars
 from latents.tars import allow_open_files, open_rows, tar_index
 from objectives.diffusion import kept_tokens
+from runtime.files import is_inside
 from runtime.schema import Count, Number, Positive, Record, Text, Whole, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -243,6 +245,15 @@ class Metadata(Record):
     arrays: dict[str, ArrayRecord] = {}
 
 
+def own_file(folder: Path, name: str) -> Path:
+    """Returns a file of a latent folder; raises ValueError for one outside, by its name or by a link."""
+    file = folder / name
+    if Path(name).name != name or not is_inside(file, folder):
+        raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a file of that folder alone: "
+                         f"copy the file there, and let the record name it without a path.")
+    return file
+
+
 def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
     try:
@@ -278,16 +289,16 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
 
     stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
     parts = ["latents", "mirrored"] if meta.mirrored else ["latents"]
-    files = [folder / str(getattr(shard, part)) for part in parts for shard in meta.shards]
+    files = [own_file(folder, str(getattr(shard, part))) for part in parts for shard in meta.shards]
     allow_open_files(len(files) * (2 + len(meta.arrays)))
     shards = [map_npy(file, [(n, *stored_shape)], ["float16"])
               for file, n in zip(files, counts * len(parts), strict=True)]
     labels = []
     for shard in meta.shards:
-        labels.append(map_npy(folder / shard.labels, [(shard.count,)], ["int64"]))
+        labels.append(map_npy(own_file(folder, shard.labels), [(shard.count,)], ["int64"]))
         check_labels(labels[-1], meta.num_classes, folder / shard.labels,
                      'correct the labels or "num_classes" in metadata.json')
-    latents = [folder / shard.latents for shard in meta.shards]
+    latents = [shard.latents for shard in meta.shards]
     return Latents(where=str(folder), files=files, shards=shards, starts=np.concatenate([[0], np.cumsum(counts)]),
                    labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
                    stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), convention=convention,
@@ -296,10 +307,10 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
                                               "autoencoder"}))
 
 
-def _open_arrays(folder: Path, meta: Metadata, latents: list[Path], counts: list[int]) -> dict[str, Array]:
+def _open_arrays(folder: Path, meta: Metadata, latents: list[str], counts: list[int]) -> dict[str, Array]:
     """Maps the arrays that metadata.json names, and masks-*.npy, the weights of the loss, as (n, 1, h, w)."""
     def shards(name: str, shapes: list[list[int]], dtypes: list[str]) -> list[np.ndarray]:
-        files = [file.with_name(file.name.replace("latents-", f"{name}-")) for file in latents]
+        files = [own_file(folder, file.replace("latents-", f"{name}-")) for file in latents]
         return [map_npy(file, [(n, *shape) for shape in shapes], dtypes)
                 for file, n in zip(files, counts, strict=True)]
 

@@ -20,7 +20,7 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.images import find_tars, open_zip, tar_members
+from latents.listing import find_tars, open_zip, tar_members
 from latents.tars import open_rows, tar_index
 from weights.autoencoders import read_statistics
 

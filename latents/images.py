@@ -1,55 +1,62 @@
-"""Folders, zips and webdataset tars of images, and the built-in shapes, as numbered items: name, label, pixels.
+"""Folders, zips and tars of images, and the built-in shapes, as numbered items: name, label, pixels.
 
-A source keeps names and places only, about 130 bytes an image (170 MB for ImageNet), of a zip about 900; pixels are
-read one image at a time.
+Which files there are says `latents.listing`, what a file of labels holds `latents.labels`. Pixels are read one image at
+a time.
 """
 
 import colorsys
-import glob
 import hashlib
 import io
 import json
-import os
 import posixpath
-import re
-import tarfile
 import warnings
-import zipfile
-import zlib
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, UnidentifiedImageError
+from PIL import Image, PngImagePlugin, UnidentifiedImageError
 
-IMAGE_SUFFIXES = {".avif", ".bmp", ".gif", ".jfif", ".jp2", ".jpeg", ".jpg", ".pgm", ".png", ".ppm", ".tif", ".tiff",
-                  ".webp"}
+from latents.labels import LABEL_SUFFIXES, Pairs, match, number_classes, read_pairs, stem_of
+from latents.listing import (
+    IMAGE_SUFFIXES,
+    Listing,
+    UnreadableImage,
+    clean,
+    has_image_suffix,
+    is_hidden,
+    list_source,
+    looks_like_image,
+)
+
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
 SPLITS = {"train", "val", "valid", "validation", "test"}
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow hands others to programs
-MAX_CLASSES = 1_000_000  # a class number beyond is a mistake, and a table of that many classes fills the memory
-
-
-class UnreadableImage(Exception):
-    """One file cannot be read as an image: it is truncated, no image at all, or has no clear meaning in RGB."""
+PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # prompts and workflows exceed Pillow's 1 MB
+LARGE = 2**28  # bytes of a file that might hold labels; a larger one is not looked at
+DEEP_PROBED = 256  # images looked at for grey of 16 bits, evenly spread
 
 
 # ---- one image ------------------------------------------------------------------------------------------------------
 
 
+def is_deep_grey(image: Image.Image) -> bool:
+    return image.mode in ("F", "I") or image.mode.startswith("I;16")
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
-    """Converts any PIL image to RGB: transparency is laid over white, 16-bit grey is scaled to 8 bits.
+    """Converts any PIL image to RGB: transparency is laid over white, grey of 16 bits and more is scaled to 8.
 
     The EXIF orientation is not applied, as in ADM and DiT. Raises UnreadableImage for grey without a known range.
     """
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
-    if image.mode in ("F", "I") or image.mode.startswith("I;16"):
+    if is_deep_grey(image):
         values = np.asarray(image)  # convert("RGB") would clip at 255 and leave nearly everything white
-        if image.mode == "F" or values.min() < 0 or values.max() > 65535:
-            raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range")
+        if not (0 <= values.min() and values.max() <= 65535 and (values == np.floor(values)).all()):
+            raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range: whole "
+                                  f"numbers in 0..65535 do")
         grey = (values.astype(np.uint32) * 255 + 32767) // 65535
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
@@ -139,15 +146,22 @@ def draw_shape(seed: int, index: int, resolution: int) -> np.ndarray:
 class ImageSource:
     """Images as numbered items in an order that depends on nothing but the source.
 
-    `names[i]` says where image i lies, `labels[i]` (int64) is its class, `class_names[label]` the class's name;
-    `not_images` names the files that were passed over because they do not look like images.
+    `names[i]` says where image i lies, `labels[i]` (int64) is its class, `class_names[label]` the class's name.
+    `left_out` are [name, reason] of the files that are not in the set, `notes` lines that a user should see, and
+    `listing` has all the files.
     """
 
     names: list[str]
     labels: np.ndarray
     class_names: list[str]
-    not_images: list[str] = field(default_factory=list)
+    left_out: list[tuple[str, str]] = field(default_factory=list)
     read: Callable[[int], bytes] | None = None  # the file's bytes; None for the shapes, which are drawn
+    notes: list[str] = field(default_factory=list)
+    listing: Listing | None = None
+
+    @property
+    def not_images(self) -> list[str]:
+        return [name for name, _ in self.left_out]
 
     def __len__(self) -> int:
         return len(self.names)
@@ -183,172 +197,213 @@ class ShapeSource(ImageSource):
         return draw_shape(self.seed, index, resolution or 16)
 
 
-def open_source(source: str, shapes_count: int = 6000, shapes_seed: int = 0) -> ImageSource:
-    """Lists a folder, a zip, webdataset tars (a .tar, a folder of them, a glob, a {000..012} pattern) or `shapes`.
+# ---- classes --------------------------------------------------------------------------------------------------------
 
-    Raises ValueError where there is nothing to read, or where a class is unknown.
+
+def open_source(
+    source: str, shapes_count: int = 6000, shapes_seed: int = 0, labels: str = "folders", by_number: bool = False,
+) -> ImageSource:
+    """Lists the images of a folder, a zip, tars or `shapes`, with their classes.
+
+    `labels` is `folders` (and `dataset.json`, or webdataset's `.cls`, where there are any), `none`, `names`, or a file.
+    `by_number` has folders named by numbers in the order of the numbers, as versions before did. Raises ValueError
+    where there is nothing to read, or where a class is unknown.
     """
-    path = Path(source)
     if source == "shapes":
         if shapes_count < len(SHAPES):
             raise ValueError(f"shapes.count={shapes_count} leaves classes empty; there are {len(SHAPES)} shapes.")
+        if labels != "folders":
+            raise ValueError(f"labels={labels} is for images; source=shapes knows its classes: leave it out.")
         return ShapeSource(shapes_count, shapes_seed)
-    tars = [] if path.suffix.lower() == ".zip" else find_tars(path)
-    if path.is_dir():
-        listed = list_folder(path)
-        if tars and len(listed):
-            raise ValueError(f"source={source} holds {len(tars)} tars and {len(listed)} images, such as "
-                             f'{listed.names[0]}: name the tars alone by source="{source}/*.tar", or move them away.')
-        listed = list_tars(tars) if tars else listed
-    elif tars:
-        listed = list_tars(tars)
-    elif path.is_file():
-        listed = list_zip(path)
-    else:
-        raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
-    if len(listed) == 0:
-        others = listed.not_images
-        also = f"; {len(others)} other files are there, such as {others[0]}" if others else ""
+    listing = list_source(source)
+    images = [i for i, name in enumerate(listing.names) if looks_like_image(name)]
+    others = [(shown, why_no_image(name)) for name, shown in zip(listing.names, listing.shown, strict=True)
+              if not looks_like_image(name)]
+    listing.left_out = sorted(listing.left_out + others)
+    if not images:
+        also = (f"; {len(listing.left_out)} other files are there, such as {listing.left_out[0][0]}"
+                if listing.left_out else "")
         raise ValueError(f"source={source} holds no images{also}. Their names end in "
                          f"{' '.join(sorted(IMAGE_SUFFIXES))}.")
-    return listed
+    images.sort(key=listing.names.__getitem__)
+    if (found := of_samples(listing, images, labels == "folders")) and labels == "folders":
+        return found
+    images = found or images
+    if labels == "none":
+        return one_class(listing, images)
+    if labels == "names":
+        pairs = [(listing.names[i], stem_of(listing.names[i]).rpartition("_")[0] or None) for i in images]
+        return of_pairs(listing, images, pairs, "names", "the form <class>_<number>")
+    if labels != "folders":
+        return of_file(listing, images, labels)
+    file, notes = find_dataset_json(listing, images)
+    if file is not None:
+        return of_file(listing, images, listing.shown[file], file)
+    found = of_folders(listing, images, by_number)
+    found.notes += notes
+    return found
 
 
-def find_tars(pattern: str | Path) -> list[Path]:
-    """Returns the tars that a folder, a file, a glob or a shell's braces ({000..012}) name, in order of name.
+def why_no_image(name: str) -> str:
+    return "is hidden, or of a system" if has_image_suffix(name) else "does not look like an image"
 
-    A folder's compressed ones are among them: their reader refuses them. Raises ValueError where some that the braces
-    name are absent; returns none where all are.
+
+def make_source(listing: Listing, images: list[int], labels: np.ndarray, class_names: list[str], left_out: list = (),
+                notes: list[str] = ()) -> ImageSource:
+    """Makes a source of files by their numbers in a listing."""
+    places = np.array(images, dtype=np.int64)
+    return ImageSource([listing.shown[i] for i in images], labels, class_names, [*listing.left_out, *left_out],
+                       lambda index: listing.read(int(places[index])), [*notes], listing)
+
+
+def one_class(listing: Listing, images: list[int]) -> ImageSource:
+    return make_source(listing, images, np.zeros(len(images), np.int64), [listing.title])
+
+
+def a_few(names: list[str], count: int = 5) -> str:
+    return ", ".join(names[:count]) + (" …" if len(names) > count else "")
+
+
+def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> ImageSource:
+    """Takes the first folder below what all images share for the class, in the order of names, as torchvision does.
+
+    So `train/cat/x.jpg` and `train/dog/y.jpg` are a cat and a dog. Images in one folder are one class with its name.
     """
-    from braceexpand import braceexpand  # comes with webdataset
-
-    path = Path(pattern)
-    if path.is_dir():
-        return sorted(file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name))
-    if path.is_file():
-        return [path]
-    names = list(braceexpand(str(pattern)))
-    found = {name: glob.glob(name) for name in names}
-    absent = [name for name in names if not found[name]]
-    if 0 < len(absent) < len(names):
-        raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are absent, {absent[0]} first.")
-    return sorted({Path(file) for files in found.values() for file in files})
-
-
-def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
-    """Yields the members of a tar; raises ValueError where it is compressed, or does not end as a tar does."""
-    try:
-        with tarfile.open(file, "r:", errors="replace") as tar:
-            for member in tar:
-                tar.members = []  # which would take a kilobyte a member
-                yield member
-            tar.fileobj.seek(tar.offset)
-            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end
-                raise tarfile.ReadError(f"it has no end mark at byte {tar.offset:,}")
-    except tarfile.TarError as error:
-        raise ValueError(f"{file} is not a whole uncompressed tar ({error}): decompress or copy it again.") from error
-
-
-def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, for a label that is not a whole number in 0..num_classes - 1."""
-    if labels.dtype.kind not in "iu":
-        raise ValueError(f"{where} has labels of type {labels.dtype}, where whole numbers are expected: {remedy}.")
-    low, high = labels.min(initial=0), labels.max(initial=0)
-    if low < 0 or high >= num_classes:
-        bad = low if low < 0 else high
-        raise ValueError(f"{where} has label {bad} (row {int(np.argmax(labels == bad))}), outside "
-                         f"0..{num_classes - 1}: {remedy}.")
-
-
-def looks_like_image(name: str) -> bool:
-    """Tells by the name alone; hidden files and the Mac's resource forks (__MACOSX/._cat.jpg) are not images."""
-    parts = name.removeprefix("./").split("/")  # `tar cf set.tar .` names everything ./…
-    hidden = any(part.startswith(".") or part == "__MACOSX" for part in parts)
-    return not hidden and posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
-
-
-def sort_into_classes(names: list[str], source: str, flat_class: str) -> tuple[list[str], np.ndarray, list[str]]:
-    """Sorts names with slashes by (class, name); returns them, their labels, and the class names.
-
-    The class is the first folder below what all images have in common, so `train/cat/x.jpg` and `train/dog/y.jpg`
-    are a cat and a dog. Images in one folder are one class with the folder's name, or `flat_class` at the top.
-    """
-    parents = {name.rpartition("/")[0] for name in names}
-    if len(parents) <= 1:
-        class_of = {parent: posixpath.basename(parent) or flat_class for parent in parents}
+    source, folders = listing.path, [listing.names[i].rpartition("/")[0] for i in images]
+    parents = {*folders}
+    if len(parents) == 1:
+        class_of = {parent: posixpath.basename(parent) or listing.title for parent in parents}
     else:
         common = posixpath.commonpath(parents)
         if common in parents:
-            stray = [name for name in names if name.rpartition("/")[0] == common]
+            stray = [listing.names[i] for i, folder in zip(images, folders, strict=True) if folder == common]
             raise ValueError(f"source={source} has {len(stray)} images next to its class folders (such as {stray[0]}), "
-                             f"so their class is unknown; move them into a class folder, or all images into one folder "
-                             f"for a set without classes.")
+                             f"so their class is unknown: move them into a class folder, or set labels=none for a set "
+                             f"without classes.")
         class_of = {parent: posixpath.relpath(parent, common or ".").split("/")[0] for parent in parents}
-    # Folders named by plain numbers count as numbers: 10 comes after 9, not after 1.
-    numeric = all(name.isascii() and name.isdigit() for name in class_of.values())
+    numeric = by_number and all(name.isascii() and name.isdigit() for name in class_of.values())
     class_names = sorted(set(class_of.values()), key=lambda name: (int(name), name) if numeric else name)
     splits = [name for name in class_names if name.lower() in SPLITS]
     if len(splits) > 1:
         split = max(splits, key=lambda name: name.lower() == "train")
         warnings.warn(f"source={source} has classes named {', '.join(splits)}, which look like the splits of a data "
-                      f"set: name one of them, as in source={posixpath.join(source, common, split)}.", stacklevel=5)
+                      f"set: name one of them, as in source={posixpath.join(source, common, split)}.", stacklevel=3)
+    if listing.tars > 1 and parents == {""}:
+        raise ValueError(f'source={source} has no class for the images of {listing.tars} tars, such as '
+                         f'{listing.shown[images[0]]}: a sample needs a .cls, a .json with "label" or a .txt with a '
+                         f'whole number. Otherwise set labels=none, labels=names or labels=<file>.')
     index_of = {name: index for index, name in enumerate(class_names)}
     label_of = {parent: index_of[name] for parent, name in class_of.items()}
-    names = sorted(names, key=lambda name: (label_of[name.rpartition("/")[0]], name))
-    return names, np.array([label_of[name.rpartition("/")[0]] for name in names], dtype=np.int64), class_names
+    order = sorted(range(len(images)), key=lambda k: (label_of[folders[k]], listing.names[images[k]]))
+    labels = np.array([label_of[folders[k]] for k in order], dtype=np.int64)
+    hints = [hint] if len(class_names) == 1 and (hint := find_unread_labels(listing, images)) else []
+    return make_source(listing, [images[k] for k in order], labels, class_names, notes=hints)
 
 
-def list_files(files: list[str], read: Callable[[str], bytes], source: str, flat_class: str) -> ImageSource:
-    """Makes a source of files by name, of a folder or a zip of class folders."""
-    names = [file for file in files if looks_like_image(file)]
-    names, labels, class_names = sort_into_classes(names, source, flat_class)
-    not_images = sorted(file for file in files if not looks_like_image(file))
-    return ImageSource(names, labels, class_names, not_images, lambda index: read(names[index]))
+# ---- classes from a file --------------------------------------------------------------------------------------------
 
 
-def list_folder(folder: Path) -> ImageSource:
-    """Lists a folder of class folders, nested or not, or a flat folder as one class; follows links."""
-    files = []
+def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, list[str]]:
+    """Finds the dataset.json that EDM's, EDM2's and StyleGAN's tools put on top of images; says why one is not read.
 
-    def stop(error: OSError) -> None:
-        raise error  # a folder that may not be read: os.walk would pass over it in silence
-
-    for parent, folders, inside in os.walk(folder, onerror=stop, followlinks=True):
-        prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
-        # An empty class folder is named among what is not in the set.
-        files += [prefix + file for file in inside] or [prefix] * (prefix != "" and not folders)
-
-    def read(name: str) -> bytes:
+    Raises ValueError for one that is no JSON, or that lies on top of a part of the images.
+    """
+    places = [i for i, name in enumerate(listing.names) if posixpath.basename(name) == "dataset.json"
+              and not is_hidden(name)]
+    notes = []
+    for i in sorted(places, key=lambda i: -listing.names[i].count("/")):
+        folder = posixpath.dirname(listing.names[i])
+        inside = sum(not folder or listing.names[image].startswith(f"{folder}/") for image in images)
+        if not inside:
+            continue
+        if inside < len(images):
+            raise ValueError(f"source={listing.path} holds {listing.shown[i]}, which lies on top of {inside} of the "
+                             f"{len(images)} images: name its folder by source={listing.path / folder}, or set "
+                             f"labels=none.")
         try:
-            return (folder / name).read_bytes()
-        except OSError as error:
-            is_dead = isinstance(error, FileNotFoundError) and (folder / name).is_symlink()
-            if is_dead or isinstance(error, PermissionError):
-                raise UnreadableImage(str(error)) from error
-            raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
-
-    return list_files(files, read, str(folder), folder.resolve().name)
-
-
-def open_zip(path: str | Path) -> zipfile.ZipFile:
-    """Opens a zip, for any thread to read; raises ValueError where it is damaged."""
-    try:
-        return zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise ValueError(f"source={path} is not a whole zip file ({error}): copy it again.") from error
+            content = json.loads(listing.read(i))
+        except ValueError as error:
+            place = listing.path / listing.names[i]
+            raise ValueError(f"{place} is no JSON ({error}): mend it or move it away.") from None
+        if isinstance(content, dict) and "labels" in content:
+            return i, []
+        notes.append(f'{listing.shown[i]} has no "labels" and is not read.')
+    return None, notes
 
 
-def list_zip(path: Path) -> ImageSource:
-    """Lists a zip of class folders."""
-    archive = open_zip(path)
+def of_file(listing: Listing, images: list[int], labels: str, member: int | None = None) -> ImageSource:
+    """Reads the classes from a file on disk, or in the source; raises ValueError where it labels no image."""
+    if member is None:
+        places = {str(listing.path / name): i for i, name in enumerate(listing.names)}
+        if not Path(labels).is_file():
+            places |= {name: i for i, name in enumerate(listing.names)}
+        member = places.get(str(Path(labels)))
+    if member is not None:
+        listing.left_out = [row for row in listing.left_out if row[0] != listing.shown[member]]
+    elif not Path(labels).is_file():
+        raise ValueError(f"labels={labels} is no file, neither here nor in {listing.path}: give folders, none, names, "
+                         f"or a file of names and classes.")
+    content = Path(labels).read_bytes() if member is None else listing.read(member)
+    stems = {stem_of(listing.names[i]) for i in images}
+    pairs, said = read_pairs(content, labels, lambda cell: stem_of(clean(cell)) in stems)
+    if pairs is None:  # {"labels": null}
+        return one_class(listing, images)
+    found = of_pairs(listing, images, pairs, labels, "its names")
+    found.notes = [said, *found.notes] if said else found.notes
+    return found
 
-    def read(name: str) -> bytes:
+
+def of_pairs(listing: Listing, images: list[int], pairs: Pairs, labels: str, what: str) -> ImageSource:
+    """Gives images the labels of [name, label]; leaves out, counts and names images without one."""
+    names = [listing.names[i] for i in images]
+    classes, unused = match(names, pairs, posixpath.dirname(f"{listing.path.absolute()}/"), labels)
+    lacking = [i for i, label in zip(images, classes, strict=True) if label is None]
+    if len(lacking) == len(images):
+        raise ValueError(f"labels={labels} labels none of the {len(images)} images, such as {names[0]}: {what} are not "
+                         f"theirs" + (f", such as {pairs[0][0]}." if labels != "names" else "."))
+    notes, left_out = [], [(listing.shown[i], f"has no label by labels={labels}") for i in lacking]
+    if lacking:
+        notes.append(f"labels={labels}: {len(lacking):,} of {len(images):,} images have no label and are left out: "
+                     f"{a_few([listing.shown[i] for i in lacking])}")
+    if unused:
+        notes.append(f"labels={labels}: {len(unused):,} labels have no image: {a_few(unused)}")
+    kept = [i for i, label in zip(images, classes, strict=True) if label is not None]
+    numbers, class_names = number_classes([label for label in classes if label is not None], f"labels={labels}",
+                                          "correct the file", [label for _, label in pairs if label])
+    if empty := len(class_names) - len(np.unique(numbers)):
+        notes.append(f"labels={labels}: labels are numbers up to {len(class_names) - 1:,}, and {empty:,} of these "
+                     f"{len(class_names):,} classes have no image.")
+    return make_source(listing, kept, numbers, class_names, left_out, notes)
+
+
+def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
+    """Returns a line on a file beside the images that holds their classes, or on classes in their names."""
+    stems = {stem_of(listing.names[i]) for i in images}
+    inside = [i for i, name in enumerate(listing.names) if Path(name).suffix.lower() in LABEL_SUFFIXES
+              and not is_hidden(name) and key_of(posixpath.basename(name))[0] not in stems]
+    files = [(listing.path / listing.names[i], lambda i=i: listing.read(i)) for i in inside[:20]]
+    above = dict.fromkeys(folder for place in (listing.path.absolute(), listing.path.resolve())
+                          for folder in place.parents[:6])
+    beside = [file for file in sorted(listing.path.absolute().parent.glob("*"))
+              if file.suffix.lower() in LABEL_SUFFIXES and file.is_file()]
+    beside = beside[:20] + [file for folder in above for file in folder.glob("LOC_*_solution.csv")]  # Kaggle's place
+    files += [(file, file.read_bytes) for file in beside if file.stat().st_size <= LARGE]
+    for file, read in files:
         try:
-            return archive.read(name)
-        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # damaged, encrypted, of a new method
-            raise UnreadableImage(str(error)) from error
+            pairs, _ = read_pairs(read(), str(file), lambda cell: stem_of(clean(cell)) in stems)
+            found = any(stem_of(clean(name)) in stems for name, label in pairs or () if label)
+        except (ValueError, OSError, UnreadableImage):
+            found = any(word in file.name.lower() for word in ("label", "class", "annotation", "solution"))
+        if found:
+            return f"{file} looks like labels and is not read, so that there is one class: labels={file} reads it."
+    prefixes = sorted({stem_of(listing.names[i]).rpartition("_")[0] for i in images})
+    if prefixes[0] and 2 <= len(prefixes) <= len(images) / 2:
+        return (f"The names begin with {len(prefixes)} words before a last underscore ({a_few(prefixes)}): "
+                f"labels=names makes them classes.")
+    return None
 
-    return list_files([name for name in archive.namelist() if not name.endswith("/")], read, str(path), path.stem)
+
+# ---- webdataset's samples -------------------------------------------------------------------------------------------
 
 
 def tar_label(suffix: str, text: bytes) -> str | None:
@@ -364,51 +419,85 @@ def tar_label(suffix: str, text: bytes) -> str | None:
         return None
 
 
-def list_tars(tars: list[Path]) -> ImageSource:
-    """Lists webdataset tars of images in the order of the tars, which is the fast order to read them in.
+def key_of(name: str) -> tuple[str, str]:
+    """Splits a name at the first dot after its folder: a sample's key, and which part of it this is."""
+    folder, _, base = name.rpartition("/")
+    key, _, suffix = base.partition(".")
+    return f"{folder}/{key}" if folder else key, suffix.lower()
 
-    A sample is the members with one name up to the first dot. Whole numbers as labels are the class indices
-    themselves; other labels are names and are numbered in alphabetical order. Raises ValueError where an image
-    has no label.
+
+LABEL_PARTS = ("cls", "json", "txt")  # of a sample, the first counts
+
+
+def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSource | list[int] | None:
+    """Makes webdataset's samples of files with one name up to the first dot, each with one image and one label.
+
+    Without `labelled` it returns the images alone, one a sample; None where there are no samples: no tars, or files
+    beside the images that hold no label. Whole numbers are the class indices themselves; names are numbered in order.
+    Raises ValueError where some images have a label and others none.
     """
-    names, classes, where, not_images = [], [], [], []
-    for number, path in enumerate(tars):
-        images, labels = {}, {}  # of this tar, by key
-        with open(path, "rb") as content:
-            for member in tar_members(path):
-                folder, _, base = member.name.rpartition("/")
-                key, _, suffix = base.partition(".")
-                key, suffix = f"{folder}/{key}" if folder else key, suffix.lower()
-                if member.isfile() and suffix in ("cls", "json", "txt"):
-                    label = tar_label(suffix, os.pread(content.fileno(), member.size, member.offset_data))
-                    if label is not None and (suffix == "cls" or key not in labels):
-                        labels[key] = label
-                elif member.isfile() and looks_like_image(member.name) and key not in images:
-                    images[key] = (member.name, member.offset_data, member.size)
-                elif not member.isdir():
-                    not_images.append(f"{path.name}/{member.name}")
-        for key, (name, offset, size) in images.items():
-            if not labels.get(key):
-                raise ValueError(f'source: {path} has no class for {name}: a sample needs {key}.cls, a .json with '
-                                 f'"label", or a .txt with a whole number. Unpack tars of bare images into class '
-                                 f'folders.')
-            names.append(f"{path.name}/{name}")
-            classes.append(labels[key])
-            where.append((number, offset, size))
-    distinct = set(classes)
-    if all(name.isascii() and name.isdigit() for name in distinct):
-        labels = np.array([int(name) for name in classes] if classes else [], dtype=np.int64)
-        check_labels(labels, MAX_CLASSES, "source", "correct the tars")  # before a name is made for each
-        class_names = [str(index) for index in range(labels.max(initial=-1) + 1)]
-    else:
-        class_names = sorted(distinct)
-        index_of = {name: index for index, name in enumerate(class_names)}
-        labels = np.array([index_of[name] for name in classes], dtype=np.int64)
-    places = np.array(where, dtype=np.int64).reshape(-1, 3)
+    parts = {key_of(name): i for i, name in enumerate(listing.names) if name.lower().endswith((".cls", ".json", ".txt"))
+             and key_of(name)[1] in LABEL_PARTS}
+    keys = {key for key, _ in parts}
+    images = sorted(images) if listing.tars else images  # the order of the tars is the fast one to read them in
+    if not any(key_of(listing.names[i])[0] in keys for i in images):
+        return None
+    chosen: dict[str, int] = {}
+    for i in images:
+        key = key_of(listing.names[i])[0]
+        chosen[key] = min(chosen.get(key, i), i, key=lambda i: (listing.names[i].count("."), listing.names[i]))
+    if not labelled:
+        return [*chosen.values()] if listing.tars else None
+    classes, several = {}, []
+    for key, image in chosen.items():
+        there = {part: label for part in LABEL_PARTS if (key, part) in parts
+                 and (label := tar_label(part, listing.read(parts[key, part])))}
+        if there:
+            classes[key] = next(iter(there.values()))
+        elif not classes and not listing.tars:  # captions beside images, of which there may be millions
+            return None
+        if len({*there.values()}) > 1:
+            several.append(f"{listing.shown[image]} (.{' .'.join(there)})")
+    if not classes:
+        return None
+    if lacking := [image for key, image in chosen.items() if key not in classes]:
+        raise ValueError(f'source={listing.path} has no class for {listing.shown[lacking[0]]} and {len(lacking) - 1} '
+                         f'others: a sample needs a .cls, a .json with "label", or a .txt with a whole number. '
+                         f'Otherwise set labels=none, labels=names or labels=<file>.')
+    notes = []
+    if several:
+        notes.append(f"{len(several):,} samples have several labels, of which .cls counts before .json and .json "
+                     f"before .txt: {a_few(several)}")
+    taken = {i: chosen[key_of(listing.names[i])[0]] for i in images}
+    spare = [(listing.shown[i], f"is another picture of the sample, of which {listing.shown[other]} is taken")
+             for i, other in taken.items() if i != other]
+    if spare:
+        notes.append(f"{len(spare):,} images are further pictures of a sample and are left out: "
+                     f"{spare[0][0]} {spare[0][1]}.")
+    used = {listing.shown[i] for (key, _), i in parts.items() if key in chosen}
+    listing.left_out = [row for row in listing.left_out if row[0] not in used]
+    labels, class_names = number_classes([*classes.values()], "source", "correct the tars")
+    return make_source(listing, [*chosen.values()], labels, class_names, spare, notes)
 
-    def read(index: int) -> bytes:
-        number, offset, size = places[index].tolist()
-        with open(tars[number], "rb") as file:
-            return os.pread(file.fileno(), size, offset)
 
-    return ImageSource(names, labels, class_names, not_images, read)
+# ---- grey of 16 bits ------------------------------------------------------------------------------------------------
+
+
+def note_on_dark(source: ImageSource) -> str | None:
+    """Returns a line where images of 16 bits use 12 of them at most; looks at up to `DEEP_PROBED` images."""
+    found = []
+    for index in np.unique(np.linspace(0, len(source) - 1, min(len(source), DEEP_PROBED)).astype(np.int64)):
+        try:
+            data = source.read(index)
+            with open_image(data) as image:
+                if is_deep_grey(image):
+                    found.append(int(np.asarray(image).max()))
+                elif data.startswith(b"\x89PNG") and data[24] == 16:  # of which Pillow keeps the upper eight bits
+                    found.append(int(np.asarray(image.convert("RGB")).max()) << 8)
+        except (UnreadableImage, ValueError, OverflowError):  # told when the images are read
+            continue
+    if not found or max(found) >= 4096:
+        return None
+    return (f"{len(found):,} of {min(len(source), DEEP_PROBED):,} images looked at have 16 bits or more, and none has "
+            f"a value above {max(found):,}: divided by 65,535 they are nearly black. Multiply 12-bit values by 16 "
+            f"first.")

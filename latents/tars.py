@@ -5,7 +5,6 @@ import json
 import math
 import resource
 import tarfile
-import zipfile
 from contextlib import suppress
 from pathlib import Path
 from tokenize import TokenError
@@ -14,7 +13,7 @@ from typing import BinaryIO
 import numpy as np
 from tqdm import tqdm
 
-from latents.images import tar_members
+from latents.listing import tar_members
 from runtime.files import atomic_write
 
 TAR_INDEX = "latent-index.npz"
@@ -47,15 +46,19 @@ def open_rows(tars: list[Path], index: dict[str, np.ndarray]) -> list[TarRows]:
 
 
 def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
-    """Returns starts, offsets, labels, shape, dtype, kept in an npz next to the tars while they do not change."""
+    """Returns starts, offsets, labels, shape, dtype, kept in an npz next to the tars while they do not change.
+
+    One that is kept counts only where it leads into the tars (`is_sound`).
+    """
     stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in tars]
     key = hashlib.sha256(json.dumps(stats).encode()).hexdigest()
     cache = tars[0].parent / TAR_INDEX
     try:
         with np.load(cache, allow_pickle=False) as kept:
-            if str(kept["key"]) == key:
-                return {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
-    except (OSError, ValueError, EOFError, KeyError, zipfile.BadZipFile):  # absent or damaged: the tars are the truth
+            index = {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
+            if str(kept["key"]) == key and is_sound(index, [size for _, size, _ in stats]):
+                return index
+    except Exception:  # absent, damaged, or anybody's: the tars are the truth
         pass
 
     starts, offsets, labels, form = [0], [], [], None
@@ -70,6 +73,21 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     with suppress(OSError), atomic_write(cache) as partial, open(partial, "wb") as stream:
         np.savez(stream, key=np.array(key), **index)
     return index
+
+
+def is_sound(index: dict[str, np.ndarray], sizes: list[int]) -> bool:
+    """Tells whether an index, which may be anybody's, leads to latents inside of tars of these sizes."""
+    starts, offsets, labels, shape = (index[name] for name in ("starts", "offsets", "labels", "shape"))
+    if str(index["dtype"]) not in ("<f2", "<f4") or shape.shape != (3,) or starts.shape != (len(sizes) + 1,):
+        return False
+    if any(array.dtype.kind not in "iu" for array in (starts, offsets, labels, shape)) or shape.min() < 1:
+        return False
+    counts = np.diff(starts)
+    if starts[0] != 0 or counts.min() < 0 or not offsets.shape == labels.shape == (starts[-1],):
+        return False
+    num_bytes = math.prod(shape.tolist()) * np.dtype(str(index["dtype"])).itemsize
+    ends = np.repeat(sizes, counts) - num_bytes
+    return bool((offsets >= 0).all() and (offsets <= ends).all())
 
 
 NpyForm = tuple[tuple[int, ...], np.dtype]  # shape and type

@@ -19,6 +19,8 @@ from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
 from runtime.schema import read_json
 
+# What older versions did without recording it. Torch's default; classes by folders; folders 1, 2 … 10 as numbers.
+OF_OLDER_VERSIONS = {"tf32": True, "labels": "folders", "class_order": "numbers"}
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # of killed writes; runtime.files.atomic_write names them
 
 
@@ -41,7 +43,7 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
             raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
-    before = {"tf32": True} | read_json(out / "preparing.json")  # torch's default, which version 1 did not record
+    before = OF_OLDER_VERSIONS | read_json(out / "preparing.json")
     changed = [f"{key}={before.get(key)} then and {value} now" for key, value in settings.items()
                if before.get(key) != value and key != "fingerprint"]
     if before["fingerprint"] != settings["fingerprint"]:
@@ -57,16 +59,24 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
     return True
 
 
+def class_order(out: Path) -> str:
+    """Returns how `out` orders classes that are numbers, if it was begun before: as `names`, as torchvision, or not."""
+    if not (out / "preparing.json").is_file():
+        return "names"
+    return (OF_OLDER_VERSIONS | read_json(out / "preparing.json"))["class_order"]
+
+
 def write_folder(
     out: Path, settings: dict, metadata: dict, row_shape: tuple[int, ...], num_items: int, *, shard_size: int,
     batch_size: int, read: Callable[[range], Any], encode: Callable[[Any], tuple[dict[str, np.ndarray], list]],
-    state: PartialState, threads: int = 1, not_images: Sequence[str] = (),
+    state: PartialState, threads: int = 1, left_out: Sequence[tuple[str, str]] = (),
 ) -> None:
     """Writes the shards that `out` lacks, over all ranks, and then metadata.json; `settings` go into preparing.json.
 
     `read(items)` runs in threads, for up to `batch_size` items of one shard. `encode` makes of what it returns the
     rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each unreadable item.
-    Raises ValueError for a full disk and where another process writes in `out`.
+    `left_out` are such rows of what is not among the items. Raises ValueError for a full disk and where another process
+    writes in `out`.
     """
     started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata, row_shape)
     shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
@@ -109,7 +119,7 @@ def write_folder(
             bar.close()
             seconds, done = time.monotonic() - started, sum(len(shards[shard]) for shard in todo)
             print(f"{done:,} images in {seconds:.1f} s, {done / seconds:,.0f} images/s")
-            finish(out, metadata, read_records(out, len(shards), types), not_images)
+            finish(out, metadata, read_records(out, len(shards), types), left_out)
 
 
 @contextmanager
@@ -183,13 +193,14 @@ def read_records(
     return records
 
 
-def finish(out: Path, metadata: dict, records: list[dict | None], not_images: Iterable[str] = ()) -> None:
+def finish(
+    out: Path, metadata: dict, records: list[dict | None], left_out: Iterable[tuple[str, str]] = (),
+) -> None:
     """Adds up the shards' records and writes metadata.json, the mark that the folder is whole; prints what it holds."""
     if None in records:
         raise ValueError(f"out={out}: {records.count(None)} shards are not whole, such as number "
                          f"{records.index(None)}; the same command writes them again.")
-    reasons = [(name, "does not look like an image") for name in not_images]
-    reasons += [row for record in records for row in record["unreadable"]]
+    reasons = [*left_out, *(row for record in records for row in record["unreadable"])]
     count = sum(record["count"] for record in records)
     if count == 0:
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")

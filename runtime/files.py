@@ -84,6 +84,11 @@ def write_text(path: Path, text: str) -> None:
         partial.write_text(text, encoding="utf-8")
 
 
+def is_inside(path: Path, folder: Path) -> bool:
+    """Tells whether a path is of a folder, and no link leads out of it."""
+    return path.resolve().is_relative_to(folder.resolve())
+
+
 def open_rows(path: Path) -> BinaryIO:
     """Opens a file of JSON lines to append to it.
 

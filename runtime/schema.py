@@ -116,7 +116,7 @@ def first_problem(plain: Any, errors: list) -> str:
 def read_json(file: Path) -> Any:
     """Reads a JSON file; raises ValueError, with its name, where it is not JSON."""
     try:
-        return json.loads(file.read_text(encoding="utf-8"))
+        return json.loads(file.read_bytes())  # in UTF-8 or UTF-16, with a byte-order mark or without
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
 

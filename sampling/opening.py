@@ -37,7 +37,7 @@ def open_sampling(
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
     trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
-                           cfg.num_heads)
+                           num_heads=cfg.num_heads, num_classes=cfg.num_classes, input_size=cfg.input_size)
     if trained.inferred:
         state.print(trained.inferred)
     net = trained.net

@@ -84,6 +84,8 @@ class DrawingSettings(GuidanceSettings):
     decode_batch_size: Count | None
     diffusion_name: one_of(FAMILIES) | None
     num_heads: Size | None
+    num_classes: Size | None
+    input_size: Size | None
     autoencoder: Location | None
     tf32: bool
     cpu: bool
@@ -150,7 +152,8 @@ def build_guidance(
         check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
     weak = None
     if settings.weak:
-        weak = load_like(Path(settings.weak), trained.family or trained.recorded["diffusion"]["name"], device=device)
+        same = {"num_classes": trained.net.num_classes, "input_size": trained.net.input_size}
+        weak = load_like(Path(settings.weak), trained.family or trained.recorded["diffusion"]["name"], same, device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
@@ -180,16 +183,26 @@ def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
     return chosen
 
 
+def parse_seeds(key: str, given: str | int | Iterable[int] | None) -> list[int]:
+    """Reads seeds as `parse_range` does, each once: one seed is one image."""
+    return list(dict.fromkeys(parse_range(key, given)))
+
+
 def parse_classes(
     key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
 ) -> list[int]:
-    """Reads class names, indices and ranges of indices; None is `present`, the classes that have images.
+    """Reads class names, indices and ranges of indices, or of names that are numbers; None is `present`.
+
+    Those are the classes that have images.
 
     Raises ValueError for a class that does not exist.
     """
     if given is None:
         return present
     index = {name: i for i, name in enumerate(class_names or [])}
+    # Where all names are numbers, a number is a name, in a range as well; 7 also names a class 007.
+    numbers = {int(name): i for name, i in index.items() if name.isascii() and name.isdigit()}
+    numbers = numbers if len(numbers) == len(index) else {}
     parts = [str(given)] if str(given) in index or isinstance(given, int) else given
     parts = parts.split(",") if isinstance(parts, str) else [str(part) for part in parts]
     labels = []
@@ -198,7 +211,13 @@ def parse_classes(
             names = f"; the names are {', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}" if index else ""
             raise ValueError(f"{key}={given} asks for {part!r}, which is not a class. Write indices, as in {key}=[0,5] "
                              f"or {key}=0-9, or names{names}.")
-        labels += [index[part]] if part in index else parse_range(key, part)
+        chosen = [index[part]] if part in index else parse_range(key, part)
+        if numbers and part not in index:
+            if lacking := [number for number in chosen if number not in numbers]:
+                raise ValueError(f"{key}={given} asks for class {lacking[0]}, but the classes are named by numbers: "
+                                 f"{', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}.")
+            chosen = [numbers[number] for number in chosen]
+        labels += chosen
     if max(labels) >= num_classes:
         raise ValueError(f"{key}={given} asks for class {max(labels)}; there are {num_classes}, numbered from 0.")
     return labels

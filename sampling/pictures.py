@@ -3,6 +3,7 @@
 import importlib.util
 import json
 import math
+import re
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
@@ -10,10 +11,11 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
-from PIL import Image, ImageDraw, ImageFont
+from PIL import Image, ImageDraw, ImageFont, UnidentifiedImageError
 from PIL.PngImagePlugin import PngInfo
 from torch import Tensor
 
+from latents.images import looks_like_image
 from runtime.device import describe_device
 from runtime.files import atomic_write, write_array
 from sampling.generate import Batch
@@ -87,13 +89,65 @@ def write_grid(
     return grid
 
 
-def write_pngs(batches: Iterable[Batch], folder: Path) -> None:
-    """Consumes the gathered batches of all ranks; the main one writes each image as `<seed>_<label>.png`."""
+def read_drawn(path: Path) -> dict | None:
+    """Reads the record that `save_image` or `write_npz` put into a file; None for a file of another maker."""
+    try:
+        if path.suffix == ".npz":
+            with zipfile.ZipFile(path) as archive:
+                text = archive.comment
+        else:
+            with Image.open(path, formats=["PNG"]) as image:  # the header only
+                text = image.info.get("drawn", "")
+        record = json.loads(text)
+    except (OSError, ValueError, UnidentifiedImageError, zipfile.BadZipFile):
+        return None
+    return record if isinstance(record, dict) and "device" in record else None
+
+
+def check_file(path: Path, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, where there is a file that no command of ours has drawn."""
+    if path.is_file() and read_drawn(path) is None:
+        raise ValueError(f"out={path} is there already and was not drawn by this code: {remedy}.")
+
+
+def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
+    """Lists the pictures that `write_pngs` wrote into a folder for a set of another name.
+
+    Raises ValueError where there are some and `overwrite` does not ask to clear them, and for pictures of others.
+    """
+    earlier = []
+    for file in folder.rglob("*"):
+        if not looks_like_image(file.relative_to(folder).as_posix()):
+            continue
+        named = file.parent == folder and re.fullmatch(r"\d{6,}_\d+\.png", file.name)
+        drawn = read_drawn(file) if named else None
+        if drawn is None:
+            raise ValueError(f"out={folder} holds pictures that were not drawn by this code, such as {file.name}: name "
+                             f"another folder.")
+        if drawn.get("set") == name:
+            continue
+        if not overwrite:
+            raise ValueError(f"out={folder} holds pictures of another set, such as {file.name}: name another folder, "
+                             f"or clear it with overwrite=true.")
+        earlier.append(file)
+    return earlier
+
+
+def clear_folder(earlier: list[Path]) -> None:
+    for file in earlier:
+        file.unlink()
+
+
+def write_pngs(batches: Iterable[Batch], folder: Path, name: str) -> None:
+    """Consumes the gathered batches of all ranks; the main one writes each image as `<seed>_<label>.png`.
+
+    Each picture says to which set it belongs, by the set's name.
+    """
     for seeds, labels, images in batches:
         if PartialState().is_main_process:
             for seed, label, image in zip(seeds.tolist(), labels.tolist(), images.numpy(), strict=True):
                 save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png",
-                           describe_device(PartialState().device))
+                           {**describe_device(PartialState().device), "set": name})
 
 
 def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str, str] = ("arr_0", "arr_1")) -> None:

@@ -52,7 +52,8 @@ class Drawing:
             "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
             "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": "class seed % number of classes", "drawing_version": DRAWING_VERSION,  # and of one image:
+            "labels": "class seed % number of classes", "order": "of the seeds",
+            "drawing_version": DRAWING_VERSION,  # and of one image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
 

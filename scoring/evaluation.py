@@ -26,7 +26,7 @@ def score_images(
     metrics = available_metrics(extractor, reference, metrics)
     reference.complete(extractor, metrics)
     state = PartialState()
-    tally = Tally(extractor, count, state.device, "precision" in metrics or "recall" in metrics)
+    tally = Tally(extractor, count, state.device, count if {"precision", "recall"} & {*metrics} else 0)
     fill(tally, batches, extractor, keep, progress)
     scores: list[dict[str, float] | None] = [None]
     if state.is_main_process:

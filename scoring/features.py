@@ -4,7 +4,9 @@ Every extractor takes uint8 images (B, H, W, 3) and resizes and scales them.
 """
 
 import contextlib
+import importlib.metadata
 import os
+import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -41,6 +43,16 @@ class Extractor:
     weights: str | None = None  # path of the weights, None where there are none
     sha256: str | None = None   # of the weights
     library: str | None = None  # the package whose version matters
+
+
+def versions(extractor: Extractor) -> dict[str, str]:
+    names = filter(None, ["numpy", "scipy", "accelerate", extractor.library])
+    return {"python": platform.python_version(), "torch": torch.__version__,  # with its CUDA, +cu130
+            **{name: importlib.metadata.version(name) for name in names}}
+
+
+def describe_extractor(extractor: Extractor) -> dict:
+    return {key: getattr(extractor, key) for key in ("name", "space", "input", "weights", "sha256")}
 
 
 def load(

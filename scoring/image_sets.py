@@ -1,4 +1,4 @@
-"""Stored images, by index: of a folder, a zip, an npz, or latents that are decoded."""
+"""Stored images, by index: of a folder, a zip, an npz, an npy, or latents that are decoded."""
 
 import hashlib
 import math
@@ -29,8 +29,18 @@ class Images:
     """Images that are all of one size, and the record of what they are."""
 
     count: int
-    read: Callable[[np.ndarray], Tensor]  # indices (B,) -> uint8 (B, H, W, 3)
+    read: Callable[[np.ndarray], Tensor]    # indices (B,) -> uint8 (B, H, W, 3)
     record: dict
+    shuffled: np.ndarray | None = None      # all indices in a fixed shuffled order; None: they are scored as stored
+    neighbours: int | None = None           # of a reference: how many precision and recall look at; None: all
+
+    def choose(self, num: int) -> np.ndarray:
+        """Picks `num` indices, evenly spread, in the order in which they are scored.
+
+        The Inception Score is a mean over splits, so a folder's classes must not come one after the other.
+        """
+        chosen = evenly(self.count, num)
+        return chosen if self.shuffled is None else self.shuffled[np.isin(self.shuffled, chosen)]
 
 
 def evenly(count: int, num: int) -> np.ndarray:
@@ -46,20 +56,41 @@ def open_images(
     autoencoder: str | None = None,         # None: as the folder says
     decode_batch_size: int | None = None,
 ) -> Images:
-    """Opens a folder or zip of images, an npz with `arr_0`, or a folder of latents.
+    """Opens a folder or zip of images, which alone are scaled, an npz with `arr_0`, an npy, or a folder of latents.
 
     Raises ValueError for what cannot be scored.
     """
     if not Path(path).exists():
         raise ValueError(f"{key}={path} does not exist.")
-    is_npz, is_latents = Path(path).suffix == ".npz", (Path(path) / "metadata.json").is_file()
-    if resolution is not None and (is_npz or is_latents):
-        raise ValueError(f"resolution={resolution} is for folders and zips of images; {key}={path} is read as it is.")
-    if is_npz:
+    if Path(path).suffix == ".npz":
         return open_npz(key, path)
-    if is_latents:
+    if Path(path).suffix == ".npy":
+        return open_npy(key, path)
+    if (Path(path) / "metadata.json").is_file():
         return open_decoded(path, device, autoencoder, decode_batch_size)
     return open_files(key, path, resolution)
+
+
+def are_files(path: str) -> bool:
+    """Tells whether a path is a folder or zip of images, which can be scaled when they are read."""
+    return Path(path).suffix not in (".npz", ".npy") and not (Path(path) / "metadata.json").is_file()
+
+
+def check_array(key: str, path: str, dtype: np.dtype, shape: tuple[int, ...], fortran: bool) -> None:
+    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
+        raise ValueError(f"{key}={path}: the array is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
+
+
+def open_npy(key: str, path: str) -> Images:
+    """Opens the images of an npy, which is mapped into memory."""
+    try:
+        array = np.load(path, mmap_mode="r", allow_pickle=False)
+    except (ValueError, EOFError) as error:
+        raise ValueError(f"{key}={path} is not a whole npy of numbers ({error}).") from error
+    check_array(key, path, array.dtype, array.shape, not array.flags.c_contiguous)
+    record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(array.shape[1:3]),
+              "order": "as stored"}
+    return Images(len(array), lambda indices: torch.from_numpy(np.array(array[indices])), record)
 
 
 def open_npz(key: str, path: str) -> Images:
@@ -72,8 +103,7 @@ def open_npz(key: str, path: str) -> Images:
         raise ValueError(f"{key}={path} holds no images: it has no key arr_0.") from None
     except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
         raise ValueError(f"{key}={path} is not a whole npz ({error}).") from error
-    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
-        raise ValueError(f"{key}={path}: arr_0 is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
+    check_array(key, path, dtype, shape, fortran)
     first, size = file.tell(), math.prod(shape[1:])
 
     def read(indices: np.ndarray) -> Tensor:
@@ -86,7 +116,7 @@ def open_npz(key: str, path: str) -> Images:
         except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:
             raise ValueError(f"{key}={path} is damaged before image {indices[-1] + 1} ({error}).") from error
 
-    record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(shape[1:3])}
+    record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(shape[1:3]), "order": "as stored"}
     return Images(shape[0], read, record)
 
 
@@ -103,20 +133,24 @@ def open_decoded(
         return decoder.decode(stored[:, : latents.shape[0]])
 
     side = [length * decoder.downsample for length in latents.shape[1:]]
-    record = {"path": str(path), "fingerprint": latents.fingerprint, "size": side, "autoencoder": decoder.name}
-    return Images(latents.count, read, record)
+    record = {"path": str(path), "fingerprint": latents.fingerprint, "size": side, "autoencoder": decoder.name,
+              "order": "shuffled by numpy's RandomState(0)"}
+    return Images(latents.count, read, record, np.random.RandomState(0).permutation(latents.count))
 
 
 def open_files(key: str, path: str, resolution: int | None) -> Images:
-    """Opens a folder or zip; reads each file once, for its size and for the hash of them all."""
+    """Opens a folder or zip; reads each file once, for its size and for the hash of them all.
+
+    They are scored in the order of their hashes, whatever their names and folders are.
+    """
     try:
-        source = open_source(path)
+        source = open_source(path, labels="none")
     except ValueError as error:
         raise ValueError(str(error).replace("source=", f"{key}=")) from error
     if source.not_images and PartialState().is_main_process:
         print(f"{key}={path}: {len(source.not_images)} files have no image's name and are skipped: "
               f"{', '.join(source.not_images[:5])}.")
-    digest, sizes, broken = hashlib.sha256(), Counter(), []
+    digests, sizes, broken = [], Counter(), []
     for index in tqdm(range(len(source)), desc="looking at files", unit="img", delay=2, leave=False,
                       disable=not PartialState().is_main_process or None):
         try:
@@ -126,7 +160,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
         except (UnreadableImage, OSError) as error:
             broken.append(f"{source.names[index]} ({error})")
             continue
-        digest.update(hashlib.sha256(data).digest())
+        digests.append(hashlib.sha256(data).digest())
     if broken:
         raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, {broken[0]} "
                          f"first: replace them.")
@@ -146,8 +180,9 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
 
     pool = ThreadPoolExecutor(8)
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
-    record = {"path": str(path), "sha256": digest.hexdigest(), "size": size, "not_images": len(source.not_images)}
-    return Images(len(source), read, record)
+    record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
+              "not_images": len(source.not_images), "order": "shuffled by the files' SHA-256"}
+    return Images(len(source), read, record, np.array(sorted(range(len(source)), key=digests.__getitem__)))
 
 
 def read_over_ranks(images: Images, chosen: np.ndarray, todo: np.ndarray, batch_size: int) -> Indexed:

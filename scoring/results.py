@@ -1,13 +1,10 @@
 """A row of results.jsonl: what was scored, with what, and whether it was scored before."""
 
-import importlib.metadata
 import json
-import platform
 import time
 from pathlib import Path
 from typing import Annotated
 
-import torch
 from accelerate import PartialState
 from pydantic import Field
 
@@ -17,7 +14,7 @@ from runtime.device import describe_device
 from runtime.schema import Number, Settings, Size, Steps, Whole, one_of
 from sampling.options import Pair, SamplerSettings
 from scoring.feature_cache import SCORING_VERSION
-from scoring.features import Extractor
+from scoring.features import Extractor, describe_extractor, versions
 from scoring.statistics import Reference
 from weights.records import DIFFUSIONS
 
@@ -39,16 +36,6 @@ class Published(Settings):
     scale: Number | None = None
     interval: Pair | None = None
     channels: Size | None = None
-
-
-def versions(extractor: Extractor) -> dict[str, str]:
-    names = filter(None, ["numpy", "scipy", "accelerate", extractor.library])
-    return {"python": platform.python_version(), "torch": torch.__version__,  # with its CUDA, +cu130
-            **{name: importlib.metadata.version(name) for name in names}}
-
-
-def describe_extractor(extractor: Extractor) -> dict:
-    return {key: getattr(extractor, key) for key in ("name", "space", "input", "weights", "sha256")}
 
 
 def describe_autoencoder(name: str, decode_precision: str) -> dict:

@@ -1,4 +1,4 @@
-"""The reference: statistics in ADM's keys, read and written, and which metrics they allow."""
+"""The reference: statistics in ADM's keys, read, measured and written, and which metrics they allow."""
 
 import zipfile
 from collections.abc import Iterable
@@ -7,47 +7,110 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from accelerate import PartialState
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
 
-from runtime import files
-from scoring.feature_cache import FeatureCache
-from scoring.features import Extractor
+from runtime import files, ranks
+from runtime.device import describe_device
+from scoring.feature_cache import SCORING_VERSION, FeatureCache
+from scoring.features import Extractor, describe_extractor, versions
 from scoring.image_sets import Images, evenly, open_images
 from scoring.tally import FEATURE_KEYS, Tally, measure
+
+NEIGHBOURS = 10_000  # images of a folder that precision and recall look at, evenly spread: as many as ADM's npz have
 
 
 @dataclass
 class Reference:
-    """What images are compared with: statistics of each feature, and images where the npz has them."""
+    """What images are compared with: statistics of each feature, and images where there are some."""
 
     statistics: dict[str, tuple[Tensor, Tensor]]
     images: Images | None
     record: dict
-    pool: Tensor | None = field(default=None, repr=False)  # features of `images`, once they were needed
+    pool: Tensor | None = field(default=None, repr=False)  # of `images`, for neighbourhoods, once they were needed
+    is_complete: bool = False                              # as `pool` is the main rank's where it was kept
 
     def complete(
         self, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64, keep: FeatureCache | None = None,
     ) -> None:
-        """Measures the reference's own images where a metric needs it; a second call costs nothing."""
+        """Measures the reference's own images where a metric needs it; a second call costs nothing.
+
+        What was measured is kept, and read by every later command with the same images and features.
+        """
         needs_pool = "precision" in metrics or "recall" in metrics
-        if (self.pool is not None or not needs_pool) and "pool" in self.statistics:
+        if self.is_complete or (not needs_pool and "pool" in self.statistics):
             return
-        tally = measure(self.images, extractor, batch_size, keep, needs_pool)
-        self.pool = tally.pool
-        measured = {name: moments.mean_and_covariance() for name, moments in tally.moments.items()}
-        self.statistics = measured | self.statistics  # what the npz holds goes first
+        state, file = PartialState(), kept_file(self.images, extractor)
+        measured = read_kept(file) if file and state.is_main_process else None
+        if not ranks.broadcast_from_main(state, measured is not None):
+            count = self.images.count
+            tally = measure(self.images, extractor, batch_size, keep, min(count, self.images.neighbours or count))
+            measured = {"pool": tally.pool}
+            for name, moments in tally.moments.items():
+                measured |= dict(zip(FEATURE_KEYS[name], moments.mean_and_covariance(), strict=True))
+            if file and state.is_main_process:
+                keep_measured(file, measured)
+        if measured is not None:  # the main rank computes the scores
+            self.pool = measured["pool"]
+            found = {name: (measured[mu].cpu(), measured[sigma].cpu()) for name, (mu, sigma) in FEATURE_KEYS.items()
+                     if mu in measured}
+            self.statistics = found | self.statistics  # what the npz holds goes first
+        self.is_complete = True
 
 
-def open_reference(path: str | Path, extractor: Extractor) -> Reference:
-    """Opens and checks reference statistics in ADM's keys (mu, sigma, mu_s, sigma_s), images under arr_0, or both.
+def kept_file(images: Images, extractor: Extractor) -> Path | None:
+    """Places what is measured of images in torch's cache (TORCH_HOME moves it), by a hash of all it depends on.
 
-    Statistics that are missing are measured on arr_0, as in ADM. Raises ValueError for a file that cannot be read,
+    It is None for latents, whose content is not hashed.
+    """
+    if "sha256" not in images.record:
+        return None
+    of_images, of_extractor = dict(images.record), describe_extractor(extractor)
+    del of_images["path"], of_extractor["weights"]  # content counts, wherever it lies
+    record = {"images": of_images, "count": images.count, "neighbours": images.neighbours, "extractor": of_extractor,
+              "versions": versions(extractor), **describe_device(PartialState().device),
+              "scoring_version": SCORING_VERSION}
+    return Path(torch.hub.get_dir()).parent / "tread_references" / f"{files.record_sha256(record)}.safetensors"
+
+
+def read_kept(file: Path) -> dict[str, Tensor] | None:
+    try:
+        return load_file(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        print(f"{file} is damaged, and the reference is measured again: {error}")
+        return None
+
+
+def keep_measured(file: Path, measured: dict[str, Tensor]) -> None:
+    try:
+        with files.atomic_write(file) as partial:
+            partial.write_bytes(save({name: value.cpu().contiguous() for name, value in measured.items()}))
+    except OSError as error:  # a full or read-only home is no reason to lose the scores
+        print(f"The reference's statistics are not kept, as {file} could not be written: {error.strerror}")
+
+
+def open_reference(
+    path: str | Path, extractor: Extractor, resolution: int | None = None, device: torch.device | str = "cpu",
+) -> Reference:
+    """Opens and checks statistics in ADM's keys (mu, sigma, mu_s, sigma_s), images as `open_images` does, or both.
+
+    Statistics that are missing are measured on the images, as in ADM. Raises ValueError for what cannot be read,
     for statistics of other features or dimensions than the extractor's, and for values that are not finite.
     """
     path = Path(path)
-    if not path.is_file():
-        raise ValueError(f"reference={path} is not a file. docs/evaluation.md says where to get ADM's, and "
-                         f"python fid.py reference_from=<images or latents> out={path} makes one.")
+    if not path.exists():
+        raise ValueError(f"reference={path} does not exist: give images, or statistics in an npz. docs/evaluation.md "
+                         f"says where to get ADM's.")
+    if path.suffix != ".npz":
+        images = open_images("reference", str(path), resolution, device)
+        if images.count < 2:
+            raise ValueError(f"reference={path} holds {images.count} images, and at least two are needed.")
+        images.neighbours = NEIGHBOURS
+        return Reference({}, images, images.record | {"images": images.count, "statistics": []})
     try:
         with np.load(path, allow_pickle=False) as arrays:
             keys = set(arrays.files)
@@ -80,6 +143,17 @@ def open_reference(path: str | Path, extractor: Extractor) -> Reference:
     images = open_images("reference", str(path)) if "arr_0" in keys else None
     record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
+
+
+def is_replaceable(path: Path) -> bool:
+    """Tells whether `path` is free, or holds what `write_reference` has written."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {"space", "count", "weights_sha256"} <= {*arrays.files}
+    except FileNotFoundError:
+        return True
+    except Exception:  # numpy and zipfile each have their own
+        return False
 
 
 def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Images, num_images: int) -> None:

@@ -11,7 +11,7 @@ from tqdm import tqdm
 
 from scoring.feature_cache import FeatureCache
 from scoring.features import Extractor, extract
-from scoring.image_sets import Images, Indexed, read_over_ranks
+from scoring.image_sets import Images, Indexed, evenly, read_over_ranks
 from scoring.metrics import BLOCK, Moments, ScoreSums
 
 FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # in a reference npz
@@ -20,12 +20,15 @@ FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # in a
 class Tally:
     """What is kept of one set of images: moments, score sums and, for neighbourhoods, the features themselves."""
 
-    def __init__(self, extractor: Extractor, count: int, device: torch.device | str, keep_pool: bool = False):
+    def __init__(self, extractor: Extractor, count: int, device: torch.device | str, keep_pool: int = 0):
         device = "cpu" if torch.device(device).type == "mps" else device  # which has no float64
         self.count = count
         self.moments = {name: Moments(size, device) for name, size in extractor.sizes.items() if name in FEATURE_KEYS}
         self.scores = ScoreSums(count, extractor.sizes["probs"], device) if "probs" in extractor.sizes else None
-        self.pool = torch.zeros(count, extractor.sizes["pool"]) if keep_pool else None  # in the indices' order
+        # Features of `keep_pool` images, evenly spread, in the indices' order; of each image its row there, or -1.
+        self.pool = torch.zeros(keep_pool, extractor.sizes["pool"]) if keep_pool else None
+        self.row = torch.full((count,), -1)
+        self.row[evenly(count, keep_pool)] = torch.arange(keep_pool)
 
     def add(self, indices: Tensor, features: dict[str, Tensor]) -> None:
         for name, moments in self.moments.items():
@@ -33,7 +36,8 @@ class Tally:
         if self.scores is not None:
             self.scores.add(indices, features["probs"])
         if self.pool is not None:
-            self.pool[indices.cpu()] = features["pool"].float().cpu()
+            rows = self.row[indices.cpu()]
+            self.pool[rows[rows >= 0]] = features["pool"].float().cpu()[rows >= 0]
 
     def over_ranks(self) -> None:
         """Brings all ranks' sums together, once; raises ValueError where images are missing."""
@@ -66,7 +70,7 @@ def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: FeatureCach
 
 
 def measure(
-    images: Images, extractor: Extractor, batch_size: int, keep: FeatureCache | None = None, keep_pool: bool = False,
+    images: Images, extractor: Extractor, batch_size: int, keep: FeatureCache | None = None, keep_pool: int = 0,
     chosen: np.ndarray | None = None,
 ) -> Tally:
     """Tallies a reference's images, or those `chosen` of them, over all ranks."""

@@ -8,12 +8,15 @@ What is written is read back by `sample.py checkpoint=`. Options: configs/export
 cannot say: docs/interop.md.
 """
 
+import contextlib
 import json
 import re
 import shutil
 import sys
+from collections.abc import Iterator
 from dataclasses import replace
-from pathlib import Path
+from pathlib import Path, PureWindowsPath
+from typing import Any
 
 import torch
 from safetensors.torch import save_file
@@ -21,9 +24,9 @@ from safetensors.torch import save_file
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from runtime.command import command
-from runtime.files import atomic_write, sha256
+from runtime.files import atomic_write, is_inside, sha256
 from runtime.presentation import table
-from runtime.schema import Location, Settings, Size, Text, one_of
+from runtime.schema import Location, Settings, Size, Text, first_line, one_of
 from scoring.results import read_results
 from weights import autoencoders
 from weights import checkpoint as checkpoints
@@ -45,6 +48,8 @@ class ExportSettings(Settings):
     weights: one_of(["ema", "model"]) | None
     diffusion_name: one_of(FAMILIES) | None
     num_heads: Size | None
+    num_classes: Size | None
+    input_size: Size | None
     autoencoder: Location | None
     repo: Text | None
     license: Text
@@ -62,6 +67,8 @@ def check_plain(trained: Trained, to: str) -> None:
     if block != "dit" or qk_norm or (to == "diffusers" and mlp_ratio != 4):
         raise ValueError(f"to={to} holds DiT's own block, without qk_norm and with mlp_ratio 4, and this network has "
                          f"block={block}, qk_norm={qk_norm}, mlp_ratio={mlp_ratio}: to=hub takes any.")
+    if to == "diffusers" and not network.get("null_label", True):
+        raise ValueError("to=diffusers holds a null label, and this network has none: to=dit and to=hub take it.")
     if network.get("fusion"):
         raise ValueError(f"to={to} holds DiT's own weights, and this network (model=sprint) has those that fuse its "
                          f"route with what goes around it: to=hub takes any.")
@@ -148,16 +155,27 @@ def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
 
 
 def scores_of(trained: Trained) -> list[dict]:
-    """Reads the rows of a run's results.jsonl that are of these weights.
+    """Reads the rows of a run's results.jsonl that are of these weights, without this machine's paths.
 
-    Training's rows have no hash, and training drops them where it goes back.
+    A link out of the run is not followed. Training's rows have no hash, and training drops them where it goes back.
     """
-    if not trained.run_folder:
+    if not trained.run_folder or not is_inside(trained.run_folder / "results.jsonl", trained.run_folder):
         return []
     digest, wanted = sha256(trained.file), (trained.step, trained.weights)
-    return [row for row in read_results(trained.run_folder / "results.jsonl") for source in [row["source"]]
+    return [without_paths(row) for row in read_results(trained.run_folder / "results.jsonl")
+            for source in [row["source"]]
             if (source.get("step"), source.get("weights")) == wanted
             and (source.get("in_training") or source.get("weights_sha256") == digest)]
+
+
+def without_paths(value: Any) -> Any:
+    """Returns a record with the last part of each absolute path in its place, which says where a file is here."""
+    if isinstance(value, dict):
+        return {key: without_paths(part) for key, part in value.items()}
+    if isinstance(value, list):
+        return [without_paths(part) for part in value]
+    is_path = isinstance(value, str) and (value.startswith(("/", "~")) or PureWindowsPath(value).is_absolute())
+    return PureWindowsPath(value).name if is_path else value
 
 
 def find_grid(trained: Trained) -> Path | None:
@@ -166,7 +184,8 @@ def find_grid(trained: Trained) -> Path | None:
         return None
     grid = trained.run_folder / "samples" / f"step-{trained.step or 0:08d}"
     names = [f"{grid}-{trained.weights}.png", *([f"{grid}.png"] if trained.weights == "ema" else [])]
-    return next((Path(name) for name in names if Path(name).is_file()), None)
+    return next((Path(name) for name in names if Path(name).is_file() and is_inside(Path(name), trained.run_folder)),
+                None)
 
 
 def table_of_scores(rows: list[dict]) -> str:
@@ -192,7 +211,7 @@ def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict
                    f"{network['num_heads']} heads, patch {net.patch_size}; "
                    f"{sum(p.numel() for p in net.parameters()) / 1e6:.4g} M parameters",
         "Input": f"latents {net.in_channels} × {net.input_size} × {net.input_size} of autoencoder "
-                 f"`{trained.autoencoder}`, {net.num_classes} classes",
+                 f"`{without_paths(trained.autoencoder)}`, {net.num_classes} classes",
         "Diffusion": ", ".join([DIFFUSION_TITLES[diffusion["name"]],
                                 *(f"{key} {value}" for key, value in diffusion.items() if key != "name")]),
         "Route in training (TREAD, arXiv 2501.04765)": routes or "none",
@@ -248,12 +267,28 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
     (folder / "README.md").write_text(model_card(trained, cfg, name, rows, grid is not None), encoding="utf-8")
 
 
-def upload(folder: Path, cfg: ExportSettings) -> str:
-    """Uploads a folder to the repository `repo`, which is made if there is none; returns its address."""
+@contextlib.contextmanager
+def on_the_hub(cfg: ExportSettings, failed: str) -> Iterator[object]:
+    """Yields the hub; makes whatever it raises a ValueError of one line, which says what failed."""
     from huggingface_hub import HfApi
 
-    HfApi().create_repo(cfg.repo, private=cfg.private, exist_ok=True)
-    HfApi().upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
+    try:
+        yield HfApi()
+    except Exception as error:  # huggingface_hub and its HTTP client each have their own
+        raise ValueError(f"repo={cfg.repo} {failed} ({first_line(error)}): check its name, the network, and that "
+                         f"`hf auth login` has a token that may write there.") from error
+
+
+def make_repo(cfg: ExportSettings) -> None:
+    """Makes the repository `repo` if there is none, before anything is written."""
+    with on_the_hub(cfg, "could not be opened, and nothing was written") as hub:
+        hub.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
+
+
+def upload(folder: Path, cfg: ExportSettings) -> str:
+    """Uploads a folder to the repository `repo`; returns its address."""
+    with on_the_hub(cfg, f"got nothing of {folder}, which is written: repeat the command with overwrite=true") as hub:
+        hub.upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
     return f"https://huggingface.co/{cfg.repo}"
 
 
@@ -305,7 +340,8 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
 @command("export", ExportSettings)
 def main(cfg: ExportSettings) -> None:
     out = check_out(cfg)
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads)
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads,
+                           num_classes=cfg.num_classes, input_size=cfg.input_size)
     if trained.inferred:
         print(trained.inferred)
     if trained.file.resolve().is_relative_to(out.resolve()):
@@ -319,6 +355,8 @@ def main(cfg: ExportSettings) -> None:
         write_dit(trained, out)
         print(f"{out}\n{what_a_state_dict_lacks(trained, out)}")
         return
+    if cfg.upload:
+        make_repo(cfg)
     write_folder(trained, out, cfg)
     if cfg.to == "diffusers":
         print(f'{out}: diffusers.DiffusionPipeline.from_pretrained("{out}", trust_remote_code=True)')

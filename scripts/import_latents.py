@@ -22,7 +22,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from autoencoder import Convention
 from latents.folder import KINDS
 from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
-from latents.images import MAX_CLASSES, check_labels
+from latents.labels import MAX_CLASSES, check_labels
 from latents.writer import is_finished, write_folder
 from runtime.command import command
 from runtime.device import join_ranks

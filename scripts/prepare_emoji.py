@@ -92,6 +92,11 @@ def main() -> None:
     parser.add_argument("--held-out", type=Path, help="zip for every tenth emoji of a class, which --out then lacks")
     parser.add_argument("--skin-tones", action="store_true")
     given = parser.parse_args()
+    for option, path in (("--out", given.out), ("--held-out", given.held_out)):
+        if path and path.exists():
+            sys.exit(f"prepare_emoji.py: {option} {path} is there already: name another, or move it away.")
+    if given.held_out and given.held_out.resolve() == given.out.resolve():
+        sys.exit(f"prepare_emoji.py: --out and --held-out are both {given.out}: name two files.")
     classes = defaultdict(lambda: defaultdict(list))
     try:
         for package in given.packages:

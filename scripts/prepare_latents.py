@@ -22,8 +22,10 @@ from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from latents.folder import KINDS
-from latents.images import ImageSource, UnreadableImage, open_source
-from latents.writer import is_finished, write_folder
+from latents.images import ImageSource, UnreadableImage, note_on_dark, open_source
+from latents.labels import decode_text
+from latents.listing import Listing
+from latents.writer import class_order, is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
@@ -50,6 +52,7 @@ class PrepareSettings(Settings):
     teacher: Location | None
     patch_size: Size
     images: bool
+    labels: Location
     label_map: Location | None
     words: Location | None
     seed: Whole
@@ -113,19 +116,27 @@ def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: b
 # ---- classes --------------------------------------------------------------------------------------------------------
 
 
-def display_names(class_names: list[str], words: str | None, source: str) -> list[str] | None:
+WORDS = ("words.txt", "LOC_synset_mapping.txt")
+
+
+def display_names(
+    class_names: list[str], words: str | None, source: str, listing: Listing | None = None,
+) -> list[str] | None:
     """Returns the classes' names for people, from a file of `<class name> <display name>, <synonym>, ...` lines.
 
-    Without `words`, WordNet ids are looked up in the files that usually list them, in the source folder and next to
-    it; None where there are none. A class that the file lacks keeps its name. Raises ValueError for a given file that
-    names no class.
+    Without `words`, WordNet ids are looked up in the files that usually list them: in the source, an archive or not,
+    and in the folders above, up to the place where Kaggle's zip has one; None where there are none. A class that the
+    file lacks keeps its name. Raises ValueError for a given file that names no class.
     """
-    files = [] if words is None else [Path(words)]
+    contents = [] if words is None else [Path(words).read_bytes()]
     if words is None and all(re.fullmatch(r"n\d{8}", name) for name in class_names):
-        files = [folder / name for folder in (Path(source), Path(source).absolute().parent)
-                 for name in ("words.txt", "LOC_synset_mapping.txt") if (folder / name).is_file()]
-    for file in files:
-        lines = file.read_text(encoding="utf-8-sig").splitlines()
+        contents = [listing.read(i) for i, name in enumerate(listing.names if listing else [])
+                    if name.rpartition("/")[2] in WORDS]
+        folders = dict.fromkeys(folder for place in (Path(source).absolute(), Path(source).resolve())
+                                for folder in (place, *place.parents[:5]))
+        contents += [(folder / name).read_bytes() for folder in folders for name in WORDS if (folder / name).is_file()]
+    for content in contents:
+        lines = decode_text(content, f"words={words}").splitlines()
         pairs = [line.split("\t" if "\t" in line else None, 1) for line in lines]
         display = {pair[0]: pair[1].split(",")[0].strip() for pair in pairs if len(pair) == 2}
         if not display.keys().isdisjoint(class_names):
@@ -164,15 +175,19 @@ def prepare(cfg: PrepareSettings) -> None:
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
 
-    source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed)
+    order = class_order(out)
+    source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, by_number=order == "numbers")
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
-    shown = display_names(source.class_names, cfg.words, cfg.source)
+    shown = display_names(source.class_names, cfg.words, cfg.source, source.listing)
     state.print(f"{cfg.source}: {len(source):,} images in {len(source.class_names)} classes, "
-                f"{len(source.not_images)} other files")
+                f"{len(source.left_out)} other files")
+    for note in source.notes:
+        state.print(note.encode("utf-8", "backslashreplace").decode())
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
+                    labels=cfg.labels, class_order=order,
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None, images=cfg.images or None)
     if is_finished(out, settings, state.is_main_process):
         return
@@ -182,6 +197,8 @@ def prepare(cfg: PrepareSettings) -> None:
     if resolution % vae.downsample:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} shrinks images.")
+    if not is_shapes and state.is_main_process and (note := note_on_dark(source)):
+        print(note)
     side = resolution // vae.downsample
     teacher, arrays = None, {}
     if cfg.teacher is not None:
@@ -217,11 +234,12 @@ def prepare(cfg: PrepareSettings) -> None:
         "num_classes": len(source.class_names), "class_names": source.class_names, "autoencoder": autoencoder,
         **vae.convention.record(), "resolution": resolution, "source": cfg.source, "precision": cfg.precision,
         **describe_device(state.device),
-    } | ({} if shown is None else {"display_names": shown}) | ({"arrays": arrays} if arrays else {})
+    } | ({} if cfg.labels == "folders" else {"labels": cfg.labels})
+    metadata |= ({} if shown is None else {"display_names": shown}) | ({"arrays": arrays} if arrays else {})
     write_folder(out, settings, metadata, (vae.channels * (2 if kind == "moments" else 1), side, side), len(source),
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
                  read=lambda indices: decode_batch(source, indices, resolution), encode=encode,
-                 not_images=source.not_images)
+                 left_out=source.left_out)
 
 
 @command("prepare_latents", PrepareSettings)

@@ -11,6 +11,7 @@ import hashlib
 import html
 import json
 import math
+import os
 import sys
 import time
 from pathlib import Path
@@ -137,15 +138,20 @@ def read_study(path: Path) -> tuple[str, dict[str, list], list[dict]]:
 
 
 def read_run(folder: Path, name: str) -> SimpleNamespace:
-    """Reads all that a run's folder holds, its pictures as paths and the grids by step."""
-    config, saved = folder / "config.yaml", checkpoints.all_steps(folder)[-1:]
+    """Reads all that a run's folder holds, its pictures as paths and the grids by step; follows no link out of it."""
+    def own(*paths: Path) -> list[Path]:
+        return [path for path in paths if path.exists() and files.is_inside(path, folder)]
+
+    saved = [path for path in checkpoints.all_steps(folder)[-1:] if own(path / "meta.json")]
     meta = checkpoints.read_meta(saved[0]) if saved else {}
-    columns = read_metrics(folder / "metrics.jsonl")
-    grids = {int(path.stem[5:]): path for path in sorted(folder.glob("samples/step-" + 8 * "[0-9]" + ".png"))}
+    config, metrics, results = (next(iter(own(folder / name)), Path(os.devnull))
+                                for name in ("config.yaml", "metrics.jsonl", "results.jsonl"))
+    columns = read_metrics(metrics)
+    grids = {int(path.stem[5:]): path for path in own(*sorted(folder.glob("samples/step-" + 8 * "[0-9]" + ".png")))}
     return SimpleNamespace(
         name=name, columns=columns, source=bk.ColumnDataSource(columns), grids=grids,
-        scores=read_scores(folder / "results.jsonl", name, columns),
-        pictures=sorted({*folder.glob("*.png"), *folder.glob("samples/*.png")} - {*grids.values()}),
+        scores=read_scores(results, name, columns),
+        pictures=sorted({*own(*folder.glob("*.png"), *folder.glob("samples/*.png"))} - {*grids.values()}),
         config=flat(yaml.safe_load(config.read_text("utf-8")) if config.is_file() else meta.get("config", {})),
         environment=flat({key: value for key, value in meta.items() if key not in ("config", "files")}))
 

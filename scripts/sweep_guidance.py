@@ -84,7 +84,8 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
 
 def check_points(cfg: SweepSettings, points: list[dict]) -> None:
     """Raises ValueError, before anything slow, for a point by which the checkpoint cannot be guided."""
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads)
+    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads,
+                           num_classes=cfg.num_classes, input_size=cfg.input_size)
     guidance, _ = build_guidance(cfg.model_copy(update=points[0]), trained)
     for chosen in points:
         replace(guidance, **chosen).check(trained.net)

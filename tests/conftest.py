@@ -1,9 +1,11 @@
 """Puts the project root and the folders of tests on the import path and finds the real data that some need."""
 
+import atexit
 import json
 import os
 import shutil
 import sys
+import tempfile
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +15,8 @@ from hydra._internal.hydra import Hydra
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])  # tests share helpers
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
+os.environ["TORCH_HOME"] = tempfile.mkdtemp(prefix="tread-tests-")  # where measured references are kept
+atexit.register(shutil.rmtree, os.environ["TORCH_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, which import torch anew
 

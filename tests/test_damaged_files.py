@@ -1,12 +1,15 @@
 """The smallest cases of damaged files that were found, one row each; tests/rigs/ looks for more, on request."""
 
 import io
+import json
 import os
+import shutil
 
+import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_data import labels_of, numbered, write_tars
+from test_data import labels_of, numbered, write_folder, write_tars
 from test_import_latents import import_latents, write_fastdit
 
 from dit import DiT
@@ -91,6 +94,41 @@ def test_a_kept_index_of_tars_that_does_not_fit_is_made_again(tmp_path):
     for content in (b"", b"words", (tmp_path / tars.TAR_INDEX).read_bytes()[:-100]):
         (tmp_path / tars.TAR_INDEX).write_bytes(content)
         assert folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint == first
+
+
+@pytest.mark.parametrize("changes", [
+    {"offsets": lambda a: a + 2**40}, {"offsets": lambda a: a - 2**40}, {"offsets": lambda a: a[:-1]}, {"labels": lambda a: a[1:]},
+    {"offsets": lambda a: a.astype(float)}, {"dtype": lambda a: np.array("|O")}, {"dtype": lambda a: np.array("<f8")},
+    {"dtype": lambda a: np.array("no type")}, {"shape": lambda a: a[1:]}, {"shape": lambda a: np.append(a, 1)}, {"shape": lambda a: a * 10**6},
+    {"shape": lambda a: -a}, {"starts": lambda a: a[:-1]}, {"starts": lambda a: a[::-1]}, {"starts": lambda a: a + 1},
+    {"labels": lambda a: a.astype(object)}, {"key": lambda a: np.array("of other tars")},
+])  # fmt: skip
+def test_an_index_of_tars_that_leads_elsewhere_is_made_again(tmp_path, changes):
+    write_tars(tmp_path, numbered(), labels_of())
+    first = folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint
+    index = dict(np.load(tmp_path / tars.TAR_INDEX))
+    np.savez(tmp_path / tars.TAR_INDEX, **{name: changes.get(name, lambda a: a)(values) for name, values in index.items()})
+    spoilt = (tmp_path / tars.TAR_INDEX).read_bytes()
+    assert folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint == first
+    assert (tmp_path / tars.TAR_INDEX).read_bytes() != spoilt
+
+
+@pytest.mark.parametrize("where", ["../outside.npy", "sub/../latents-00000.npy", "/absolute", "link"])
+@pytest.mark.parametrize("part", ["latents", "labels"])
+def test_a_record_names_files_of_its_folder_alone(tmp_path, where, part):
+    out = tmp_path / "set"
+    write_folder(out, numbered(), labels_of(), shard=1000)
+    record = json.loads((out / "metadata.json").read_text())
+    whole = out / record["shards"][0][part]
+    if where == "link":
+        whole.rename(tmp_path / "outside.npy")
+        whole.symlink_to(tmp_path / "outside.npy")
+    else:
+        shutil.copy(whole, tmp_path / "outside.npy")
+        record["shards"][0][part] = str(whole) if where == "/absolute" else where
+    (out / "metadata.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="which is not a file of that folder alone"):
+        folder.open_latents(out)
 
 
 # ---- checkpoints and records ----------------------------------------------------------------------------------------

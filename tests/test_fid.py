@@ -6,6 +6,7 @@ import shutil
 import signal
 import time
 import zipfile
+from dataclasses import replace
 
 import forked
 import numpy as np
@@ -20,7 +21,7 @@ from training_runs import write_run
 import fid
 from runtime import files
 from scoring import drawing, evaluation, feature_cache, image_sets, metrics
-from scoring.features import Extractor, load
+from scoring.features import EXTRACTORS, Extractor, load
 from scoring.results import describe_classes, read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference
 from weights import checkpoint as checkpoints
@@ -260,6 +261,108 @@ def test_an_npz_is_read_in_any_order_and_damage_is_a_sentence(write, tmp_path):
         image_sets.open_npz("images", str(path))
 
 
+# ---- the order of the Inception Score's splits
+
+
+def in_class_folders(folder, images, named):
+    """Writes images of two classes, the first half and the second, into folders of these names."""
+    for i, image in enumerate(images):
+        place = folder / named[2 * i // len(images)] / f"{i:04d}.png"
+        place.parent.mkdir(parents=True, exist_ok=True)
+        Image.fromarray(image).save(place)
+    return folder
+
+
+def test_the_inception_score_of_a_folder_is_that_of_shuffled_images(tmp_path, monkeypatch):
+    monkeypatch.setattr(metrics, "SPLIT", 50)
+    adm, rng = inception_like(), np.random.default_rng(0)
+    colours = np.repeat(np.array([[230, 40, 30], [20, 60, 220]]), 150, 0)[:, None, None]
+    images = (colours + rng.normal(0, 25, (300, 1, 1, 3))).clip(0, 255).astype(np.uint8).repeat(8, 1).repeat(8, 2)
+    np.savez(tmp_path / "by_class.npz", arr_0=images)
+    np.savez(tmp_path / "shuffled.npz", arr_0=images[rng.permutation(300)])
+    np.save(tmp_path / "by_class.npy", images)
+    in_class_folders(tmp_path / "folder", images, ["cat", "dog"])
+    in_class_folders(tmp_path / "other", images, ["zebra", "ant"])  # the classes come in the other order
+    with zipfile.ZipFile(tmp_path / "folder.zip", "w") as archive:
+        for file in sorted((tmp_path / "folder").rglob("*.png"), reverse=True):
+            archive.write(file, file.relative_to(tmp_path))
+
+    def score(name, batch_size=16):
+        opened = image_sets.open_images("images", str(tmp_path / name))
+        sums = metrics.ScoreSums(300, 5)
+        for places, pictures in image_sets.read_over_ranks(opened, opened.choose(300), np.arange(300), batch_size):
+            sums.add(places, (adm.compute(pictures)["pool"][:, :5] * 20).softmax(1))
+        return sums.score()
+
+    by_class, shuffled, folder = score("by_class.npz"), score("shuffled.npz"), score("folder")
+    assert by_class == score("by_class.npy")  # an array keeps its order, as in ADM
+    assert by_class < 0.9 * shuffled and folder == pytest.approx(shuffled, rel=0.03)
+    assert all(other == pytest.approx(folder, rel=1e-9) for other in (score("folder.zip"), score("other"), score("folder", 97)))
+    halves = image_sets.open_images("images", str(tmp_path / "folder")).choose(30)
+    assert sorted(halves) == list(range(0, 300, 10)) and list(halves) != sorted(halves)
+
+
+# ---- images as a reference
+
+
+def count_measured(monkeypatch):
+    """Counts the images that go through the features of pixels."""
+    counted, pixels = [], load("pixels")
+    monkeypatch.setitem(EXTRACTORS, "pixels", lambda *_: replace(pixels, compute=lambda images: counted.append(len(images)) or pixels.compute(images)))
+    return lambda: [sum(counted), counted.clear()][0]
+
+
+def test_a_reference_is_whatever_images_are_and_is_measured_once(tmp_path, reference_npz, monkeypatch):
+    monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "torch/hub"))
+    measured, own = count_measured(monkeypatch), shapes(120)
+    folder = write_folder(tmp_path / "folder", own)
+    with zipfile.ZipFile(tmp_path / "images.zip", "w") as archive:
+        for file in folder.glob("*.png"):
+            archive.write(file, file.name)
+    np.save(tmp_path / "array.npy", own.numpy())
+    np.save(tmp_path / "drawn.npy", shapes(40, seed=2).numpy())
+    expected = command(tmp_path, images=tmp_path / "drawn.npy", reference=reference_npz)["metrics"]
+    assert measured() == 160 and [*expected] == ["fd_pixels", "precision", "recall"] and expected["fd_pixels"] > 0
+    for name in ("folder", "array.npy"):
+        row = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / name)
+        assert row["metrics"] == pytest.approx(expected, rel=1e-9) and row["reference"]["images"] == 120 and measured() == 160, name
+        again = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / name, results=tmp_path / "elsewhere.jsonl")
+        assert measured() == 40 and again["metrics"] == row["metrics"]
+    moved = command(tmp_path, images=tmp_path / "drawn.npy", reference=shutil.move(folder, tmp_path / "moved"))
+    assert moved["metrics"] == pytest.approx(expected, rel=1e-9) and measured() == 40
+    zipped = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / "images.zip")
+    assert zipped["metrics"] == pytest.approx(expected, rel=1e-9) and measured() in (40, 160)  # of the same files
+
+
+def test_a_kept_reference_is_never_that_of_other_images_or_another_size(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "torch/hub"))
+    measured, folder = count_measured(monkeypatch), write_folder(tmp_path / "folder", shapes(20, side=32))
+    np.save(tmp_path / "drawn.npy", shapes(40, seed=2).numpy())
+    options = dict(images=tmp_path / "drawn.npy", reference=folder, metrics=["fd_pixels"])
+    first = command(tmp_path, **options)
+    assert measured() == 60 and command(tmp_path, **options)["metrics"] == first["metrics"] and measured() == 40
+    small = command(tmp_path, **options, resolution=16)
+    assert measured() == 60 and small["metrics"] != first["metrics"] and small["reference"]["size"] == [16, 16]
+    Image.new("RGB", (32, 32), "white").save(folder / "0003.png")
+    assert command(tmp_path, **options)["metrics"] != first["metrics"] and measured() == 60
+    [*kept] = (tmp_path / "torch/tread_references").iterdir()
+    assert len(kept) == 3
+    for file in kept:
+        file.write_bytes(file.read_bytes()[:100])
+    command(tmp_path, **options)
+    assert measured() == 60, "a damaged file is measured again"
+
+
+def test_of_a_large_reference_precision_and_recall_look_at_as_many_images_as_adms_have(tmp_path, monkeypatch):
+    monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "torch/hub"))
+    monkeypatch.setattr("scoring.statistics.NEIGHBOURS", 30)
+    np.save(tmp_path / "drawn.npy", shapes(40, seed=2).numpy())
+    folder = write_folder(tmp_path / "folder", shapes(120))
+    found = command(tmp_path, images=tmp_path / "drawn.npy", reference=folder)
+    command(tmp_path, reference_from=folder, out=tmp_path / "ref.npz", reference_images=30)
+    assert found["metrics"] == pytest.approx(command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / "ref.npz")["metrics"], rel=1e-9)
+
+
 # ---- the command
 
 
@@ -297,6 +400,7 @@ def test_a_folder_a_zip_and_an_npz_of_the_same_images_score_the_same(tmp_path, r
     rows = [command(tmp_path, images=tmp_path / name, reference=reference_npz) for name in ("images", "images.zip", "stored.npz", "packed.npz")]
     assert all(row["metrics"] == pytest.approx(rows[0]["metrics"], rel=1e-9) for row in rows)
     assert rows[0]["images"] == 40 and rows[0]["source"]["not_images"] == 1
+    assert [row["source"]["order"] for row in rows] == 2 * ["shuffled by the files' SHA-256"] + 2 * ["as stored"]
     out = capsys.readouterr().out
     assert "1 files have no image's name and are skipped: notes.txt" in out and "fd_pixels" in out
 
@@ -403,13 +507,14 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "images"])
+@pytest.mark.parametrize("what", ["checkpoint", "images", "reference"])
 def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, reference_npz):
     np.savez(tmp_path / "images.npz", arr_0=shapes(70, seed=4).numpy())
-    options = {"checkpoint": dict(checkpoint=run_folder, num_samples=70, num_steps=3), "images": dict(images=tmp_path / "images.npz")}[what]
-    alone = command(tmp_path, **options, reference=reference_npz)
+    options = {"checkpoint": dict(checkpoint=run_folder, num_samples=70, num_steps=3)}.get(what, dict(images=tmp_path / "images.npz"))
+    options["reference"] = write_folder(tmp_path / "folder", shapes(120)) if what == "reference" else reference_npz
+    alone = command(tmp_path, **options)  # keeps what it measured of the reference, and the two read it
     arguments = [f"{key}={value}" for key, value in options.items()]
-    arguments += [f"reference={reference_npz}", "features=pixels", "cpu=true", "batch_size=16", f"results={tmp_path}/results.jsonl"]
+    arguments += ["features=pixels", "cpu=true", "batch_size=16", f"results={tmp_path}/results.jsonl"]
     done = forked.run("fid.py", *arguments, ranks=2)
     assert done.returncode == 0, done.stderr
     both = json.loads((tmp_path / "results.jsonl").read_text().splitlines()[-1])

@@ -86,7 +86,9 @@ TYPED = {
         ("objective=internal", "objective.internal.block=-1", "block=-1"),
         ("objective=internal", "objective.internal.weight=-1", "weight=-1"),
         ("objective=internal", "objective.internal.block=last", "block=last"),
-        ("objective=internal", "init_from=run", "another network"),
+        ("objective=internal", "init_from=run", "another network"), ("new_label_table=true", "init_from"),
+        ("init_from=run", "lora.rank=2", "new_label_table=true", "lora.rank"),
+        ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
         ("objective=[version1,internal]", "version1"),
         ("sharding=fsdp", "init_from=run", "lora.rank=2", "lora.rank=2"),
     ],
@@ -95,9 +97,14 @@ TYPED = {
         ("weights=best", "weights=best"), ("classes=fish", "circle"), ("classes=9", "class 9"),
         ("classes=ant,bee", "key=[value1,value2]"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
         ("batch_size=0", "batch_size=0"), ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"),
+        ("out=images.npz", "overwrite=true"), ("out=four", "name another folder"),
+        ("out=four", "overwrite=true", "name another folder"),
         ("latents=true", "latents=true"), ("autoencoder=nowhere", "nowhere"), ("autoencoder=python:decode", "python:"),
         ("diffusion_name=flux", "diffusion_name=flux"), ("diffusion_name=sit", "diffusion_name=sit"),
-        ("num_heads=2", "num_heads=2"), ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
+        ("num_heads=2", "num_heads=2"), ("num_classes=6", "num_classes=6"), ("input_size=8", "input_size=8"),
+        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "num_classes=99", "num_classes=99"),
+        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "input_size=99", "input_size=99"),
+        ("checkpoint=weights.pt", "num_heads=2", "diffusion_name="),
         ("checkpoint=weights.pt", "num_heads=3", "diffusion_name=edm", "3"), ("sampler.S_chrun=3", "S_chrun"),
         ("sampler.rho=many", "sampler.rho=many"), ("sampler.solver=euler", "solver"),
         ("sampler.sigma_min=0", "sigma_min=0"), ("scale=much", "scale=much"), ("scale=1e308", "scale="),
@@ -124,6 +131,10 @@ TYPED = {
         ("images=four", "features=torchscript", "features_weights="), ("images=four", "out=x.npz", "out=x.npz"),
         ("checkpoint=run", "resolution=8", "resolution=8"), ("checkpoint=nowhere", "nowhere"),
         ("images=four", "results=images.npz/x.jsonl", "images.npz"),
+        ("images=four", "reference=empty", "reference=empty"), ("images=four", "reference=mixed", "resolution="),
+        ("images=four", "reference=weights.pt", "weights.pt"),
+        ("images=images.npz", "resolution=8", "resolution=8"),
+        ("reference_from=four", "reference=null", "out=images.npz", "out=images.npz"),
     ],
     "sweep_guidance": [
         ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1.5]", "grid.gamma2"),
@@ -133,7 +144,9 @@ TYPED = {
         ("source=null", "source"), ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"),
         ("resolution=0", "resolution=0"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
-        ("label_map=no.json", "no.json"), ("words=no.txt", "no.txt"),
+        ("label_map=no.json", "no.json"), ("words=no.txt", "no.txt"), ("labels=folder", "folders, none, names"),
+        ("source=shapes", "labels=none", "labels=none"), ("labels=names", "labels=names labels none of the 2 images"),
+        ("source=pets.zip/cat", "cat"),
         ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "decompress"),
         ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"), ("teacher=efficientnet_lite0", "patch_size=3", "3"),
         ("teacher=test_vit.r160_in1k", "test_vit.r160_in1k.safetensors"), ("patch_size=0", "patch_size=0"),
@@ -196,6 +209,11 @@ def arrays(**changes) -> Callable:
 
 def pickled(path: Path) -> None:
     torch.save({"ema": Harm()}, path)
+
+
+def eight_bits(path: Path) -> None:
+    state = torch.load(path, weights_only=True)["ema"]
+    torch.save({"ema": {key: value.to(torch.float8_e4m3fn) for key, value in state.items()}}, path)
 
 
 class Harm:
@@ -274,7 +292,13 @@ SPOILT = {
     # images
     ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip"), (text("<html>"), "pets.zip")],
-    ("prepare_latents", "source", "bare.tar"): [(both(), "class"), (cut(), "bare.tar")],
+    ("prepare_latents", "source", "bare.tar"): [(cut(share=0.15), "bare.tar")],
+    ("prepare_latents labels=map.json", "source", "pets"): [(both(), "labels=map.json labels none of the 2 images")],
+    ("prepare_latents", "labels", "map.json"): [
+        (text("{"), "is not JSON"), (text("[3]"), "does not hold labels"), (text('{"0.png": 0.5, "1.png": 1}'), "0.5"),
+        (text('{"0.png": [1, 1]}'), "one class"), (text('{"0.png": -1}'), "label -1"),
+        (text('[["0.png", "a"], ["0.png", "b"]]'), "two labels"),
+    ],
     ("prepare_latents", "label_map", "map.json"): [
         (text("{"), "map.json"), (text('{"ant": 0}'), "bee"), (text('{"ant": 0, "bee": 2}'), "0 to 1"),
         (text('["ant", "bee"]'), "object"),
@@ -303,7 +327,7 @@ SPOILT = {
     ],
     ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"): [
         (pickled, "weights.pt"), (cut(), "weights.pt"), (text("<html>"), "weights.pt"),
-        (lambda path: torch.save({"epoch": 3}, path), "state dict"),
+        (lambda path: torch.save({"epoch": 3}, path), "state dict"), (eight_bits, "float8_e4m3fn"),
         (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
         (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()}, path), "finite"),
     ],

@@ -6,6 +6,7 @@ Who means to change it raises the constant, and stores the new numbers by `pytho
 import json
 import sys
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
 import conftest  # noqa: F401      (which puts the project on the path of the script, too)
 import numpy as np
@@ -78,6 +79,20 @@ def in_full() -> features.Extractor:
     return features.Extractor("stand-in", "stand-in", "fid", {"pool": 24, "spatial": 10, "probs": 5}, "", compute)
 
 
+def inception_score_of_a_folder() -> float:
+    """Scores 60 images in class folders, in splits of ten."""
+    with TemporaryDirectory() as folder, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(metrics, "SPLIT", 10)
+        for i, picture in enumerate(pictures(60, 1).numpy()):
+            place = Path(folder, f"{i // 20}", f"{i}.bmp")  # which no library packs in its own way
+            place.parent.mkdir(exist_ok=True)
+            Image.fromarray(picture).save(place)
+        images, extractor = image_sets.open_images("images", folder), in_full()
+        reference = statistics.Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
+        batches = image_sets.read_over_ranks(images, images.choose(60), np.arange(60), 20)
+        return evaluation.score_images(batches, 60, reference, extractor, metrics=["inception_score", "fid"])["inception_score"]
+
+
 def scored() -> dict[str, float]:
     """Scores 60 images against 40 others, and more parts by themselves."""
     found = {}
@@ -87,9 +102,11 @@ def scored() -> dict[str, float]:
         found |= {f"{extractor.name} {metric}": value for metric, value in evaluation.score_images(batches, 60, reference, extractor, metrics=asked).items()}
     splits = metrics.ScoreSums(6000, 4)
     splits.add(torch.arange(6000), (wave((6000, 4), 2, 3) * torch.linspace(0, 2, 6000)[:, None]).softmax(1))
+    ordered = image_sets.Images(1000, None, {}, np.arange(1000)[::-1])
     cropped = center_crop(Image.fromarray(wave((50, 70, 3), 3, 127).add(128).to(torch.uint8).numpy()), 16)
     return found | {
         "inception score of two splits": splits.score(), "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
+        "chosen in a shuffled order": checksum(torch.from_numpy(ordered.choose(31).copy()).float()), "of a folder": inception_score_of_a_folder(),
         "cropped": checksum(torch.from_numpy(np.array(cropped))), "positions": checksum(features.positions_at_224(wave((1, 1 + 37 * 37, 4)))),
     }
 

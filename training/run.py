@@ -23,7 +23,7 @@ from rf import RF
 from runtime import sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_range
+from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds
 from scoring import features, statistics
 from training import speed
 from training.optimizers import build_optimizer
@@ -224,18 +224,19 @@ def open_drawing(
         raise ValueError(f"{error} Or set samples.every=0 evaluate.every=0 to train without pictures.") from error
     grid = evaluation = None
     if cfg.samples.every:
-        seeds = parse_range("samples.seeds", cfg.samples.seeds)
+        seeds = parse_seeds("samples.seeds", cfg.samples.seeds)
         classes = parse_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names,
                                 latents.classes[:GRID_CLASSES])
         grid = Grid(decoder.decode, seeds, labels_of(seeds, classes))
     if cfg.evaluate.every:
         if cfg.evaluate.reference is None:
-            raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz>; "
+            raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
                              f"docs/evaluation.md says where to get or how to make one.")
         with accelerator.local_main_process_first():  # which downloads weights for the others
             extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
                                       accelerator.device)
-        reference = statistics.open_reference(cfg.evaluate.reference, extractor)
+        side = latents.shape[1] * decoder.downsample  # to which photographs are scaled
+        reference = statistics.open_reference(cfg.evaluate.reference, extractor, side, accelerator.device)
         metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
         evaluation = Evaluation(decoder.decode, extractor, reference, metrics)

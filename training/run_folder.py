@@ -7,7 +7,9 @@ from pathlib import Path
 
 import torch
 from omegaconf import OmegaConf
+from torch import nn
 
+from dit import LabelEmbedder
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
 from runtime.schema import Count, NotNegative, Number, Whole, read_record
@@ -94,16 +96,26 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
             for key in ("world", "seed", "batch_size", "routes", *ROUTER_DEFAULTS) if was[key] != is_now[key]]
 
 
-def open_parent(path: str, record: dict, diffusion_name: str | None) -> Trained:
+def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_table: bool = False) -> Trained:
     """Loads the EMA weights that a run of `record` starts from: another run's, or a weights file's.
 
-    Raises ValueError for weights of another network or diffusion. Routes may differ.
+    With `new_label_table` its table of labels is initialised anew, by the run's seed. Raises ValueError for weights of
+    another network or diffusion. Routes may differ.
     """
-    parent = load_like(Path(path), diffusion_name, record["network"]["num_heads"])
+    network = record["network"]
+    parent = load_like(Path(path), diffusion_name, {key: network[key] for key in ("num_heads", "input_size")})
+    if new_label_table:
+        labels = {"num_classes": network["num_classes"], "null_label": True}
+        parent.recorded["network"] = parent.recorded["network"] | labels
+        parent.net.y_embedder = LabelEmbedder(network["num_classes"], parent.net.pos_embed.shape[-1])
+        nn.init.normal_(parent.net.y_embedder.embedding_table.weight, std=0.02,
+                        generator=torch.Generator().manual_seed(record["seed"]))
     old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
     if old:
-        raise ValueError(f"init_from={path} has another network: {old} there, {new} here. Give model.backbone_type, "
-                         f"model, objective and data as it was trained with.")
+        remedy = ("new_label_table=true makes the table of labels anew, to fine-tune on other classes."
+                  if old.keys() <= {"num_classes", "null_label"} else
+                  "Give model.backbone_type, model, objective and data as it was trained with.")
+        raise ValueError(f"init_from={path} has another network: {old} there, {new} here. {remedy}")
     # A weights file alone shows the name of its diffusion and nothing more.
     keys = ("name",) if parent.folder is None else ("name", "sigma_data")
     old, new = differing(*({key: side["diffusion"].get(key) for key in keys} for side in (parent.recorded, record)))
@@ -128,7 +140,9 @@ def resume(run: Run) -> Path | None:
         return folder
     require_no_steps(run)
     if run.cfg.init_from is not None:
-        parent = open_parent(run.cfg.init_from, run.record, run.cfg.diffusion_name)
+        parent = open_parent(run.cfg.init_from, run.record, run.cfg.diffusion_name, run.cfg.new_label_table)
+        if parent.inferred:
+            run.accelerator.print(parent.inferred)
         run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
                                 **({"diffusion_name": parent.family} if parent.family else {})}
         if "lora" in run.record:

@@ -128,6 +128,7 @@ class TrainSettings(Settings):
     run_dir: Location
     init_from: Location | None
     diffusion_name: one_of(FAMILIES) | None
+    new_label_table: bool
     lora: LoRASettings
     seed: Whole
     steps: Whole | None
@@ -164,6 +165,9 @@ def check_settings(cfg: TrainSettings) -> None:
                          f"runs/{cfg.name}.")
     check_objective(cfg.objective)
     lora = cfg.lora
+    if cfg.new_label_table and (cfg.init_from is None or lora.rank is not None):
+        raise ValueError("new_label_table=true is for init_from=<weights> on other classes, all of whose weights are "
+                         "then trained: give init_from, and no lora.rank, whose adapter leaves the table as it is.")
     if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
         raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} need an adapter, and lora.rank=null "
                          f"makes none: set lora.rank=16, for instance.")

@@ -16,8 +16,21 @@ from runtime import files, ranks
 from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.autoencoders import read_tensors
-from weights.others import FAMILIES, as_ours, detect_family, plain_keys, unknown_family
+from weights.others import (
+    FAMILIES,
+    as_ours,
+    check_tensors,
+    choose,
+    detect_family,
+    files_of,
+    find_in_folder,
+    pipeline_of,
+    plain_keys,
+    read_content,
+    settings_in,
+    unknown_family,
+    with_positions,
+)
 from weights.records import (
     CheckpointRecord,
     DataRecord,
@@ -45,12 +58,13 @@ class Trained:
     file: Path               # of the weights
     recorded: dict           # `network` and `diffusion` as plain keywords, and `published` if there is any
     family: str | None       # of weights without a record: a name of FAMILIES
+    said: str                # of such, which weights of the file they are
     recorded_sha256: str | None  # of the file, which was checked by it; None without a record
 
     @property
     def weights_sha256(self) -> str:
         """The file's hash; a recorded one is known even after training has pruned the file."""
-        return self.recorded_sha256 or files.sha256(self.file)
+        return self.recorded_sha256 or sha256_of(self.file)
 
     @property
     def run_folder(self) -> Path | None:
@@ -63,47 +77,46 @@ class Trained:
         """A sentence that says what was read off weights without a record; None where there is a record."""
         if self.family is None:
             return None
-        return (f"{self.file} carries no record: taken as {self.family} ({FAMILIES[self.family].meaning}), "
-                f"{self.recorded['network']['num_heads']} heads, decoded by {self.autoencoder}. Otherwise set "
-                f"diffusion_name=, num_heads=, autoencoder=.")
+        labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"
+        return (f"{self.file} carries no record. Taken: {self.said}, as {self.family} "
+                f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded by "
+                f"{self.autoencoder}. Otherwise set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
 
 
 # ---- a weights file -------------------------------------------------------------------------------------------------
 
-# Under these keys a published .pt has its average and its trained weights.
-STATE_KEYS = {"ema": ("ema", "ema_state_dict"), "model": ("model", "model_state_dict", "state_dict")}
+
+@dataclass
+class Weights:
+    """What a weights file holds: one state dict, under our keys and without the prefixes of wrappers."""
+
+    state: dict[str, Tensor]
+    which: str              # ema, model, or file where the file does not say
+    said: str               # which, for people
+    family: str | None      # that the file shows
+    num_classes: int | None  # that it names
 
 
-def read_weights(path: Path, weights: str | None = None) -> tuple[dict[str, Tensor], str, str | None]:
-    """Reads a state dict from .safetensors, or from a .pt as published, of which only tensors are ever unpickled.
+def read_weights(path: Path, weights: str | None = None) -> Weights:
+    """Reads the weights of .safetensors, of a .pt as published or of shards; only tensors are ever unpickled.
 
-    Of a training checkpoint with several, `weights` names one: ema, model, or None, the average if there is one.
-    Returns it under our keys, without the prefixes of wrappers; which it is: ema, model, or file where the file does
-    not say; and the family that the file shows, or None.
-    Raises ValueError for a file without a state dict, without the one named, or with values that are not finite.
+    Of several, `weights` names one: ema, model, or None, the average if there is one. Raises ValueError for a file
+    without a state dict, without the one named, or with values that are not finite.
     """
-    state, which, around = read_tensors(path), "file", {}
-    held = {key: name for name, keys in STATE_KEYS.items() for key in keys
-            if isinstance(state, dict) and isinstance(state.get(key), dict)}
-    if held:
-        key = next((key for key, name in held.items() if weights in (None, name)), None)
-        if key is None:
-            raise ValueError(f"{path} holds {', '.join(held)}, and no weights={weights}.")
-        state, which, around = state[key], held[key], state
-    if not isinstance(state, dict) or not all(isinstance(value, Tensor) for value in state.values()):
-        raise ValueError(f"{path} does not hold a state dict, that is, a dictionary of tensors by name.")
-    damaged = [key for key, value in state.items() if not value.isfinite().all()]
-    if damaged:
-        raise ValueError(f"{path} holds values that are not finite in {len(damaged)} of {len(state)} tensors, "
-                         f"{damaged[0]} first: its training has diverged. Choose an earlier checkpoint.")
-    # DDP, torch.compile and EDM's preconditioner each add a prefix to every key.
-    for prefix in ("module.", "_orig_mod.", "model."):
-        bare = {key.removeprefix(prefix): value for key, value in state.items()}
-        preconditioned, state = prefix == "model." and bare.keys() != state.keys(), bare
+    content = read_content(path)
     try:
-        return plain_keys(state), which, detect_family(state, around, preconditioned)
+        held, which, said = choose(content, weights)
+        check_tensors(held.tensors)
+        family = detect_family(held.tensors, held.name, content)
+        return Weights(plain_keys(held.tensors), which, said, family, settings_in(content).get("num_classes"))
     except ValueError as error:
-        raise ValueError(f"{path} is not read: {error}") from None
+        raise ValueError(f"{path} is not read: {error}.") from None
+
+
+def sha256_of(file: Path) -> str:
+    """Returns the SHA-256 of a weights file, or that of the list of its shards' if it is their index."""
+    parts = [files.sha256(part) for part in files_of(file)]
+    return parts[0] if len(parts) == 1 else files.record_sha256({"shards": parts})
 
 
 def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
@@ -167,6 +180,8 @@ def find_weights(path: Path, weights: str = "ema") -> tuple[Path, Path | None]:
     if path.parent.name == "checkpoints" and path.name.startswith("step-"):
         raise ValueError(f"There is no checkpoint {path}. Training deletes all but the newest checkpoint.keep_last and "
                          f"those of checkpoint.keep_every: name another one, or the run.")
+    if foreign := find_in_folder(path, weights):
+        return foreign, None
     raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
                      f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
 
@@ -180,7 +195,7 @@ def load_trained(
     diffusion: str | None = None,           # of weights without a record, FAMILIES' name
     autoencoder: str | None = None,         # overrules what is recorded
     device: torch.device | str = "cpu",
-    num_heads: int | None = None,           # of a bare weights file, which does not tell
+    **given: int | None,                    # of weights without a record: num_heads, num_classes, input_size
 ) -> Trained:
     """Loads a network and what its checkpoint records about it.
 
@@ -190,28 +205,35 @@ def load_trained(
     Raises ValueError for a path without a whole checkpoint, or for weights that are not a DiT's or of no known family.
     """
     file, folder = find_weights(Path(path), weights or "ema")
+    given = {key: value for key, value in given.items() if value is not None}
     if folder is None:
-        trained = read_bare(file, weights, diffusion, num_heads)
+        trained = read_bare(file, weights, diffusion, given)
+        for key, value in given.items():
+            if value != (found := trained.recorded["network"][key]):
+                raise ValueError(f"{key}={value} does not fit the weights in {file}, which have {found}: leave it out.")
     else:
         trained = read_checkpoint(file, folder, weights)
         name = trained.recorded["diffusion"]["name"]
         if diffusion not in (None, name):
             raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} records {name}: "
                              f"leave it out.")
-        if num_heads is not None:
-            raise ValueError(f"num_heads={num_heads} is for weights without a record; {folder} has one: leave it out.")
+        for key, value in given.items():
+            raise ValueError(f"{key}={value} is for weights without a record; {folder} has one: leave it out.")
+    return ready(trained, autoencoder, device)
+
+
+def load_like(path: Path, diffusion: str | None, network: Mapping, device: torch.device | str = "cpu") -> Trained:
+    """Loads weights that belong to another network; without a record they are of its family and have its keywords."""
+    file, folder = find_weights(path)
+    if folder is not None:
+        return load_trained(path, device=device)
+    return ready(read_bare(file, None, diffusion, network), None, device)
+
+
+def ready(trained: Trained, autoencoder: str | None, device: torch.device | str) -> Trained:
     trained.autoencoder = autoencoder or trained.autoencoder
     trained.net.to(device).float().eval()  # not frozen: autocast keeps its casts of trainable weights only
     return trained
-
-
-def load_like(
-    path: Path, diffusion: str | None, num_heads: int | None = None, device: torch.device | str = "cpu",
-) -> Trained:
-    """Loads weights that belong to another network; without a record they are of its family and have its heads."""
-    if find_weights(path)[1] is not None:
-        return load_trained(path, device=device)
-    return load_trained(path, diffusion=diffusion, device=device, num_heads=num_heads)
 
 
 def read_checkpoint(file: Path, folder: Path, weights: str | None) -> Trained:
@@ -223,30 +245,40 @@ def read_checkpoint(file: Path, folder: Path, weights: str | None) -> Trained:
     meta = meta.model_copy(update={"weights": meta.weights or file.stem})
     if weights not in (None, meta.weights):
         raise ValueError(f"{file} holds weights={meta.weights}, not weights={weights}.")
-    state, _, _ = read_weights(file)
+    state = read_weights(file).state
     if meta.lora is not None:
         state = adapters.merge(load_base(meta, folder).net.state_dict(), state, meta.lora.alpha / meta.lora.rank)
     saved = checkpoints.read_meta(folder)["files"].get(str(file.relative_to(folder)), {})
     return describe(fit(state, meta.network, file), meta, file, folder, recorded_sha256=saved.get("sha256"))
 
 
-def read_bare(file: Path, weights: str | None, diffusion: str | None, num_heads: int | None) -> Trained:
-    """Reads a weights file without a record; raises ValueError where its family is not known."""
-    state, which, family = read_weights(file, weights)
-    network, family = infer_architecture(state, num_heads), diffusion or family
+def read_bare(file: Path, weights: str | None, diffusion: str | None, given: Mapping) -> Trained:
+    """Reads weights without a record, of which `given` and the folder say what shapes do not.
+
+    Raises ValueError where their family is not known.
+    """
+    read, pipeline = read_weights(file, weights), pipeline_of(file)
+    said = {"num_classes": read.num_classes, **pipeline, **given}
+    try:
+        state = with_positions(read.state, said.get("input_size"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not read: {error}.") from None
+    network = infer_architecture(state, said.get("num_heads"), said.get("num_classes"))
     fit(state, network, file)
+    family = diffusion or read.family or pipeline.get("family")
     if family not in FAMILIES:
         raise ValueError(unknown_family(file, network))
     state, network = as_ours(state, network, FAMILIES[family])
-    data = DataRecord(autoencoder="identity" if network["in_channels"] == 3 else "sd_vae_ema", class_names=None)
+    own = "identity" if network["in_channels"] == 3 else "sd_vae_ema"
+    data = DataRecord(autoencoder=pipeline.get("autoencoder", own), class_names=None)
     meta = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
-                            weights=which)
-    return describe(fit(state, network, file), meta, file, family=family)
+                            weights=read.which)
+    return describe(fit(state, network, file), meta, file, family=family, said=read.said)
 
 
 def describe(
     net: DiT, meta: CheckpointRecord, file: Path, folder: Path | None = None, family: str | None = None,
-    recorded_sha256: str | None = None,
+    recorded_sha256: str | None = None, said: str = "",
 ) -> Trained:
     data, published = meta.data, {"published": meta.published} if meta.published else {}
     return Trained(
@@ -254,7 +286,8 @@ def describe(
         convention=data.convention and Convention.read(data.convention),
         class_names=data.class_names, display_names=data.display_names or data.class_names,
         classes=data.classes or list(range(net.num_classes)),
-        step=meta.step, weights=meta.weights, folder=folder, file=file, family=family, recorded_sha256=recorded_sha256,
+        step=meta.step, weights=meta.weights, folder=folder, file=file, family=family, said=said,
+        recorded_sha256=recorded_sha256,
         recorded={"network": meta.network, "diffusion": with_objective(meta.diffusion, {})[0], **published},
     )
 
@@ -262,8 +295,8 @@ def describe(
 def load_base(meta: CheckpointRecord, folder: Path) -> Trained:
     """Loads the weights that the adapter in `folder` was trained on; raises ValueError where they differ."""
     base, parent = Path(meta.lora.base), meta.parent or ParentRecord()
-    if not base.is_file() or files.sha256(base) != parent.weights_sha256:
+    if not base.is_file() or sha256_of(base) != parent.weights_sha256:
         why = "is another file now: its SHA-256 differs" if base.is_file() else "is not there"
         raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} {why}. Put that file back; "
                          f"scripts/merge_lora.py makes weights that need no base.")
-    return load_like(base, parent.diffusion_name or meta.diffusion.get("name"), meta.network["num_heads"])
+    return load_like(base, parent.diffusion_name or meta.diffusion.get("name"), meta.network)

@@ -1,14 +1,19 @@
 """Other code bases' weights: which family a file belongs to, and its tensors under our names."""
 
 import argparse
-from collections.abc import Iterable, Mapping
-from dataclasses import dataclass
+import contextlib
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from dit import timestep_frequencies
+from dit import DiT, infer_architecture, sincos_2d, timestep_frequencies
+from runtime.schema import read_json
+from weights.autoencoders import read_tensors
 
 
 @dataclass(frozen=True)
@@ -33,30 +38,268 @@ FAMILIES = {
 }
 
 
-def detect_family(keys: Iterable[str], around: Mapping, preconditioned: bool) -> str | None:
-    """Returns the family that a weights file shows, or None; `around` is the .pt in which the state dict was.
+# ---- the files of others' folders -----------------------------------------------------------------------------------
 
-    `preconditioned` says that the keys had the prefix of EDM's preconditioner. Raises ValueError for a path other
-    than straight lines, or a prediction other than velocity.
+WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index\.json)?")
+SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}(?=\.)")
+LIBRARY = re.compile(r"model(_\d+)?|diffusion_pytorch_model")  # as accelerate and diffusers name them
+NO_WEIGHTS = re.compile(r"(opt|scheduler|sampler|scaler|random_states|rng_state|training|vae|latents_stats)", re.I)
+CUSTOM = "custom_checkpoint_*.pkl"  # what accelerate's save_state makes of a registered object, as an average
+
+
+def find_in_folder(folder: Path, weights: str) -> Path | None:
+    """Finds the weights in a folder of accelerate, diffusers or another trainer; None where it holds none.
+
+    Those named after an average are preferred, unless `weights` is model. Raises ValueError where several are left.
     """
-    args, config = around.get("args"), around.get("config")
-    args = vars(args) if isinstance(args, argparse.Namespace) else {}
-    transport = config.get("transport") if isinstance(config, dict) else args
+    places = [folder / "transformer_ema", folder, folder / "transformer"]
+    for place in places[weights == "model":]:
+        named = {}  # one of the forms in which the same weights lie there, safetensors before pickles
+        for file in sorted(place.glob("*"), key=lambda file: (".safetensors" not in file.name, len(file.name))):
+            if WEIGHTS.fullmatch(file.name) and not SHARD.search(file.name) and not NO_WEIGHTS.match(file.name):
+                name = re.sub(r"(\.(fp16|bf16|fp32))?\.[a-z]+(\.index\.json)?$", "", file.name)
+                named.setdefault(re.sub("^pytorch_model", "model", name), file)
+        library = {name: file for name, file in named.items() if LIBRARY.fullmatch(name)}
+        averages = [file for name, file in named.items() if AVERAGE.search(name)]
+        if weights == "ema":
+            averages += [file for file in sorted(place.glob(CUSTOM)) if holds_network(read_tensors(file))]
+        raw = [file for file in (library or named).values() if file not in averages]
+        found = averages if weights == "ema" and averages else raw
+        if len(found) > 1:
+            raise ValueError(f"{place} holds several weights files, {', '.join(sorted(file.name for file in found))}: "
+                             f"name one of them.")
+        if found:
+            return found[0]
+    return None
+
+
+def holds_network(content: object) -> bool:
+    return any(isinstance(held.tensors, list) or {*MARKS} & held.tensors.keys() for held in networks_in(content))
+
+
+def files_of(file: Path) -> list[Path]:
+    """Lists the files that weights lie in: `file`, or the shards that it is the index of.
+
+    Raises ValueError for a shard that is missing, and for a shard named without its index.
+    """
+    if SHARD.search(file.name):
+        raise ValueError(f"{file} is one of several shards: name the .index.json beside it, or the folder.")
+    if not file.name.endswith(".index.json"):
+        return [file]
+    shards = read_json(file).get("weight_map")
+    if not isinstance(shards, dict) or not all(Path(name).name == name for name in shards.values()):
+        raise ValueError(f"{file} is not an index of shards: it has no weight_map of tensors to files beside it.")
+    paths = [file.with_name(name) for name in sorted({*shards.values()})]
+    if missing := [path.name for path in paths if not path.is_file()]:
+        raise ValueError(f"{file} names {len(paths)} shards, of which {len(missing)} are not beside it: download "
+                         f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}.")
+    return paths
+
+
+def read_content(file: Path) -> object:
+    """Reads all that a weights file holds, shards as one; raises ValueError as `files_of` and `read_tensors` do."""
+    contents = [read_tensors(path) for path in files_of(file)]
+    if file.name.endswith(".index.json"):
+        return {key: value for content in contents for key, value in content.items()}
+    if fnmatch(file.name, CUSTOM) and (raw := find_in_folder(file.parent, "model")):
+        return {file.stem: contents[0], "model": read_content(raw)}
+    return contents[0]
+
+
+# ---- which weights a file holds -------------------------------------------------------------------------------------
+
+MARKS = ("x_embedder.proj.weight", "pos_embed.proj.weight")  # the first layer of a DiT, and of diffusers'
+WRAPPERS = {"module", "_orig_mod", "_fsdp_wrapped_module", "_checkpoint_wrapped_module"}  # of DDP, compile, FSDP
+AVERAGE = re.compile(r"(?<!non[-_])(?<!no[-_])(?<!exp[-_])(?<![a-z])(ema|(swa|avg)(?![a-z]))|(model|net)ema(?![a-z])|"
+                     r"Ema|EMA|averag|polyak|shadow|^custom_checkpoint")
+FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
+
+
+@dataclass(frozen=True)
+class Held:
+    """A network in a file: the keys and prefixes before its tensors' names, and the tensors by name.
+
+    The tensors are a list where an average was saved without names, as diffusers' EMAModel saves it.
+    """
+
+    name: str
+    tensors: dict[str, Tensor] | list[Tensor]
+    is_average: bool
+    is_bare: bool       # not in a dictionary of the file
+
+
+def networks_in(content: object) -> list[Held]:
+    """Finds the networks in what a file holds: at any depth, under any prefix, in any wrapper.
+
+    Where no tensor has the name of a DiT's first layer, the largest dictionary of tensors counts as one.
+    """
+    found, others = [], []
+
+    def visit(node: object, path: tuple[str, ...]) -> None:
+        if (isinstance(node, list | tuple) and node and path and AVERAGE.search(path[-1])
+                and all(isinstance(value, Tensor) for value in node)):
+            found.append(Held(".".join(path), list(node), is_average=True, is_bare=False))
+        elif isinstance(node, list | tuple):
+            node = {str(i): value for i, value in enumerate(node) if isinstance(value, Mapping)}
+        if not isinstance(node, Mapping):
+            return
+        tensors = {".".join(part for part in key.split(".") if part not in WRAPPERS): value
+                   for key, value in node.items() if isinstance(key, str) and isinstance(value, Tensor)}
+        prefixes = {key.removesuffix(mark) for key in tensors for mark in MARKS if f".{key}".endswith(f".{mark}")}
+        groups: dict[str, dict[str, Tensor]] = {prefix: {} for prefix in sorted(prefixes, key=len, reverse=True)}
+        for key, value in tensors.items():
+            prefix = next((prefix for prefix in groups if key.startswith(prefix)), None)
+            if prefix is not None and value.ndim:  # no counter, as n_averaged
+                groups[prefix][key.removeprefix(prefix)] = value
+        # LDM's LitEma takes the dots out of its names.
+        names = {name.replace(".", ""): name for group in groups.values() for name in group}
+        for mark in (mark.replace(".", "") for mark in MARKS):
+            for prefix in [key.removesuffix(mark) for key in tensors if key.endswith(mark)]:
+                groups[prefix] = {names[key.removeprefix(prefix)]: value for key, value in tensors.items()
+                                  if key.startswith(prefix) and key.removeprefix(prefix) in names}
+        for prefix, group in groups.items():
+            name = ".".join([*path, *prefix.split(".")]).strip(".")
+            found.append(Held(name, group, bool(AVERAGE.search(name)) or "n_averaged" in node, not path))
+        if tensors:
+            others.append(Held(".".join(path), tensors, is_average=False, is_bare=not path))
+        for key, value in node.items():
+            visit(value, (*path, str(key)))
+
+    visit(content, ())
+    return found or sorted(others, key=lambda held: -len(held.tensors))[:1]
+
+
+def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
+    """Chooses the network of a file that is asked for: ema, model, or None, the average if there is one.
+
+    Returns it with its tensors by name; which it is: ema, model, or file where the file does not say; and words for
+    people. Raises ValueError for a file without a network, or without the one asked for.
+    """
+    found = networks_in(content)
+    if not found:
+        raise ValueError("it does not hold a state dict, that is, a dictionary of tensors by name")
+    averages = sorted((held for held in found if held.is_average), key=lambda held: held.name.count("."))
+    raw = sorted((held for held in found if not held.is_average),
+                 key=lambda held: ("model" not in held.name, len(held.name)))
+    if found == raw and len(raw) == 1 and raw[0].is_bare:
+        return raw[0], "file", "the only weights in it (averaged or not, it does not say)"
+    fitting = {"ema": averages, "model": raw, None: averages or raw}[weights]
+    if not fitting:
+        raise ValueError(f"it holds {', '.join(held.name for held in found)}, and no weights={weights}")
+    held = fitting[0]
+    state = under_names(held, raw) if isinstance(held.tensors, list) else held.tensors
+    lacking = {key: one.tensors[key] for one in raw for key in ("pos_embed", "pos_embed.pos_embed")
+               if key in one.tensors}  # which is not trained, so not every average has it
+    held = replace(held, tensors={**lacking, **state})
+    beside = ", ".join(other.name or "bare" for other in found if other.name != held.name)
+    if held.is_average:
+        said = f"the average{f' under {held.name}' if held.name else ''}{f' (beside {beside})' if beside else ''}"
+    else:
+        why = ("as weights=model asks" if averages else "as no average is in the file" if len(raw) == 1 else
+               f"as no key names an average (beside {beside})")
+        said = f"the raw weights under {held.name or 'no key'}, {why}"
+    return held, "ema" if held.is_average else "model", said
+
+
+def under_names(held: Held, raw: list[Held]) -> dict[str, Tensor]:
+    """Gives an average that was saved as a list the names of the weights beside it.
+
+    Raises ValueError where their shapes do not follow each other in the same order.
+    """
+    shapes = [value.shape for value in held.tensors]
+    for state in (one.tensors for one in raw):
+        orders = [list(state)]
+        with contextlib.suppress(ValueError), torch.device("meta"):  # safetensors keeps no order: DiT's own
+            orders.append(list(DiT(**infer_architecture(state, num_heads=1)).state_dict()))
+        for names in orders:
+            if [state[name].shape for name in names if name in state] == shapes:
+                return dict(zip(names, held.tensors, strict=True))
+    raise ValueError(f"it holds an average without names under {held.name}, and no weights of the same shapes in the "
+                     f"same order: save the average with names, or give weights=model")
+
+
+def check_tensors(state: Mapping[str, Tensor]) -> None:
+    """Raises ValueError for tensors of 8 bits and the like, and for values that are not finite."""
+    if packed := [key for key, value in state.items() if value.dtype not in FLOATS]:
+        dtype = str(state[packed[0]].dtype).removeprefix("torch.")
+        raise ValueError(f"it holds {len(packed)} of {len(state)} tensors in {dtype}, {packed[0]} first, which only "
+                         f"the code that packed them can unpack: take the file in float32, bfloat16 or float16")
+    if damaged := [key for key, value in state.items() if not value.isfinite().all()]:
+        raise ValueError(f"it holds values that are not finite in {len(damaged)} of {len(state)} tensors, {damaged[0]} "
+                         f"first: its training has diverged. Choose an earlier checkpoint")
+
+
+# ---- whose they are -------------------------------------------------------------------------------------------------
+
+# The settings of a train.py, as its files hold them. One that it does not have speaks of another code.
+DIT_ARGS = {"data_path", "feature_path", "results_dir", "model", "image_size", "num_classes", "epochs",
+            "global_batch_size", "global_seed", "vae", "num_workers", "log_every", "ckpt_every"}
+SIT_TRANSPORT = {"path_type", "prediction", "loss_weight"}
+SIT_ARGS = DIT_ARGS | SIT_TRANSPORT | {"sample_eps", "train_eps", "sample_every", "cfg_scale", "wandb", "ckpt"}
+TREAD_KEYS = {"model_state_dict", "ema_state_dict", "optimizer_state_dict", "step"}
+
+
+def settings_in(content: object) -> dict:
+    """Returns the arguments of a train.py that a file holds, by name; an empty dict where it holds none."""
+    args = content.get("args") if isinstance(content, Mapping) else None
+    return dict(vars(args) if isinstance(args, argparse.Namespace) else args if isinstance(args, Mapping) else {})
+
+
+def detect_family(state: Mapping[str, Tensor], name: str, content: object) -> str | None:
+    """Returns the family that a weights file shows, or None where nothing or more than one thing speaks.
+
+    `name` is the place of `state` in `content`, all that the file holds. Raises ValueError for a path other than
+    straight lines, or a prediction other than velocity.
+    """
+    args, around = settings_in(content), content if isinstance(content, Mapping) else {}
+    config = around.get("config")
+    transport = config.get("transport") if isinstance(config, Mapping) else args
     for key, known in (("path_type", ("linear",)), ("prediction", ("velocity", "v"))):
         value = transport.get(key) if isinstance(transport, Mapping) else None
         if value is not None and str(value).lower() not in known:
-            raise ValueError(f"these weights were trained with {key}={value}, and only {known[0]} is read.")
-    if any(key.startswith(("projectors.", "decoder_blocks.")) for key in keys):
-        return "repa"
-    if any(key.startswith("feat_rope.") for key in keys):
-        return "lightning"
-    if preconditioned and {"ema_state_dict", "model_state_dict"} & around.keys():
-        return "tread"
-    # The arguments of a train.py: SiT's and DiT's differ in the name of the model and in these.
-    has_path, model = {"path_type", "prediction"} <= args.keys(), str(args.get("model"))
-    if has_path and model.startswith("SiT-"):
-        return "repa" if "encoder_depth" in args else "sit"
-    return "dit" if model.startswith("DiT-") and not has_path and "image_size" in args else None
+            raise ValueError(f"these weights were trained with {key}={value}, and only {known[0]} is read")
+    model = str(args.get("model"))
+    evidence = {
+        "repa": any(key.startswith(("projectors.", "decoder_blocks.")) for key in state)
+                or ({"encoder_depth", "proj_coeff"} <= args.keys() and args.get("prediction") == "v"),
+        "lightning": any(key.startswith("feat_rope.") for key in state),
+        "tread": "ema_state_dict" in around and around.keys() <= TREAD_KEYS and name.endswith("_state_dict.model"),
+        "sit": model.startswith("SiT-") and SIT_TRANSPORT <= args.keys(),
+        "dit": model.startswith("DiT-") and "image_size" in args and learns_variances(state),
+    }
+    known = {"sit": SIT_ARGS, "dit": DIT_ARGS, "lightning": set()}
+    shown = [family for family, speaks in evidence.items() if speaks]
+    return shown[0] if len(shown) == 1 and args.keys() <= known.get(shown[0], args.keys()) else None
+
+
+def learns_variances(state: Mapping[str, Tensor]) -> bool:
+    """Tells whether a network has two output channels for each of its input."""
+    first, last = state.get(MARKS[0]), state.get("final_layer.linear.bias")
+    return first is not None and last is not None and last.numel() == 2 * first[0].numel()
+
+
+def pipeline_of(file: Path) -> dict:
+    """Reads what diffusers' config.json and the folder around it say of a DiT; an empty dict where there is none.
+
+    Keys: num_heads, input_size, num_classes, and of a DiTPipeline family and autoencoder.
+    """
+    config, index = file.with_name("config.json"), file.parent.parent / "model_index.json"
+    read = read_json(config) if config.is_file() else {}
+    if "num_attention_heads" not in read:
+        return {}
+    said = {"num_heads": read["num_attention_heads"], "input_size": read.get("sample_size"),
+            "num_classes": read.get("num_embeds_ada_norm")}
+    if index.is_file() and read_json(index).get("_class_name") == "DiTPipeline":
+        scheduler, vae = index.with_name("scheduler") / "scheduler_config.json", index.with_name("vae")
+        schedule = read_json(scheduler) if scheduler.is_file() else {}
+        if schedule.get("prediction_type", "epsilon") == "epsilon" and "num_train_timesteps" in schedule:
+            said["family"] = "dit"
+        if (vae / "config.json").is_file():
+            said["autoencoder"] = str(vae)
+    return said
+
+
+# ---- under our names ------------------------------------------------------------------------------------------------
 
 
 def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -70,7 +313,7 @@ def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         encoder_depth = 1 + max((int(key.split(".")[1]) for key in state if key.startswith("blocks.")), default=-1)
         if encoder_depth == 0:
             raise ValueError("it holds REPA's decoder_blocks and none of the blocks before them, so that its encoder "
-                             "depth is not known: take the file as REPA saved it.")
+                             "depth is not known: take the file as REPA saved it")
         for key in [key for key in state if key.startswith("decoder_blocks.")]:
             _, j, rest = key.split(".", 2)
             state[f"blocks.{int(j) + encoder_depth}.{rest}"] = state.pop(key)
@@ -105,14 +348,36 @@ def to_diffusers(state: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 
 def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undoes `to_diffusers`; raises ValueError where a tensor is missing, as others' position embedding."""
+    """Undoes `to_diffusers`, with or without the position embedding.
+
+    Raises ValueError where another tensor is missing, or where the copies in the blocks differ.
+    """
     depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
     names = diffusers_names(depth)
+    if "pos_embed.pos_embed" not in state:  # which only scripts/export.py stores
+        del names["pos_embed"]
     if lacking := [name for theirs in names.values() for name in theirs if name not in state]:
-        raise ValueError(f"it has the names of diffusers' DiT, but {lacking[0]} is not among them: only what "
-                         f"scripts/export.py wrote is read.")
+        raise ValueError(f"it has names of diffusers' DiT, but {lacking[0]} is not among them")
+    for copies in (theirs for ours, theirs in names.items() if "_embedder." in ours):
+        if other := next((name for name in copies if not torch.equal(state[name], state[copies[0]])), None):
+            raise ValueError(f"{other} differs from {copies[0]}: diffusers has trained the embedders of each block by "
+                             f"themselves, and a DiT has one for all")
     return {ours: torch.cat([state[name] for name in theirs]) if ".qkv." in ours else state[theirs[0]]
             for ours, theirs in names.items()}
+
+
+def with_positions(state: Mapping[str, Tensor], input_size: int | None) -> dict[str, Tensor]:
+    """Adds the fixed position embedding to weights that were stored without it, as diffusers stores them.
+
+    Raises ValueError where it lacks and the latents' side is not known.
+    """
+    first = state.get(MARKS[0])
+    if "pos_embed" in state or first is None:
+        return dict(state)
+    if input_size is None:
+        raise ValueError("it holds no position embedding, as diffusers stores none, and there is no config.json beside "
+                         "it: give input_size=, the side of its latents (32 for images of 256 pixels)")
+    return {**state, "pos_embed": sincos_2d(first.shape[0], input_size // first.shape[-1])}
 
 
 def onto_our_time(state: Mapping[str, Tensor]) -> dict[str, Tensor]:

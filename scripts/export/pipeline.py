@@ -3,9 +3,15 @@
     pipe = DiffusionPipeline.from_pretrained("<this folder>", trust_remote_code=True)
     seeds = range(4)
     images = pipe([0, 1, 2, 3], [torch.Generator().manual_seed(seed) for seed in seeds]).images
+    image = pipe(207, torch.Generator().manual_seed(0)).images[0]
 
 The files beside this one are those of the project that made the folder, taken as they are.
 """
+
+import json
+import shutil
+import sys
+from pathlib import Path
 
 import torch
 from diffusers import DiffusionPipeline, ImagePipelineOutput
@@ -17,6 +23,7 @@ from .guidance import Guidance
 from .rf import RF, CleanRF
 from .routing_module import Route
 
+CODE = ("pipeline.py", "autoencoder.py", "edm.py", "guidance.py", "rf.py", "routing_module.py")
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
 
 
@@ -52,11 +59,27 @@ class LatentDiTPipeline(DiffusionPipeline):
         self.register_modules(transformer=transformer, vae=vae)
         self.register_to_config(diffusion=diffusion, convention=convention, class_names=class_names)
 
+    def save_config(self, save_directory: str | Path, **options: object) -> None:
+        """Ends `save_pretrained`: adds the code, by which alone the folder can be loaded again."""
+        super().save_config(save_directory)
+        folder = Path(save_directory)
+        (folder / "transformer").mkdir(exist_ok=True)
+        transformer = Path(sys.modules[type(self.transformer).__module__].__file__)
+        for file in [*(Path(__file__).with_name(name) for name in CODE), transformer]:
+            target = folder / "transformer" / file.name if file == transformer else folder / file.name
+            if not (target.exists() and target.samefile(file)):
+                shutil.copy(file, target)
+        index = json.loads((folder / self.config_name).read_text(encoding="utf-8"))
+        index |= {"_class_name": [Path(__file__).stem, type(self).__name__],
+                  "transformer": [transformer.stem, type(self.transformer).__name__]}
+        (folder / self.config_name).write_text(json.dumps(index, indent=1) + "\n", encoding="utf-8")
+
     @torch.no_grad()
     def __call__(
         self,
-        class_labels: list[int],
-        generator: list[torch.Generator],                   # one an image: its noise is a function of it alone
+        class_labels: int | list[int],
+        generator: torch.Generator | list[torch.Generator] | None = None,   # a list: one an image, whose noise is a
+                                                            # function of it alone; None: torch's own, on the CPU
         num_inference_steps: int = 40,
         guidance_scale: float | None = None,                # None or 1: unguided
         interval: tuple[float, float] | None = None,        # the noise levels between which it is guided; None: all
@@ -66,13 +89,20 @@ class LatentDiTPipeline(DiffusionPipeline):
         return_dict: bool = True,
     ) -> ImagePipelineOutput | tuple:
         net, device = Network(self.transformer), self._execution_device
-        if len(generator) != len(class_labels) or not all(0 <= label <= net.num_classes for label in class_labels):
-            raise ValueError(f"There are {len(class_labels)} class_labels and {len(generator)} generators, one an "
-                             f"image; labels are 0 … {net.num_classes - 1}, and {net.num_classes} for no class.")
+        y = torch.as_tensor(class_labels).flatten()
+        if y.is_floating_point() or not len(y) or not ((y >= 0) & (y <= net.num_classes)).all():
+            raise ValueError(f"class_labels={class_labels} are to be whole numbers: 0 … {net.num_classes - 1}, and "
+                             f"{net.num_classes} for no class.")
+        y = y.to(device, torch.int64)
+        one_each = isinstance(generator, list | tuple)
+        if one_each and len(generator) != len(y):
+            raise ValueError(f"There are {len(y)} class_labels and {len(generator)} generators: give one an image, a "
+                             f"single one for all, or none.")
 
         def randn(shape: tuple[int, ...]) -> torch.Tensor:
-            drawn = [torch.randn(shape, generator=each, device=each.device) for each in generator]
-            return torch.stack(drawn).to(device)
+            if one_each:
+                return torch.stack([torch.randn(shape, generator=g, device=g.device) for g in generator]).to(device)
+            return torch.randn((len(y), *shape), generator=generator, device=generator and generator.device).to(device)
 
         def randn_like(x: torch.Tensor) -> torch.Tensor:
             return randn(x.shape[1:]).to(x.dtype)
@@ -81,7 +111,6 @@ class LatentDiTPipeline(DiffusionPipeline):
         diffusion = DIFFUSIONS[settings.pop("name")](**settings)
         guidance = None if guidance_scale is None else Guidance(guidance_scale, interval=interval, channels=channels)
         noise = randn((net.in_channels, net.input_size, net.input_size))
-        y = torch.tensor(class_labels, device=device)
         latents = diffusion.sample(net, noise, y, num_steps=num_inference_steps, guidance=guidance,
                                    randn_like=randn_like, **(sampler or {}))
         convention = Convention.read(self.config.convention)  # by which the latents were made

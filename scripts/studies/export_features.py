@@ -96,6 +96,8 @@ def main() -> None:
     parser.add_argument("out", type=Path)
     parser.add_argument("--side", type=int, help="efficientnet_lite0: pixels that images are scaled to (224)")
     given = parser.parse_args()
+    if given.out.exists():
+        sys.exit(f"export_features.py: {given.out} is there already: name another, or move it away.")
     try:
         state = torch.load(given.weights, map_location="cpu", weights_only=True)
         network = NETWORKS[given.network](state, given.side).eval()

@@ -38,6 +38,8 @@ def main() -> None:
     parser.add_argument("images", help="a folder or zip of class folders")
     parser.add_argument("out", type=Path)
     given = parser.parse_args()
+    if given.out.exists():
+        sys.exit(f"imagenette.py: {given.out} is there already: name another, or move it away.")
     sys.path.insert(0, str(given.taesd))
     from taesd import TAESD
 

@@ -85,9 +85,11 @@ def test_a_flat_folder_is_one_class_of_its_name(tmp_path):
         assert source.class_names == ["cats"] and source.labels.tolist() == [0, 0, 0]
 
 
-def test_folders_named_by_numbers_are_ordered_as_numbers(tmp_path):
-    source = open_source(write_files(tmp_path, {f"{name}/x.png": encoded(noise(4, 4)) for name in (10, 9, 1)}))
-    assert source.class_names == ["1", "9", "10"]
+def test_folders_named_by_numbers_are_in_the_order_of_names_as_torchvisions_and_once_were_in_that_of_numbers(tmp_path):
+    write_files(tmp_path, {f"{name}/x.png": encoded(noise(4, 4)) for name in (10, 9, 1)})
+    assert open_source(tmp_path).class_names == ["1", "10", "9"]
+    before = open_source(tmp_path, by_number=True)
+    assert before.class_names == ["1", "9", "10"] and before.names == ["1/x.png", "9/x.png", "10/x.png"]
 
 
 def test_files_that_are_not_images_are_named(tmp_path):
@@ -257,7 +259,12 @@ def test_16_bit_grey_is_scaled_not_clipped():
         Image.fromarray(values).save(buffer, kind)
         pixels = np.asarray(decode_image(buffer.getvalue()))
         assert pixels[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255], kind
-    for strange in (np.full((2, 2), 1e6, np.float32), np.full((2, 2), 1 << 20, np.int32)):
+    for alike in (np.int32, np.float32):
+        buffer = io.BytesIO()
+        Image.fromarray(values.astype(alike)).save(buffer, "tiff")
+        assert np.asarray(decode_image(buffer.getvalue()))[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255], alike
+    strange_values = (np.full((2, 2), 1e6), np.full((2, 2), 0.25), np.full((2, 2), np.nan))
+    for strange in (*(values.astype(np.float32) for values in strange_values), np.full((2, 2), 1 << 20, np.int32)):
         buffer = io.BytesIO()
         Image.fromarray(strange).save(buffer, "tiff")
         with pytest.raises(UnreadableImage, match="no known range"):

@@ -88,6 +88,13 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names, [1]) == [2, 0]
     assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
     assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
+    flowers = ["1", "10", "11", "2", "3"]  # numbers that are names select names, one by one or as a range
+    for given in (["1", "2", "3"], [1, 2, 3], "1-3", ["1-3"], "1,2-3"):
+        assert parse_classes("classes", given, 5, flowers, [0]) == [0, 3, 4], given
+    assert parse_classes("classes", "1-2", 2, ["001", "002"], [0]) == parse_classes("classes", [1, "002"], 2, ["001", "002"], [0]) == [0, 1]
+    for given in (0, "0-1", 12):
+        with pytest.raises(ValueError, match="named by numbers: 1, 10, 11, 2, 3"):
+            parse_classes("classes", given, 5, flowers, [0])
     assert labels_of([0, 1, 2, 100_001], [4, 9]) == [4, 9, 4, 9]
 
 
@@ -195,6 +202,64 @@ def test_channels_are_checked_before_anything_is_drawn(tmp_path):
     with pytest.raises(SystemExit, match="decodes latents of 3 channels, and these have 4"):
         run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png")
     assert not (tmp_path / "x.png").exists()
+
+
+def pictures(run, out, *options):
+    """What sample.py writes into a folder: names, contents and places on the disk."""
+    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", f"out={out}", *options)
+    return {file.name: file.read_bytes() for file in sorted(out.iterdir())}
+
+
+def test_a_folder_with_pictures_of_another_set_is_refused_or_cleared(run, tmp_path):
+    out = tmp_path / "out"
+    first = pictures(run, out, "seeds=0-3")
+    (out / "notes.txt").write_text("mine")
+    notes = {"notes.txt": b"mine"}
+    assert pictures(run, out, "seeds=0-3") == first | notes, "the same command again writes the same"
+    others = [["seeds=0-4"], ["seeds=0-3"], ["seeds=0-3", "classes=[0,1]"], ["seeds=0-3", "guidance=cfg", "scale=2"],
+              ["seeds=0-3", "sampler.S_churn=1"]]
+    for options in others:
+        before = [file.stat().st_ino for file in sorted(out.iterdir())]
+        with pytest.raises(SystemExit, match="holds pictures of another set, such as 00000._..png: .*overwrite=true"):
+            pictures(run / "checkpoints/step-00000001" if options == ["seeds=0-3"] else run, out, *options)
+        assert [file.stat().st_ino for file in sorted(out.iterdir())] == before
+    assert {*pictures(run, out, "seeds=7-8", "overwrite=true")} == {"000007_3.png", "000008_0.png", "notes.txt"}
+
+
+@pytest.mark.parametrize("name", ["cat.png", "000001_1.png", "cats/1.jpg"])
+def test_pictures_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_path, name):
+    place = tmp_path / "out" / name
+    place.parent.mkdir(parents=True)
+    Image.new("RGB", (8, 8)).save(place)
+    before = place.read_bytes()
+    for options in ([], ["overwrite=true"]):
+        with pytest.raises(SystemExit, match=f"pictures that were not drawn by this code, such as {place.name}"):
+            pictures(run, tmp_path / "out", "seeds=0-3", *options)
+    assert place.read_bytes() == before and [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
+
+
+def test_a_repeated_seed_is_one_picture_and_is_counted_once(run, tmp_path, capsys):
+    assert {*pictures(run, tmp_path / "out", "seeds=[1,1,2]")} == {"000001_1.png", "000002_2.png"}
+    assert capsys.readouterr().out.startswith("2 images from ")
+    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=[0-2,1-3]", f"out={tmp_path}/x.npz")
+    assert np.load(tmp_path / "x.npz")["seeds"].tolist() == [0, 1, 2, 3]
+
+
+def test_a_grid_or_npz_of_ours_is_replaced_and_no_other_file(run, tmp_path):
+    def sample(out, *options):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=0-3", f"out={out}", *options)
+
+    Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")
+    np.savez(tmp_path / "data.npz", arr_0=np.zeros(3))
+    for name in ("photo.png", "data.npz"):
+        before = (tmp_path / name).read_bytes()
+        with pytest.raises(SystemExit, match=f"{name} is there already and was not drawn by this code: .*overwrite=true"):
+            sample(tmp_path / name)
+        assert (tmp_path / name).read_bytes() == before
+        sample(tmp_path / name, "overwrite=true")
+        drawn = (tmp_path / name).read_bytes()
+        sample(tmp_path / name, "num_steps=2")
+        assert drawn not in (before, (tmp_path / name).read_bytes())
 
 
 def test_a_full_disk_is_a_sentence_and_leaves_nothing_behind(run, tmp_path):

@@ -5,6 +5,7 @@ import os
 import shutil
 import subprocess
 import sys
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -79,6 +80,28 @@ for name, (folder, call) in json.loads(sys.argv[1]).items():
         found[f"{name} network"] = pipe.transformer(x, timestep=t, class_labels=torch.arange(6), return_dict=False)[0].numpy()
     generator = [torch.Generator().manual_seed(seed) for seed in range(5)]
     found[f"{name} images"] = np.stack([np.asarray(image) for image in pipe([0, 1, 2, 3, 4], generator, **call).images])
+
+    def draw(pipe, labels, generator):
+        return np.stack([np.asarray(image) for image in pipe(labels, generator, **call).images])
+
+    seeded = lambda: torch.Generator().manual_seed(7)
+    found[f"{name} single"] = np.concatenate([draw(pipe, *given) for given in ((3, seeded()), (3, [seeded()]), (np.int64(3), seeded()), ([3], seeded()))])
+    noise = [torch.Generator().manual_seed(7)] * 2  # one after the other draws what one draw of both does
+    found[f"{name} one for two"] = np.concatenate([draw(pipe, [1, 2], seeded()), draw(pipe, torch.tensor([1, 2]), noise)])
+    torch.manual_seed(7)
+    unseeded = draw(pipe, [1, 2], None)
+    found[f"{name} none"] = np.concatenate([unseeded, draw(pipe, [1, 2], None)])
+    for bad in ([], [6], 1.5, -1):
+        try:
+            pipe(bad, seeded())
+            raise SystemExit(f"{bad} was drawn")
+        except ValueError as error:
+            assert "class_labels=" in str(error), error
+    pipe.save_pretrained(f"saved-{name}")
+    again = DiffusionPipeline.from_pretrained(f"saved-{name}", trust_remote_code=True)
+    again.save_pretrained(f"saved-{name}")  # over itself
+    again = DiffusionPipeline.from_pretrained(f"saved-{name}", trust_remote_code=True)
+    found[f"{name} again"] = draw(again, [0, 1, 2, 3, 4], [torch.Generator().manual_seed(seed) for seed in range(5)])
 ours = {"dit", "blocks", "sample", "trained", "settings", "edm"} & {*sys.modules}
 assert not ours and not any("timm" in name for name in sys.modules), ours
 np.savez("found.npz", **found)
@@ -131,6 +154,23 @@ def test_diffusers_alone_loads_the_folder_and_draws_our_images(name, elsewhere, 
     assert abs(found[f"{name} network"] - expected).max() < 1e-5 * abs(expected).max()
     images = drawn(runs / name, tmp_path / "ours.npz", *overrides).astype(int)
     assert abs(found[f"{name} images"] - images).max() <= 1 and images.std() > 5
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_takes_one_generator_a_list_or_none_and_a_single_label(name, elsewhere):
+    _, found = elsewhere
+    single, both, none = (found[f"{name} {which}"].astype(int) for which in ("single", "one for two", "none"))
+    assert single.shape[0] == 4 and all(np.array_equal(single[0], image) for image in single)
+    assert len(none) == 4 and abs(none[:2] - none[2:]).max() > 1, "the second call goes on with torch's own generator"
+    if "sampler" not in CASES[name][2] or name == "rf":  # no noise on the way
+        assert abs(both[:2] - none[:2]).max() <= 1, "torch.manual_seed(7) is a generator of seed 7"
+        assert abs(both[:2] - both[2:]).max() <= 1
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_what_save_pretrained_writes_is_loaded_again_and_draws_the_same_bits(name, elsewhere):
+    _, found = elsewhere
+    assert np.array_equal(found[f"{name} again"], found[f"{name} images"])
 
 
 def test_diffusers_own_class_would_give_other_numbers(tmp_path):
@@ -239,6 +279,24 @@ def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
     assert "have not been scored" in (bare / "README.md").read_text() and not (bare / "grid.png").exists()
 
 
+def test_a_hubs_folder_has_no_path_of_this_machine_and_follows_no_link(tmp_path):
+    run = scored_run(tmp_path)
+    rows = files.read_rows(run / "results.jsonl")
+    rows[2]["reference"]["path"] = "/home/me/secret/ref.npz"
+    rows[2]["source"] |= {"checkpoint": str(run), "autoencoder": "~/secret/vae", "weak": {"checkpoint": "C:\\secret\\weak"}, "seeds": "0-9"}
+    (run / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    folder = exported(run, "hub", tmp_path / "x")
+    kept = files.read_rows(folder / "scores.jsonl")[0]
+    assert kept["reference"]["path"] == "ref.npz" and kept["metrics"] == {"fid": 4.25}
+    assert {**kept["source"]}.items() >= {"checkpoint": "run", "autoencoder": "vae", "weak": {"checkpoint": "weak"}, "seeds": "0-9"}.items()
+    assert not [file for file in folder.rglob("*.[jm]*") if b"secret" in file.read_bytes() or str(tmp_path).encode() in file.read_bytes()]
+    for name in ("results.jsonl", "samples/step-00000007.png"):
+        (run / name).rename(tmp_path / Path(name).name)
+        (run / name).symlink_to(tmp_path / Path(name).name)
+    linked = exported(run, "hub", tmp_path / "y")
+    assert not (linked / "grid.png").exists() and not (linked / "scores.jsonl").exists()
+
+
 def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys):
     calls = []
 
@@ -254,6 +312,32 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
     exported(scored_run(tmp_path), "hub", tmp_path / "x", repo="user/x", upload=True)
     assert calls == [("user/x", {"private": True, "exist_ok": True}), ("user/x", str(tmp_path / "x"))]
     assert "https://huggingface.co/user/x" in capsys.readouterr().out
+
+
+def test_an_upload_that_fails_is_one_line(tmp_path, monkeypatch):
+    run, made = scored_run(tmp_path), []
+
+    class Hub:
+        refuses = "create_repo"
+
+        def create_repo(self, repo, **options):
+            made.append(repo)
+            if self.refuses == "create_repo":
+                raise RuntimeError("401 Client Error: Unauthorized\n\nInvalid username or password.")
+
+        def upload_folder(self, **options):
+            raise ConnectionError("Network is unreachable")
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    with pytest.raises(SystemExit, match=r"repo=user/x could not be opened, and nothing was written \(401 Client Error: Unauthorized\): .*hf auth login"):
+        exported(run, "hub", tmp_path / "x", repo="user/x", upload=True)
+    assert made == ["user/x"] and not (tmp_path / "x").exists()
+    Hub.refuses = "upload_folder"
+    with pytest.raises(SystemExit) as ended:
+        exported(run, "hub", tmp_path / "x", repo="user/x", upload=True)
+    said = str(ended.value)
+    assert "overwrite=true (Network is unreachable)" in said and f"{tmp_path}/x, which is written" in said and "\n" not in said
+    assert checkpoints.problem(tmp_path / "x") is None
 
 
 # ---- mistakes and kills ---------------------------------------------------------------------------------------------

@@ -70,6 +70,14 @@ def test_a_tenth_of_the_emoji_is_held_out_with_its_tones_but_for_what_looks_as_a
     assert len(kept) == 72 and not any("-09" in name or "-19" in name for name in kept)
 
 
+def test_no_file_is_replaced(packages, tmp_path):
+    (tmp_path / "there.zip").write_text("mine")
+    for arguments in (["--out", "there.zip"], ["--out", "new.zip", "--held-out", "there.zip"], ["--out", "new.zip", "--held-out", "new.zip"]):
+        found = prepare(*packages, *(tmp_path / part if part.endswith("zip") else part for part in arguments))
+        assert found.returncode == 1 and found.stderr.startswith("prepare_emoji.py: --") and found.stderr.count("\n") == 1
+        assert (tmp_path / "there.zip").read_text() == "mine" and not (tmp_path / "new.zip").exists()
+
+
 def test_another_file_is_a_sentence(packages, tmp_path):
     packages[0].write_bytes(packages[0].read_bytes()[:-200])
     (tmp_path / "plain.tgz").write_text("no package")

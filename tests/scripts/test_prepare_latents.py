@@ -278,6 +278,51 @@ WORDNET = "n00001740\tentity\nn01440764\ttench, Tinca tinca\nn02012849\tcrane\n"
 KAGGLE = "n01440764 tench, Tinca tinca\nn02012849 crane\n\nn03126707 \n"
 
 
+def test_a_label_map_takes_a_byte_order_mark(pets, tmp_path):
+    for encoding in ("utf-8-sig", "utf-16"):
+        (tmp_path / "map.json").write_text('{"cat": 2, "dog": 1, "emu": 0}', encoding=encoding)
+        prepare(pets, tmp_path / encoding, label_map=str(tmp_path / "map.json"))
+        assert read_folder(tmp_path / encoding)[0]["class_names"] == ["emu", "dog", "cat"]
+
+
+def test_labels_of_a_file_are_prepared_and_what_has_none_is_counted_and_named(pets, tmp_path, capsys):
+    (tmp_path / "labels.csv").write_text("file,label\n" + "".join(f"{k},{'even' if k % 2 == 0 else 'odd'}\n" for k in range(1, 11)))
+    prepare(pets, tmp_path / "out", labels=str(tmp_path / "labels.csv"))
+    metadata, arrays = read_folder(tmp_path / "out")
+    assert metadata["class_names"] == ["even", "odd"] and arrays["labels"].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
+    assert metadata["unreadable"] == ["cat/0.png"] and metadata["labels"] == str(tmp_path / "labels.csv")
+    printed = capsys.readouterr().out
+    assert "1 of 10 images have no label and are left out: cat/0.png" in printed and "1 labels have no image: 10" in printed
+    with pytest.raises(ValueError, match="labels=.* then and none now"):
+        prepare(pets, tmp_path / "out", labels="none")
+
+
+def test_a_folder_that_was_begun_with_classes_in_the_order_of_numbers_keeps_it(tmp_path, capsys):
+    for k, name in enumerate(("1", "2", "10")):
+        (tmp_path / "set" / name).mkdir(parents=True)
+        (tmp_path / "set" / name / "0.png").write_bytes(png(noise(32, k)))
+    prepare(tmp_path / "set", tmp_path / "new")
+    assert read_folder(tmp_path / "new")[0]["class_names"] == ["1", "10", "2"]
+    prepare(tmp_path / "set", tmp_path / "out")
+    file, before = tmp_path / "out/preparing.json", open_source(tmp_path / "set", by_number=True)
+    old = {key: value for key, value in json.loads(file.read_text()).items() if key not in ("labels", "class_order")}
+    file.write_text(json.dumps(old | {"fingerprint": before.fingerprint()}))  # as the version before wrote it
+    (tmp_path / "out/metadata.json").unlink()
+    (tmp_path / "out/latents-00000.npy").unlink()
+    for _ in range(2):  # it is resumed, and then complete
+        prepare(tmp_path / "set", tmp_path / "out")
+        metadata, arrays = read_folder(tmp_path / "out")
+        assert metadata["class_names"] == ["1", "2", "10"] and arrays["labels"].tolist() == [0, 1, 2]
+    assert "already whole" in capsys.readouterr().out
+
+
+def test_dark_images_get_a_line(tmp_path, capsys):
+    (tmp_path / "set").mkdir()
+    Image.fromarray(np.full((32, 32), 4000, np.uint16)).save(tmp_path / "set/0.png")
+    prepare(tmp_path / "set", tmp_path / "out")
+    assert "none has a value above 4,000: divided by 65,535 they are nearly black" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
 def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(pets, tmp_path, name, text):
     pets.rename(tmp_path / "ids")
@@ -289,6 +334,20 @@ def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(p
     plain, shown = (open_latents(tmp_path / folder) for folder in ("plain", "shown"))
     assert plain.fingerprint == shown.fingerprint and plain.display_names == plain.class_names == shown.class_names == IDS
     assert shown.display_names == ["tench", "crane", "n03126707"]  # the file lacks the last one
+
+
+def test_names_for_people_are_found_where_kaggles_zip_has_them_and_in_the_zip(tmp_path):
+    for wordnet_id in IDS:
+        (tmp_path / "k/ILSVRC/Data/CLS-LOC/train" / wordnet_id).mkdir(parents=True)
+        (tmp_path / "k/ILSVRC/Data/CLS-LOC/train" / wordnet_id / "0.JPEG").write_bytes(png(noise(32, 0)))
+    (tmp_path / "k/LOC_synset_mapping.txt").write_text("\ufeff" + KAGGLE, encoding="utf-8")
+    with zipfile.ZipFile(tmp_path / "kaggle.zip", "w") as archive:
+        for file in (tmp_path / "k").rglob("*.*"):
+            archive.write(file, file.relative_to(tmp_path / "k"))
+    (tmp_path / "link").symlink_to(tmp_path / "k/ILSVRC/Data/CLS-LOC/train")
+    for number, source in enumerate(("k/ILSVRC/Data/CLS-LOC/train", "link", "kaggle.zip")):
+        prepare(tmp_path / source, tmp_path / str(number))
+        assert open_latents(tmp_path / str(number)).display_names == ["tench", "crane", "n03126707"], source
 
 
 def test_a_file_of_words_may_be_of_any_classes_where_it_is_named_and_only_there(tmp_path):

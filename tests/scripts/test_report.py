@@ -69,6 +69,20 @@ def test_a_run_of_this_code_is_read_whole():
         (row["metrics"]["fd_pixels"], "scale 2, drop_label true" if row["source"]["guidance"] else "unguided") for row in read_rows(REAL / "results.jsonl")]
 
 
+def test_links_out_of_a_run_are_not_followed(tmp_path):
+    run, other = make_run(tmp_path / "run"), make_run(tmp_path / "other", shift=0.5, config="secret: 1")
+    (run / "samples/step-00000004.png").unlink()
+    for name in ("metrics.jsonl", "results.jsonl", "config.yaml", "checkpoints/step-00000004/meta.json"):
+        (run / name).unlink()
+        (run / name).symlink_to(other / name)
+    for name in ("samples/step-00000004.png", "samples/step-00000009.png", "private.png", "samples/mine.png"):
+        (run / name).symlink_to(other / "samples/step-00000004.png")
+    (run / "inner.png").symlink_to(run / "samples/step-00000002.png")
+    read = report.read_run(run, "run")
+    assert [*read.grids] == [2] and read.pictures == [run / "inner.png"]
+    assert not read.columns and not read.scores and not any("secret" in key for key in read.config) and not read.environment.get("step")
+
+
 def test_a_halved_line_is_skipped_and_a_value_that_is_not_finite_is_a_gap(tmp_path):
     run = make_run(tmp_path / "run")
     with open(run / "metrics.jsonl", "a") as file:

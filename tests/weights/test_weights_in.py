@@ -14,6 +14,7 @@ from test_lightning import filled
 from test_published_parity import DDPM_, TINY, CountedNoise, amplitude_of, assert_equal, fill, names, published, wave
 from torch import nn
 from training_runs import write_run
+from world import make, run
 
 import fid
 import sample
@@ -24,7 +25,7 @@ from rf import RF
 from sampling.options import sampler_settings
 from training.run_folder import open_parent
 from weights.loading import load_trained
-from weights.others import onto_our_time
+from weights.others import onto_our_time, to_diffusers
 from weights.records import build_network
 
 SIT, REPA, LIGHTNING = published("sit"), published("repa"), published("lightning")
@@ -163,6 +164,271 @@ def test_training_on_from_a_bare_file_asks_whose_it_is_and_refuses_another_diffu
     assert parent.family == "sit" and parent.net.out_channels == 4
     with pytest.raises(ValueError, match="was trained with another diffusion"):
         open_parent(str(tmp_path / "bare.safetensors"), record | {"diffusion": {"name": "edm"}}, "sit")
+
+
+# ---- a family needs evidence ----------------------------------------------------------------------------------------
+
+TRANSPORT = dict(path_type="Linear", prediction="velocity", loss_weight=None, sample_eps=None, train_eps=None)
+KIN = dict(model="SiT-S/2", num_classes=10, resolution=64, path_type="linear", prediction="v", block_out_s=4)  # of REPA
+
+
+@pytest.mark.parametrize("args, learn_sigma, family", [
+    (KIN, False, None), (KIN | {"encoder_depth": 8, "proj_coeff": 0.5}, False, "repa"),
+    (dict(model="SiT-S/2", image_size=64, **TRANSPORT), False, "sit"), (dict(model="SiT-S/2", image_size=64), False, None),
+    (dict(model="SiT-S/2", image_size=64, **TRANSPORT, flip_time=True), False, None),
+    (dict(model="SiT-S/2", encoder_depth=8, proj_coeff=0.5, **TRANSPORT | {"prediction": "v"}), False, None),
+    (dict(model="DiT-S/2", image_size=64, vae="ema"), True, "dit"), (dict(model="DiT-S/2", image_size=64), False, None),
+    (dict(model="DiT-S/2", image_size=64, diffusion_steps=100), True, None), ({}, True, None),
+])
+def test_arguments_show_a_family_only_if_they_are_all_its_own(args, learn_sigma, family, tmp_path):
+    state = fill(DiT(**TINY, learn_sigma=learn_sigma)).state_dict()
+    for form in (argparse.Namespace(**args), args):
+        torch.save({"ema": state, "args": form}, tmp_path / "x.pt")
+        if family is None:
+            with pytest.raises(ValueError, match="diffusion_name=, one of .*sit "):
+                load_trained(tmp_path / "x.pt", num_heads=4)
+        else:
+            assert load_trained(tmp_path / "x.pt", num_heads=4).family == family
+
+
+@pytest.mark.parametrize("content", [
+    lambda state: {"model_state_dict": under("model.", state), "epoch": 3, "optimizer_state_dict": {}},
+    lambda state: {"ema_state_dict": under("model.", state), "epoch": 3}, lambda state: {"ema_state_dict": state},
+    lambda state: {"ema": weights_of("lightning"), "args": argparse.Namespace(encoder_depth=8)},
+])
+def test_a_key_that_many_trainers_write_shows_no_family(content, tmp_path):
+    torch.save(content(fill(DiT(**TINY)).state_dict()), tmp_path / "x.pt")
+    with pytest.raises(ValueError, match="carries no record"):
+        load_trained(tmp_path / "x.pt", num_heads=4)
+
+
+# ---- no null label --------------------------------------------------------------------------------------------------
+
+TABLE = "y_embedder.embedding_table.weight"
+
+
+def without_null_label(num_classes: int) -> dict:
+    state = fill(DiT(**TINY, learn_sigma=True)).state_dict()
+    return {**state, TABLE: state[TABLE][:num_classes].clone()}
+
+
+@pytest.mark.parametrize("num_classes", [10, 1])
+@pytest.mark.parametrize("say", [lambda n: ({"num_classes": n}, {}), lambda n: ({}, {"num_classes": n})], ids=["args", "setting"])
+def test_each_row_is_a_class_where_the_file_has_no_null_label(num_classes, say, tmp_path):
+    args, given = say(num_classes)
+    torch.save({"ema": without_null_label(num_classes), "args": argparse.Namespace(**args)}, tmp_path / "x.pt")
+    trained = load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4, **given)
+    assert trained.classes == list(range(num_classes)) and f"no null label (num_classes={num_classes})" in trained.inferred
+    x, t, y = torch.randn(1, 4, 8, 8), torch.tensor([3.0]), torch.tensor([num_classes - 1])
+    assert torch.equal(trained.net(x, t, y), fill(DiT(**TINY, learn_sigma=True)).eval()(x, t, y))
+    Guidance(3, drop_label=False).check(trained.net)
+    with pytest.raises(ValueError, match="trained without label dropout. Set guidance=none"):
+        Guidance(3).check(trained.net)
+    assert build_network(trained.recorded["network"]).null_label is False
+
+
+def test_one_row_is_a_class_and_a_count_that_fits_no_table_is_refused(tmp_path):
+    torch.save(without_null_label(1), tmp_path / "one.pt")
+    assert load_trained(tmp_path / "one.pt", diffusion="dit", num_heads=4).classes == [0]
+    torch.save(without_null_label(10), tmp_path / "ten.pt")
+    assert load_trained(tmp_path / "ten.pt", diffusion="dit", num_heads=4).classes == list(range(9)), "nothing says so"
+    with pytest.raises(ValueError, match="num_classes=7 does not fit the weights .* which have 9"):
+        load_trained(tmp_path / "ten.pt", diffusion="dit", num_heads=4, num_classes=7)
+
+
+def test_fine_tuning_on_other_classes_makes_the_table_of_labels_anew(tmp_path):
+    save_file(fill(DiT(**TINY)).state_dict(), tmp_path / "bare.safetensors")
+    record = {"network": TINY | {"routes": [], "num_classes": 4}, "diffusion": {"name": "rf"}, "seed": 3}
+    with pytest.raises(ValueError, match="'num_classes': 10} there, {'num_classes': 4} here. new_label_table=true"):
+        open_parent(str(tmp_path / "bare.safetensors"), record, "rf")
+    parents = [open_parent(str(tmp_path / "bare.safetensors"), record, "rf", new_label_table=True).net for _ in range(2)]
+    for key, value in fill(DiT(**TINY)).state_dict().items():
+        own, again = (net.state_dict()[key] for net in parents)
+        assert torch.equal(own, again) and (own.shape == (5, 64) if key == TABLE else torch.equal(own, value))
+    assert 0.01 < parents[0].state_dict()[TABLE].std() < 0.03
+
+
+def test_a_run_begins_with_the_weights_and_a_new_table_and_says_which_weights_they_were(tmp_path, capsys):
+    make(tmp_path)
+    weights = ["init_from=weights.pt", "diffusion_name=edm", "new_label_table=true", "data.num_classes=7", "optimizer.lr=0"]
+    run(tmp_path, "train", weights)
+    assert "weights.pt carries no record. Taken: the average under ema" in capsys.readouterr().out
+    new, old = (load_trained(tmp_path / name).net.state_dict() for name in ("new", "run"))
+    assert new[TABLE].shape == (8, 8) and old[TABLE].shape == (7, 8)
+    assert all(torch.equal(new[key], old[key]) for key in old if key != TABLE)
+    assert load_trained(tmp_path / "new", "model").net.state_dict()[TABLE].std() > 0
+
+
+# ---- which weights, and where they lie --------------------------------------------------------------------------------
+
+
+def shadow(state: dict) -> list:
+    return [state[key] for key in state]  # as parameters() lists them: DiT's names are in the same order
+
+
+AVERAGES = {name: (lambda ema, raw, name=name: {"model": raw, name: ema}) for name in (
+    "ema", "model_ema", "ema_model", "ema_0.9999", "ema_state_dict", "state_dict_ema", "modelEMA", "net-ema", "averaged_model", "swa_model",
+    "model_avg", "emamodel", "polyak")} | {
+    "before": lambda ema, raw: {"ema_model": ema, "model": raw, "model_ema_2": raw},
+    "by decay": lambda ema, raw: {"model": raw, "ema": {"0.9999": ema, "0.99": raw}},
+    "a list of them": lambda ema, raw: {"model": raw, "emas": [ema, raw]},
+    "nested": lambda ema, raw: {"ema": {"decay": 0.999, "state_dict": ema}, "state_dict": raw, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}},
+    "module": lambda ema, raw: {"ema": {"module": under("module.", ema)}, "model": {"module": raw}},
+    "deeper": lambda ema, raw: {"trainer": {"ema": {"shadow": ema}, "model": raw}},
+    "flat": lambda ema, raw: under("online_model.", raw) | under("ema_model.module.", ema) | {"initted": torch.tensor(True), "step": torch.tensor(3)},
+    "lightning": lambda ema, raw: {"state_dict": under("net._orig_mod.", raw) | under("ema_net.", ema), "epoch": 3},
+    "LitEma": lambda ema, raw: {"state_dict": under("model.", raw) | under("model_ema.", {key.replace(".", ""): value for key, value in ema.items()}) | {"model_ema.decay": torch.tensor(0.9)}},
+    "AveragedModel": lambda ema, raw: {"model": raw, "other": under("module.", ema) | {"n_averaged": torch.tensor(7)}},
+    "shadow_params": lambda ema, raw: {"model": raw, "ema": {"decay": 0.999, "shadow_params": shadow(ema)}},
+    "no fixed tensors": lambda ema, raw: {"model": raw, "ema": {key: value for key, value in ema.items() if key != "pos_embed"}},
+}
+
+
+def two(seed: int = 0) -> tuple[dict, dict]:
+    raw = fill(DiT(**TINY, learn_sigma=True)).state_dict()
+    return {key: value if key == "pos_embed" else value + 1 for key, value in raw.items()}, raw
+
+
+def assert_loaded(path, expected: dict, says: str = "", **given) -> None:
+    trained = load_trained(path, diffusion="dit", **{"num_heads": 4} | given)
+    assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in expected.items()), trained.inferred
+    assert says in trained.inferred, trained.inferred
+
+
+@pytest.mark.parametrize("form", AVERAGES)
+def test_the_average_is_taken_under_whatever_name_and_the_line_says_so(form, tmp_path):
+    ema, raw = two()
+    torch.save(AVERAGES[form](ema, raw), tmp_path / "x.pt")
+    assert_loaded(tmp_path / "x.pt", ema, "Taken: the average under " if form != "AveragedModel" else "other")
+    assert_loaded(tmp_path / "x.pt", raw, "as weights=model asks", weights="model")
+
+
+@pytest.mark.parametrize("name", ["model", "state_dict", "schema", "model_non_ema"])
+def test_raw_weights_are_said_to_be_raw_where_there_is_no_average(name, tmp_path):
+    _, raw = two()
+    torch.save({name: raw, "ema": {}}, tmp_path / "x.pt")
+    assert_loaded(tmp_path / "x.pt", raw, f"the raw weights under {name}, as no average is in the file")
+    torch.save({name: raw, "teacher": raw}, tmp_path / "y.pt")
+    assert_loaded(tmp_path / "y.pt", raw, "as no key names an average (beside ")
+    with pytest.raises(ValueError, match=f"holds {name}, and no weights=ema"):
+        load_trained(tmp_path / "x.pt", "ema", "dit", num_heads=4)
+
+
+@pytest.mark.parametrize("prefix", ["_orig_mod.module.", "model._orig_mod.", "model.module.", "module.module.", "net.", "ema_model.",
+                                    "_fsdp_wrapped_module._orig_mod.", "diffusion.model.module."])
+def test_prefixes_go_whatever_their_order_and_number(prefix, tmp_path):
+    _, raw = two()
+    save_file(under(prefix, raw), tmp_path / "x.safetensors")
+    assert_loaded(tmp_path / "x.safetensors", raw)
+    inside = {re.sub(r"^blocks\.(\d)\.", r"blocks.\1._checkpoint_wrapped_module._orig_mod.", key): value for key, value in raw.items()}
+    torch.save({"model": under(prefix, inside)}, tmp_path / "x.ckpt")
+    assert_loaded(tmp_path / "x.ckpt", raw)
+
+
+def write_shards(folder, state: dict, form: str = "model.safetensors") -> None:
+    stem, suffix = form.split(".")
+    where = {key: f"{stem}-0000{1 + i % 2}-of-00002.{suffix}" for i, key in enumerate(state)}
+    for name in {*where.values()}:
+        part = {key: value for key, value in state.items() if where[key] == name}
+        save_file(part, folder / name) if suffix == "safetensors" else torch.save(part, folder / name)
+    (folder / f"{form}.index.json").write_text(json.dumps({"metadata": {}, "weight_map": where}))
+
+
+@pytest.mark.parametrize("form", ["model.safetensors", "pytorch_model.bin"])
+def test_shards_are_read_as_one_and_known_by_one_hash(form, tmp_path):
+    _, raw = two()
+    write_shards(tmp_path, raw, form)
+    stem, suffix = form.split(".")
+    first = tmp_path / f"{stem}-00001-of-00002.{suffix}"
+    for path in (tmp_path, tmp_path / f"{form}.index.json"):
+        assert_loaded(path, raw)
+    before = load_trained(tmp_path, diffusion="dit", num_heads=4).weights_sha256
+    with pytest.raises(ValueError, match="one of several shards: name the .index.json"):
+        load_trained(first, diffusion="dit", num_heads=4)
+    write_shards(tmp_path, raw | {"final_layer.linear.bias": raw["final_layer.linear.bias"] + 1}, form)
+    assert load_trained(tmp_path, diffusion="dit", num_heads=4).weights_sha256 != before
+    first.unlink()
+    with pytest.raises(ValueError, match=f"2 shards, of which 1 are not beside it: download {first.name}"):
+        load_trained(tmp_path, diffusion="dit", num_heads=4)
+
+
+@pytest.mark.parametrize("custom", [
+    lambda ema: {"shadow_params": shadow(ema), "decay": 0.99}, lambda ema: under("ema_model.", ema) | {"step": torch.tensor(3)}, lambda ema: under("module.", ema),
+])
+@pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
+def test_a_folder_of_accelerate_gives_its_average(name, custom, tmp_path):
+    ema, raw = two()
+    save_file(raw, tmp_path / name) if name.endswith("safetensors") else torch.save(raw, tmp_path / name)
+    for other, content in (("optimizer.bin", {"state": {0: {"exp_avg": torch.ones(3)}}}), ("custom_checkpoint_0.pkl", {"last_epoch": 3})):
+        torch.save(content, tmp_path / other)
+    assert_loaded(tmp_path, raw, "the only weights in it")
+    torch.save(custom(ema), tmp_path / "custom_checkpoint_1.pkl")
+    assert_loaded(tmp_path, ema, "the average under custom_checkpoint_1")
+    assert_loaded(tmp_path, raw, weights="model")
+
+
+def test_of_several_files_of_a_folder_the_average_is_taken_or_one_is_asked_for(tmp_path):
+    ema, raw = two()
+    for name, state in (("model_0100", raw), ("model_0200", raw)):
+        torch.save(state, tmp_path / f"{name}.pt")
+    with pytest.raises(ValueError, match="several weights files, model_0100.pt, model_0200.pt: name one"):
+        load_trained(tmp_path, diffusion="dit", num_heads=4)
+    torch.save(ema, tmp_path / "ema_0.9999_0200.pt")
+    assert_loaded(tmp_path, ema)
+
+
+def write_pipeline(folder, state: dict, **config) -> None:
+    """Writes what diffusers' DiTPipeline saves, which has no position embedding among its weights."""
+    for name, content in {
+        "model_index.json": {"_class_name": "DiTPipeline"}, "vae/config.json": {"_class_name": "AutoencoderKL"},
+        "scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler", "num_train_timesteps": 1000, "prediction_type": "epsilon"},
+        "transformer/config.json": {"_class_name": "DiTTransformer2DModel", "num_attention_heads": 4, "sample_size": 8, "num_embeds_ada_norm": 10} | config,
+    }.items():
+        (folder / name).parent.mkdir(parents=True, exist_ok=True)
+        (folder / name).write_text(json.dumps(content))
+    theirs = {key: value.clone() for key, value in to_diffusers(state, 3).items() if key != "pos_embed.pos_embed"}
+    save_file(theirs, folder / "transformer/diffusion_pytorch_model.safetensors")
+
+
+def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
+    _, raw = two()
+    write_pipeline(tmp_path / "whole", raw)
+    trained = load_trained(tmp_path / "whole")
+    assert trained.family == "dit" and trained.net.blocks[0].attn.num_heads == 4 and trained.autoencoder == str(tmp_path / "whole/vae")
+    assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in raw.items())
+    (tmp_path / "whole/transformer").rename(tmp_path / "alone")
+    with pytest.raises(ValueError, match="carries no record"):
+        load_trained(tmp_path / "alone")
+    assert_loaded(tmp_path / "alone", raw, num_heads=None)
+    (tmp_path / "alone/config.json").unlink()
+    with pytest.raises(ValueError, match="no position embedding.*give input_size="):
+        load_trained(tmp_path / "alone", diffusion="dit", num_heads=4)
+    assert_loaded(tmp_path / "alone", raw, input_size=8)
+
+
+def test_a_pipeline_that_predicts_another_thing_or_has_many_embedders_is_not_taken_for_dit(tmp_path):
+    _, raw = two()
+    write_pipeline(tmp_path, raw)
+    (tmp_path / "scheduler/scheduler_config.json").write_text('{"num_train_timesteps": 1000, "prediction_type": "v_prediction"}')
+    with pytest.raises(ValueError, match="carries no record"):
+        load_trained(tmp_path)
+    theirs = {key: value.clone() for key, value in to_diffusers(raw, 3).items()}
+    theirs["transformer_blocks.1.norm1.emb.timestep_embedder.linear_1.weight"] += 1
+    save_file(theirs, tmp_path / "transformer/diffusion_pytorch_model.safetensors")
+    with pytest.raises(ValueError, match="transformer_blocks.1.*differs from transformer_blocks.0"):
+        load_trained(tmp_path, diffusion="dit")
+
+
+@pytest.mark.parametrize("dtype, refused", [(torch.float16, False), (torch.bfloat16, False), (torch.float8_e4m3fn, True), (torch.int8, True)])
+def test_halves_are_read_and_eight_bits_are_refused_by_name(dtype, refused, tmp_path):
+    _, raw = two()
+    stored = {key: value.to(dtype) if value.ndim > 1 else value for key, value in raw.items()}
+    save_file(stored, tmp_path / "x.safetensors")
+    if refused:
+        with pytest.raises(ValueError, match=f"tensors in {str(dtype).removeprefix('torch.')}"):
+            load_trained(tmp_path / "x.safetensors", diffusion="dit", num_heads=4)
+    else:
+        assert_loaded(tmp_path / "x.safetensors", {key: value.float() for key, value in stored.items()})
 
 
 # ---- samplers -------------------------------------------------------------------------------------------------------

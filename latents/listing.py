@@ -1,0 +1,226 @@
+"""Files of a folder, a zip or tars by number: their names with slashes, and the bytes of each.
+
+An archive is listed as the folder that it was made of, whichever system made it. Kept are names and places only, about
+130 bytes a file (170 MB for ImageNet), of a zip about 900.
+"""
+
+import glob
+import os
+import posixpath
+import re
+import tarfile
+import unicodedata
+import zipfile
+import zlib
+from collections.abc import Callable, Iterator
+from contextlib import suppress
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+IMAGE_SUFFIXES = {".apng", ".avif", ".bmp", ".gif", ".j2k", ".jfif", ".jif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm",
+                  ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
+OF_A_SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN"}  # folders of copies and thumbnails, which end in .jpg as well
+
+
+class UnreadableImage(Exception):
+    """One file cannot be read as an image: it is truncated, no image at all, or has no clear meaning in RGB."""
+
+
+@dataclass
+class Listing:
+    """Files by number: `names[i]` lies below the source, `read(i)` returns its bytes.
+
+    `shown[i]` names the file for people, and of a tar also says which one it is in. `left_out` are [name, reason] of
+    what is there and no file, `title` is the class of a set without classes, `path` the file or folder on disk.
+    """
+
+    names: list[str]
+    read: Callable[[int], bytes]
+    shown: list[str]
+    path: Path
+    title: str
+    tars: int = 0
+    left_out: list[tuple[str, str]] = field(default_factory=list)
+
+    def below(self, folder: str) -> "Listing":
+        """Returns the files in one of the folders, named from there."""
+        chosen = [i for i, name in enumerate(self.names) if name.startswith(f"{folder}/")]
+        names = [self.names[i].removeprefix(f"{folder}/") for i in chosen]
+        shown = [self.shown[i] for i in chosen] if self.tars else names
+        return replace(self, names=names, shown=shown, read=lambda i: self.read(chosen[i]), path=self.path / folder,
+                       title=posixpath.basename(folder))
+
+
+def clean(name: str) -> str:
+    """Returns a name without leading slash and `.`, its letters composed: a Mac writes ö as o and dots."""
+    name = name if name.isascii() else unicodedata.normalize("NFC", name)
+    return "/".join(part for part in name.split("/") if part not in ("", "."))
+
+
+def is_hidden(name: str) -> bool:
+    """Tells hidden files and folders, and a system's copies and thumbnails such as __MACOSX/._cat.jpg."""
+    return any(part.startswith(".") or part in OF_A_SYSTEM for part in name.split("/"))
+
+
+def has_image_suffix(name: str) -> bool:
+    return posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def looks_like_image(name: str) -> bool:
+    """Tells by the name alone."""
+    return has_image_suffix(name) and not is_hidden(name)
+
+
+def list_source(source: str | Path) -> Listing:
+    """Lists a folder, a zip, tars (one, a folder of them, a glob, a {000..012} pattern), or a folder in an archive.
+
+    Raises ValueError where there is nothing, or where a folder has tars beside images.
+    """
+    path = Path(source)
+    archive = next((parent for parent in path.parents if parent.is_file()), None)
+    if archive is not None:  # set.zip/train
+        listing = list_source(archive).below(path.relative_to(archive).as_posix())
+        if not listing.names:
+            raise ValueError(f"source={source}: {archive} holds no folder {path.relative_to(archive)}.")
+        return listing
+    tars = [] if path.suffix.lower() == ".zip" else find_tars(path)
+    if path.is_dir():
+        listing = list_folder(path)
+        if tars and (images := list(filter(looks_like_image, listing.names))):
+            raise ValueError(f"source={source} holds {len(tars)} tars and {len(images)} images, such as {min(images)}: "
+                             f'name the tars alone by source="{source}/*.tar", or move them away.')
+        return list_tars(tars, path) if tars else listing
+    if tars:
+        return list_tars(tars, path)
+    if path.is_file():
+        return list_zip(path)
+    raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
+
+
+def list_folder(folder: Path) -> Listing:
+    """Lists all files below a folder; follows links, but for those to a folder that they lie in."""
+    files, empty = [], []
+
+    def stop(error: OSError) -> None:
+        raise error  # a folder that may not be read: os.walk would pass over it in silence
+
+    for parent, folders, inside in os.walk(folder, onerror=stop, followlinks=True):
+        here = f"{os.path.realpath(parent)}/"
+        folders[:] = [name for name in folders if not os.path.islink(f"{parent}/{name}")
+                      or not here.startswith(f"{os.path.realpath(f'{parent}/{name}')}/")]
+        prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
+        files += [prefix + file for file in inside]
+        if prefix and not folders and not inside:
+            empty.append((clean(prefix) + "/", "an empty folder"))
+
+    def read(index: int) -> bytes:
+        name = files[index]
+        try:
+            return (folder / name).read_bytes()
+        except OSError as error:
+            is_dead = isinstance(error, FileNotFoundError) and (folder / name).is_symlink()
+            if is_dead or isinstance(error, PermissionError):
+                raise UnreadableImage(str(error)) from error
+            raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
+
+    names = [clean(file) for file in files]
+    return Listing(names, read, names, folder, clean(folder.resolve().name), left_out=empty)
+
+
+def open_zip(path: str | Path) -> zipfile.ZipFile:
+    """Opens a zip, for any thread to read; raises ValueError where it is damaged."""
+    try:
+        return zipfile.ZipFile(path)
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"source={path} is not a whole zip file ({error}): copy it again.") from error
+
+
+def name_in_zip(info: zipfile.ZipInfo, has_slashes: bool) -> str:
+    """Returns an entry's name: a Mac writes UTF-8 without saying so, and old Windows programs backslashes."""
+    name = info.filename
+    if not name.isascii() and not info.flag_bits & 0x800:  # read as cp437, as nothing else is said
+        with suppress(UnicodeError):
+            name = name.encode("cp437").decode("utf-8")
+    return name if has_slashes and info.create_system else name.replace("\\", "/")
+
+
+def list_zip(path: Path) -> Listing:
+    """Lists a zip; of two entries with one name the later counts, which unpacking would leave."""
+    archive = open_zip(path)
+    has_slashes = any("/" in name for name in archive.namelist())
+    found = {name_in_zip(info, has_slashes): info for info in archive.infolist()}
+    infos = [info for name, info in found.items() if not name.endswith("/")]
+    names = [clean(name) for name in found if not name.endswith("/")]
+
+    def read(index: int) -> bytes:
+        try:
+            return archive.read(infos[index])
+        except (zipfile.BadZipFile, zlib.error, EOFError, RuntimeError) as error:  # damaged, encrypted, of a new method
+            raise UnreadableImage(str(error)) from error
+
+    return Listing(names, read, names, path, clean(path.stem))
+
+
+def find_tars(pattern: str | Path) -> list[Path]:
+    """Returns the tars that a folder, a file, a glob or a shell's braces ({000..012}) name, in order of name.
+
+    A folder's compressed ones are among them: their reader refuses them. Raises ValueError where some that the braces
+    name are absent; returns none where all are.
+    """
+    from braceexpand import braceexpand  # comes with webdataset
+
+    path = Path(pattern)
+    if path.is_dir():
+        return sorted(file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name, re.IGNORECASE)
+                      and not is_hidden(file.name))
+    if path.is_file():
+        return [path]
+    names = list(braceexpand(str(pattern)))
+    found = {name: glob.glob(name) for name in names}
+    absent = [name for name in names if not found[name]]
+    if 0 < len(absent) < len(names):
+        raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are absent, {absent[0]} first.")
+    return sorted({Path(file) for files in found.values() for file in files})
+
+
+def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
+    """Yields the members of a tar; raises ValueError where it is compressed, or does not end as a tar does."""
+    try:
+        with tarfile.open(file, "r:", errors="replace") as tar:
+            for member in tar:
+                tar.members = []  # which would take a kilobyte a member
+                yield member
+            tar.fileobj.seek(tar.offset)
+            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end
+                raise tarfile.ReadError(f"it has no end mark at byte {tar.offset:,}")
+    except tarfile.TarError as error:
+        raise ValueError(f"{file} is not a whole uncompressed tar ({error}): decompress or copy it again.") from error
+
+
+def list_tars(tars: list[Path], path: Path) -> Listing:
+    """Lists tars in their order, which is the fast order to read them in; a hard link is the file it leads to."""
+    names, shown, where, left_out = [], [], [], []
+    for number, tar in enumerate(tars):
+        found: dict[str, tuple[int, int]] = {}  # of two members with one name the later counts
+        for member in tar_members(tar):
+            if member.isfile():
+                found[member.name] = member.offset_data, member.size
+            elif member.islnk() and member.linkname in found:
+                found[member.name] = found[member.linkname]
+            elif not member.isdir():
+                left_out.append((f"{tar.name}/{member.name}", "is a link or a device, which a tar holds no bytes of"))
+        names += [clean(name) for name in found]
+        shown += [f"{tar.name}/{name}" for name in found]
+        where += [(number, *place) for place in found.values()]
+    places = np.array(where, dtype=np.int64).reshape(-1, 3)
+
+    def read(index: int) -> bytes:
+        number, offset, size = places[index].tolist()
+        with open(tars[number], "rb") as file:
+            return os.pread(file.fileno(), size, offset)
+
+    folder = path if path.is_dir() else path.parent
+    title = clean(tars[0].stem if len(tars) == 1 else folder.resolve().name)
+    return Listing(names, read, shown, path, title, len(tars), left_out)

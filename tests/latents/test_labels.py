@@ -1,0 +1,289 @@
+"""Classes as people bring them: in files, names and archives, whatever wrote them; what is chosen or missing is said."""
+
+import io
+import json
+import os
+import tarfile
+import unicodedata
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+from PIL import Image
+
+from latents.images import note_on_dark, open_source
+
+PETS = ["cat", "dog", "owl"]
+
+
+def png(number: int, **options) -> bytes:
+    buffer = io.BytesIO()
+    Image.new("RGB", (4, 4), (number, 0, 0)).save(buffer, "png", **options)
+    return buffer.getvalue()
+
+
+def numbered(*names: str) -> dict[str, bytes]:
+    return {name: png(number) for number, name in enumerate(names)}
+
+
+def put(root: Path, files: dict[str, bytes | str]) -> Path:
+    for name, content in files.items():
+        (root / name).parent.mkdir(parents=True, exist_ok=True)
+        (root / name).write_bytes(content.encode() if isinstance(content, str) else content)
+    return root
+
+
+def put_zip(path: Path, files: dict[str, bytes | str]) -> Path:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
+        for name, content in files.items():
+            archive.writestr(name, content)
+    return path
+
+
+def put_tar(path: Path, files: dict[str, bytes | str]) -> Path:
+    with tarfile.open(path, "w") as tar:
+        for name, content in files.items():
+            content = content.encode() if isinstance(content, str) else content
+            member = tarfile.TarInfo(name)
+            member.size = len(content)
+            tar.addfile(member, io.BytesIO(content))
+    return path
+
+
+def classes(source) -> dict[str, str]:
+    """The class of each image by its number, which is its colour."""
+    return {int(source.pixels(i)[0, 0, 0]): source.class_names[label] for i, label in enumerate(source.labels)}
+
+
+EDM = numbered(*(f"{i // 4:05d}/img{i:08d}.png" for i in range(9)))
+
+
+def dataset(labels) -> dict[str, str]:
+    return {"dataset.json": json.dumps({"labels": labels})}
+
+
+@pytest.mark.parametrize("write", [put, put_zip, put_tar])
+@pytest.mark.parametrize("top", ["", "set/"])
+@pytest.mark.parametrize("form", [
+    lambda names: [[name, i % 3] for i, name in enumerate(names)], lambda names: {name: i % 3 for i, name in enumerate(names)},
+    lambda names: [[name, float(i % 3)] for i, name in enumerate(names)],
+    lambda names: [[name, [float(i % 3 == k) for k in range(3)]] for i, name in enumerate(names)],
+], ids=["pairs", "object", "floats", "one-hot"])
+def test_dataset_json_labels_a_folder_and_its_archives(tmp_path, write, top, form):
+    files = {top + name: data for name, data in (EDM | dataset(form(list(EDM)))).items()}
+    source = open_source(write(tmp_path / "edm.zip", files) if write is put_zip else write(tmp_path / "edm.tar", files))
+    assert source.labels.tolist() == [0, 1, 2] * 3 and source.class_names == ["0", "1", "2"]
+    assert not source.not_images and not source.notes
+
+
+def test_dataset_json_without_labels_is_one_class_and_one_that_lacks_some_says_so(tmp_path):
+    none = open_source(put(tmp_path / "none", EDM | dataset(None)))
+    assert none.class_names == ["none"] and not none.labels.any() and len(none) == 9
+    some = open_source(put_zip(tmp_path / "some.zip", EDM | dataset([[name, 4] for name in [*EDM][:7]] + [["gone.png", 5]])))
+    assert some.labels.tolist() == [4] * 7 and len(some.class_names) == 6
+    assert some.notes[0] == ("labels=dataset.json: 2 of 9 images have no label and are left out: 00001/img00000007.png, "
+                             "00002/img00000008.png")
+    assert some.notes[1] == "labels=dataset.json: 1 labels have no image: gone.png"
+    assert "5 of these 6 classes have no image" in some.notes[2]
+    assert [name for name, _ in some.left_out] == ["00001/img00000007.png", "00002/img00000008.png"]
+
+
+def test_dataset_json_that_cannot_be_read_is_named_and_another_kind_is_said_to_be_passed_over(tmp_path):
+    with pytest.raises(ValueError, match=r"dataset.json is no JSON"):
+        open_source(put(tmp_path / "a", EDM | {"dataset.json": "{"}))
+    with pytest.raises(ValueError, match=r"b holds train/dataset.json, which lies on top of 9 of the 10 images: name .*b/train"):
+        open_source(put(tmp_path / "b", {f"train/{name}": data for name, data in (EDM | dataset(None)).items()} | numbered("val/0.png")))
+    other = open_source(put(tmp_path / "c", numbered("cat/0.png", "dog/1.png") | {"dataset.json": '{"license": "mit"}'}))
+    assert other.class_names == ["cat", "dog"] and other.notes == ['dataset.json has no "labels" and is not read.']
+
+
+FLAT = numbered(*(f"{i:04d}.png" for i in range(9)))
+ROWS = [(name, PETS[i % 3]) for i, name in enumerate(FLAT)]
+
+
+def lines(mark: str, head: str = "", of=lambda name: name) -> str:
+    return head + "".join(f"{of(name)}{mark}{label}\n" for name, label in ROWS)
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("metadata.csv", lines(",", "file_name,label\n")), ("train.csv", lines(",")), ("train.csv", "\ufeff" + lines(";", "id;breed\n")),
+    ("labels.csv", lines(",", "", lambda name: name.removesuffix(".png"))), ("labels.txt", lines(" ")), ("labels.txt", lines(", ")),
+    ("labels.csv", lines(",", "", lambda name: f"/data/other/train/{name}")), ("labels.csv", lines(",", "", lambda name: f".\\{name}")),
+    ("labels.tsv", lines("\t", "image\tclass\n")), ("labels.csv", "".join(f'{label},"{name}"\r\n' for name, label in ROWS)),
+    ("val_annotations.txt", "".join(f"{name}\t{label}\t0\t0\t1\t1\n" for name, label in ROWS)),
+    ("boxes.txt", "".join(f"{name} {label} 0 0 1 1\n" for name, label in ROWS)),
+    ("LOC_val_solution.csv", "ImageId,PredictionString\n" + "".join(f"{name[:-4]},{label} 1 2 3 4 {label} 5 6 7 8 \n" for name, label in ROWS)),
+    ("wide.csv", "label,width,filename\n" + "".join(f"{label},16,{name}\n" for name, label in ROWS)),
+    ("labels.json", json.dumps(dict(ROWS))), ("labels.json", json.dumps({"labels": ROWS})),
+    ("labels.json", json.dumps([{"image": name, "label": label} for name, label in ROWS])),
+    ("labels.json", json.dumps({name: {"width": 4, "category": label} for name, label in ROWS})),
+    ("metadata.jsonl", "".join(json.dumps({"file_name": name, "label": label}) + "\n" for name, label in ROWS)),
+])  # fmt: skip
+def test_labels_are_read_from_a_file_of_any_usual_form(tmp_path, name, content):
+    folder = put(tmp_path / "train", FLAT)
+    put(tmp_path, {name: content})
+    source = open_source(folder, labels=str(tmp_path / name))
+    assert source.class_names == PETS and source.labels.tolist() == [0, 1, 2] * 3 and source.notes == []
+    inside = open_source(put_zip(tmp_path / "train.zip", FLAT | {name: content}), labels=name)
+    assert inside.labels.tolist() == source.labels.tolist() and not inside.not_images
+
+
+def test_numbers_are_the_labels_themselves_and_columns_of_numbers_are_told_from_names(tmp_path):
+    folder = put(tmp_path / "set", numbered(*(f"{i}.png" for i in range(6))))
+    put(tmp_path, {"a.txt": "".join(f"{i % 2} {i}\n" for i in range(6)), "b.csv": "label,id\n" + "".join(f"{i % 2 + 1},{i}\n" for i in range(6))})
+    assert classes(open_source(folder, labels=str(tmp_path / "a.txt"))) == {i: str(i % 2) for i in range(6)}
+    source = open_source(folder, labels=str(tmp_path / "b.csv"))
+    assert classes(source) == {i: str(i % 2 + 1) for i in range(6)} and source.class_names == ["0", "1", "2"]
+    assert "1 of these 3 classes have no image" in source.notes[0]
+
+
+def test_a_name_in_several_folders_needs_its_folder_and_of_two_label_columns_one_is_said(tmp_path):
+    folder = put(tmp_path / "set", numbered("a/0.png", "b/0.png"))
+    put(tmp_path, {"short.csv": "0.png,cat\n", "long.csv": "file,label,class_name\na/0.png,1,cat\nb/0.png,0,dog\n"})
+    with pytest.raises(ValueError, match=r"names 0.png, which may be a/0.png or b/0.png"):
+        open_source(folder, labels=str(tmp_path / "short.csv"))
+    source = open_source(folder, labels=str(tmp_path / "long.csv"))
+    assert source.labels.tolist() == [1, 0] and "of the columns label, class_name" in source.notes[0] and "label is read" in source.notes[0]
+
+
+def test_names_and_none(tmp_path):
+    adm = put(tmp_path / "adm", numbered("x/cat_0.png", "x/dog_1.png", "y/big_cat_2.JPG", "3.png"))
+    source = open_source(adm, labels="names")
+    assert classes(source) == {0: "cat", 1: "dog", 2: "big_cat"} and "1 of 4 images have no label" in source.notes[0]
+    for given in (adm, put_zip(tmp_path / "adm.zip", {name: (adm / name).read_bytes() for name in ("x/cat_0.png", "y/big_cat_2.JPG")})):
+        none = open_source(given, labels="none")
+        assert none.class_names == ["adm"] and not none.labels.any()
+
+
+@pytest.mark.parametrize(("files", "source", "words"), [
+    (FLAT | {"metadata.csv": lines(",", "file_name,label\n")}, "", "metadata.csv"),
+    ({f"train/{name}": data for name, data in FLAT.items()} | {"train.csv": lines(",", "id,label\n")}, "train", "train.csv"),
+    ({f"val/images/{name}": data for name, data in FLAT.items()} | {"val/val_annotations.txt": "0000.png\tn01443537\t0\t0\t1\t1\n"}, "val", "val_annotations.txt"),
+    ({f"val/images/{name}": data for name, data in FLAT.items()} | {"val/val_annotations.txt": "0000.png\tn01443537\t0\t0\t1\t1\n"}, "val/images", "val_annotations.txt"),
+    ({f"ILSVRC/Data/CLS-LOC/val/{name}": data for name, data in FLAT.items()} | {"LOC_val_solution.csv": "ImageId,PredictionString\n0000,n01 1 2 3 4\n"}, "ILSVRC/Data/CLS-LOC/val", "LOC_val_solution.csv"),
+    (numbered(*(f"{name}_{i}.png" for name in PETS for i in range(2))), "", "labels=names"),
+])  # fmt: skip
+def test_where_one_class_is_found_one_line_names_what_was_not_read(tmp_path, files, source, words):
+    found = open_source(put(tmp_path / "set", files) / source)
+    assert len(found.class_names) == 1 and len(found.notes) == 1 and words in found.notes[0]
+    if "labels=names" not in words:  # the line says what to type
+        place = found.notes[0].partition("labels=")[2].removesuffix(" reads it.")
+        assert open_source(tmp_path / "set" / source, labels=place).class_names != found.class_names
+
+
+def test_captions_and_files_of_other_images_are_not_taken_for_labels(tmp_path):
+    put(tmp_path, {"other.csv": "9999.png,cat\n", "set/readme.txt": "two words\n", "set/0000.txt": "a caption"} | {f"set/{name}": data for name, data in FLAT.items()})
+    found = open_source(tmp_path / "set")
+    assert found.class_names == ["set"] and found.notes == [] and len(found) == 9
+
+
+# ---- archives -------------------------------------------------------------------------------------------------------
+
+TREE = numbered("größe/0.png", "dog/1.JPG", "dog/a b/2.png")
+WANTED = {0: "größe", 1: "dog", 2: "dog"}
+JUNK = {"__MACOSX/dog/._1.JPG": "x", "dog/._1.JPG": "x", ".DS_Store": "x", "@eaDir/dog/1.JPG": "x"}
+
+
+@pytest.mark.parametrize("rename", [
+    lambda name: name, lambda name: f"./{name}", lambda name: f"/{name}", lambda name: f"pets/{name}",
+    lambda name: unicodedata.normalize("NFD", name), lambda name: name.replace("/", "\\"),
+], ids=["plain", "dot", "absolute", "in a folder", "of a Mac", "of Windows"])
+def test_an_archive_means_the_same_as_its_folder_whoever_made_it(tmp_path, rename):
+    files = {rename(name): data for name, data in (TREE | JUNK).items()}
+    sources = [put_zip(tmp_path / "pets.zip", files)]
+    if "\\" not in rename("a/b"):
+        sources += [put_tar(tmp_path / "pets.tar", files), put(tmp_path / "tree", {name.lstrip("/"): data for name, data in files.items()})]
+    for source in sources:
+        found = open_source(source)
+        assert classes(found) == WANTED and found.class_names == ["dog", "größe"], source
+        assert len(found.left_out) == len(JUNK)
+        assert {reason for name, reason in found.left_out if name.endswith(".JPG")} == {"is hidden, or of a system"}
+
+
+def test_names_in_utf_8_that_a_zip_does_not_mark_as_such_are_read(tmp_path):
+    path = put_zip(tmp_path / "mac.zip", TREE)
+    path.write_bytes(path.read_bytes().replace(b"\x14\x00\x00\x08", b"\x14\x00\x00\x00"))  # the mark in both headers
+    with zipfile.ZipFile(path) as archive:
+        assert "größe/0.png" not in archive.namelist()
+    assert classes(open_source(path)) == WANTED
+
+
+def test_a_file_that_was_added_again_is_the_later_one_and_a_hard_link_is_its_file(tmp_path):
+    with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
+        for data in (png(1), png(2)):
+            archive.writestr("cat/0.png", data)
+    tree = put(tmp_path / "tree", numbered("cat/0.png"))
+    os.link(tree / "cat/0.png", tree / "cat/1.png")
+    with tarfile.open(tmp_path / "a.tar", "w") as tar:
+        tar.add(tree, ".")
+    assert classes(open_source(tmp_path / "a.zip")) == {2: "cat"} and len(open_source(tmp_path / "a.zip")) == 1
+    assert len(open_source(tmp_path / "a.tar")) == len(open_source(tree)) == 2
+
+
+def test_a_tree_means_the_same_whichever_way_it_is_reached(tmp_path, monkeypatch):
+    tree = put(tmp_path / "tree", TREE)
+    (tmp_path / "link").symlink_to(tree)
+    (tree / "dog" / "round").symlink_to(tree)  # a circle
+    monkeypatch.chdir(tmp_path)
+    whole = open_source(tree).fingerprint()
+    for way in ("tree", "./tree", "tree/", "link", f"{tmp_path}/other/../tree/", tree):
+        (tmp_path / "other").mkdir(exist_ok=True)
+        assert open_source(way).fingerprint() == whole and len(open_source(way)) == 3
+    put_zip(tmp_path / "all.zip", {f"data/train/{name}": data for name, data in TREE.items()} | {"data/val/dog/0.png": png(9)})
+    with pytest.warns(UserWarning, match=r"source=.*all.zip/data/train") as warned:
+        open_source(tmp_path / "all.zip")
+    named = str(warned[0].message).rpartition("source=")[2].rstrip(".")
+    assert open_source(named).fingerprint() == whole
+
+
+# ---- samples of webdataset ------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("write", [put, put_zip, put_tar])
+def test_of_two_pictures_and_two_labels_one_is_chosen_and_said(tmp_path, write):
+    files = {"0.mask.png": png(9), "0.png": png(0), "0.cls": "2", "0.json": '{"label": 1}', "1.png": png(1), "1.cls": "0"}
+    source = open_source(write(tmp_path / "set.zip" if write is put_zip else tmp_path / "set.tar", files))
+    assert classes(source) == {0: "2", 1: "0"}
+    said = dict(source.left_out)
+    assert all("another picture of the sample" in reason for reason in said.values()) and len(said) == 1
+    assert "1 samples have several labels, of which .cls counts" in source.notes[0] and "further pictures" in source.notes[1]
+
+
+def test_a_tar_without_labels_is_its_folder_and_several_ask_for_them(tmp_path):
+    flat = open_source(put_tar(tmp_path / "owls.tar", FLAT))
+    assert flat.class_names == ["owls"] and len(flat) == 9
+    put_tar(tmp_path / "n02.tar", {f"n02_{name}": data for name, data in FLAT.items()})
+    put_tar(tmp_path / "n01.tar", {f"n01_{name}": data for name, data in FLAT.items()})
+    with pytest.raises(ValueError, match="no class for the images of 3 tars.*labels=names"):
+        open_source(tmp_path)
+    named = open_source(tmp_path / "n*.tar", labels="names")
+    assert named.class_names == ["n01", "n02"] and np.bincount(named.labels).tolist() == [9, 9]
+    assert open_source(tmp_path, labels="none").class_names == [tmp_path.name]
+
+
+# ---- pixels ---------------------------------------------------------------------------------------------------------
+
+
+def grey(highest: int, kind=np.uint16, form: str = "tiff") -> bytes:
+    buffer = io.BytesIO()
+    Image.fromarray(np.array([[0, highest]], kind)).save(buffer, form)
+    return buffer.getvalue()
+
+
+@pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
+def test_images_of_12_bits_in_16_get_a_line_unless_one_exceeds_them(tmp_path, kind):
+    dark = open_source(put(tmp_path / "dark", {"0.tiff": grey(4095, kind), "1.png": png(3)}))
+    assert "1 of 2 images looked at have 16 bits or more, and none has a value above 4,095" in note_on_dark(dark)
+    assert note_on_dark(open_source(put(tmp_path / "full", {"0.tiff": grey(4095, kind), "1.tiff": grey(4096, kind)}))) is None
+    assert note_on_dark(open_source(put(tmp_path / "plain", {"1.png": png(3)}))) is None
+
+
+def test_a_png_with_long_text_is_read(tmp_path):
+    from PIL.PngImagePlugin import PngInfo
+
+    info = PngInfo()
+    info.add_text("workflow", "x" * 3_000_000, zip=True)
+    source = open_source(put(tmp_path, {"0.png": png(7, pnginfo=info)}))
+    assert source.pixels(0)[0, 0].tolist() == [7, 0, 0]
