@@ -30,6 +30,8 @@ from latents.loader import batches, to_latent
 from objectives import DiffusionLoss, Objective
 from runtime import files, ranks, sharding
 from runtime.command import command
+from runtime.notebook import is_hidden
+from runtime.schema import as_argument
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
@@ -289,7 +291,7 @@ def main(cfg: TrainSettings) -> None:
 
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
-               disable=not accelerator.is_main_process or None)  # None: outside of a terminal
+               disable=is_hidden(not accelerator.is_main_process))
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:
@@ -337,7 +339,8 @@ def main(cfg: TrainSettings) -> None:
         saved = f"saved in {folder}" if moved else "there was nothing new to save"
         accelerator.print(f"Stopped by {name} at step {run.step}; {saved}. The same command resumes.")
         sys.exit(128 + stopped_by)
-    accelerator.print(f"Finished {run.step} steps: {run.folder}. Next: python sample.py checkpoint={run.folder}")
+    following = f"python sample.py {as_argument('checkpoint', run.folder)}"
+    accelerator.print(f"Finished {run.step} steps: {run.folder}. Next: {following}")
 
 
 if __name__ == "__main__":

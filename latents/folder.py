@@ -24,7 +24,7 @@ from latents.listing import find_tars
 from latents.tars import allow_open_files, open_rows, tar_index
 from objectives.diffusion import kept_tokens
 from runtime.files import is_inside
-from runtime.schema import Count, Number, Positive, Record, Text, Whole, one_of, read_record
+from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, one_of, read_record
 
 KINDS = ("sample", "moments")
 WEIGHT = "weight"  # the name under which objectives know masks-*.npy
@@ -197,8 +197,8 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     else:
         seen = (f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
                 if path.is_dir() else f"There is no data set at {path}.")
-        raise ValueError(f"{seen} Prepare one with `python scripts/prepare_latents.py source=<images> out={path}`, or "
-                         f"try the built-in shapes with `bash scripts/quickstart.sh`.")
+        raise ValueError(f"{seen} Prepare one with `python scripts/prepare_latents.py source=<images> "
+                         f"{as_argument('out', path)}`, or try the built-in shapes with `bash scripts/quickstart.sh`.")
     _check_values(latents)
     return latents
 

@@ -15,6 +15,7 @@ from tqdm import tqdm
 
 from latents.listing import tar_members
 from runtime.files import atomic_write
+from runtime.notebook import is_hidden
 
 TAR_INDEX = "latent-index.npz"
 
@@ -62,7 +63,7 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
         pass
 
     starts, offsets, labels, form = [0], [], [], None
-    for file in tqdm(tars, desc="indexing tars", unit="tar", delay=2, disable=None):
+    for file in tqdm(tars, desc="indexing tars", unit="tar", delay=2, disable=is_hidden()):
         rows, form = _index_one_tar(file, form)
         offsets += [offset for offset, _ in rows]
         labels += [label for _, label in rows]

@@ -17,7 +17,8 @@ from tqdm import tqdm
 from latents.folder import map_npy
 from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
-from runtime.schema import read_json
+from runtime.notebook import is_hidden
+from runtime.schema import as_argument, read_json
 
 # What older versions did without recording it. Torch's default; classes by folders; folders 1, 2 … 10 as numbers.
 OF_OLDER_VERSIONS = {"tf32": True, "labels": "folders", "class_order": "numbers"}
@@ -102,7 +103,7 @@ def write_folder(
         state.wait_for_everyone()
         bar = stack.enter_context(tqdm(
             desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",
-            total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=not is_main or None))
+            total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=is_hidden(not is_main)))
         # One stream over all of this rank's shards, so that reading runs ahead across a shard's end as well.
         stream = in_order(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
         stack.enter_context(closing(stream))
@@ -221,4 +222,4 @@ def finish(
     # On a CPU accelerate launch would give the process one thread, and experiment=small wants a GPU.
     launch = ("python train.py experiment=small_cpu" if PartialState().device.type == "cpu" else
               "accelerate launch train.py experiment=small")
-    print(f"next: {launch} data.path={out} name={out.name}")
+    print(f"next: {launch} {as_argument('data.path', out)} {as_argument('name', out.name)}")

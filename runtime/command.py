@@ -1,36 +1,46 @@
 """The frame of a command: its config is composed and checked, and a mistake ends it in a sentence."""
 
+import difflib
 import functools
 import os
 import re
+import signal
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 from unittest import mock
 
+import hydra
+from hydra._internal.sources_registry import SourcesRegistry
+from hydra._internal.utils import get_args_parser
+from hydra.core.global_hydra import GlobalHydra
+from hydra.core.plugins import Plugins
+from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
+from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
 from omegaconf import OmegaConf
+from omegaconf.errors import OmegaConfBaseException
 
-from runtime import ranks
-from runtime.schema import CONFIGS, Settings, first_line, read
+from runtime import notebook, ranks
+from runtime.schema import CONFIGS, Settings, as_argument, dotted, first_line, read, unknown
+from runtime.typed import as_typed, declared_keys, group_defaults, read_yaml, without_null
 
 
-def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], Callable[[], None]]:
+def command(
+    config_name: str, declared: type[Settings], rewrite: Callable[[list[str]], list[str]] = list,
+) -> Callable[[Callable], Callable[..., None]]:
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
-    A mistake, a file that cannot be read or written, and Ctrl-C end it in a sentence, or with HYDRA_FULL_ERROR=1 in
-    the environment in a traceback.
+    Called as a function it takes the settings as arguments, main("steps=100", "name=x"), and a mistake is a ValueError.
+    As a program, a mistake, a file that cannot be read or written, and Ctrl-C end it in a sentence, or with
+    HYDRA_FULL_ERROR=1 in the environment in a traceback. `rewrite` turns arguments of another form into settings.
     """
-    def decorate(main: Callable[[Any], None]) -> Callable[[], None]:
-        @functools.wraps(main)
-        def entry() -> None:
-            if hasattr(sys.stdout, "reconfigure"):
-                sys.stdout.reconfigure(line_buffering=True)  # a redirected log has each line at once
-            program, wants_traceback = Path(sys.argv[0]).name, "HYDRA_FULL_ERROR" in os.environ
-            plain: dict = {}
+    def decorate(main: Callable[[Any], None]) -> Callable[..., None]:
+        def run(program: str) -> None:
+            wants_traceback, plain = "HYDRA_FULL_ERROR" in os.environ, {}
             try:
-                for plain in compose(config_name):
+                for plain in compose(config_name, declared, rewrite(sys.argv[1:])):
                     main(read(declared, plain))
                 ranks.leave_group()
             except KeyboardInterrupt:
@@ -49,8 +59,57 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                     ranks.record_for_launcher(error)
                     raise
                 sys.exit(f"{program}: {sentence}")
+
+        @functools.wraps(main)
+        def entry(*settings: str) -> None:
+            if hasattr(sys.stdout, "reconfigure"):
+                sys.stdout.reconfigure(line_buffering=True)  # a redirected log has each line at once
+            if settings or not notebook.has_command_line():
+                call(run, Path(main.__code__.co_filename).name, settings)
+            else:
+                run(Path(sys.argv[0]).name)
         return entry
     return decorate
+
+
+def program(main: Callable[[], None]) -> Callable[..., None]:
+    """Lets a program that reads its own command line be called as a function, with the words of one."""
+    @functools.wraps(main)
+    def entry(*words: str) -> None:
+        if words or not notebook.has_command_line():
+            call(lambda _: main(), Path(main.__code__.co_filename).name, words)
+        else:
+            main()
+    return entry
+
+
+def call(run: Callable[[str], None], program: str, settings: Iterable[str]) -> None:
+    """Runs a command within a program or a notebook, which goes on afterwards and may run another one.
+
+    What a command sets for its process is set back. Raises ValueError for what would end it in a sentence, and
+    KeyboardInterrupt where it was interrupted.
+    """
+    handlers = {number: signal.getsignal(number) for number in ranks.StopRequest.SIGNALS}
+    state, ended = GlobalHydra.instance(), None
+    with mock.patch.object(sys, "argv", [program, *settings]), mock.patch.object(state, "hydra", None), \
+            mock.patch.object(ranks, "exit_unsaved", signal.default_int_handler):
+        ranks.forget_state()
+        try:
+            run(program)
+        except SystemExit as stop:
+            ended = stop.code
+        finally:
+            ranks.forget_state()
+            for number, handler in handlers.items():
+                signal.signal(number, handler)
+    if isinstance(ended, str):  # raised here, without the frames that hold the network
+        raise ValueError(ended)
+    if ended == 128 + signal.SIGINT:
+        raise KeyboardInterrupt
+    if ended == 2:  # of argparse, which has printed why
+        raise ValueError(f"{program} does not know these arguments: {' '.join(settings)}")
+    if ended:
+        raise SystemExit(ended)
 
 
 @functools.cache  # of the code that this process has loaded, whatever is committed later
@@ -66,30 +125,76 @@ def commit() -> str | None:
         return os.environ.get("TREAD_COMMIT")
 
 
-def compose(config_name: str) -> list[dict]:
-    """Composes a config with the command line, as plain values; none for --help and --cfg, several for --multirun."""
-    import hydra
+def compose(config_name: str, declared: type[Settings], arguments: list[str]) -> list[dict]:
+    """Composes a config with settings, as plain values; none for --help and --cfg, several for --multirun."""
+    flags = get_args_parser()._option_string_actions
+    for argument in arguments:
+        if argument.startswith("--e"):  # --experimental-rerun
+            raise ValueError(f"{argument} would load a pickle, which could run code: give the settings instead.")
+        if argument.startswith("-") and argument.partition("=")[0] not in flags:
+            raise ValueError(f"{argument}: settings have no dashes: {argument.lstrip('-')}"
+                             f"{'' if '=' in argument else '=<value>'}.")
+    sweeps = not {"--multirun", "-m"}.isdisjoint(arguments)
+    groups = group_defaults(CONFIGS, config_name)
+    typed = [as_typed(argument, declared, sweeps) for argument in without_null(arguments, groups, CONFIGS)]
+    try:
+        composed = hydra_composes(config_name, declared, typed)
+    except MissingConfigException as error:
+        if not error.missing_cfg_file or not error.options:
+            raise
+        group, _, name = error.missing_cfg_file.rpartition("/")
+        near = difflib.get_close_matches(name, error.options, n=1)
+        where = re.match(r"In '(.*?)'", str(error))[1]
+        raise ValueError(f"{'There' if where == config_name else f'{where}.yaml: there'} is no {group}={name}: "
+                         f"{f'did you mean {near[0]}? ' if near else ''}There are {', '.join(error.options)}."
+                         ) from None
+    except ConfigCompositionException as error:
+        if not (found := re.search(r"Could not override '([^']+)'", str(error))):
+            raise
+        try:  # what there is with the groups that are chosen
+            chosen = [argument for argument in typed if argument.lstrip("+~").partition("=")[0] in groups]
+            known = dotted(OmegaConf.to_container(hydra_composes(config_name, declared, chosen)[0]))
+        except (HydraException, ValueError, IndexError):
+            known = [*declared_keys(declared)]
+        raise ValueError(unknown(found[1], [*groups, *known], f"configs/{config_name}.yaml names all.")) from None
+    return [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]
 
-    if reruns := [argument for argument in sys.argv[1:] if argument.startswith("--e")]:  # --experimental-rerun
-        raise ValueError(f"{reruns[0]} would load a pickle, which could run code: give the settings instead.")
+
+def hydra_composes(config_name: str, declared: type[Settings], arguments: list[str]) -> list:
+    """Lets Hydra compose a config; its YAML files are read by `read_yaml`."""
+    def load(source: ConfigSource, config_path: str) -> ConfigResult:
+        file = Path(source.path, source._normalize_file_name(config_path))
+        if not file.is_file():
+            raise ConfigLoadError(f"Config not found: {file}")
+        settings = read_yaml(file, declared)
+        if not isinstance(settings, dict):
+            raise ValueError(f"{file} holds no settings: its lines are key: value.")
+        header = source._get_header_dict(file.read_text(encoding="utf-8")[:512])
+        return ConfigResult(provider=source.provider, path=f"file://{source.path}", header=header,
+                            config=OmegaConf.create(settings))
+
+    Plugins.instance()  # which registers what reads files
+    files = SourcesRegistry.instance().resolve("file")
     composed: list = []
     try:
-        with mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"):  # Hydra then raises its errors and prints none
+        with mock.patch.dict(os.environ, HYDRA_FULL_ERROR="1"), \
+                mock.patch.object(files, "load_config", load), \
+                mock.patch.object(sys, "argv", [sys.argv[0], *arguments]):  # Hydra then raises its errors, prints none
             hydra.main(config_path=str(CONFIGS), config_name=config_name, version_base="1.3")(composed.append)()
     except TypeError:  # of Hydra, for a group with a list of dicts
         raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, and "
                          "'model.routes=[…]' for routes of your own.") from None
-    return [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]
+    return composed
 
 
 def mistake(error: Exception, config_name: str, plain: dict) -> str | None:
     """Returns a sentence for what a user can mend, settings, files or memory, and None for our own mistakes."""
-    from hydra.errors import HydraException, OverrideParseException
-    from omegaconf.errors import OmegaConfBaseException
-
     if isinstance(error, OverrideParseException):
+        key, equals, value = error.override.partition("=")
+        exact = re.fullmatch(r"[\w.]+", key, re.ASCII) and equals and value and value[0] not in "'\"[{"
+        example = as_argument(key, value) if exact else "\"name='größe (1)'\""
         return (f"{error.override} cannot be read: write key=value, and a value with other characters than letters, "
-                f"digits and _-+./:%*?@$| in two kinds of quotes, as \"name='größe (1)'\".")
+                f"digits and _-+./:%*?@$| in two kinds of quotes, as {example}.")
     if isinstance(error, HydraException | OmegaConfBaseException):
         said = " ".join(str(error).partition("Config search path")[0].split())
         return f"{said.rstrip('.')}: configs/{config_name}.yaml names all settings."

@@ -12,6 +12,7 @@ from datetime import timedelta
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
+from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
@@ -91,3 +92,9 @@ def leave_group() -> None:
     """Ends the process group of a command that has succeeded; after a failure the launcher does."""
     if dist.is_available() and dist.is_initialized():
         dist.destroy_process_group()
+
+
+def forget_state() -> None:
+    """Lets the next command of this process choose device and precision anew, which accelerate keeps for all."""
+    if not (dist.is_available() and dist.is_initialized()):
+        AcceleratorState._reset_state(reset_partial_state=True)

@@ -8,6 +8,9 @@ import difflib
 import json
 import logging
 import math
+import os.path
+import re
+import shlex
 import typing
 import warnings
 from pathlib import Path
@@ -54,9 +57,10 @@ NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 # A folder named by digits is a number to Hydra.
 Text = Annotated[str, Field(min_length=1), BeforeValidator(lambda value: str(value) if type(value) is int else value)]
-Location = Text
+# Of a file or a folder: shells leave a ~ after = alone.
+Location = Annotated[Text, AfterValidator(os.path.expanduser)]
 # 7, 0-63, [1,5,9], names: read by the functions that know what there is to choose from.
-Selection = int | str | list[int | str]
+Selection = int | str | Annotated[list[int | str], Field(min_length=1)]
 
 
 def one_of(choices: typing.Iterable) -> Any:
@@ -64,9 +68,40 @@ def one_of(choices: typing.Iterable) -> Any:
     return Literal[tuple(choices)]
 
 
+def as_path(text: str) -> Path:
+    """Reads a path of a command line, as `Location` does."""
+    return Path(text).expanduser()
+
+
 def as_text(value: object) -> str:
     """Writes a value as a command line does."""
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
+
+
+def in_quotes(text: str) -> str:
+    """Quotes text for Hydra, in which a backslash counts before a quote alone, and $ begins an interpolation."""
+    text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text.replace("${", "\\${"))
+    return f"'{text}'"
+
+
+def as_setting(key: str, value: object) -> str:
+    """Writes a setting for Hydra, with quotes where its grammar would read something else than the text."""
+    text = str(value)
+    plain = re.fullmatch(r"[A-Za-z_/.][\w/.+-]*", text, re.ASCII) and not re.fullmatch(r"\.[\d_]+(e.*)?", text, re.I)
+    return f"{key}={text if plain and text.lower() not in RESERVED else in_quotes(text)}"
+
+
+RESERVED = ("null", "true", "false", "nan", "inf")  # to Hydra
+
+
+def shell(argument: str) -> str:
+    """Quotes an argument for bash, in double quotes where that is easier to read."""
+    return f'"{argument}"' if "'" in argument and not re.search(r'["$`\\!]', argument) else shlex.quote(argument)
+
+
+def as_argument(key: str, value: object) -> str:
+    """Writes a setting so that it can be pasted into bash: runs/x as it is, with spaces "checkpoint='runs/a b'"."""
+    return shell(as_setting(key, value))
 
 
 def first_line(error: Exception) -> str:
@@ -83,6 +118,45 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
         return declared.model_validate(plain)
     except ValidationError as error:
         raise ValueError(where + first_problem(plain, error.errors())) from None
+
+
+def nearest(key: str, known: typing.Iterable[str]) -> str | None:
+    """Finds the key that was meant: one spelled alike, one of that name elsewhere, or what a name abbreviates."""
+    def leaf_of(other: str) -> str:
+        return other.rpartition(".")[2]
+
+    def alike(others: list[str], cutoff: float) -> list[str]:
+        near = difflib.get_close_matches(leaf, map(leaf_of, others), n=1, cutoff=cutoff)
+        return [other for other in others if leaf_of(other) in near]
+
+    known = [other for other in known if not key.startswith(f"{other}.")]
+    parent, _, leaf = key.rpartition(".")
+    siblings = [other for other in known if other.rpartition(".")[0] == parent]
+    found = [
+        *difflib.get_close_matches(key, known, n=1, cutoff=0.85), *alike(siblings, 0.7), *alike(known, 1.0),
+        *(other for pool in (siblings, known) for other in pool
+          if abbreviates(leaf, leaf_of(other)) or abbreviates(leaf_of(other), leaf)),
+        *alike(known, 0.75)]
+    return found[0] if found else None
+
+
+def abbreviates(short: str, long: str) -> bool:
+    """Tells whether the words of one name are those of the other, some left out, or its initials: lr, wd, precision."""
+    words = long.split("_")
+    return len(short) > 1 and (short == "".join(word[:1] for word in words) or
+                               len(words) > 1 and "_".join(words[1:]) == short)
+
+
+def unknown(key: str, known: typing.Iterable[str], remedy: str) -> str:
+    """Says that a key does not exist, and which one was meant; else how to find it."""
+    near = nearest(key, known)
+    return f"There is no setting {key}: {f'did you mean {near}?' if near else remedy}"
+
+
+def dotted(plain: dict, prefix: str = "") -> list[str]:
+    """Lists the dotted keys of plain values, those of groups too."""
+    return [key for name, value in plain.items() for key in
+            (f"{prefix}{name}", *(dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else ()))]
 
 
 def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
@@ -105,10 +179,12 @@ def first_problem(plain: Any, errors: list) -> str:
     if kind == "extra_forbidden":
         _, siblings = value_at(plain, first["loc"][:-1])
         others = [str(other) for other in siblings if other != first["loc"][-1]]
-        near = difflib.get_close_matches(str(first["loc"][-1]), others, n=1)
-        known = f"did you mean {near[0]}?" if near else f"there are {', '.join(others)}."
-        return f"There is no setting {key}: {known}"
-    problems = dict.fromkeys(error["msg"] for error in errors if value_at(plain, error["loc"])[0] == key)
+        known = [other for other in dotted(plain) if other != key and not other.startswith(f"{key}.")]
+        return unknown(key, known, f"there are {', '.join(others)}.")
+    here = [error for error in errors if value_at(plain, error["loc"])[0] == key]
+    if value == [] and any(error["type"] == "too_short" for error in here):  # of all that it may be, the nearest
+        return f"{key}=[]: it names nothing, and one at least is needed."
+    problems = dict.fromkeys(error["msg"] for error in here)
     problems = "; or ".join(problems).replace("Input should", "it should").replace("String should", "it should")
     return f"{key or 'The settings'}={as_text(value)}: {problems}."
 

@@ -18,6 +18,7 @@ from torch import Tensor
 from latents.images import looks_like_image
 from runtime.device import describe_device
 from runtime.files import atomic_write, write_array
+from runtime.notebook import show
 from sampling.generate import Batch
 
 
@@ -86,6 +87,7 @@ def write_grid(
         return None
     grid = draw_grid(images, labels.tolist(), display_names, classes)
     save_image(grid, path, describe_device(PartialState().device))
+    show(path)
     return grid
 
 

@@ -19,6 +19,7 @@ from tqdm import tqdm
 from latents.folder import open_latents
 from latents.images import UnreadableImage, open_image, open_source
 from runtime import files
+from runtime.notebook import is_hidden
 from weights import autoencoders
 
 Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
@@ -152,7 +153,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
               f"{', '.join(source.not_images[:5])}.")
     digests, sizes, broken = [], Counter(), []
     for index in tqdm(range(len(source)), desc="looking at files", unit="img", delay=2, leave=False,
-                      disable=not PartialState().is_main_process or None):
+                      disable=is_hidden(not PartialState().is_main_process)):
         try:
             data = source.read(index)
             with open_image(data) as image:  # the header only

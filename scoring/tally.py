@@ -9,6 +9,7 @@ from accelerate.utils import reduce
 from torch import Tensor
 from tqdm import tqdm
 
+from runtime.notebook import is_hidden
 from scoring.feature_cache import FeatureCache
 from scoring.features import Extractor, extract
 from scoring.image_sets import Images, Indexed, evenly, read_over_ranks
@@ -55,7 +56,7 @@ def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: FeatureCach
     """Brings the features that `keep` has, then those of the images, into the tally, and reduces it over ranks."""
     state = PartialState()
     silent = not (progress and state.is_main_process)
-    with tqdm(total=tally.count, desc=progress, unit="img", disable=silent or None) as bar:
+    with tqdm(total=tally.count, desc=progress, unit="img", disable=is_hidden(silent)) as bar:
         if keep is not None:
             for indices, features in keep.load():
                 tally.add(indices, features)

@@ -17,7 +17,6 @@ from typing import Annotated
 
 import numpy as np
 import torch
-from omegaconf import OmegaConf
 from pydantic import Field
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
@@ -26,6 +25,7 @@ from routing_module import Route, resolve_routes
 from runtime.command import command
 from runtime.presentation import table
 from runtime.schema import CONFIGS, Count, Settings, Tokens, as_text
+from runtime.typed import read_yaml
 from scripts.benchmark import PROGRAM, run_apart
 from training.run import describe_network
 from training.settings import ModelSettings
@@ -95,7 +95,7 @@ def presets(depth: int) -> dict[str, tuple[Route, ...]]:
     """Reads the presets of routes=, for a network of `depth` blocks."""
     found = {}
     for path in sorted((CONFIGS / "presets" / "routes").glob("*.yaml")):
-        found[path.stem] = resolve_routes([Route(**route) for route in OmegaConf.load(path).routes], depth)
+        found[path.stem] = resolve_routes([Route(**route) for route in read_yaml(path)["routes"]], depth)
     return found
 
 

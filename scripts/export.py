@@ -11,6 +11,7 @@ cannot say: docs/interop.md.
 import contextlib
 import json
 import re
+import shlex
 import shutil
 import sys
 from collections.abc import Iterator
@@ -26,7 +27,7 @@ sys.path.insert(0, str(ROOT))
 from runtime.command import command
 from runtime.files import atomic_write, is_inside, sha256
 from runtime.presentation import table
-from runtime.schema import Location, Settings, Size, Text, first_line, one_of
+from runtime.schema import Location, Settings, Size, Text, as_argument, first_line, one_of
 from scoring.results import read_results
 from weights import autoencoders
 from weights import checkpoint as checkpoints
@@ -145,10 +146,10 @@ def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
     lost = [f"{key}={value}" for key, value in recorded.items() if usual.get(key, value) != value]
     theirs = "" if name == "ddpm" else (f" facebookresearch/DiT's sampler is for DDPM and draws noise of this network, "
                                         f"which was trained by {DIFFUSION_TITLES[name]}.")
-    own = f" It cannot be given {', '.join(lost)}: keep the run to draw exactly as it does." if lost else ""
+    own = f"\nIt cannot be given {', '.join(lost)}: keep the run to draw exactly as it does." if lost else ""
     return (f"The file holds tensors alone: no diffusion, number of heads, routes, autoencoder or names of classes."
-            f"{theirs}\nHere: python sample.py checkpoint={out} diffusion_name={name} num_heads={heads} "
-            f"autoencoder={trained.autoencoder}.{own}")
+            f"{theirs}\nHere: python sample.py {as_argument('checkpoint', out)} diffusion_name={name} "
+            f"num_heads={heads} {as_argument('autoencoder', trained.autoencoder)}{own}")
 
 
 # ---- to=hub ---------------------------------------------------------------------------------------------------------
@@ -244,9 +245,9 @@ The weights have the keys of a DiT state dict (`weights.safetensors`), and `meta
 They are drawn by the code that trained them, a PyTorch reproduction of TREAD:
 
 ```
-hf download {place} --local-dir {name}
-python sample.py checkpoint={name}
-python fid.py checkpoint={name} reference=<statistics>.npz num_samples=50000
+hf download {shlex.quote(place)} --local-dir {shlex.quote(name)}
+python sample.py {as_argument('checkpoint', name)}
+python fid.py {as_argument('checkpoint', name)} reference=<statistics>.npz num_samples=50000
 ```
 
 ## Licence
@@ -359,7 +360,8 @@ def main(cfg: ExportSettings) -> None:
         make_repo(cfg)
     write_folder(trained, out, cfg)
     if cfg.to == "diffusers":
-        print(f'{out}: diffusers.DiffusionPipeline.from_pretrained("{out}", trust_remote_code=True)')
+        written = json.dumps(str(out), ensure_ascii=False)
+        print(f"{out}: diffusers.DiffusionPipeline.from_pretrained({written}, trust_remote_code=True)")
     elif cfg.upload:
         print(f"{out}: {upload(out, cfg)}")
     else:

@@ -11,7 +11,7 @@ from pathlib import Path
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime.command import command
-from runtime.schema import Location, Settings
+from runtime.schema import Location, Settings, as_argument
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 
@@ -37,7 +37,7 @@ def main(cfg: MergeSettings) -> None:
     nets = {weights: load_trained(folder, weights).net for weights in ("ema", "model")}
     merged = {key: value for key, value in meta.items() if key not in ("lora", "files")} | {"merged": meta["lora"]}
     checkpoints.save(out, {weights: net.state_dict() for weights, net in nets.items()}, merged)
-    print(f"{folder} on {meta['lora']['base']}: {out}. Next: python sample.py checkpoint={out}")
+    print(f"{folder} on {meta['lora']['base']}: {out}. Next: python sample.py {as_argument('checkpoint', out)}")
 
 
 if __name__ == "__main__":

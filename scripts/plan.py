@@ -24,7 +24,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
 from runtime import sharding
+from runtime.command import program
 from runtime.presentation import table
+from runtime.schema import as_path
 
 SIZES = ("S", "B", "L", "XL")
 ROUTE = Route(2, -4, 0.5)                # configs/model/tread.yaml
@@ -154,13 +156,15 @@ def memory() -> str:
     return table(["GB a rank [derived]", "parameters", *ranks, "a block, gathered"], rows)
 
 
+@program
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--mfu", type=float, default=0.3, help="share of --peak that a step reaches (0.3: assumed)")
     parser.add_argument("--peak", type=float, default=800, help="TFLOP/s of a bf16 matrix product (800: an H100)")
     parser.add_argument("--gpus", type=int, default=8)
     parser.add_argument("--efficiency", type=float, default=0.95, help="of several GPUs over one (0.95: assumed)")
-    parser.add_argument("--measured", type=Path, nargs="*", default=[], help="JSON of scripts/benchmark.py mode=train")
+    parser.add_argument("--measured", type=as_path, nargs="*", default=[],
+                        help="JSON of scripts/benchmark.py mode=train")
     parser.add_argument("--memory", action="store_true", help="what a GPU holds in training, and no hours")
     given = parser.parse_args()
     if given.memory:

@@ -23,8 +23,9 @@ from pathlib import Path
 from PIL import Image
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+from runtime.command import program
 from runtime.files import atomic_write
-from runtime.schema import first_line
+from runtime.schema import as_path, first_line
 
 MEMBER = re.compile(r"package/(?:emoji\.json|img/(\w+)/64/([\w-]+\.png))")
 EVERY = 10  # emoji of a class: one of so many is held out
@@ -85,11 +86,12 @@ def write_zip(path: Path, images: list[tuple[str, bytes]]) -> None:
     print(f"{path}: {len(images):,} images")
 
 
+@program
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("packages", type=Path, nargs="+")
-    parser.add_argument("--out", type=Path, required=True, help="zip to write")
-    parser.add_argument("--held-out", type=Path, help="zip for every tenth emoji of a class, which --out then lacks")
+    parser.add_argument("packages", type=as_path, nargs="+")
+    parser.add_argument("--out", type=as_path, required=True, help="zip to write")
+    parser.add_argument("--held-out", type=as_path, help="zip for every tenth emoji of a class, which --out then lacks")
     parser.add_argument("--skin-tones", action="store_true")
     given = parser.parse_args()
     for option, path in (("--out", given.out), ("--held-out", given.held_out)):

@@ -19,7 +19,6 @@ from types import SimpleNamespace
 
 import bokeh.models as bk
 import numpy as np
-import yaml
 from bokeh.embed import file_html
 from bokeh.palettes import Colorblind
 from bokeh.plotting import Document, column, figure, row
@@ -28,6 +27,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command, commit
 from runtime.schema import Location, Positive, Settings, as_text, read_json
+from runtime.typed import read_yaml
 from scoring.results import read_results
 from weights import checkpoint as checkpoints
 
@@ -152,7 +152,7 @@ def read_run(folder: Path, name: str) -> SimpleNamespace:
         name=name, columns=columns, source=bk.ColumnDataSource(columns), grids=grids,
         scores=read_scores(results, name, columns),
         pictures=sorted({*own(*folder.glob("*.png"), *folder.glob("samples/*.png"))} - {*grids.values()}),
-        config=flat(yaml.safe_load(config.read_text("utf-8")) if config.is_file() else meta.get("config", {})),
+        config=flat(read_yaml(config) if config.is_file() else meta.get("config", {})),
         environment=flat({key: value for key, value in meta.items() if key not in ("config", "files")}))
 
 
@@ -380,14 +380,6 @@ def build(cfg: ReportSettings) -> str:
     return f"{index}: {title}"
 
 
-@command("report", ReportSettings)
-def main(cfg: ReportSettings) -> None:
-    print(build(cfg))
-    while cfg.watch:
-        time.sleep(cfg.every)
-        build(cfg)
-
-
 def as_settings(arguments: list[str]) -> list[str]:
     """Turns `runs/a runs/b study=x` into settings, `runs` and `study_dir`: to Hydra, `study` is a group of configs."""
     given = [argument for before, argument in zip(["", *arguments], arguments, strict=False)
@@ -397,6 +389,13 @@ def as_settings(arguments: list[str]) -> list[str]:
     return [*others, *([f"runs={json.dumps(given, ensure_ascii=False)}"] if given else [])]
 
 
+@command("report", ReportSettings, as_settings)
+def main(cfg: ReportSettings) -> None:
+    print(build(cfg))
+    while cfg.watch:
+        time.sleep(cfg.every)
+        build(cfg)
+
+
 if __name__ == "__main__":
-    sys.argv[1:] = as_settings(sys.argv[1:])
     main()

@@ -31,7 +31,7 @@ sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from runtime.command import command, commit
 from runtime.files import read_rows, remove, write_text
-from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, one_of, read_record
+from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, as_setting, one_of, read_record
 from scoring.results import read_results
 from scripts.comparison import AXES, crossing, draw_figures, metrics_of, tables
 from weights import checkpoint as checkpoints
@@ -77,10 +77,10 @@ class StudySettings(Settings):
     rows: list[Location]
     also: list[Setting]
     part: str | None
-    tasks: list[one_of(["train", "score", "time", "report"])]
+    tasks: Annotated[list[one_of(["train", "score", "time", "report"])], Field(min_length=1)]
     rounds: Count
     steps_timed: Count
-    only: list[Text] | None
+    only: Annotated[list[Text], Field(min_length=1)] | None
     nice: Whole
     threads: Count | None
 
@@ -477,7 +477,7 @@ def report(cfg: StudySettings) -> None:
     figures = draw_figures(result, out) if any(run["scores"] for run in result["runs"]) else []
     print(page)
     print("\n".join(map(str, (out / "study.json", out / "study.md", *figures))))
-    call(cfg, "scripts/report.py", [f"study={out}", f"out={out / 'report'}"])
+    call(cfg, "scripts/report.py", [as_setting("study_dir", out), as_setting("out", out / "report")])
 
 
 @command("study", StudySettings)

@@ -91,7 +91,11 @@ def check_points(cfg: SweepSettings, points: list[dict]) -> None:
         replace(guidance, **chosen).check(trained.net)
 
 
-@command("sweep_guidance", SweepSettings)
+def onto_grids(arguments: list[str]) -> list[str]:
+    return [onto_the_grid(argument) for argument in arguments]
+
+
+@command("sweep_guidance", SweepSettings, onto_grids)
 def main(cfg: SweepSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32)
     if cfg.checkpoint is None:
@@ -124,5 +128,4 @@ def main(cfg: SweepSettings) -> None:
 
 
 if __name__ == "__main__":
-    sys.argv[1:] = [onto_the_grid(argument) for argument in sys.argv[1:]]
     main()

@@ -19,9 +19,13 @@ from world import EMA, STEP, make, run, seen
 TYPED = {
     "train": [
         # no such setting, or none at all
-        ("step=3", "'step'"), ("optimizer.learning_rate=1", "learning_rate"), ("data.chanels=3", "chanels"),
-        ("steps", "key=value"), ("model=tredd", "tredd"), ("diffusion=rf", "+diffusion.sigma_data=1", "sigma_data"),
-        ("batch_size=8,16", "batch_size=8,16"), ("name=größe", "name=größe cannot be read"),
+        ("step=3", "did you mean steps?"), ("optimizer.learning_rate=1", "did you mean optimizer.lr?"), ("data.chanels=3", "did you mean data.channels?"),
+        ("steps", "key=value"), ("model=tredd", "did you mean tread?"), ("diffusion=rf", "+diffusion.sigma_data=1", "sigma_data"),
+        ("batch_size=8,16", "batch_size=8,16"), ("name=a,b", "\"name='a,b'\""), ("name=null", "\"name='null'\""),
+        ("name=[a", "name=[a cannot be read"), ("--steps=3", "no dashes: steps=3"), ("lr=1", "did you mean optimizer.lr?"),
+        ("num_classes=3", "did you mean data.num_classes?"), ("modle=dit", "did you mean model?"),
+        ("model=null", "choose one of dit,"), ("gauge=null", "no setting gauge"), ("samples.seeds=[]", "samples.seeds=[]"),
+        ("samples.classes=[]", "samples.classes=[]"), ("data.grid_classes=[]", "data.grid_classes=[]"),
         # another type, or out of range
         ("steps=abc", "steps=abc"), ("seed=1.5", "seed=1.5"), ("batch_size=0", "batch_size=0"),
         ("optimizer.lr=-1", "optimizer.lr=-1"), ("optimizer.lr=null", "optimizer.lr=null"),
@@ -64,7 +68,7 @@ TYPED = {
         ("init_from=run", "lora.rank=2", "precision=fp8", "precision=fp8"),
         ("init_from=run", "lora.rank=2", "lora.targets=[attn.query]", "attn.query"),
         # alignment
-        ("objective=alignment", "teacher=<name>"), ("objective=aligned", "objective/aligned"),
+        ("objective=alignment", "teacher=<name>"), ("objective=aligned", "did you mean alignment?"),
         ("objective=alignment", "objective.alignment.teacher=vit_smal", "image-*.npy"),
         *(("data.path=taught", "objective=alignment", f"objective.alignment.{setting}", words) for setting, words in [
             ("end_step=-1", "end_step=-1"), ("weight=-1", "weight=-1"), ("weight=much", "weight=much"),
@@ -78,7 +82,7 @@ TYPED = {
         ("precision=fp8", "precision=fp8"), ("sharding=fsdp", "single process"),
         ("sharding=fsdp", "precision=fp16", "precision=fp16"),
         ("sharding=fsdp", "compile=reduce-overhead", "compile=reduce-overhead"),
-        ("optimizer=muon", "init_from=run", "lora.rank=2", "optimizer=muon"), ("optimizer=lion", "optimizer/lion"),
+        ("optimizer=muon", "init_from=run", "lora.rank=2", "optimizer=muon"), ("optimizer=lion", "optimizer=lion"),
         ("optimizer=muon", "precision=fp8", "optimizer=muon"), ("optimizer.name=lion", "muon"),
         ("optimizer=muon", "optimizer.momentum=1", "momentum=1"), ("optimizer.matrix_lr=1", "matrix_lr"),
         ("optimizer=muon", "optimizer.matrix_lr=-1", "matrix_lr=-1"),
@@ -95,7 +99,7 @@ TYPED = {
     "sample": [
         ("checkpoint=null", "checkpoint="), ("checkpoint=nowhere", "nowhere"), ("checkpoint=latents", "latents"),
         ("weights=best", "weights=best"), ("classes=fish", "circle"), ("classes=9", "class 9"),
-        ("classes=ant,bee", "key=[value1,value2]"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
+        ("classes=ant,bee", "'classes=[ant,bee]'"), ("classes=[]", "classes=[]"), ("seeds=[]", "seeds=[]"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
         ("batch_size=0", "batch_size=0"), ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"),
         ("out=images.npz", "overwrite=true"), ("out=four", "name another folder"),
         ("out=four", "overwrite=true", "name another folder"),
@@ -166,7 +170,7 @@ TYPED = {
     "merge_lora": [("checkpoint=null", "merge"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
     "choose_routes": [("speedup=1", "speedup=1"), ("tokens=[200]", "200"), ("tokens=[]", "tokens="),
     ("model.depth=4", "speedup=1.2", "no route")],
-    "study": [("part=0/3", "part=2/6"), ("tasks=[time]", "timed=[dot]", "dot"),
+    "study": [("part=0/3", "part=2/6"), ("tasks=[]", "tasks=[]"), ("only=[]", "only=[]"), ("tasks=[time]", "timed=[dot]", "steps_timed"),
     ("rows=[nowhere.json]", "nowhere.json"), ("also=[steps]", "steps")],
     "benchmark": [
         ("mode=speed", "mode=speed"), ("precision=fp8", "precision=fp8"), ("tokens=200", "200"),

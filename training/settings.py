@@ -1,9 +1,10 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
+import os.path
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import AfterValidator, Field
 
 from dit import DiT_models
 from latents.folder import KINDS
@@ -30,6 +31,8 @@ from training import speed
 from weights.others import FAMILIES
 from weights.records import RouteSettings, check_objective
 
+# Of an objective, whose own signature says which are paths.
+Keyword = Annotated[Any, AfterValidator(lambda value: os.path.expanduser(value) if isinstance(value, str) else value)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
@@ -148,7 +151,7 @@ class TrainSettings(Settings):
     model: ModelSettings
     data: DataSettings
     diffusion: dict
-    objective: dict[str, dict]
+    objective: dict[str, dict[str, Keyword]]
     optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     ema: EMASettings
     log: LogSettings

@@ -21,7 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from runtime.command import program
 from runtime.files import atomic_write
+from runtime.schema import as_path
 
 
 class Block(nn.Module):
@@ -89,11 +91,12 @@ def efficientnet_lite0(state: dict, side: int | None) -> nn.Module:
 NETWORKS = {"resnet56": resnet56, "efficientnet_lite0": efficientnet_lite0}
 
 
+@program
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("network", choices=NETWORKS)
-    parser.add_argument("weights", type=Path)
-    parser.add_argument("out", type=Path)
+    parser.add_argument("weights", type=as_path)
+    parser.add_argument("out", type=as_path)
     parser.add_argument("--side", type=int, help="efficientnet_lite0: pixels that images are scaled to (224)")
     given = parser.parse_args()
     if given.out.exists():

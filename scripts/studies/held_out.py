@@ -18,7 +18,9 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from latents.folder import Latents, open_latents
 from latents.loader import to_latent
 from rf import RF
+from runtime.command import program
 from runtime.files import append_row
+from runtime.schema import as_path
 from weights.loading import Trained, load_trained
 
 LEVELS = {"sigma": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0), "t": (0.1, 0.3, 0.5, 0.7, 0.9)}
@@ -46,11 +48,12 @@ def losses(trained: Trained, x: torch.Tensor, y: torch.Tensor) -> dict[str, floa
     return means
 
 
+@program
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("checkpoint")
     parser.add_argument("folders", nargs="+")
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=as_path, required=True)
     given = parser.parse_args()
     try:
         trained = load_trained(given.checkpoint)

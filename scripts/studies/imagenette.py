@@ -21,6 +21,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from autoencoder import Convention
 from latents.images import ImageSource, open_source
 from latents.writer import write_json
+from runtime.command import program
+from runtime.schema import as_path
 
 SIDE, BATCH_SIZE, NUM_PROBED = 224, 32, 512
 
@@ -32,11 +34,12 @@ def encode(encoder: torch.nn.Module, source: ImageSource, indices: np.ndarray) -
     return encoder((torch.from_numpy(images).permute(0, 3, 1, 2) / 255).bfloat16()).float()
 
 
+@program
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("taesd", type=Path, help="a checkout of madebyollin/taesd")
+    parser.add_argument("taesd", type=as_path, help="a checkout of madebyollin/taesd")
     parser.add_argument("images", help="a folder or zip of class folders")
-    parser.add_argument("out", type=Path)
+    parser.add_argument("out", type=as_path)
     given = parser.parse_args()
     if given.out.exists():
         sys.exit(f"imagenette.py: {given.out} is there already: name another, or move it away.")

@@ -24,9 +24,9 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from objectives import DiffusionLoss, Objective, build_objective, class_of, trained_parameters
 from runtime.clocks import seconds
-from runtime.command import commit
+from runtime.command import commit, program
 from runtime.device import device_name
-from runtime.schema import read
+from runtime.schema import as_path, read
 from train import train_step
 from training import speed
 from training.optimizers import build_optimizer
@@ -92,13 +92,14 @@ def make_step(cfg: TrainSettings, accelerator: Accelerator, batch: int) -> parti
                    num_parts=1)
 
 
+@program
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--backbone", default="DiT-B/2")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--recipes", nargs="+", default=[*RECIPES], choices=[*RECIPES])
-    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--out", type=as_path, required=True)
     given = parser.parse_args()
     accelerator = speed.make_accelerator("fp32", 1, True)
     plain = settings(given.backbone, [])

@@ -1,0 +1,291 @@
+"""Text is what was typed, in a command line and in a YAML file; a mistake there names its line or what was meant."""
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import torch
+from conftest import ROOT
+from omegaconf import OmegaConf
+from test_tf32 import commands
+
+from runtime import notebook, schema
+from runtime.command import command, compose, program
+from runtime.schema import as_argument, as_setting, read
+from runtime.typed import choices, declared_keys, kind_of, read_yaml
+from sample import SampleSettings
+from scripts import plan, report
+from training.settings import TrainSettings
+
+ODD = ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "null", "true", "False", "yes", "no", "on", "~", ".5", "1.", "inf", "-nan", "+3", "5",
+       "größe", "it's", "a (1)", "a=b", "a,b", "[a]", "{a: 1}", "a b", "a#b", 'say "a"', "back\\slash", "a\\", "a\\'b", "$HOME", "${name}", "`x`", "!x",
+       "a: b", "int(3)", "-x", "*.tar", "{000..012}", "a;b", "&a", "%", "@"]  # fmt: skip
+
+
+def train_settings(*arguments):
+    [plain] = compose("config", TrainSettings, list(arguments))
+    return read(TrainSettings, plain)
+
+
+def settings_of(name):
+    import importlib
+
+    file, declared = commands()[name]
+    return getattr(importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)), declared)
+
+
+# ---- the command line -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("text", ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "False", "yes", "on", ".5", "1.", "inf", "nan", "5", "+3",
+                                  "größe", "it's", "a (1)", "a=b", "a b", "a#b", "int(3)", "s/größe=1/a"])  # fmt: skip
+def test_text_without_quotes_is_what_was_typed(text):
+    cfg = train_settings(f"name={text}", f"evaluate.sha256={text}")
+    assert (cfg.name, cfg.run_dir, cfg.evaluate.sha256) == (text, f"runs/{text}", text)
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_every_text_setting_of_every_command_is_what_was_typed(name):
+    declared = settings_of(name)
+    keys = {key: kind for key, kind in declared_keys(declared).items() if kind.text and not key.startswith(("study.", "published."))}
+    keys = [key for key in keys if key != "optimizer.name"]
+    [plain] = compose(name, declared, [f"{key}=1_{i}" for i, key in enumerate(keys)])
+    assert keys and [OmegaConf.select(OmegaConf.create(plain), key) for key in keys] == [f"1_{i}" for i in range(len(keys))]
+
+
+def test_a_list_of_names_is_what_was_typed_and_numbers_stay_numbers():
+    cfg = read(SampleSettings, compose("sample", SampleSettings, ["classes=[1e3,null,true,yes,007, 7,'8']", "checkpoint=null", "seeds=7"])[0])
+    assert cfg.classes == ["1e3", "null", "true", "yes", "007", 7, "8"] and cfg.checkpoint is None and cfg.seeds == 7
+    assert train_settings("samples.classes=[größe, klein (1)]").samples.classes == ["größe", "klein (1)"]
+
+
+def test_several_values_of_a_sweep_are_each_what_was_typed():
+    found = compose("sample", SampleSettings, ["checkpoint=1_1,007", "--multirun"])
+    assert [plain["checkpoint"] for plain in found] == ["1_1", "007"]
+
+
+@pytest.mark.parametrize("text", ODD)
+def test_what_a_command_prints_is_read_back_as_it_was(text):
+    cfg = train_settings(*shlex.split(as_argument("name", text)), as_setting("init_from", f"runs/{text}"))
+    assert (cfg.name, cfg.init_from) == (text, f"runs/{text}")
+
+
+def test_bash_reads_what_is_printed(tmp_path):
+    line = " ".join(as_argument("x", text) for text in ODD)
+    said = subprocess.run(["bash", "-ic", f"printf '%s\\0' {line}"], capture_output=True, text=True, cwd=tmp_path).stdout
+    assert said.split("\0")[:-1] == [as_setting("x", text) for text in ODD]
+    assert as_argument("checkpoint", "runs/a-1_b") == "checkpoint=runs/a-1_b"
+    assert as_argument("checkpoint", "runs/größe (1)") == "\"checkpoint='runs/größe (1)'\""
+
+
+def test_a_tilde_is_the_home_folder(monkeypatch):
+    monkeypatch.setenv("HOME", "/home/me")
+    cfg = train_settings("data.path=~/x", "init_from='~/y'", "objective=alignment", "objective.alignment.teacher='~/t.pt'", "name=~x")
+    assert (cfg.data.path, cfg.init_from, cfg.objective["alignment"]["teacher"], cfg.name) == ("/home/me/x", "/home/me/y", "/home/me/t.pt", "~x")
+    plain = compose("report", report.ReportSettings, ["runs=[~/a,b/~]"])[0]
+    assert read(report.ReportSettings, plain).runs == ["/home/me/a", "b/~"]
+    assert schema.as_path("~/z") == Path("/home/me/z")
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_a_default_of_a_group_is_taken_on_the_line(name):
+    declared = settings_of(name)
+    given = [f"{key}=null" for key in ("objective", "routes", "experiment", "guidance", "gauge")
+             if key in {"config": ("objective", "routes", "experiment"), "fid": ("guidance", "gauge"), "sample": ("guidance", "routes"),
+                        "benchmark": ("guidance",), "sweep_guidance": ("gauge",)}.get(name, ())]
+    assert compose(name, declared, given) == compose(name, declared, [])
+
+
+def test_the_last_choice_of_a_group_counts():
+    assert train_settings("experiment=xl2_sit_repa", "objective=null").objective == {}
+    assert train_settings("objective=alignment", "objective=null").objective == {}
+    assert [*train_settings("objective=null", "objective=internal").objective] == ["internal"]
+    assert train_settings("routes=balanced", "routes=null").model.routes == train_settings().model.routes
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_a_key_in_a_file_is_text_for_one_setting_alone(name):
+    """A file may lie in any group, so that a key counts by its end."""
+    known = declared_keys(settings_of(name))
+    for key, kind in known.items():
+        if kind.has_text:
+            ends = [other for other in known if key.endswith(f".{other}") or other.endswith(f".{key}")]
+            numbers = [other for other in ends if any(each in (int, float, bool) for each in kinds_of(settings_of(name), other))]
+            assert not numbers or kind.integer, (key, numbers)
+
+
+def kinds_of(declared, key):
+    for part in key.split("."):
+        declared = next(each for each in choices(declared) if hasattr(each, "model_fields") and part in each.model_fields).model_fields[part].annotation
+    return [each for each in choices(declared) if isinstance(each, type)]
+
+
+# ---- YAML files -----------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def preset(tmp_path):
+    """Writes a preset of a user's own, and returns the arguments that choose it."""
+    def write(content):
+        (tmp_path / "experiment").mkdir(exist_ok=True)
+        (tmp_path / "experiment/mine.yaml").write_bytes(content if isinstance(content, bytes) else content.encode())
+        return "--config-dir", str(tmp_path), "experiment=mine"
+
+    return write
+
+
+@pytest.mark.parametrize("text", ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "yes", "no", ".5", ".inf", "2025-11-25"])
+def test_text_in_a_preset_is_what_was_written(preset, text):
+    arguments = preset(f"# @package _global_\nname: {text}\ndata: {{path: {text}}}\nsamples: {{classes: [{text}, null, 7]}}\nevaluate: {{reference: null}}\n")
+    cfg = train_settings(*arguments)
+    assert (cfg.name, cfg.run_dir, cfg.data.path, cfg.samples.classes) == (text, f"runs/{text}", text, [text, "null", 7])
+    assert cfg.evaluate.reference is None
+
+
+def test_a_recorded_number_is_still_read_as_text():
+    assert read(TrainSettings, {**train_settings().model_dump(), "name": 11}).name == "11"  # of a run before
+
+
+MISTAKES = [
+    ("name: a\n\tsteps: 3\n", "line 2"), ("name: a\nema: {decay: 0.9\nsteps: 3\n", "in line 2"), ("name: a\nsteps: 3\nname: b\n", "line 3: found duplicate key name"),
+    ("\ufeffname: a\n", "line 1: the file begins with a byte-order mark"), ("a: 1\nname: größe\n".encode("latin-1"), "line 2: byte 0xf6 is not UTF-8"),
+    ("name: 'a\nsteps: 3\n", "line 1"), ("name: a\n  steps: 3\n", "line 2"), ("a: 1\nb: \x01\n", "line 2: character 0x01"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("content", "words"), MISTAKES)
+def test_a_mistake_in_a_yaml_file_is_a_sentence_with_file_and_line(preset, tmp_path, content, words):
+    for read_it in (lambda: train_settings(*preset(content)), lambda: read_yaml(tmp_path / "experiment/mine.yaml")):
+        with pytest.raises(ValueError) as error:
+            read_it()
+        assert f"{tmp_path}/experiment/mine.yaml, line" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
+
+
+def test_a_damaged_config_of_a_run_is_a_sentence_of_the_report(tmp_path):
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run/config.yaml").write_text("name: a\n\tb: 1\n")
+    with pytest.raises(ValueError, match=r"run/config.yaml, line 2: "):
+        report.main(f"{tmp_path}/run", f"out={tmp_path}/page")
+
+
+@pytest.mark.parametrize(("content", "words"), [
+    ("# @package _global_\noptimizer: {learning_rate: 1}\n", "There is no setting optimizer.learning_rate: did you mean optimizer.lr?"),
+    ("# @package _global_\nstep: 1\n", "There is no setting step: did you mean steps?"), ("- a\n", "mine.yaml holds no settings"),
+    ("# @package _global_\ndefaults: [override /model: tred]\n", "There is no model=tred: did you mean tread?"),
+])  # fmt: skip
+def test_a_key_that_a_file_has_wrong_has_a_neighbour(preset, content, words):
+    with pytest.raises(ValueError) as error:
+        train_settings(*preset(content))
+    assert words in str(error.value)
+
+
+# ---- called as a function -------------------------------------------------------------------------------------------
+
+
+class Tiny(schema.Settings):
+    steps: int
+    name: schema.Text
+
+
+@pytest.fixture
+def tiny(tmp_path, monkeypatch):
+    """A command of configs/tiny.yaml, which returns nothing and notes its settings."""
+    (tmp_path / "tiny.yaml").write_text("steps: 5\nname: a\ndefaults: [_self_, {override hydra/job_logging: disabled}, {override hydra/hydra_logging: disabled}]\n"
+                                        "hydra: {run: {dir: .}, output_subdir: null}\n")
+    (tmp_path / "presets").mkdir()
+    monkeypatch.setattr("runtime.command.CONFIGS", tmp_path)
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def make(main=seen.append):
+        return command("tiny", Tiny)(main if hasattr(main, "__code__") else lambda cfg: main(cfg)), seen
+
+    return make
+
+
+def test_a_command_is_a_function_of_its_settings(tiny, monkeypatch):
+    main, seen = tiny()
+    main("steps=7", "name=1_1")
+    main("name=größe (1)")
+    assert [(cfg.steps, cfg.name) for cfg in seen] == [(7, "1_1"), (5, "größe (1)")]
+    with pytest.raises(ValueError, match=r"^test_typed.py: There is no setting step: did you mean steps\?$"):
+        main("step=3")
+
+
+def test_in_a_notebook_the_kernels_own_arguments_are_not_read(tiny, monkeypatch):
+    main, seen = tiny()
+    monkeypatch.setattr(sys, "argv", ["ipykernel_launcher.py", "-f", "kernel.json"])
+    monkeypatch.setattr(notebook, "shell", lambda: types.SimpleNamespace(kernel=object()))
+    monkeypatch.delattr(sys.modules["__main__"], "__file__")
+    main()
+    assert seen[-1].steps == 5 and notebook.is_hidden() is False and notebook.is_hidden(True)
+
+
+def test_what_a_command_sets_for_its_process_is_set_back(tiny):
+    from accelerate import Accelerator
+    from hydra import initialize
+
+    from runtime import ranks
+
+    before = [signal.getsignal(number) for number in ranks.StopRequest.SIGNALS]
+    states = []
+
+    def train(cfg):
+        ranks.StopRequest()
+        states.append(Accelerator(mixed_precision=cfg.name, cpu=True).mixed_precision)
+
+    with initialize(None, version_base="1.3"):
+        main, _ = tiny(train)
+        main("name=no")
+        main("name=bf16")
+    assert states == ["no", "bf16"] and [signal.getsignal(number) for number in ranks.StopRequest.SIGNALS] == before
+
+
+def test_an_interrupted_command_is_an_interrupted_cell(tiny):
+    def stop(cfg):
+        os.kill(os.getpid(), signal.SIGINT)
+
+    with pytest.raises(KeyboardInterrupt):
+        tiny(stop)[0]("steps=1")
+
+
+def test_a_program_with_options_is_a_function_too(capsys):
+    @program
+    def main():
+        print(json.dumps(sys.argv[1:]))
+
+    main("--out", "x")
+    assert capsys.readouterr().out == '["--out", "x"]\n'
+    with pytest.raises(ValueError, match="plan.py: --mfu"):
+        plan.main("--mfu", "2")
+    with pytest.raises(ValueError, match="--nothing"):
+        plan.main("--nothing")
+
+
+def test_a_run_is_trained_twice_in_a_process_and_drawn_in_a_notebook(shapes, tmp_path, monkeypatch, capsys):
+    import sample
+    import train
+
+    shown = []
+    monkeypatch.setattr("sampling.pictures.show", shown.append)
+    run = [f"data.path={shapes}", f"run_dir={tmp_path}/1_1", "experiment=quickstart", "cpu=true", "samples.every=0", "batch_size=8",
+           "model.hidden_size=16", "model.num_heads=2"]  # fmt: skip
+    train.main(*run, "steps=1")
+    train.main(*run, "steps=2", "precision=bf16")
+    following = capsys.readouterr().out.splitlines()[-1].partition("Next: python sample.py ")[2]
+    sample.main(*shlex.split(following), "seeds=0-1", "num_steps=1", "cpu=true")
+    assert shown == [tmp_path / "1_1/samples/step-00000002-ema.png"] and shown[0].is_file()
+    with pytest.raises(ValueError, match="steps=-1"):
+        train.main(*run, "steps=-1")
+    assert not torch.distributed.is_initialized()
+
+
+def test_untyped_settings_are_no_text():
+    assert not kind_of(TrainSettings, "diffusion.P_mean").has_text and not kind_of(TrainSettings, "steps").has_text
+    assert kind_of(TrainSettings, "lora.targets").listed.text and kind_of(TrainSettings, "samples.seeds").integer
