@@ -65,7 +65,8 @@ def test_a_list_of_names_is_what_was_typed_and_numbers_stay_numbers():
     assert train_settings("samples.classes=[größe, klein (1)]").samples.classes == ["größe", "klein (1)"]
 
 
-def test_several_values_of_a_sweep_are_each_what_was_typed():
+def test_several_values_of_a_sweep_are_each_what_was_typed(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)  # in which Hydra makes a folder
     found = compose("sample", SampleSettings, ["checkpoint=1_1,007", "--multirun"])
     assert [plain["checkpoint"] for plain in found] == ["1_1", "007"]
 
