@@ -290,3 +290,19 @@ def test_a_run_is_trained_twice_in_a_process_and_drawn_in_a_notebook(shapes, tmp
 def test_untyped_settings_are_no_text():
     assert not kind_of(TrainSettings, "diffusion.P_mean").has_text and not kind_of(TrainSettings, "steps").has_text
     assert kind_of(TrainSettings, "lora.targets").listed.text and kind_of(TrainSettings, "samples.seeds").integer
+
+
+def test_a_real_notebook_shows_the_bar_the_lines_and_the_grid(shapes, tmp_path):
+    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
+    pytest.importorskip("ipykernel")
+    cells = [f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train",
+             f"train.main('experiment=quickstart', 'data.path={shapes}', 'steps=2', 'batch_size=8', 'model.hidden_size=16', 'samples.every=2', "
+             f"'samples.seeds=0-1', 'samples.num_steps=1', 'cpu=true')", "train.main('step=3')"]
+    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
+    nbclient.NotebookClient(book, resources={"metadata": {"path": str(tmp_path)}}, allow_errors=True).execute()
+    streams, pictures = "", 0
+    for output in book.cells[1].outputs:
+        streams += output.get("text", "")
+        pictures += "image/png" in output.get("data", {})
+    assert "2/2 [" in streams and "Finished 2 steps" in streams and pictures == 1
+    assert (book.cells[2].outputs[0].ename, book.cells[2].outputs[0].evalue) == ("ValueError", "train.py: There is no setting step: did you mean steps?")
