@@ -2,6 +2,7 @@
 
 import json
 import os
+import re
 import shlex
 import signal
 import subprocess
@@ -20,7 +21,7 @@ from runtime.command import command, compose, program
 from runtime.schema import as_argument, as_setting, read
 from runtime.typed import choices, declared_keys, kind_of, read_yaml
 from sample import SampleSettings
-from scripts import plan, report
+from scripts import plan, prepare_latents, report
 from training.settings import TrainSettings
 
 ODD = ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "null", "true", "False", "yes", "no", "on", "~", ".5", "1.", "inf", "-nan", "+3", "5",
@@ -75,6 +76,15 @@ def test_several_values_of_a_sweep_are_each_what_was_typed(tmp_path, monkeypatch
 def test_what_a_command_prints_is_read_back_as_it_was(text):
     cfg = train_settings(*shlex.split(as_argument("name", text)), as_setting("init_from", f"runs/{text}"))
     assert (cfg.name, cfg.init_from) == (text, f"runs/{text}")
+
+
+def test_the_next_line_of_a_preparation_is_one_that_trains_on_it(tmp_path, capsys):
+    out = tmp_path / "it's größe [1], a=b (2) $x"
+    prepare_latents.main("source=shapes", "shapes.count=60", as_setting("out", out))
+    [following] = re.findall("^next: (?:python|accelerate launch) train.py (.*)$", capsys.readouterr().out, re.M)
+    said = subprocess.run(["bash", "-c", f"printf '%s\\0' {following}"], capture_output=True, text=True).stdout
+    cfg = train_settings(*said.split("\0")[:-1])
+    assert (cfg.data.path, cfg.name, cfg.run_dir) == (str(out), out.name, f"runs/{out.name}") and (out / "metadata.json").is_file()
 
 
 def test_bash_reads_what_is_printed(tmp_path):
