@@ -94,7 +94,7 @@ def test_a_run_of_which_every_step_is_skipped_does_not_finish_however_short_it_i
 class Plain(torch.nn.Linear):
     """A network, a diffusion and an objective in one, without noise: its loss depends on weights, images and labels."""
 
-    num_classes, terms = 4, ()
+    num_classes, terms = 4, ("half", "label")
 
     def __init__(self):
         super().__init__(12, 1)
@@ -106,7 +106,8 @@ class Plain(torch.nn.Linear):
 
     def forward(self, x, y, weight):
         self.seen.append(y)
-        return weight.flatten() * (super().forward(x.flatten(1))[:, 0] - y).square(), {}
+        losses = weight.flatten() * (super().forward(x.flatten(1))[:, 0] - y).square()
+        return losses, {"half": losses / 2, "label": y.float()}
 
 
 def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespace:
@@ -118,9 +119,9 @@ def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespa
     before, whole = model.weight.detach().clone(), model(x, y, weight)[0].mean()
     [gradient] = torch.autograd.grad(whole, [model.weight])
     model.seen.clear()
-    loss, norm, *_ = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, label_dropout=label_dropout,
+    loss, norm, _, terms = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, label_dropout=label_dropout,
                                clip_norm=clip_norm, num_parts=parts)
-    return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y,
+    return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y, terms=terms,
                            seen=torch.cat(model.seen))
 
 
@@ -129,6 +130,7 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch(fresh_accelerator, parts
     taken = step_of(parts)
     torch.testing.assert_close(taken.moved, 0.5 * taken.gradient)
     torch.testing.assert_close(taken.loss, taken.whole)
+    torch.testing.assert_close(taken.terms, torch.stack([taken.whole / 2, taken.y.float().mean()]))  # means, not sums
 
 
 def test_a_gradient_is_clipped_to_the_norm_and_its_own_norm_is_told(fresh_accelerator):

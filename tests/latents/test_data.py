@@ -190,6 +190,14 @@ def test_moments_are_sampled_with_their_mean_and_standard_deviation_and_samples_
     assert x.dtype == torch.float32 and torch.equal(x, stored.float())
 
 
+def test_each_value_of_each_channel_and_sample_gets_noise_of_its_own():
+    torch.manual_seed(0)
+    eps = to_latent(torch.cat([torch.zeros(3, 4, 8, 8), torch.ones(3, 4, 8, 8)], dim=1), "moments")
+    for axis in range(4):
+        lines = torch.corrcoef(eps.transpose(0, axis).flatten(1)) - torch.eye(eps.shape[axis])
+        assert lines.abs().max() < 0.5, f"noise repeats along axis {axis}"
+
+
 def test_a_folder_of_moments_has_half_the_channels_it_stores(tmp_path):
     moments = np.concatenate([numbered(), np.full_like(numbered(), 0.1)], axis=1)
     latents = open_latents(write_folder(tmp_path / "set", moments, labels_of(), kind="moments"))
