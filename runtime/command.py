@@ -31,7 +31,9 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
             plain: dict = {}
             try:
                 for plain in compose(config_name):
-                    main(read(declared, plain))
+                    cfg = read(declared, plain)
+                    cfg.typed.update(typed(sys.argv[1:]))
+                    main(cfg)
                 ranks.leave_group()
             except KeyboardInterrupt:
                 print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
@@ -51,6 +53,12 @@ def command(config_name: str, declared: type[Settings]) -> Callable[[Callable], 
                 sys.exit(f"{program}: {sentence}")
         return entry
     return decorate
+
+
+def typed(arguments: list[str]) -> dict[str, str]:
+    """Reads the settings of a command line as text, by key; of a key that comes twice the last one counts."""
+    pairs = (argument.lstrip("+~").partition("=") for argument in arguments if not argument.startswith("-"))
+    return {key.partition("@")[0]: value for key, _, value in pairs}
 
 
 @functools.cache  # of the code that this process has loaded, whatever is committed later
