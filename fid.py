@@ -74,7 +74,7 @@ class ScoringSettings(DrawingSettings):
 # What nothing reads where images are there already, and where a reference is measured.
 DRAWN = ("guidance", *GuidanceSettings.model_fields, "weights", "classes", "num_steps", "sampler", "precision",
          "decode_precision", "diffusion_name", "num_heads", "num_classes", "input_size", "seed")
-SCORED = ("reference", "metrics", "results", "keep_features", "gauge", "published")
+SCORED = ("reference", "metrics", "keep_features", "gauge", "published")
 
 
 def check_settings(cfg: ScoringSettings) -> None:
