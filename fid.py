@@ -25,7 +25,7 @@ from runtime.command import command
 from runtime.device import describe_device, join_ranks
 from runtime.schema import Location, Size, Steps, Whole, one_of
 from sampling.opening import open_sampling
-from sampling.options import DrawingSettings, SamplerSettings, labels_of
+from sampling.options import DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
 from scoring.drawing import DRAWN_RULE, H100, Drawing, derived_hours
 from scoring.evaluation import score_images
 from scoring.feature_cache import FeatureCache
@@ -71,11 +71,21 @@ class ScoringSettings(DrawingSettings):
     published: Published | None
 
 
+# What nothing reads where images are there already, and where a reference is measured.
+DRAWN = ("guidance", *GuidanceSettings.model_fields, "weights", "classes", "num_steps", "sampler", "precision",
+         "decode_precision", "diffusion_name", "num_heads", "num_classes", "input_size", "seed")
+SCORED = ("reference", "metrics", "keep_features", "gauge", "published")
+
+
 def check_settings(cfg: ScoringSettings) -> None:
     """Raises ValueError for settings that do not go together."""
     given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
+    if given != ["checkpoint"]:
+        cfg.refuse(*DRAWN, why=f"the images of {given[0]}={getattr(cfg, given[0])} are there already; leave it out")
+    if given == ["reference_from"]:
+        cfg.refuse(*SCORED, why="reference_from= measures a reference and scores nothing; leave it out")
     for key in ("out", "reference_images"):
         if getattr(cfg, key) and given[0] != "reference_from":
             raise ValueError(f"{key}={getattr(cfg, key)} is for reference_from, not for {given[0]}.")

@@ -75,6 +75,8 @@ def main(cfg: SampleSettings) -> None:
         raise ValueError(f"latents=true writes an npz, which out={cfg.out or 'null'} is not: set out=x.npz.")
     if kind not in (".png", ".npz", ""):
         raise ValueError(f"out={cfg.out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
+    if cfg.latents:
+        cfg.refuse("autoencoder", "decode_precision", "decode_batch_size", why="latents=true decodes nothing")
     seeds = parse_seeds("seeds", cfg.seeds)
     if cfg.out and kind and not cfg.overwrite:
         check_file(Path(cfg.out), "name another, or replace it with overwrite=true")

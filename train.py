@@ -26,12 +26,12 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from guidance import Guidance
-from latents.loader import batches, to_latent
+from latents.loader import batches, find_damaged, to_latent
 from objectives import DiffusionLoss, Objective
 from runtime import files, ranks, sharding
 from runtime.command import command
 from runtime.notebook import is_hidden
-from runtime.schema import as_argument
+from runtime.schema import as_argument, as_text
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
@@ -178,6 +178,16 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
     bar.set_postfix_str("")
 
 
+def tell_compiling(run: Run, bar: tqdm) -> None:
+    """Says, on the bar or outside of a terminal in a line, that the first step compiles the network."""
+    if not run.cfg.compile or run.step >= run.cfg.steps:
+        return
+    bar.set_postfix_str("compiling")
+    if bar.disable:
+        run.accelerator.print(f"compiling (compile={as_text(run.cfg.compile)}): the first step takes minutes")
+    first = run.optimizer.optimizer.register_step_post_hook(lambda *_: (bar.set_postfix_str(""), first.remove()))
+
+
 def report(run: Run, num_steps: int, since: float) -> None:
     """Reduces the sums over ranks, writes a line and a row, and ends a run whose gradients are no longer finite."""
     cfg, accelerator = run.cfg, run.accelerator
@@ -205,11 +215,20 @@ def report(run: Run, num_steps: int, since: float) -> None:
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     skipped_in_row = int(total["skipped_in_row"])
     if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):  # all steps, of a short run
+        taken = run.images // cfg.batch_size
+        damaged = find_damaged(run.latents, cfg.batch_size, cfg.seed, range(taken - skipped_in_row, taken),
+                               run.objective.arrays)
         last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
         way_back = (f"Move checkpoints newer than {last_good} away to go on from it" if last_good else
                     f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
+        remedy = f"{way_back}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32."
+        if damaged:
+            remedy = (f"The data hold NaN or infinity in {len(damaged)} of these batches, first in {damaged[0]}: "
+                      f"prepare them again, "
+                      + ("and the same command resumes. " if checkpoints.all_steps(run.folder) else
+                         f"and move {run.folder} away. ") + remedy * (len(damaged) < skipped_in_row))
         sys.exit(f"train.py: the last {skipped_in_row} steps had no finite gradient and were skipped: the run stops at "
-                 f"step {run.step}. {way_back}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32.")
+                 f"step {run.step}. {remedy.strip()}")
 
 
 def draw(run: Run) -> None:
@@ -292,6 +311,7 @@ def main(cfg: TrainSettings) -> None:
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
                disable=is_hidden(not accelerator.is_main_process))
+    tell_compiling(run, bar)
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:

@@ -24,7 +24,7 @@ from latents.listing import find_tars
 from latents.tars import allow_open_files, open_rows, tar_index
 from objectives.diffusion import kept_tokens
 from runtime.files import is_inside
-from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, one_of, read_record
+from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, first_line, one_of, read_record
 
 KINDS = ("sample", "moments")
 WEIGHT = "weight"  # the name under which objectives know masks-*.npy
@@ -138,6 +138,23 @@ class Latents:
                 for whole, part in zip(wholes, parts, strict=True):
                     whole[copy * self.count + start :][: len(part)] = part
         return wholes[0], torch.from_numpy(self.labels.astype(np.int64)).to(device), *wholes[1:]
+
+    def find_damaged(self, indices: np.ndarray, mirror: np.ndarray | None, names: Iterable[str]) -> str | None:
+        """Names the file and the row of the first of `indices` that holds NaN or infinity, or returns None."""
+        for name, rows in {"latents": self.read(indices, mirror)[0], **self.rows_of(names, indices, mirror)}.items():
+            finite = np.isfinite(rows).reshape(len(rows), -1).all(axis=1)
+            if finite.all():
+                continue
+            first = int(np.argmin(finite))
+            shard = int(np.searchsorted(self.starts, indices[first], side="right")) - 1
+            is_copy = mirror is not None and bool(mirror[first])
+            file = self.files[shard + is_copy * (len(self.starts) - 1)]
+            if name != "latents":  # whose files have the same rows
+                own = "_mirrored" if is_copy and self.arrays[name].mirror == "files" else ""
+                name = "masks" if name == WEIGHT else name + own
+                file = file.with_name(self.files[shard].name.replace("latents-", f"{name}-"))
+            return f"{file}, row {indices[first] - self.starts[shard]} (image {indices[first]} of the data set)"
+        return None
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
@@ -259,8 +276,8 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     try:
         array = np.lib.format.open_memmap(file, mode="r")
     except ValueError as error:  # no npy, or cut short, or Python objects, which are pickled
-        raise ValueError(f"{file} is not a whole npy file of numbers ({error}): copy the folder again, or remove it "
-                         f"and prepare it anew.") from error
+        raise ValueError(f"{file} is not a whole npy file of numbers ({first_line(error)}): copy the folder again, "
+                         f"or remove it and prepare it anew.") from error
     if array.shape not in shapes or array.dtype not in dtypes:
         allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
         raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "

@@ -22,6 +22,7 @@ import torch
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import find_tars, open_zip, tar_members
 from latents.tars import open_rows, tar_index
+from runtime.schema import first_line
 from weights.autoencoders import read_statistics
 
 FEATURES, LABELS = "imagenet256_features", "imagenet256_labels"  # fast-DiT's names, at any resolution
@@ -112,7 +113,8 @@ def array_reader(
         try:
             array = np.lib.format.read_array(BytesIO(content(name)), allow_pickle=False)
         except (ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-            raise ValueError(f"{where}/{name} is not a whole npy file of numbers ({error}): copy it again.") from error
+            raise ValueError(f"{where}/{name} is not a whole npy file of numbers ({first_line(error)}): copy it again."
+                             ) from error
         return array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
 
     def read(start: int, end: int) -> np.ndarray:

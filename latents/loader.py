@@ -70,6 +70,15 @@ def _batches(names: list[str], wholes: tuple[torch.Tensor, ...] | None, loaded: 
             yield stored, y, dict(zip(names, others, strict=True))
 
 
+def find_damaged(latents: Latents, batch_size: int, seed: int, steps: range, arrays: Iterable[str]) -> list[str]:
+    """Reads again the global batches of `steps`, as `batches` counts them from its start; returns, of each that holds
+    NaN or infinity, the first file and row that do.
+    """
+    names = [name for name in arrays if name in latents.arrays]
+    plan = itertools.islice(_plan(latents, batch_size, seed, 0, 1, steps.start), len(steps))
+    return [damaged for job in plan if (damaged := latents.find_damaged(*job, names))]
+
+
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
     """Returns x (B, C, h, w) float32 on the device of `stored`; moments are drawn from, x = mean + std * eps.
 

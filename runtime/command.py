@@ -40,8 +40,11 @@ def command(
         def run(program: str) -> None:
             wants_traceback, plain = "HYDRA_FULL_ERROR" in os.environ, {}
             try:
-                for plain in compose(config_name, declared, rewrite(sys.argv[1:])):
-                    main(read(declared, plain))
+                arguments = rewrite(sys.argv[1:])
+                for plain in compose(config_name, declared, arguments):
+                    cfg = read(declared, plain)
+                    cfg.typed.update(typed(arguments))
+                    main(cfg)
                 ranks.leave_group()
             except KeyboardInterrupt:
                 print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
@@ -110,6 +113,12 @@ def call(run: Callable[[str], None], program: str, settings: Iterable[str]) -> N
         raise ValueError(f"{program} does not know these arguments: {' '.join(settings)}")
     if ended:
         raise SystemExit(ended)
+
+
+def typed(arguments: list[str]) -> dict[str, str]:
+    """Reads the settings of a command line as text, by key; of a key that comes twice the last one counts."""
+    pairs = (argument.lstrip("+~").partition("=") for argument in arguments if not argument.startswith("-"))
+    return {key.partition("@")[0]: value for key, _, value in pairs}
 
 
 @functools.cache  # of the code that this process has loaded, whatever is committed later

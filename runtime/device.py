@@ -25,6 +25,9 @@ def require_plain_launch() -> None:
         if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
             raise ValueError(f"accelerate's config turns {name} on: start with torchrun, or turn it off by `accelerate "
                              f"config`. To shard a network, train.py has sharding=fsdp.")
+    if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() not in ("no", ""):
+        raise ValueError(f"accelerate's config compiles by {backend} (dynamo_config, --dynamo_backend): start with "
+                         f"torchrun, or turn it off by `accelerate config`. To compile, train.py has compile=true.")
 
 
 def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:

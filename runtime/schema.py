@@ -17,7 +17,15 @@ from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
 from omegaconf import OmegaConf
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field, ValidationError
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    PrivateAttr,
+    ValidationError,
+)
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)  # in a YAML: ${configs:}
@@ -31,6 +39,22 @@ class Settings(BaseModel):
     """Settings or a record whose keys, types and ranges are declared; it cannot be changed."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
+    _typed: dict[str, str] = PrivateAttr(default_factory=dict)
+
+    @property
+    def typed(self) -> dict[str, str]:
+        """What the command line gives, by key, as text; what a preset or a file of settings gives is not in it."""
+        return self._typed
+
+    def refuse(self, *names: str, why: str) -> None:
+        """Raises ValueError, ending in `why`, where the command line gives any of these settings or groups.
+
+        It is for those that nothing would read. The values null and none pass.
+        """
+        given = [f"{key}={value}" for key, value in self.typed.items() if value not in ("null", "none")
+                 and any(f"{key}.".startswith(f"{name}.") for name in names)]
+        if given:
+            raise ValueError(f"{' '.join(given)} would change nothing: {why}.")
 
 
 class Record(Settings):
@@ -105,7 +129,15 @@ def as_argument(key: str, value: object) -> str:
 
 
 def first_line(error: Exception) -> str:
-    """Returns the first line of a library's error, or the error's name where it has no text."""
+    """Returns the first line of a library's error, or the error's name where it has no text.
+
+    Of a refused pickle it says what torch or numpy found, without their advice to load it in spite of that.
+    """
+    text = str(error)
+    if "weights_only" in text or "allow_pickle" in text:
+        found = re.search(r"GLOBAL ([\w.]+)", text)
+        return (f"it holds pickled Python objects ({found[1]}), which can run code and are never loaded" if found else
+                "it is damaged, or holds pickled Python objects, which can run code and are never loaded")
     return (str(error).strip() or type(error).__name__).splitlines()[0]
 
 

@@ -10,7 +10,7 @@ import torch
 from pydantic import Field
 
 from edm import EDM
-from guidance import Guidance
+from guidance import Guidance, ends
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
@@ -116,6 +116,12 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
     if settings.get("sigma_min", 0) >= settings.get("sigma_max", math.inf):
         raise ValueError(f"sampler.sigma_min={settings['sigma_min']} is not below "
                          f"sampler.sigma_max={settings['sigma_max']}.")
+    churn = [f"sampler.{name}={given[name]}" for name in ("S_min", "S_max", "S_noise") if name in given]
+    if churn and "S_churn" not in given:
+        raise ValueError(f"{' '.join(churn)} would change nothing without churn: give sampler.S_churn=40, too.")
+    if settings.get("S_min", 0) > settings.get("S_max", math.inf):
+        raise ValueError(f"sampler.S_min={settings['S_min']} is above sampler.S_max={settings['S_max']}, so that no "
+                         f"step would have churn: exchange the two.")
     return settings
 
 
@@ -134,6 +140,11 @@ def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: 
                          f"{low:g}.")
 
 
+def is_idle(settings: GuidanceSettings) -> bool:
+    """Tells whether the weak pass would be the strong one."""
+    return not (settings.drop_label or settings.weak or settings.internal) and settings.gamma1 == settings.gamma2
+
+
 def build_guidance(
     settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
 ) -> tuple[Guidance | None, dict | None]:
@@ -145,9 +156,20 @@ def build_guidance(
         if changed := [f"{key}={getattr(settings, key)}" for key, value in UNGUIDED.items()
                        if getattr(settings, key) != value]:
             raise ValueError(f"{', '.join(changed)} guides nothing without a scale: give scale=1.5, or none of these.")
+        settings.refuse("drop_label", why="nothing is guided without a scale; give scale=1.5")
         return None, None
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
+    ratios = ends(settings.gamma1) + ends(settings.gamma2)
+    if settings.scale != 1 and is_idle(settings):
+        raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same: set drop_label=true, "
+                         f"gamma2= above gamma1=, or weak=.")
+    if settings.routes and not any(ratios):
+        raise ValueError("routes= leads no token away at gamma1=0 and gamma2=0: give gamma2=0.7, for instance.")
+    if 1 in ratios and settings.routes is None and not any(route.path_drop for route in trained.net.routes):
+        raise ValueError("guidance=path_drop, or a ratio of 1, leaves out the blocks of the network's route, and this "
+                         "network has not learned to do without (path_drop in its routes): choose guidance=tread, or "
+                         "name blocks by routes=.")
     if settings.interval:
         check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
     weak = None
@@ -174,8 +196,8 @@ def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
     parts = str(given).split(",") if isinstance(given, str | int | None) else [str(part) for part in given]
     chosen: list[int] = []
     for part in parts:
-        first, _, last = part.strip().partition("-")
-        numbers = [int(text) for text in (first, last or first) if text.isascii() and text.isdigit()]
+        first, dash, last = part.strip().partition("-")
+        numbers = [int(text) for text in (first, last if dash else first) if text.isascii() and text.isdigit()]
         if len(numbers) < 2 or numbers[0] > numbers[1]:
             raise ValueError(f"{key}={given or 'null'} is not understood at {part!r}: write {key}=7, {key}=0-63 or "
                              f"{key}=[1,5,9].")

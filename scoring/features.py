@@ -247,8 +247,12 @@ def positions_at_224(positions: Tensor) -> Tensor:
     return torch.cat([token, grid.permute(0, 2, 3, 1).flatten(1, 2)], dim=1)
 
 
-def pixels(*_: object) -> Extractor:
+def pixels(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
     """Makes features of the image, averaged to 8 × 8: without weights or semantics, so never to be called FID."""
+    if weights or sha256:
+        raise ValueError(f"features=pixels has no weights, so features_weights={weights} sha256={sha256} would change "
+                         f"nothing: leave them out, or choose other features.")
+
     def compute(images: Tensor) -> dict[str, Tensor]:
         small = adaptive_avg_pool2d(images.permute(0, 3, 1, 2).float() / 255, 8)
         return {"pool": small.permute(0, 2, 3, 1).flatten(1)}

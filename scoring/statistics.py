@@ -14,6 +14,7 @@ from torch import Tensor
 
 from runtime import files, ranks
 from runtime.device import describe_device
+from runtime.schema import first_line
 from scoring.feature_cache import SCORING_VERSION, FeatureCache
 from scoring.features import Extractor, describe_extractor, versions
 from scoring.image_sets import Images, evenly, open_images
@@ -117,7 +118,7 @@ def open_reference(
             small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
             found = {key: np.asarray(arrays[key]) for key in small}
     except Exception as error:  # numpy and zipfile each have their own
-        raise ValueError(f"reference={path} is not an npz that can be read: {error}.") from error
+        raise ValueError(f"reference={path} is not an npz that can be read: {first_line(error)}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
         raise ValueError(f"reference={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
                          f"needed (and mu_s, sigma_s for sFID), or images under arr_0.")

@@ -101,6 +101,21 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     ranks: list[Count]
 
 
+# Which modes read what not all of them read.
+READ_IN = {
+    ("guidance", *GuidanceSettings.model_fields.keys() - {"routes"}, "num_steps", "autoencoder", "decode_precision"):
+        ["sample"],
+    ("backbone_type", "routes", "model", "init", "hidden_size", "depth", "num_heads", "patch_size", "tokens",
+     "in_channels", "num_classes"): ["train", "sample", "data", "scaling"],
+    ("variants", "compile", "diffusion"): ["train", "sample", "scaling"],
+    ("data_path", "num_latents", "steps"): ["train", "data", "scaling"],
+    ("grad_accum_steps", "activation_checkpointing", "warmup"): ["train", "scaling"],
+    ("token_counts", "ranks"): ["scaling"],
+    ("pause",): ["data"],
+    ("features", "features_weights", "image_size", "feature_size", "images", "reference_images"): ["score"],
+}
+
+
 # ---- what is timed --------------------------------------------------------------------------------------------------
 
 
@@ -371,11 +386,13 @@ def time_scaling(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
         rows += [{**row, "scales": "tokens"} for row in time_train(scaled, accelerator)["rows"]]
         accelerator.free_memory()      # which holds all that it prepared
         torch._dynamo.reset()          # it compiles one function for at most eight networks
+    others = {name for names, modes in READ_IN.items() if "train" not in modes for name in names}
+    given = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in others]
     for ranks in cfg.ranks:
         # Ranks share the cores: more threads than cores would make them wait for each other.
         threads = max(1, (cfg.threads or len(os.sched_getaffinity(0))) // ranks)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        settings = [*sys.argv[1:], "mode=train", f"batch_size={cfg.batch_size * ranks}", "threads=null"]
+        settings = [*given, "mode=train", f"batch_size={cfg.batch_size * ranks}", "threads=null"]
         for row in run_apart([*launcher, PROGRAM, *settings], OMP_NUM_THREADS=str(threads))["rows"]:
             first = alone.setdefault(row["variant"], row["images/s"] / ranks)
             rows.append({**row, "scales": "ranks", "threads": threads, "per rank": row["images/s"] / ranks / first})
@@ -436,6 +453,7 @@ def start(cfg: BenchmarkSettings) -> Accelerator:
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
+    speed.check_compiler(cfg.compile, accelerator.device)
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)
     return accelerator
@@ -448,6 +466,9 @@ def write(record: dict, out: Path) -> None:
 
 def run(cfg: BenchmarkSettings) -> dict:
     """Runs one mode; the main rank prints the table and writes the files. Returns the record that is in the JSON."""
+    for names, modes in READ_IN.items():
+        if cfg.mode not in modes:
+            cfg.refuse(*names, why=f"mode={cfg.mode} does not read it, but {', '.join(modes)}")
     accelerator, out = start(cfg), Path(cfg.out)
     out.parent.mkdir(parents=True, exist_ok=True)  # refuses now what writing would refuse
     record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)

@@ -125,6 +125,11 @@ def step_ratio(cfg: ChoiceSettings, routes: tuple[Route, ...]) -> float:
 
 @command("choose_routes", ChoiceSettings)
 def main(cfg: ChoiceSettings) -> None:
+    cfg.refuse("model.routes", "model.selection", "model.l1_reg", "model.inverse", why="this command chooses routes")
+    if not cfg.measure:
+        cfg.refuse("benchmark", why="nothing is timed without measure=true")
+    if cfg.speedup is None:
+        cfg.refuse("count", why="all presets are listed without speedup=")
     costs = [Costs(network_of(cfg, tokens)) for tokens in cfg.tokens]
     depth, first = costs[0].depth, costs[0]
     size = f"{cfg.model.backbone_type}, {depth} blocks"

@@ -302,6 +302,8 @@ def check_out(cfg: ExportSettings) -> Path:
         raise ValueError("Give what to export and the form: checkpoint=runs/<name> to=diffusers | dit | hub.")
     if cfg.to != "hub" and (cfg.repo or cfg.upload):
         raise ValueError(f"repo= and upload= are for to=hub, not for to={cfg.to}.")
+    if cfg.to != "hub":
+        cfg.refuse("license", "private", why="it is for to=hub")
     if cfg.upload and not cfg.repo:
         raise ValueError("upload=true needs repo=user/name.")
     if cfg.out is None and not cfg.repo:

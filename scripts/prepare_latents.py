@@ -174,6 +174,12 @@ def prepare(cfg: PrepareSettings) -> None:
     resolution = cfg.resolution or (16 if is_shapes else 256)
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
+    if not is_shapes:
+        cfg.refuse("shapes", why="source=shapes alone reads it")
+    if cfg.teacher is None:
+        cfg.refuse("patch_size", why="it is that of the network which teacher=<name> is for")
+    if kind == "moments":
+        cfg.refuse("seed", why="kind=moments stores means and deviations and draws nothing")
 
     order = class_order(out)
     source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, by_number=order == "numbers")

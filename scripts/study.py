@@ -29,6 +29,7 @@ from pydantic import Field
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
+from fid import DRAWN
 from runtime.command import command, commit
 from runtime.files import read_rows, remove, write_text
 from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, as_setting, one_of, read_record
@@ -247,8 +248,9 @@ def score_checkpoints(cfg: StudySettings, run: Run) -> None:
 def score_floor(cfg: StudySettings) -> None:
     """Scores sets of real images, as test images, against the same reference: what a perfect model could reach."""
     results = Path(cfg.out).resolve() / "floor" / "results.jsonl"
+    settings = [text for text in cfg.study.score if re.match(r"\w+", text)[0] not in DRAWN]
     for point in cfg.study.floor:
-        score_once(cfg, [*cfg.study.score, *point, f"results={results}"], results, point)
+        score_once(cfg, [*settings, *point, f"results={results}"], results, point)
 
 
 def score_once(
@@ -293,6 +295,7 @@ def time_in_turns(cfg: StudySettings) -> None:
         remove(folder)
         call(cfg, "train.py", [
             *firsts[name].train, "samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", "init_from=null",
+            "checkpoint.keep_every=0", "optimizer.warmup_steps=0",
             f"log.every={cfg.steps_timed}", f"steps={2 * cfg.steps_timed}", f"run_dir={folder}"])
         seconds = read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"]
         machine = checkpoints.read_meta(checkpoints.latest(folder))["history"][-1]

@@ -26,7 +26,7 @@ from runtime.command import command
 from runtime.device import join_ranks
 from runtime.presentation import save_figure
 from runtime.schema import Location, Number, Settings
-from sampling.options import UNGUIDED, Gamma, build_guidance
+from sampling.options import UNGUIDED, Gamma, build_guidance, is_idle
 from weights.loading import load_trained, resolve_run
 
 AXES = ("scale", "gamma1", "gamma2")  # of the landscape: along x, a panel each, along y
@@ -102,10 +102,13 @@ def main(cfg: SweepSettings) -> None:
         raise ValueError("A sweep guides a checkpoint: give checkpoint=runs/<name>.")
     points = []
     for scale, gamma1, gamma2 in itertools.product(cfg.grid.scale, cfg.grid.gamma1, cfg.grid.gamma2):
+        point = {"scale": scale, "gamma1": gamma1, "gamma2": gamma2}
         if min(ends(gamma1)) > max(ends(gamma2)):  # a whole grid need not make sense
             state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: skipped, because gamma1 is above gamma2.")
+        elif is_idle(cfg.model_copy(update=point)):
+            state.print(f"scale={scale} gamma1={gamma1} gamma2={gamma2}: skipped, because both passes are the same.")
         else:
-            points.append({"scale": scale, "gamma1": gamma1, "gamma2": gamma2})
+            points.append(point)
     if not points:
         raise ValueError("No point of the grid is left: lower gamma1, or raise gamma2.")
     cfg = fid.as_published(cfg)

@@ -182,10 +182,15 @@ def test_a_sweep_takes_schedules_and_goes_on_beside_rows_that_others_wrote(sweep
 
 
 def test_a_sweep_draws_as_published_with_scales_of_its_own_and_unguided_without(sweep, tmp_path):
-    sweep("published={where: X, scores: {fd_pixels: 1.0}, num_steps: 9, sampler: {solver: heun}, scale: 1.8, channels: 2}", "scale=1.5", "gamma1=0", "gamma2=0")
+    sweep("published={where: X, scores: {fd_pixels: 1.0}, num_steps: 9, sampler: {solver: heun}, scale: 1.8, channels: 2}", "scale=1.5", "gamma1=0", "gamma2=0.5")
     unguided, guided = ([row["source"][key] for key in ("sampler", "num_steps", "guidance")] for row in files.read_rows(tmp_path / "results.jsonl"))
     assert unguided == [{"solver": "heun"}, 2, None]
     assert guided[:2] == unguided[:2] and (guided[2]["scale"], guided[2]["channels"]) == (1.5, 2)
+
+
+def test_a_sweep_leaves_out_the_points_whose_passes_are_the_same(sweep):
+    sweep("scale=1.5", "gamma1=0,0.5", "gamma2=0.5,0.75")
+    assert [*sweep.landscape] == [(1.5, 0, 0.5), (1.5, 0, 0.75), (1.5, 0.5, 0.75)]
 
 
 def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, monkeypatch):

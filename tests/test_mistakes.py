@@ -67,6 +67,21 @@ TYPED = {
         ("init_from=run", "lora.alpha=2", "lora.rank=null"), ("init_from=run", "lora.alpha=0", "lora.alpha=0"),
         ("init_from=run", "lora.rank=2", "precision=fp8", "precision=fp8"),
         ("init_from=run", "lora.rank=2", "lora.targets=[attn.query]", "attn.query"),
+        ("run_dir=runs", "folder of runs"), ("name=.", "run_dir=runs/.", "folder of runs"),
+        ("run_dir=latents", "data folder"), ("run_dir=taught/run", "taught"), ("run_dir=run/again", "lies in the run"),
+        ("init_from=run", "diffusion_name=sit", "records edm: leave it out"), ("diffusion_name=sit", "init_from="),
+        ("init_from=run", "lora.rank=9", "lora.rank=9 is more than 8, the rank of"),
+        # one setting that makes another void
+        ("model=sprint", "routes=balanced", "model=sprint"), ("routes=balanced", "model=dit", "model=dit"),
+        ("experiment=b2_sit_sprint", "routes=balanced", "model=sprint"),
+        ("routes=balanced", "model.routes=[]", "model.routes=[]"), ("model=dit", "model.selection=l1", "model.selection=l1"),
+        ("model.l1_reg=0.3", "model.l1_reg=0.3"), ("model.inverse=true", "model.selection=l1"),
+        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, drop_batch: true}]", "path_drop=0"), ("model.backbone_type=RWKV-L/2", "model.num_heads=2"),
+        ("ema.decay=1", "ema.decay=1"), ("optimizer=muon", "optimizer.matrix_lr=0", "matrix_lr=0"),
+        ("optimizer.warmup_steps=2", "50% of optimizer.lr"), ("steps=null", "optimizer.warmup_steps=9000", "steps=5000"),
+        ("checkpoint.every=40", "checkpoint.keep_every=100", "a multiple of that"),
+        ("evaluate.every=5", "evaluate.reference=images.npz", "evaluate.features_weights=weights.pt", "pixels has no weights"),
+        ("evaluate.every=5", "evaluate.reference=images.npz", "evaluate.sha256=00", "pixels has no weights"),
         # alignment
         ("objective=alignment", "teacher=<name>"), ("objective=aligned", "did you mean alignment?"),
         ("objective=alignment", "objective.alignment.teacher=vit_smal", "image-*.npy"),
@@ -100,6 +115,14 @@ TYPED = {
         ("checkpoint=null", "checkpoint="), ("checkpoint=nowhere", "nowhere"), ("checkpoint=latents", "latents"),
         ("weights=best", "weights=best"), ("classes=fish", "circle"), ("classes=9", "class 9"),
         ("classes=ant,bee", "'classes=[ant,bee]'"), ("classes=[]", "classes=[]"), ("seeds=[]", "seeds=[]"), ("seeds=3-1", "seeds=0-63"), ("num_steps=1000000000", "num_steps=1000000000"),
+        ("seeds=64-", "seeds=64-"), ("seeds=[0,-3]", "-3"), ("classes=0-", "classes=0-"),
+        ("sampler.S_churn=9", "sampler.S_min=2", "sampler.S_max=1", "S_min=2.0 is above sampler.S_max=1.0"),
+        ("sampler.S_noise=1.003", "S_churn=40"), ("drop_label=false", "scale=1.5"),
+        ("guidance=cfg", "drop_label=false", "both passes are the same"),
+        ("scale=2", "gamma1=0.5", "gamma2=0.5", "drop_label=false", "both passes are the same"),
+        ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
+        ("guidance=path_drop", "has not learned to do without"), ("checkpoint=dense", "guidance=path_drop", "has not learned"),
+        ("latents=true", "out=new.npz", "decode_precision=bf16", "decodes nothing"),
         ("batch_size=0", "batch_size=0"), ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"),
         ("out=images.npz", "overwrite=true"), ("out=four", "name another folder"),
         ("out=four", "overwrite=true", "name another folder"),
@@ -128,7 +151,7 @@ TYPED = {
     ],
     "fid": [
         ("seed=1", "images="), ("checkpoint=run", "images=four", "images"),
-        ("images=four", "reference=null", "reference="), ("reference_from=four", "reference=null", "out="),
+        ("images=four", "reference=null", "reference="), ("reference_from=four", "reference=null", "results=null", "out="),
         ("images=four", "reference=no.npz", "no.npz"), ("images=nowhere", "nowhere"), ("images=empty", "empty"),
         ("images=mixed", "resolution="), ("images=four", "num_samples=5", "4 images"),
         ("images=four", "features=vgg", "inception"), ("images=four", "metrics=[fid]", "fd_pixels"),
@@ -139,6 +162,13 @@ TYPED = {
         ("images=four", "reference=weights.pt", "weights.pt"),
         ("images=images.npz", "resolution=8", "resolution=8"),
         ("reference_from=four", "reference=null", "out=images.npz", "out=images.npz"),
+        *(("images=four", setting, setting) for setting in (
+            "scale=2", "guidance=cfg", "classes=3", "gamma2=0.5", "num_steps=9", "sampler.rho=5", "precision=bf16", "seed=1",
+            "weights=ema", "sampler=published", "decode_precision=fp16", "diffusion_name=dit", "num_heads=2")),
+        *(("reference_from=four", "reference=null", "out=new.npz", "results=null", setting, setting)
+          for setting in ("metrics=[fd_pixels]", "scale=2", "keep_features=true", "gauge=adm")),
+        ("reference_from=four", "out=new.npz", "reference=images.npz"),
+        ("images=four", "features_weights=weights.pt", "pixels has no weights"),
     ],
     "sweep_guidance": [
         ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1.5]", "grid.gamma2"),
@@ -154,6 +184,8 @@ TYPED = {
         ("source=shapes", "shapes.count=5", "shapes.count=5"), ("source=pets.tar.gz", "decompress"),
         ("teacher=vit_smal", "vit_smal"), ("teacher=no.pt", "no.pt"), ("teacher=efficientnet_lite0", "patch_size=3", "3"),
         ("teacher=test_vit.r160_in1k", "test_vit.r160_in1k.safetensors"), ("patch_size=0", "patch_size=0"),
+        ("patch_size=4", "teacher=<name>"), ("shapes.count=50", "source=shapes"),
+        ("autoencoder=sd_vae_mse", "seed=3", "kind=moments"),
     ],
     "import_latents": [
         ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"), ("format=ldm", "maskdit"),
@@ -162,6 +194,7 @@ TYPED = {
     ],
     "export": [
         ("checkpoint=null", "checkpoint="), ("to=null", "diffusers"), ("to=onnx", "to=onnx"), ("to=dit", ".pt"),
+        ("to=diffusers", "license=mit", "to=hub"), ("to=dit", "out=x.pt", "private=false", "to=hub"),
         ("out=x.pt", "folder"), ("out=null", "out="), ("to=dit", "out=x.pt", "repo=a/b", "to=hub"),
         ("upload=true", "repo="), ("out=pets", "overwrite=true"),
         ("out=pets", "overwrite=true", "pets"),
@@ -169,13 +202,17 @@ TYPED = {
     "report": [("runs=[nowhere]", "nowhere"), ("runs=[]", "runs=")],
     "merge_lora": [("checkpoint=null", "merge"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
     "choose_routes": [("speedup=1", "speedup=1"), ("tokens=[200]", "200"), ("tokens=[]", "tokens="),
-    ("model.depth=4", "speedup=1.2", "no route")],
+    ("model.depth=4", "speedup=1.2", "no route"), ("benchmark.rounds=9", "measure=true"), ("count=3", "speedup="),
+    ("model.routes=[]", "chooses routes")],
     "study": [("part=0/3", "part=2/6"), ("tasks=[]", "tasks=[]"), ("only=[]", "only=[]"), ("tasks=[time]", "timed=[dot]", "steps_timed"),
     ("rows=[nowhere.json]", "nowhere.json"), ("also=[steps]", "steps")],
     "benchmark": [
         ("mode=speed", "mode=speed"), ("precision=fp8", "precision=fp8"), ("tokens=200", "200"),
         ("variants=[dit,sit]", "variants"), ("ranks=[0]", "ranks"),
         ("num_latents=1", "batch_size=5", "grad_accum_steps=2", "multiple of 2"), ("data_path=nowhere", "nowhere"),
+        ("mode=train", "guidance=cfg", "guidance=cfg"), ("scale=2", "mode=train does not read it, but sample"),
+        ("mode=data", "weak=run", "weak=run"), ("mode=sample", "warmup=3", "train, scaling"), ("images=9", "score"),
+        ("mode=score", "tokens=64", "tokens=64"), ("ranks=[1]", "scaling"), ("mode=scaling", "pause=1", "pause=1"),
     ],
 }
 
@@ -330,7 +367,8 @@ SPOILT = {
         (lambda path: shutil.rmtree(path / STEP), "checkpoint"),
     ],
     ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"): [
-        (pickled, "weights.pt"), (cut(), "weights.pt"), (text("<html>"), "weights.pt"),
+        (pickled, "it holds pickled Python objects (posix.system), which can run code and are never loaded"),
+        (cut(), "weights.pt"), (text("<html>"), "it is damaged, or holds pickled"),
         (lambda path: torch.save({"epoch": 3}, path), "state dict"), (eight_bits, "float8_e4m3fn"),
         (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
         (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()}, path), "finite"),
@@ -357,6 +395,7 @@ def check_refusal(place: Path, command: str, typed: list[str], words: str) -> No
         run(place, command, typed)
     said = str(ended.value.code)
     assert said.startswith(f"{command}.py: ") and words in said and len(said) < 1000, said
+    assert not any(advice in said for advice in ("weights_only", "allow_pickle", "trust")) or "if you trust it" in said, said
     assert seen(place) == before
     assert not [path for path in place.glob("new/**/*") if path.suffix in (".safetensors", ".npy", ".png", ".jsonl")]
     assert not list(place.glob("new-executed"))

@@ -15,7 +15,7 @@ ROUTE = "model.routes=[{{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: 
 ALIGNMENT, AFTER = "objective=alignment", "objective.alignment.blocks=[2]"
 CONTRAST = ("diffusion=rf_clean", "diffusion.contrastive_weight=0.05", "diffusion.shift=size")
 SPRINT = ("model=sprint", "model.routes.0.path_drop=0.5", "diffusion=rf")
-MUON = ("optimizer=muon", "optimizer.matrix_lr=1e-3", "optimizer.warmup_steps=4")
+MUON = ("optimizer=muon", "optimizer.matrix_lr=1e-3", "optimizer.warmup_steps=2")
 # What a run of the recipe is given, and what its network has beside a plain one's layers.
 RECIPES = {
     "alignment": ((ALIGNMENT, AFTER), ()),

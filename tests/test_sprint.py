@@ -162,6 +162,15 @@ def test_each_token_of_a_group_stays_equally_often_whichever_stays_in_another():
     assert len({tuple(row) for row in ids.tolist()}) == 4**4
 
 
+@pytest.mark.parametrize("ratio", [0.875, 0.625, 0.375, 0.125])
+@pytest.mark.parametrize("noise", [None, torch.rand(8000, 16, generator=torch.Generator().manual_seed(1))])
+def test_where_groups_cannot_all_keep_as_many_chance_decides_which_keep_more(ratio, noise):
+    torch.manual_seed(0)
+    ids = Router("grid").get_mask(torch.empty(8000, 16, 1), ratio, noise)
+    share = torch.zeros(16).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
+    assert (share - (1 - ratio)).abs().max() < 0.025  # 4.5 standard deviations
+
+
 # ---- guidance -------------------------------------------------------------------------------------------------------
 
 SAMPLERS = {

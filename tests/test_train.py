@@ -1,6 +1,7 @@
 """Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and draws."""
 
 import copy
+import io
 import json
 import re
 import shutil
@@ -30,7 +31,7 @@ from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
 from train import main as train_main
-from train import paused, report, start_trackers, train_step, update_ema
+from train import paused, report, start_trackers, tell_compiling, train_step, update_ema
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -91,10 +92,28 @@ def test_a_run_of_which_every_step_is_skipped_does_not_finish_however_short_it_i
     assert f"There is no good checkpoint: move {tmp_path}/run away, or set name=<another>; and lower optimizer.lr" in result.stderr
 
 
+def test_a_nan_in_the_data_is_named_before_the_learning_rate_is_blamed(shapes, tmp_path, monkeypatch):
+    data = shutil.copytree(shapes, tmp_path / "data")
+    monkeypatch.setattr("latents.folder.NUM_PROBED", 1)  # image 0 alone is looked at when the data are opened
+    np.load(data / "latents-00000.npy", mmap_mode="r+")[1:] = np.nan
+    small = ("steps=4", "model.depth=3", "model.routes=[]")
+    said = train_here(tmp_path / "run", data, *small).stderr
+    assert re.search(rf"The data hold NaN or infinity in 4 of these batches, first in {data}/latents-00000.npy, row (\d+) \(image \1 ", said)
+    assert f"prepare them again, and move {tmp_path}/run away." in said and "lower optimizer.lr" not in said
+    # After a checkpoint, the same command resumes once the data are mended.
+    data_file, whole = data / "latents-00000.npy", np.load(shapes / "latents-00000.npy")
+    np.load(data_file, mmap_mode="r+")[:] = whole
+    assert train_here(tmp_path / "saved", data, *small).returncode == 0
+    np.load(data_file, mmap_mode="r+")[1:] = np.nan
+    assert "and the same command resumes." in train_here(tmp_path / "saved", data, *small, "steps=9", "max_skipped_in_row=3").stderr
+    np.load(data_file, mmap_mode="r+")[:] = whole
+    assert train_here(tmp_path / "saved", data, *small, "steps=9", "max_skipped_in_row=3").returncode == 0
+
+
 class Plain(torch.nn.Linear):
     """A network, a diffusion and an objective in one, without noise: its loss depends on weights, images and labels."""
 
-    num_classes, terms = 4, ()
+    num_classes, terms = 4, ("half", "label")
 
     def __init__(self):
         super().__init__(12, 1)
@@ -106,7 +125,8 @@ class Plain(torch.nn.Linear):
 
     def forward(self, x, y, weight):
         self.seen.append(y)
-        return weight.flatten() * (super().forward(x.flatten(1))[:, 0] - y).square(), {}
+        losses = weight.flatten() * (super().forward(x.flatten(1))[:, 0] - y).square()
+        return losses, {"half": losses / 2, "label": y.float()}
 
 
 def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespace:
@@ -118,9 +138,9 @@ def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespa
     before, whole = model.weight.detach().clone(), model(x, y, weight)[0].mean()
     [gradient] = torch.autograd.grad(whole, [model.weight])
     model.seen.clear()
-    loss, norm, *_ = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, label_dropout=label_dropout,
+    loss, norm, _, terms = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, label_dropout=label_dropout,
                                clip_norm=clip_norm, num_parts=parts)
-    return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y,
+    return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y, terms=terms,
                            seen=torch.cat(model.seen))
 
 
@@ -129,6 +149,7 @@ def test_a_step_in_parts_is_the_step_of_the_whole_batch(fresh_accelerator, parts
     taken = step_of(parts)
     torch.testing.assert_close(taken.moved, 0.5 * taken.gradient)
     torch.testing.assert_close(taken.loss, taken.whole)
+    torch.testing.assert_close(taken.terms, torch.stack([taken.whole / 2, taken.y.float().mean()]))  # means, not sums
 
 
 def test_a_gradient_is_clipped_to_the_norm_and_its_own_norm_is_told(fresh_accelerator):
@@ -290,6 +311,65 @@ def test_the_networks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
     for how in (True, "reduce-overhead", False):
         speed.compile_network(TINY(), how)
     assert asked == [{"dynamic": False, "mode": None}, {"dynamic": False, "mode": "reduce-overhead"}]
+
+
+@pytest.fixture
+def nothing_installed(tmp_path, monkeypatch):
+    """A machine without programs."""
+    from torch._inductor import cpp_builder
+
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CC", raising=False)
+    cpp_builder.cpp_compiler_search.cache_clear()
+    yield
+    cpp_builder.cpp_compiler_search.cache_clear()
+
+
+@pytest.mark.parametrize(("device", "words"), [("cpu", r"needs a C\+\+ compiler, .*g\+\+"), ("cuda", "needs a C compiler, .*gcc")])
+@pytest.mark.parametrize("how", [True, "max-autotune-no-cudagraphs"])
+def test_without_a_compiler_compiling_is_refused_and_eager_is_not(nothing_installed, device, words, how):
+    speed.check_compiler(False, torch.device(device))
+    with pytest.raises(ValueError, match=f"compile={str(how).lower()} {words} .*build-essential.*compile=false"):
+        speed.check_compiler(how, torch.device(device))
+
+
+def test_without_pythons_headers_compiling_is_refused(tmp_path, monkeypatch):
+    monkeypatch.setattr("sysconfig.get_path", lambda name: str(tmp_path))
+    with pytest.raises(ValueError, match="no Python.h: install python3-dev"):
+        speed.check_compiler(True, torch.device("cpu"))
+
+
+def test_a_run_that_cannot_compile_ends_before_it_begins(nothing_installed, shapes, tmp_path):
+    result = train_here(tmp_path / "run", shapes, "compile=true")
+    assert result.returncode == 1 and "C++ compiler" in result.stderr and not (tmp_path / "run").exists()
+
+
+def test_compiling_is_told_until_the_first_step_has_been_taken(shapes, tmp_path, monkeypatch):
+    monkeypatch.setattr(DiT, "compile", lambda model, **how: None)
+    out = train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout
+    assert re.search(r"compiling \(compile=true\): .*\n(.*\n)*step 2/2", out)
+    assert "compiling (" not in train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout  # it has finished
+    assert "compiling (" not in train_here(tmp_path / "eager", shapes, "compile=false", "steps=2").stdout
+
+    optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
+    run = SimpleNamespace(cfg=SimpleNamespace(compile=True, steps=9), step=0, optimizer=SimpleNamespace(optimizer=optimizer))
+    with tqdm(file=io.StringIO(), disable=False) as bar:
+        tell_compiling(run, bar)
+        before, _ = bar.postfix, optimizer.step()
+        assert (before, bar.postfix) == ("compiling", "")
+
+
+def test_a_warmup_beyond_the_end_is_refused_where_typed_and_told_where_not(shapes, tmp_path):
+    told = "at steps=4 the learning rate ends at 4% of optimizer.lr"
+    assert f"optimizer.warmup_steps=100 is longer than the run: {told}." in train_here(tmp_path / "run", shapes, "steps=4").stdout
+    refused = train_here(tmp_path / "other", shapes, "steps=4", "optimizer.warmup_steps=100")
+    assert refused.returncode == 1 and told in refused.stderr
+
+
+def test_settings_of_scores_without_scores_are_refused_unless_they_are_turned_off(shapes, tmp_path):
+    refused = train_here(tmp_path / "run", shapes, "evaluate.num_samples=9")
+    assert refused.returncode == 1 and "evaluate.num_samples=9 would change nothing: nothing is scored" in refused.stderr
+    assert train_here(tmp_path / "run", shapes, "evaluate.num_samples=9", "evaluate.every=0", "steps=1").returncode == 0
 
 
 @pytest.mark.parametrize("cuda_graphs", [False, True])

@@ -163,6 +163,16 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Tr
     return cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
 
 
+def check_warmup(cfg: TrainSettings, accelerator: Accelerator) -> None:
+    """Raises ValueError for a warmup of the command line that is longer than the run; says so of a preset's."""
+    warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
+    if warmup > steps:
+        reached = f"at steps={steps} the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
+        if "optimizer.warmup_steps" in cfg.typed:
+            raise ValueError(f"optimizer.warmup_steps={warmup} is longer than the run: {reached}. Shorten it.")
+        accelerator.print(f"optimizer.warmup_steps={warmup} is longer than the run: {reached}.")
+
+
 def latent_shape(cfg: TrainSettings, latents: Latents) -> tuple[int, int, int]:
     side = cfg.data.input_size or latents.shape[1]
     return cfg.data.channels or latents.shape[0], side, side
@@ -263,6 +273,9 @@ def check_kept(latents: Latents, model: DiT) -> None:
     if "weight" not in latents.arrays:
         raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
                          f"them, or set keep_masked=false.")
+    if not model.routes:
+        raise ValueError("keep_masked=true keeps tokens off the routes, and model.routes is empty: set "
+                         "keep_masked=false. Masks weigh the loss in any case.")
     num_tokens = model.pos_embed.shape[1]
     most, image = latents.most_kept(model.patch_size)
     for route in model.routes:
@@ -281,10 +294,12 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp shares a network out over ranks, and this is a single process: start it with "
                          "accelerate launch or torchrun, or set sharding=none.")
+    speed.check_compiler(cfg.compile, accelerator.device)
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
+    check_warmup(cfg, accelerator)
     record = describe(cfg, latents, accelerator.num_processes, accelerator.device)
     grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])
     model = initial_network(cfg, record, accelerator.device)

@@ -17,7 +17,7 @@ from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.loading import Trained, latest_checkpoint, load_base, load_like
+from weights.loading import Trained, find_weights, latest_checkpoint, load_base, load_like, load_trained
 from weights.records import (
     ROUTER_DEFAULTS,
     CheckpointRecord,
@@ -103,7 +103,9 @@ def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_t
     another network or diffusion. Routes may differ.
     """
     network = record["network"]
-    parent = load_like(Path(path), diffusion_name, {key: network[key] for key in ("num_heads", "input_size")})
+    _, recorded = find_weights(Path(path))
+    parent = load_trained(path, diffusion=diffusion_name) if recorded else load_like(
+        Path(path), diffusion_name, {key: network[key] for key in ("num_heads", "input_size")})
     if new_label_table:
         labels = {"num_classes": network["num_classes"], "null_label": True}
         parent.recorded["network"] = parent.recorded["network"] | labels

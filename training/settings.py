@@ -84,12 +84,12 @@ class AdamWSettings(Settings):
 
 class MuonSettings(AdamWSettings):
     name: Literal["muon"]
-    matrix_lr: NotNegative | None = None
+    matrix_lr: Positive | None = None
     momentum: Decay = 0.95
 
 
 class EMASettings(Settings):
-    decay: Share
+    decay: Decay  # at 1 the average would stay at the untrained network
     warmup: bool
 
 
@@ -163,9 +163,8 @@ class TrainSettings(Settings):
 
 def check_settings(cfg: TrainSettings) -> None:
     """Raises ValueError for settings that do not go together."""
-    if Path(cfg.run_dir).resolve() in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it: give another folder, such as "
-                         f"runs/{cfg.name}.")
+    check_run_dir(cfg)
+    check_effect(cfg)
     check_objective(cfg.objective)
     lora = cfg.lora
     if cfg.new_label_table and (cfg.init_from is None or lora.rank is not None):
@@ -190,3 +189,49 @@ def check_settings(cfg: TrainSettings) -> None:
         if cfg.compile in speed.CUDA_GRAPHS:
             raise ValueError(f"compile={cfg.compile} records CUDA graphs, which need weights at fixed addresses, and "
                              f"sharding=fsdp gathers them in each pass: set compile=true.")
+
+
+def check_run_dir(cfg: TrainSettings) -> None:
+    """Raises ValueError for a run's folder that is, or lies in, one with another purpose."""
+    run_dir, data = Path(cfg.run_dir).resolve(), cfg.data.path and Path(cfg.data.path).resolve()
+    if run_dir in (Path.cwd(), *Path.cwd().parents):
+        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it: give another folder, such as "
+                         f"runs/{cfg.name}.")
+    if run_dir == Path("runs").resolve() or (
+            any(run_dir.glob("*/checkpoints")) and not (run_dir / "checkpoints").is_dir()):
+        raise ValueError(f"run_dir={cfg.run_dir} is the folder of runs, and not that of one: give one in it, such as "
+                         f"run_dir={run_dir.name}/first, or another name=.")
+    for folder in (run_dir, *run_dir.parents):
+        if folder == data or any(folder.glob("latents-*.npy")):
+            raise ValueError(f"run_dir={cfg.run_dir} lies in the data folder {folder}: give another, such as "
+                             f"runs/{cfg.name}.")
+        if folder != run_dir and (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").is_file():
+            raise ValueError(f"run_dir={cfg.run_dir} lies in the run {folder}: give another, such as "
+                             f"run_dir={folder}-2.")
+
+
+def check_effect(cfg: TrainSettings) -> None:
+    """Raises ValueError for settings that others make void; what a preset sets in vain is none of the user's."""
+    model, preset, kind = cfg.model, cfg.typed.get("routes", "null"), cfg.typed.get("model", "tread")
+    if preset != "null" and (kind != "tread" or model.fusion):
+        raise ValueError(f"routes={preset} is a route for model=tread, and model={'sprint' if model.fusion else kind} "
+                         f"has its own or none: leave one of the two out.")
+    if preset != "null" and "model.routes" in cfg.typed:
+        raise ValueError(f"model.routes={cfg.typed['model.routes']} takes the place of routes={preset}: leave one of "
+                         f"the two out.")
+    if any(route.drop_batch and not route.path_drop for route in model.routes):
+        raise ValueError("drop_batch=true drops the path of no batch at path_drop=0: set both in model.routes.")
+    is_attentive = DiT_models[model.backbone_type].keywords["block"] != "rwkv"
+    for is_read, names, why in (
+        (model.routes, ["model.selection"], "model.routes is empty, so all tokens stay"),
+        (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
+        (is_attentive, ["model.num_heads"], "an RWKV block has no heads"),
+        (cfg.init_from, ["diffusion_name"], "it says whose weights init_from=<a weights file> has"),
+        (cfg.evaluate.every or "evaluate.every" in cfg.typed, ["evaluate"],
+         f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
+        (cfg.checkpoint.keep_every % cfg.checkpoint.every == 0, ["checkpoint.keep_every"],
+         f"it keeps checkpoints, and there is one every checkpoint.every={cfg.checkpoint.every} steps; give a "
+         f"multiple of that"),
+    ):
+        if not is_read:
+            cfg.refuse(*names, why=why)

@@ -5,6 +5,10 @@ Nothing here changes what is saved: parameters keep their names and their float3
 
 import functools
 import importlib.util
+import os
+import shutil
+import sysconfig
+from pathlib import Path
 
 import torch
 from accelerate import Accelerator, DistributedDataParallelKwargs, InitProcessGroupKwargs
@@ -14,6 +18,7 @@ from torch import nn
 from dit import DiT
 from runtime import ranks, sharding
 from runtime.device import require_plain_launch, set_float32
+from runtime.schema import as_text
 
 # Each precision's autocast.
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
@@ -39,6 +44,29 @@ def compile_network(model: DiT, how: bool | str) -> None:
             block.forward = torch.compile(block.forward, **options)
     elif how:
         model.compile(**options)
+
+
+def check_compiler(how: bool | str, device: torch.device) -> None:
+    """Raises ValueError where torch.compile lacks what it builds its code with: a compiler and Python's headers."""
+    if not how:
+        return
+    if device.type == "cuda":  # Triton's launchers are C, and it looks for a compiler as here
+        found, language, package = os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang"), "C", "gcc"
+    else:
+        from torch._inductor import cpp_builder, exc
+
+        language, package = "C++", "g++"
+        try:
+            found = cpp_builder.get_cpp_compiler()
+        except (exc.InvalidCxxCompiler, RuntimeError):
+            found = None
+    if found is None or shutil.which(found) is None:
+        raise ValueError(f"compile={as_text(how)} needs a {language} compiler, and none is found: install {package} "
+                         f"(Debian, Ubuntu: apt install build-essential), or set compile=false.")
+    headers = sysconfig.get_path("include")
+    if not Path(headers, "Python.h").is_file():
+        raise ValueError(f"compile={as_text(how)} needs Python's headers, and {headers} has no Python.h: install "
+                         f"python3-dev (of Debian and Ubuntu), or set compile=false.")
 
 
 def check_float8(device: torch.device) -> None:

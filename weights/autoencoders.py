@@ -71,7 +71,7 @@ def load_decoder(
     if not runs_code(name):
         loaded = load(name, device, dtype, convention)
     elif asked:
-        function = _python(name) if name.startswith(PYTHON) else torch.jit.load(name, map_location=device).eval()
+        function = _python(name) if name.startswith(PYTHON) else _torchscript(name, device)
         loaded = OwnDecoder(name, function, shape, device)
         loaded.convention = convention or loaded.convention
     else:
@@ -216,9 +216,8 @@ def read_tensors(file: Path) -> object:
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
     except Exception as error:  # torch, safetensors, zipfile and pickle each raise their own
-        raise ValueError(f"{file} cannot be read as weights alone ({first_line(error)}). Only tensors are loaded, "
-                         f"since unpickling anything else could run code; save its state dict as .safetensors."
-                         ) from error
+        raise ValueError(f"{file} cannot be read as weights: {first_line(error)}. Copy it again, or save its state "
+                         f"dict as .safetensors where it was made.") from error
 
 
 def read_statistics(file: Path) -> Convention:
@@ -241,6 +240,13 @@ def _is_torchscript(file: Path) -> bool:
         return False
     with zipfile.ZipFile(file) as archive:
         return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
+
+
+def _torchscript(name: str, device: torch.device | str) -> torch.nn.Module:
+    try:
+        return torch.jit.load(name, map_location=device).eval()
+    except Exception as error:  # torch has several
+        raise ValueError(f"autoencoder={name} is not a whole TorchScript file: {first_line(error)}") from error
 
 
 def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

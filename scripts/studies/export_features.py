@@ -23,7 +23,7 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.command import program
 from runtime.files import atomic_write
-from runtime.schema import as_path
+from runtime.schema import as_path, first_line
 
 
 class Block(nn.Module):
@@ -106,7 +106,7 @@ def main() -> None:
         network = NETWORKS[given.network](state, given.side).eval()
     except (OSError, KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
         sys.exit(f"export_features.py: {given.weights} holds no weights of {given.network}: "
-                 f"{str(error).strip().splitlines()[0]}.")
+                 f"{first_line(error)}.")
     # One file has one SHA-256: a file's name would be in it, and unfrozen code lists what it uses in any order.
     scripted = io.BytesIO()
     torch.jit.save(torch.jit.freeze(torch.jit.script(network), optimize_numerics=False), scripted)

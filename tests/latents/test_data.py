@@ -19,7 +19,7 @@ from autoencoder import Convention
 from latents import folder as latent_folder
 from latents import loader
 from latents.folder import Latents, kept_tokens, open_latents
-from latents.loader import batches, to_latent
+from latents.loader import _plan, batches, find_damaged, to_latent
 from latents.tars import TAR_INDEX
 
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
@@ -188,6 +188,14 @@ def test_moments_are_sampled_with_their_mean_and_standard_deviation_and_samples_
     assert not torch.equal(to_latent(stored, "moments"), x)
     x = to_latent(stored, "sample")
     assert x.dtype == torch.float32 and torch.equal(x, stored.float())
+
+
+def test_each_value_of_each_channel_and_sample_gets_noise_of_its_own():
+    torch.manual_seed(0)
+    eps = to_latent(torch.cat([torch.zeros(3, 4, 8, 8), torch.ones(3, 4, 8, 8)], dim=1), "moments")
+    for axis in range(4):
+        lines = torch.corrcoef(eps.transpose(0, axis).flatten(1)) - torch.eye(eps.shape[axis])
+        assert lines.abs().max() < 0.5, f"noise repeats along axis {axis}"
 
 
 def test_a_folder_of_moments_has_half_the_channels_it_stores(tmp_path):
@@ -361,6 +369,25 @@ def test_the_fullest_mask_is_found_in_all_of_the_data(folder, monkeypatch):
 
 
 # --- the record
+
+
+@pytest.mark.parametrize("array", ["latents", "teacher", "masks"])
+@pytest.mark.parametrize("mirrored", [False, True])
+def test_a_value_that_is_not_finite_is_found_in_the_batches_that_held_it_with_its_file_and_row(tmp_path, array, mirrored):
+    write_folder(tmp_path, numbered(), labels_of(), -numbered() if mirrored else None,
+                 arrays={"teacher": {"shape": [3], "dtype": "float16", "mirror": "files"}})
+    names = {"latents": "mirrored"}.get(array, f"{array}_mirrored") if mirrored and array != "masks" else array
+    for shard, start in enumerate(range(0, COUNT, 40)):
+        for name, shape in (("teacher", (3,)), ("teacher_mirrored", (3,)), ("masks", (4, 4))):
+            np.save(tmp_path / f"{name}-{shard:05d}.npy", np.ones((min(40, COUNT - start), *shape), np.float16))
+    latents = open_latents(tmp_path)
+    image = next(int(i) for i, copy in zip(*next(_plan(latents, 10, 0, 0, 1, 3)), strict=True) if copy == mirrored) if mirrored else (
+        int(next(_plan(latents, 10, 0, 0, 1, 3))[0][4]))
+    file = tmp_path / f"{names}-{image // 40:05d}.npy"
+    np.load(file, mmap_mode="r+")[image % 40].flat[-1] = np.inf
+    read = ["teacher", "weight"]
+    assert find_damaged(latents, 10, 0, range(2, 5), read) == [f"{file}, row {image % 40} (image {image} of the data set)"]
+    assert find_damaged(latents, 10, 0, range(3), read) == find_damaged(latents, 10, 0, range(4, 10), read) == []
 
 
 def test_a_moved_folder_is_the_same_data_set_and_other_content_is_not(tmp_path):

@@ -113,6 +113,20 @@ def test_tokens_meet_the_teachers_at_their_own_places_and_on_a_route_those_that_
     torch.testing.assert_close(loss, plain + 0.7 * terms["alignment"])
 
 
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
+def test_under_autocast_the_angle_and_its_mean_are_taken_in_float32(dtype):
+    objective = aligned(blocks=[1])
+    objective.projector.register_forward_hook(lambda _, args, output: seen.update(tokens=output))
+    seen = {}
+    with torch.autocast("cpu", torch.bfloat16):
+        loss, terms = loss_of(objective, teacher=batch()[2].to(dtype))
+    _, positions = objective.hidden[1]
+    target = torch.take_along_dim(batch()[2].to(dtype), positions.unsqueeze(-1), dim=1).double()
+    exact = -torch.nn.functional.cosine_similarity(seen["tokens"].double(), target, dim=-1).mean(dim=1)
+    assert seen["tokens"].dtype == torch.bfloat16 and loss.dtype == terms["alignment"].dtype == torch.float32
+    torch.testing.assert_close(terms["alignment"].double(), exact, rtol=0, atol=1e-6)  # of bfloat16 it would be 1e-3
+
+
 def plain_loss(routes=ROUTED):
     (x, y, _), objective = batch(), DiffusionLoss(network(routes), EDM())
     torch.manual_seed(5)

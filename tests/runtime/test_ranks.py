@@ -109,3 +109,14 @@ def test_a_config_of_accelerate_that_wraps_the_network_itself_is_refused(monkeyp
     for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: join_ranks(True, False)):
         with pytest.raises(ValueError, match="accelerate's config turns .* torchrun, or turn it off by `accelerate config`"):
             make()
+
+
+@pytest.mark.parametrize("backend", ["INDUCTOR", "eager"])
+def test_a_config_of_accelerate_that_compiles_itself_is_refused(monkeypatch, backend):
+    monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", backend)
+    for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: join_ranks(True, False)):
+        with pytest.raises(ValueError, match=f"compiles by {backend} .* torchrun, .* train.py has compile=true"):
+            make()
+    for off in ("NO", "no"):  # which accelerate launch sets without one
+        monkeypatch.setenv("ACCELERATE_DYNAMO_BACKEND", off)
+        join_ranks(True, False)

@@ -146,9 +146,18 @@ def call(tmp_path, monkeypatch, capsys):
 
 def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line(call):
     seen = []
-    assert call(seen.append, "place='sea lion'") == (0, "") and seen == [Small(steps=5, place="sea lion")]
+    assert call(seen.append, "place='sea lion'") == (0, "") and seen[0].model_dump(exclude_none=True) == {"steps": 5, "place": "sea lion"}
     call(seen.append, "steps=7", "place=[ring,sea lion]")
-    assert seen[-1] == Small(steps=7, place=["ring", "sea lion"])
+    assert (seen[-1].steps, seen[-1].place) == (7, ["ring", "sea lion"])
+
+
+@pytest.mark.parametrize(("arguments", "told"), [
+    ([], None), (["place=null"], None), (["steps=5"], "steps=5 would change nothing: there is none."),
+    (["++steps=5", "place=sea"], "steps=5 place=sea would change nothing: there is none."),
+])
+def test_what_is_typed_and_not_read_is_refused_and_what_a_file_says_is_not(call, arguments, told):
+    said = call(lambda cfg: cfg.model_copy(update={"steps": 9}).refuse("steps", "place", why="there is none"), *arguments)
+    assert said == ((0, "") if told is None else (1, f"small.py: {told}"))
 
 
 def fail_by(error):

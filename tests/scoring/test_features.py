@@ -165,7 +165,7 @@ class RunsCode:
 def test_inception_weights_that_would_run_code_are_refused(tmp_path):
     torch.save({"fc.weight": RunsCode()}, tmp_path / "weights.pth")
     before = random.getstate()
-    with pytest.raises(ValueError, match="as weights alone"):
+    with pytest.raises(ValueError, match="weights alone: it holds pickled Python objects .random.Random.seed|weights alone: it holds pickled"):
         load("inception", tmp_path / "weights.pth")
     assert random.getstate() == before
 

@@ -6,6 +6,7 @@ import math
 import re
 import shutil
 import sys
+import zipfile
 from pathlib import Path
 
 import numpy as np
@@ -469,3 +470,10 @@ def test_no_pictures_of_none_are_scored_in_training(folder, tmp_path, fresh_acce
     with pytest.raises(ValueError, match="autoencoder=none: only their owner"):
         image_sets.open_images("images", str(folder))
     assert results.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]  # of a file: its own
+
+
+def test_a_damaged_torchscript_decoder_is_a_sentence(tmp_path):
+    with zipfile.ZipFile(tmp_path / "decoder.pt", "w") as archive:
+        archive.writestr("decoder/code/a.py", "")
+    with pytest.raises(ValueError, match="decoder.pt is not a whole TorchScript file"):
+        autoencoders.load_decoder(str(tmp_path / "decoder.pt"), (4, 8, 8), None, asked=True)
