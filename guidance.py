@@ -105,8 +105,8 @@ class Guidance:
             raise ValueError("guidance=internal needs the head in the middle of a network that objective=internal "
                              "trains, and this network has none: guide by the label (guidance=cfg), for instance.")
         if self.drop_label and self.scale != 1 and not getattr(self.net2 or net, "null_label", True):
-            raise ValueError("guidance by the label needs a null label, and these weights have a row for each of their "
-                             "classes and none for it: they were trained without label dropout. Set guidance=none, or "
+            raise ValueError("guidance by the label needs a null label, and these weights have none that was trained: "
+                             "they were trained without label dropout (label_dropout=0). Set guidance=none, or "
                              "drop_label=false with another weak pass.")
         if self.channels is not None and self.channels > net.in_channels:
             raise ValueError(f"channels={self.channels} is more than the {net.in_channels} channels of the latents.")

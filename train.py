@@ -295,9 +295,9 @@ def main(cfg: TrainSettings) -> None:
     loader = batches(run.latents, cfg.batch_size, seed=cfg.seed, rank=rank, world=world,
                      start=run.images // cfg.batch_size, pin=device.type == "cuda",
                      device=device if cfg.data.on_device else None, arrays=run.objective.arrays)
+    start_trackers(run)
     if accelerator.is_main_process:
         prepare_folder(run)
-    start_trackers(run)
 
     # ---- speed, applied from outside: `run.model` stays the plain network, which is saved
     if cfg.activation_checkpointing:

@@ -332,7 +332,8 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
             "bytes": file.stat().st_size, "sha256": sha256(file),
         } for file in sorted(partial.rglob("*.safetensors"))}
         write_json(partial / "meta.json", {
-            **trained.recorded, "step": trained.step, "weights": trained.weights, "exported": cfg.to, "files": files,
+            **trained.recorded, **({} if trained.net.null_label else {"null_label": False}),
+            "step": trained.step, "weights": trained.weights, "exported": cfg.to, "files": files,
             "data": {"autoencoder": trained.autoencoder, "class_names": trained.class_names,
                      "display_names": trained.display_names,
                      "classes": trained.classes if len(trained.classes) < trained.net.num_classes else None,

@@ -123,6 +123,44 @@ def test_a_finished_run_finishes_again_at_once_and_changes_nothing(shapes, refer
     assert {path: path.read_bytes() for path in reference.rglob("*") if path.is_file()} == before
 
 
+def test_a_command_that_takes_no_step_changes_no_record(shapes, tmp_path):
+    run = tmp_path / "run"
+    assert train_here(run, shapes, "steps=8", "log.every=2").returncode == 0
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + '{"step": 9')  # of a row that a kill halved
+    before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+    for code, says, options in (
+            (0, "Finished 8 steps", ["optimizer.lr=0.5", "label_dropout=0.3", "log.every=1"]), (1, "more than steps=4", ["steps=4"]),
+            (1, "another optimizer", ["optimizer=muon", "steps=12"]),
+            (1, "could not start", ["steps=12", "log.trackers=[wandb]", "optimizer.lr=0.5"])):
+        with pytest.MonkeyPatch.context() as patched:
+            patched.setattr("accelerate.Accelerator.init_trackers", lambda self, *args: 1 / bool(self.log_with == []))
+            if "log.trackers=[wandb]" not in options:
+                patched.undo()
+            result = train_here(run, shapes, "steps=8", *options)
+        assert result.returncode == code and says in result.stdout + result.stderr, result.stderr
+        assert "Resuming with a change" not in result.stdout or options[0] == "steps=12"
+        assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, options
+
+
+def test_every_changed_setting_that_changes_numbers_is_announced_and_no_other(shapes, tmp_path):
+    def announced(*options):
+        result = train_here(tmp_path / "run", shapes, "log.every=1", *options)
+        assert result.returncode == 0, result.stderr
+        return {line.split(": ")[1].split(". ")[0] for line in result.stdout.splitlines() if line.startswith("Resuming with a change: ")}
+
+    kept = ("optimizer.lr=1e-3", "optimizer.betas=[0.5,0.6]", "optimizer.schedule=constant")
+    assert announced("steps=1", *kept) == set()
+    assert announced("steps=2", *kept, "checkpoint.every=2", "samples.num_steps=3", "max_skipped_in_row=7", "name=other") == set()
+    changed = {"optimizer.lr": 0.002, "optimizer.betas": [0.5, 0.7], "optimizer.eps": 1e-7, "optimizer.weight_decay": 0.1,
+               "optimizer.clip_norm": 2.0, "optimizer.warmup_steps": 1, "label_dropout": 0.3, "ema.decay": 0.4, "grad_accum_steps": 2,
+               "seed": 5, "batch_size": 4, "optimizer.schedule": "cosine"}
+    said = announced("steps=4", *(f"{key}={value}" for key, value in changed.items()))
+    assert {text.split(" was ")[0] for text in said} == {*changed}
+    more = announced("steps=5", *(f"{key}={value}" for key, value in changed.items()))
+    assert more == {"steps was 4 and is now 5"}  # where the cosine ends
+    assert {"optimizer.lr was 0.001 and is now 0.002", "optimizer.betas was [0.5, 0.6] and is now [0.5, 0.7]", "seed was 0 and is now 5"} <= said
+
+
 def test_a_grid_that_a_kill_after_the_save_cost_is_drawn_on_the_next_start(shapes, tmp_path):
     options = ("steps=4", "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2")
     assert train(tmp_path / "run", shapes, *options).returncode == 0
@@ -196,6 +234,17 @@ def test_a_setting_of_a_diffusion_that_is_newer_than_the_run_has_its_default_the
     assert check_resumable(RECORD, now, tmp_path) == []
     with pytest.raises(ValueError, match="another diffusion, so it cannot go on: it has {'shift': None}, this command {'shift': 2.0}"):
         check_resumable(RECORD, {**RECORD, "diffusion": {"name": "rf", "shift": 2.0}}, tmp_path)
+
+
+@pytest.mark.parametrize(("part", "was", "is_now"), [
+    ({"objective": {"internal": {"weight": 0.5}}}, "objective.internal.weight was 0.5", "0.1"),
+    ({"diffusion": {"name": "rf", "contrastive_weight": 0.5}}, "diffusion.contrastive_weight was 0.5", "0.1"),
+    ({"config": {"optimizer": {"matrix_lr": 0.5, "momentum": 0.9}, "ema": {"warmup": True}}}, "optimizer.matrix_lr was 0.5", "0.1"),
+    ({"config": {"precision": "fp16", "log": {"every": 0.5}, "data": {"scale": 0.5, "path": "a"}}}, "data.scale was 0.5", "0.1")])
+def test_weights_of_terms_and_settings_of_any_group_are_announced(tmp_path, part, was, is_now):
+    other = json.loads(json.dumps(part).replace("0.5", is_now))
+    assert check_resumable(RECORD | part, RECORD | other, tmp_path) == [f"{was} and is now {is_now}"]
+    assert check_resumable(RECORD, RECORD | {"config": other.get("config", {})}, tmp_path) == []  # of a version that recorded none
 
 
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path, monkeypatch):

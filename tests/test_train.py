@@ -208,6 +208,39 @@ def pixel_reference(shapes, tmp_path_factory) -> Path:
     return out
 
 
+def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_reference, tmp_path):
+    def drawn(checkpoint, *options):
+        try:
+            run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0", "num_steps=2", "guidance=cfg",
+                        f"out={tmp_path}/drawn.npz", "overwrite=true", *options)
+        except SystemExit as stop:
+            return str(stop.code)
+
+    run, small = tmp_path / "run", ("model.depth=3", "model.routes=[]", "label_dropout=0", "log.every=1")
+    scored = ("evaluate.every=9", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=2", "evaluate.num_steps=1")
+    for scales, code in (("[null,1.5]", 1), ("[null,1]", 0)):
+        result = train_here(run, shapes, "steps=1", *small, *scored, f"evaluate.guidance_scales={scales}")
+        assert result.returncode == code, result.stderr
+        assert (run / "config.yaml").exists() == (code == 0) == ("which label_dropout=0 does not train" not in result.stderr)
+    assert "they were trained without label dropout (label_dropout=0)" in drawn(run)
+    assert drawn(run, "scale=1") is None
+    child = tmp_path / "child"
+    assert train_here(child, shapes, "steps=1", *small, f"init_from={run}").returncode == 0
+    assert "label_dropout=0" in drawn(child)  # which began with weights that know none
+
+    folder = checkpoints.latest(run)
+    meta = checkpoints.read_meta(folder)
+    for key, guides in (("null_label", False), ("config", True)):  # a record of the first versions, and one that does not say
+        del meta[key]
+        checkpoints.save(tmp_path / key, {"ema": checkpoints.load(folder, "ema")}, meta)
+        assert (drawn(tmp_path / key) is None) == guides
+
+    assert train_here(run, shapes, "steps=2", *small, "label_dropout=0.5").returncode == 0
+    assert train_here(run, shapes, "steps=3", *small).returncode == 0  # whose null label is the one of the step before
+    assert train_here(tmp_path / "grandchild", shapes, "steps=1", *small, f"init_from={run}").returncode == 0
+    assert drawn(run) is drawn(tmp_path / "grandchild") is None
+
+
 def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_not_change_the_run(
         shapes, reference, pixel_reference, tmp_path):
     run = tmp_path / "run"

@@ -208,6 +208,8 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "parent": None, **({} if cfg.lora.rank is None else
            {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
+        "null_label": cfg.label_dropout > 0,
+        "config": cfg.model_dump(mode="json"),
         "history": [{"step": 0, "commit": commit(), "device": device_name(device),
                      "torch": torch.__version__, "tf32": multiplies_in_tf32(device)}],
     }

@@ -15,6 +15,7 @@ from runtime import files, ranks, sharding
 from runtime.schema import Count, NotNegative, Number, Whole, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
+from training.settings import WITHOUT_EFFECT
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.loading import Trained, find_weights, latest_checkpoint, load_base, load_like, load_trained
@@ -72,6 +73,33 @@ def differing(old: object, new: object) -> tuple[object, object]:
     return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
 
 
+def flat(settings: dict, around: str = "") -> dict[str, object]:
+    """Flattens nested settings to values by dotted place, without those of WITHOUT_EFFECT."""
+    leaves = {}
+    for name, value in settings.items():
+        if (place := around + name) not in WITHOUT_EFFECT:
+            leaves |= flat(value, f"{place}.") if isinstance(value, dict) else {place: value}
+    return leaves
+
+
+def without_weights(settings: dict) -> dict:
+    """Returns the settings of a diffusion or an objective without the weights of a loss's terms, which may change."""
+    return {key: without_weights(value) if isinstance(value, dict) else value
+            for key, value in settings.items() if not key.endswith("weight")}
+
+
+def numbers(record: dict) -> dict[str, object]:
+    """Returns the settings that change a run's numbers, by name; the run may resume with other values of most."""
+    diffusion, objective = with_objective(record["diffusion"], record.get("objective", {}))
+    config, network = record.get("config", {}), {"routes": [], **ROUTER_DEFAULTS, **record["network"]}
+    length = {"steps": config.get("steps")} if flat(config).get("optimizer.schedule") == "cosine" else {}
+    return {
+        **{key: record[key] for key in ("world", "seed", "batch_size")},
+        **{key: network[key] for key in ("routes", *ROUTER_DEFAULTS)}, **length, **flat(config),
+        **flat(diffusion_keywords(diffusion), "diffusion."), **flat(objective, "objective."),
+    }
+
+
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     """Compares a checkpoint's record with this run's; returns the changes that are allowed, as sentences.
 
@@ -79,8 +107,9 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     """
     def facts(record: dict) -> dict:
         _, objective = with_objective(record["diffusion"], record.get("objective", {}))
-        return {"network": architecture(record["network"]), "diffusion": diffusion_keywords(record["diffusion"]),
-                "objective": objective, "data set": record["data"]["fingerprint"],
+        return {"network": architecture(record["network"]),
+                "diffusion": without_weights(diffusion_keywords(record["diffusion"])),
+                "objective": without_weights(objective), "data set": record["data"]["fingerprint"],
                 "init_from": record.get("init_from"),
                 "adapter": {**(record.get("lora") or {"rank": None}), "base": None},
                 "optimizer": record.get("optimizer", "adamw")}
@@ -91,9 +120,9 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot go on: it has {old}, this "
                              f"command {new}. Start another run with name=<another>, or give the settings that "
                              f"it began with.")
-    was, is_now = ({"routes": [], **ROUTER_DEFAULTS, **record["network"], **record} for record in (meta, now))
-    return [f"{key} was {was[key]} and is now {is_now[key]}"
-            for key in ("world", "seed", "batch_size", "routes", *ROUTER_DEFAULTS) if was[key] != is_now[key]]
+    was, is_now = numbers(meta), numbers(now)
+    return [f"{key} was {was[key]} and is now {value}"
+            for key, value in is_now.items() if key in was and was[key] != value]
 
 
 def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_table: bool = False) -> Trained:
@@ -139,19 +168,29 @@ def resume(run: Run) -> Path | None:
     folder = latest_checkpoint(run.folder)
     if folder is not None:
         restore(run, folder)
-        return folder
-    require_no_steps(run)
+    else:
+        require_no_steps(run)
+        begin(run)
+    scales = run.cfg.evaluate.guidance_scales
+    if run.evaluation and not run.record["null_label"] and any(scale not in (None, 1) for scale in scales):
+        raise ValueError(f"evaluate.guidance_scales={scales} guides by the null label, which "
+                         f"label_dropout=0 does not train: set evaluate.guidance_scales=[null], or label_dropout=0.1.")
+    return folder
+
+
+def begin(run: Run) -> None:
+    """Loads the weights that a run starts from, if it names some; raises ValueError where they do not fit."""
     if run.cfg.init_from is not None:
         parent = open_parent(run.cfg.init_from, run.record, run.cfg.diffusion_name, run.cfg.new_label_table)
         if parent.inferred:
             run.accelerator.print(parent.inferred)
         run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
                                 **({"diffusion_name": parent.family} if parent.family else {})}
+        run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
         if "lora" in run.record:
             run.record["lora"]["base"] = str(parent.file)
         for net in (run.model, run.ema):
             adapters.load_base(net, parent.net.state_dict())
-    return None
 
 
 def restore(run: Run, folder: Path) -> None:
@@ -162,11 +201,13 @@ def restore(run: Run, folder: Path) -> None:
     now = run.record["history"][-1] | {"step": meta.step}  # another entry for another commit, device or torch
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]
-    for change in check_resumable(meta.model_dump(), run.record, run.folder):
-        accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
+    changes = check_resumable(meta.model_dump(), run.record, run.folder)
     if meta.step > cfg.steps:
         raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
                          f"steps, or start another run with name=<another>.")
+    for change in changes if meta.step < cfg.steps else []:
+        accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
+    run.record["null_label"] = not meta.null_label_untrained or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.lora is not None:  # whose checkpoints hold the adapter alone
@@ -195,7 +236,7 @@ def save(run: Run) -> None:
     meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
             "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not run.is_diverging(total),
             "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,
-            "config": cfg.model_dump(), "torch": torch.__version__}
+            "torch": torch.__version__}
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
@@ -213,25 +254,26 @@ def lock_run(run: Run) -> None:
 
 
 def prepare_folder(run: Run) -> None:
-    """Brings a run's folder to the run's step, and writes the settings to config.yaml."""
+    """Brings a run's folder to the run's step and writes config.yaml; a run without steps to take keeps its record."""
     for name in ("checkpoints", "samples"):  # fails now rather than at the first save
         (run.folder / name).mkdir(parents=True, exist_ok=True)
-    drop_after(run.folder, run.step or -1)  # a run that begins again evaluates its first network again
+    checkpoints.set_aside_after(run.folder, run.step or -1)
+    for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
+        for left in run.folder.glob(pattern):  # of killed writes
+            files.remove(left)
     # A kill may have come between the last save and its pruning.
     checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
-    if run.step < run.cfg.steps:
-        size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
-        needed = 4 * size  # the average, the weights, and the optimizer's two moments
-        files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
+    if 0 < run.cfg.steps <= run.step:
+        return
+    size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
+    needed = 4 * size  # the average, the weights, and the optimizer's two moments
+    files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
+    drop_after(run.folder, run.step or -1)  # a run that begins again evaluates its first network again
     files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
 
 
 def drop_after(run_dir: Path, step: int) -> None:
-    """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
-    checkpoints.set_aside_after(run_dir, step)
-    for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
-        for left in run_dir.glob(pattern):  # of killed writes
-            files.remove(left)
+    """Drops what a run wrote after `step`, which it now repeats: grids, metrics, scores."""
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()

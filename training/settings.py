@@ -126,6 +126,16 @@ class EvaluateSettings(Settings):
     batch_size: Count
 
 
+# Changes of these are not announced on resuming: names, places, what is shown, kept or only faster, and what the first
+# start alone reads. A record has the others' values, as null has become a number there.
+WITHOUT_EFFECT = {
+    "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "published", "decode_precision", "decode_batch_size",
+    "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "lora", "seed",
+    "batch_size", "steps", "model", "diffusion", "objective", "data.name", "data.path", "data.channels",
+    "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
+}
+
+
 class TrainSettings(Settings):
     name: Text
     run_dir: Location

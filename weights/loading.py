@@ -281,6 +281,7 @@ def describe(
     recorded_sha256: str | None = None, said: str = "",
 ) -> Trained:
     data, published = meta.data, {"published": meta.published} if meta.published else {}
+    net.null_label = net.null_label and not meta.null_label_untrained
     return Trained(
         net=net, diffusion=build_diffusion(meta.diffusion), autoencoder=data.autoencoder,
         convention=data.convention and Convention.read(data.convention),
