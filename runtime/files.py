@@ -69,6 +69,14 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
+def link(file: str | Path, to: str | Path) -> None:
+    """Gives a file a second name, or copies it where a disk has no such links."""
+    try:
+        os.link(file, to)
+    except OSError:
+        shutil.copyfile(file, to)
+
+
 def sync(path: Path) -> None:
     """Makes a file, or the renames in a folder, outlast a power cut."""
     descriptor = os.open(path, os.O_RDONLY)

@@ -18,7 +18,16 @@ from training.run import Run
 from training.settings import WITHOUT_EFFECT
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.loading import Trained, find_weights, latest_checkpoint, load_base, load_like, load_trained
+from weights.loading import (
+    Trained,
+    find_weights,
+    hold_base,
+    latest_checkpoint,
+    load_base,
+    load_like,
+    load_trained,
+    sha256_of,
+)
 from weights.records import (
     ROUTER_DEFAULTS,
     CheckpointRecord,
@@ -100,6 +109,17 @@ def numbers(record: dict) -> dict[str, object]:
     }
 
 
+def same_start(meta: dict, path: str | None) -> bool:
+    """Tells whether `init_from=path` is where a run of `meta` began: the same place, however spelled, or weights."""
+    began = meta.get("init_from")
+    if path is None or began is None or Path(path).resolve() == Path(began).resolve():
+        return (path is None) == (began is None)
+    try:
+        return sha256_of(find_weights(Path(path))[0]) == (meta.get("parent") or {}).get("weights_sha256")
+    except (OSError, ValueError):  # there are none
+        return False
+
+
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     """Compares a checkpoint's record with this run's; returns the changes that are allowed, as sentences.
 
@@ -114,6 +134,8 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
                 "adapter": {**(record.get("lora") or {"rank": None}), "base": None},
                 "optimizer": record.get("optimizer", "adamw")}
 
+    if same_start(meta, now.get("init_from")):
+        meta = meta | {"init_from": now.get("init_from")}
     for (fact, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
         if old != new:
             old, new = differing(old, new)
@@ -178,6 +200,11 @@ def resume(run: Run) -> Path | None:
     return folder
 
 
+def hold(run: Run, base: Trained) -> None:
+    if run.accelerator.is_main_process:
+        hold_base(base, run.folder)
+
+
 def begin(run: Run) -> None:
     """Loads the weights that a run starts from, if it names some; raises ValueError where they do not fit."""
     if run.cfg.init_from is not None:
@@ -188,7 +215,8 @@ def begin(run: Run) -> None:
                                 **({"diffusion_name": parent.family} if parent.family else {})}
         run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
         if "lora" in run.record:
-            run.record["lora"]["base"] = str(parent.file)
+            run.record["lora"]["base"] = str(parent.file.absolute())
+            hold(run, parent)
         for net in (run.model, run.ema):
             adapters.load_base(net, parent.net.state_dict())
 
@@ -212,9 +240,12 @@ def restore(run: Run, folder: Path) -> None:
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.lora is not None:  # whose checkpoints hold the adapter alone
         run.record["lora"] = meta.lora.model_dump()
-        base = load_base(meta, folder).net.state_dict()
+        base = load_base(meta, folder, cfg.init_from)
+        if base.folder is None or base.folder.resolve() != (run.folder / "base").resolve():
+            run.record["lora"]["base"] = str(base.file.absolute())
+            hold(run, base)
         for net in (run.model, run.ema):
-            adapters.load_base(net, base)
+            adapters.load_base(net, base.net.state_dict())
     adapters.load(run.model, checkpoints.load(folder, "model"))
     adapters.load(run.ema, checkpoints.load(folder, "ema"))
     training = checkpoints.load(folder, "training")

@@ -1,5 +1,7 @@
 """A plain record, a checkpoint or anybody's weights -> network, diffusion, sampler settings, guidance."""
 
+import contextlib
+import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
@@ -69,8 +71,7 @@ class Trained:
     @property
     def run_folder(self) -> Path | None:
         """The run of the checkpoint, or None for weights or a folder outside a run."""
-        folder = self.folder
-        return folder.parent.parent if folder is not None and folder.parent.name == "checkpoints" else None
+        return None if self.folder is None else run_of(self.folder)
 
     @property
     def inferred(self) -> str | None:
@@ -293,10 +294,43 @@ def describe(
     )
 
 
-def load_base(meta: CheckpointRecord, folder: Path) -> Trained:
-    """Loads the weights that the adapter in `folder` was trained on; raises ValueError where they differ."""
+def run_of(folder: Path) -> Path | None:
+    """Returns the run of a checkpoint folder, or None for a folder outside a run."""
+    return folder.parent.parent if folder.parent.name == "checkpoints" else None
+
+
+def hold_base(base: Trained, run: Path) -> None:
+    """Links or copies a run's checkpoint that an adapter starts from into its own run, as training may delete it."""
+    held = run / "base"
+    if base.run_folder is None or base.folder.resolve() == held.resolve():
+        return
+    with files.atomic_write(held) as partial:
+        if (earlier := base.run_folder / "base").is_dir():  # where the base is an adapter, too
+            shutil.copytree(earlier, partial / "base", copy_function=files.link)
+        partial.mkdir(exist_ok=True)
+        for file in (base.file, base.folder / "meta.json"):
+            files.link(file, partial / file.name)
+
+
+def is_base(file: Path, sha256: str | None) -> bool:
+    return file.is_file() and sha256_of(file) == sha256
+
+
+def load_base(meta: CheckpointRecord, folder: Path, moved: str | None = None) -> Trained:
+    """Loads the weights that the adapter in `folder` was trained on, from its run, their place, or where they moved to.
+
+    Raises ValueError where none of these has their SHA-256.
+    """
     base, parent = Path(meta.lora.base), meta.parent or ParentRecord()
-    if not base.is_file() or sha256_of(base) != parent.weights_sha256:
+    places = [(run_of(folder) or folder) / "base" / base.name, base]
+    found = next((file for file in places if is_base(file, parent.weights_sha256)), None)
+    if found is None and moved is not None:
+        with contextlib.suppress(ValueError):
+            file, _ = find_weights(Path(moved))
+            found = file if is_base(file, parent.weights_sha256) else None
+    if found is not None:
+        base = found
+    else:
         why = "is another file now: its SHA-256 differs" if base.is_file() else "is not there"
         raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} {why}. Put that file back; "
                          f"scripts/merge_lora.py makes weights that need no base.")

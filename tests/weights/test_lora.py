@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import json
 import shutil
 import sys
 
@@ -192,20 +191,48 @@ def test_an_adapter_may_be_trained_on_an_adapter(trained_run, command, tmp_path)
 
 def test_a_base_that_is_gone_or_has_changed_is_a_sentence(trained_run, parent, command, tmp_path, capsys):
     own = shutil.copytree(parent, tmp_path / "parent")
-    run = shutil.copytree(trained_run, tmp_path / "run")
+    run = shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("base"))  # as the first versions wrote it
     base = checkpoints.latest(own) / "ema.safetensors"
     for folder in checkpoints.all_steps(run):
         meta = checkpoints.read_meta(folder)
-        meta["lora"]["base"] = str(base)
-        (folder / "meta.json").write_text(json.dumps(meta))
+        meta["lora"]["base"], meta["init_from"] = str(base), str(own)
+        tensors = {name: checkpoints.load(folder, name) for name in ("ema", "model", "training")}
+        shutil.rmtree(folder)
+        checkpoints.save(folder, tensors, meta)
     base.write_bytes(base.read_bytes()[:-1] + b"\1")
     for says in ("is another file now: its SHA-256 differs. Put that file back", "is not there. Put that file back"):
         with pytest.raises(ValueError, match=says):
             load_trained(run)
         with pytest.raises(SystemExit) as ended:
-            command(run, parent, steps=6)
+            command(run, own, steps=6)
         assert says in str(ended.value) and str(base) in str(ended.value)
         base.unlink(missing_ok=True)
+
+
+def test_a_base_that_was_pruned_or_moved_is_known_by_its_hash(parent, command, tmp_path, monkeypatch):
+    own, run, second = shutil.copytree(parent, tmp_path / "own"), tmp_path / "run", tmp_path / "second"
+    command(run, own)
+    command(second, run, steps=2, **{"lora.rank": 2})  # an adapter on an adapter
+    wanted = drawn(second, tmp_path / "second.npz")
+    held = run / "base/ema.safetensors"
+    assert held.samefile(checkpoints.latest(own) / "ema.safetensors")  # which takes no room
+    moved = own.rename(tmp_path / "moved")
+    (tmp_path / "linked").symlink_to(moved)
+    monkeypatch.chdir(tmp_path)
+    for steps, spelled in enumerate((moved, "moved", tmp_path / "linked", checkpoints.latest(moved)), start=5):
+        command(run, spelled, steps=steps)
+    shutil.rmtree(run / "base")  # as in a run of the first versions, whose base is found where init_from says
+    command(run, moved, steps=9)
+    assert held.samefile(checkpoints.latest(moved) / "ema.safetensors")
+    other = shutil.copytree(parent, tmp_path / "other")
+    weights = {"ema": {key: value + 1 for key, value in network().state_dict().items()}}
+    checkpoints.save(checkpoints.step_folder(other, 8), weights, checkpoints.read_meta(checkpoints.latest(other)) | {"step": 8})
+    with pytest.raises(SystemExit) as ended:
+        command(run, other, steps=10)
+    assert "was trained with another init_from" in str(ended.value)
+    shutil.rmtree(moved)
+    shutil.rmtree(run)
+    assert np.array_equal(drawn(second, tmp_path / "again.npz"), wanted)
 
 
 def test_a_run_goes_on_with_its_own_adapter_only(trained_run, parent, command):
