@@ -12,6 +12,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from dit import DiT
+from objectives import DiffusionLoss, Objective, own_state, trained_parameters
 from runtime import ranks, sharding
 from runtime.device import require_plain_launch, set_float32
 
@@ -39,6 +40,18 @@ def compile_network(model: DiT, how: bool | str) -> None:
             block.forward = torch.compile(block.forward, **options)
     elif how:
         model.compile(**options)
+
+
+def share_buffers(objective: Objective | DiffusionLoss) -> None:
+    """Gives all ranks the main one's buffers of an objective before each call, as it is these that are saved."""
+    def share(*_: object) -> None:
+        trained = trained_parameters(objective)
+        for name, buffer in own_state(objective).items():
+            if name not in trained:
+                torch.distributed.broadcast(buffer, 0)
+
+    if own_state(objective).keys() - trained_parameters(objective).keys():
+        objective.register_forward_pre_hook(share)
 
 
 def check_float8(device: torch.device) -> None:
