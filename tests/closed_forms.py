@@ -65,6 +65,11 @@ def data_set(count: int = 64, shape: tuple[int, int, int] = (4, 8, 8), num_class
     return (x + 0.3 * wave((num_classes, *shape), 3)[y]).half().float(), y
 
 
+def spread_of(x: Tensor) -> Tensor:
+    """Returns standard deviations like latents x, for those that are stored as moments; exact in float16."""
+    return (0.05 + 0.05 * wave(tuple(x.shape), 5).abs()).half().float()
+
+
 class Replayed:
     """torch.rand, torch.randn and torch.randn_like, whose n-th numbers of a name are the same in whichever code asks.
 

@@ -15,7 +15,7 @@ import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
-from closed_forms import Replayed, begin, checksum, data_set, numbers, values_of, wave
+from closed_forms import Replayed, begin, checksum, data_set, numbers, spread_of, values_of, wave
 from conftest import run_command
 from safetensors.torch import load_file
 from test_data import write_folder
@@ -33,7 +33,8 @@ from training.optimizers import build_optimizer
 from weights import checkpoint as checkpoints
 from weights.records import build_network
 
-NAMES = {"train_step": "labels", "draw_sigma": "level", "draw_t": "level", "draw": "noise", "get_mask": "mask"}
+NAMES = {"train_step": "labels", "draw_sigma": "level", "draw_t": "level", "draw": "noise", "get_mask": "mask",
+         "loss": "noise", "draw_mask_noise": "mask", "to_latent": "moments"}
 
 
 def published(name: str) -> dict:
@@ -65,12 +66,13 @@ def their_time(monkeypatch):
 def train(tmp_path: Path, case: dict, network: dict, diffusion: dict, config: str, **settings) -> tuple[dict, dict, list[float]]:
     """Runs train.py on the weights and the data that both sides had; returns its weights, their average, and the losses."""
     x, y = data_set()
-    write_folder(tmp_path / "data", x.half().numpy(), y.numpy(), num_classes=10, autoencoder="none", scale=1.0)
+    stored = torch.cat([x, spread_of(x)], dim=1) if case.get("kind") == "moments" else x
+    write_folder(tmp_path / "data", stored.half().numpy(), y.numpy(), kind=case.get("kind", "sample"), num_classes=10,
+                 autoencoder="none", scale=1.0)
     state = begin(build_network(network)).state_dict()
     meta = {"step": 1, "network": network, "diffusion": diffusion, "data": {"autoencoder": "none", "class_names": None}}
     checkpoints.save(checkpoints.step_folder(tmp_path / "start", 1), {"ema": state, "model": state}, meta)
-    routes = [dict(zip(("start_layer_idx", "end_layer_idx", "selection_ratio"), route, strict=True)) for route in case["routes"]]
-    routes = "[" + ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}" for route in routes) + "]"
+    routes = "[" + ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}" for route in case["routes"]) + "]"
     run_command(
         main, "train.py", "model=dit", f"model.routes={routes}", f"diffusion={config}", run_dir=tmp_path / "run",
         **{"data.path": tmp_path / "data", "init_from": tmp_path / "start", "steps": case["steps"], "log.every": 1, "compile": False,
@@ -120,7 +122,7 @@ def assert_same_training(case: dict, model: dict, ema: dict, losses: list[float]
 
 
 def network_of(case: dict, ema: dict, **network) -> DiT:
-    net = DiT(**network, routes=[Route(*route) for route in case["routes"]])
+    net = DiT(**network, routes=[Route(**route) for route in case["routes"]])
     net.load_state_dict(ema)
     return net.eval()
 
@@ -138,7 +140,7 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=48, depth=
 @cases("tread", lambda case: case["precision"] == "fp32")
 def test_sixty_calls_of_train_step_are_sixty_steps_of_compvis_tread(case, replay, fresh_accelerator):
     replay(case)
-    net = begin(DiT(**NETWORK, routes=[Route(*route) for route in case["routes"]]))
+    net = begin(DiT(**NETWORK, routes=[Route(**route) for route in case["routes"]]))
     ema, objective = copy.deepcopy(net), DiffusionLoss(net, EDM())
     optimizer = build_optimizer(trained_parameters(objective), "adamw", betas=(0.9, 0.999), eps=1e-8, **case["optimizer"])
     (x, y), losses = data_set(), []
@@ -172,3 +174,13 @@ def test_train_py_ends_where_that_of_sit_does(case, tmp_path, replay, their_time
     assert_same_sample(case, "euler_maruyama", RF().sample(
         net, noise, y, num_steps=20, solver="euler_maruyama",
         randn_like=lambda z: numbers("sde", next(n), z.numel(), "randn").view(z.shape).to(z.dtype)))
+
+
+@cases("tread_v1")
+def test_train_py_ends_where_that_of_tread_nano_does(case, tmp_path, replay, fresh_accelerator):
+    replay(case)
+    model, ema, losses = train(tmp_path, case, NETWORK, {"name": "edm", "sigma_data": 0.5}, "edm_v1")
+    assert_same_training(case, model, ema, losses)
+    net, noise, y = network_of(case, ema, **NETWORK), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7])
+    for name, guidance in (("unguided", None), ("guided", Guidance(1.5))):
+        assert_same_sample(case, name, EDM().sample(net, noise, y, num_steps=18, guidance=guidance))
