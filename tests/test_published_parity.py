@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from closed_forms import amplitude_of, checksum, fill, phase, wave
 from torch import Tensor, nn
 
 from dit import DiT, DiT_models
@@ -24,29 +25,6 @@ TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, 
 
 
 # ---- The closed formulas: the published side evaluated these very functions ------------------------------------
-
-def phase(i: float, k: float) -> float:
-    # A chirp: 0.7·i alone would make every weight matrix of rank 2, and such a test would see little.
-    return 0.7 * i + 1.3 * k + 0.001 * i * i
-
-
-def wave(shape: tuple[int, ...], k: float = 0, amplitude: float = 1) -> Tensor:
-    """Returns amplitude·sin(phase(i, k)) at flat index i, computed in float64 and cast to float32."""
-    i = torch.arange(math.prod(shape), dtype=torch.float64)
-    return (amplitude * torch.sin(phase(i, k))).reshape(shape).float()
-
-
-def amplitude_of(weight: Tensor) -> float:
-    return math.sqrt(2 / weight[0].numel()) if weight.ndim > 1 else 0.1
-
-
-def fill(net: nn.Module) -> nn.Module:
-    """Gives every weight but the fixed pos_embed its closed form; k is the key's place in alphabetical order."""
-    weights = {key: weight for key, weight in net.state_dict().items() if key != "pos_embed"}
-    for k, key in enumerate(sorted(weights)):
-        weights[key].copy_(wave(weights[key].shape, k, amplitude_of(weights[key])))
-    return net.eval()
-
 
 class Pointwise(nn.Module):
     """A raw network without weights that reads x, its noise level and its label."""
@@ -80,11 +58,6 @@ def signature(shapes: dict[str, tuple[int, ...]]) -> str:
     """Hashes the sorted "key shape" lines of a state dict."""
     lines = "\n".join(f"{key} {tuple(shape)}" for key, shape in sorted(shapes.items()))
     return hashlib.sha256(lines.encode()).hexdigest()
-
-
-def checksum(x: Tensor) -> float:
-    """Projects x on a wave: it moves when any value moves or two change places."""
-    return (x.double() * wave(tuple(x.shape), 7).double()).sum().item()
 
 
 # ---- The comparisons -------------------------------------------------------------------------------------------

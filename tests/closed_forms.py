@@ -1,0 +1,115 @@
+"""What both sides of a comparison with published code evaluate: weights, inputs and random numbers, without our code."""
+
+import math
+import sys
+import zlib
+from collections import Counter
+from collections.abc import Mapping
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+
+def phase(i: float, k: float) -> float:
+    # A chirp: 0.7·i alone would make every weight matrix of rank 2, and such a test would see little.
+    return 0.7 * i + 1.3 * k + 0.001 * i * i
+
+
+def wave(shape: tuple[int, ...], k: float = 0, amplitude: float = 1) -> Tensor:
+    """Returns amplitude·sin(phase(i, k)) at flat index i, computed in float64 and cast to float32."""
+    i = torch.arange(math.prod(shape), dtype=torch.float64)
+    return (amplitude * torch.sin(phase(i, k))).reshape(shape).float()
+
+
+def amplitude_of(weight: Tensor) -> float:
+    return math.sqrt(2 / weight[0].numel()) if weight.ndim > 1 else 0.1
+
+
+@torch.no_grad()
+def fill(net: nn.Module) -> nn.Module:
+    """Gives every weight but the fixed pos_embed its closed form; k is the key's place in alphabetical order."""
+    weights = {key: weight for key, weight in net.state_dict().items() if key != "pos_embed"}
+    for k, key in enumerate(sorted(weights)):
+        weights[key].copy_(wave(weights[key].shape, k, amplitude_of(weights[key])))
+    return net.eval()
+
+
+@torch.no_grad()
+def begin(net: nn.Module) -> nn.Module:
+    """Fills a network and shrinks its weights, so that sixty steps move them by as much as their norm."""
+    for key, weight in fill(net).state_dict().items():
+        if key != "pos_embed":
+            weight.mul_(0.35)
+    return net
+
+
+def checksum(x: Tensor) -> float:
+    """Projects x on a wave: it moves when any value moves or two change places."""
+    return (x.double() * wave(tuple(x.shape), 7).double()).sum().item()
+
+
+# ---- training: the same data and the same random numbers -----------------------------------------------------------
+
+
+def numbers(name: str, n: int, count: int, distribution: str) -> Tensor:
+    """Returns `count` numbers, the n-th ones of their name; NumPy keeps the streams of RandomState as they are."""
+    stream = np.random.RandomState(zlib.crc32(f"{name} {count} {n}".encode()))
+    return torch.from_numpy((stream.random_sample if distribution == "rand" else stream.standard_normal)(count)).float()
+
+
+def data_set(count: int = 64, shape: tuple[int, int, int] = (4, 8, 8), num_classes: int = 10) -> tuple[Tensor, Tensor]:
+    """Returns latents (count, C, h, w), exact in float16 and of deviation 0.5 around a mean of their class, and labels."""
+    y = torch.arange(count) % num_classes
+    x = 0.4 * numbers("latents", 0, count * math.prod(shape), "randn").view(count, *shape)
+    return (x + 0.3 * wave((num_classes, *shape), 3)[y]).half().float(), y
+
+
+def spread_of(x: Tensor) -> Tensor:
+    """Returns standard deviations like latents x, for those that are stored as moments; exact in float16."""
+    return (0.05 + 0.05 * wave(tuple(x.shape), 5).abs()).half().float()
+
+
+class Replayed:
+    """torch.rand, torch.randn and torch.randn_like, whose n-th numbers of a name are the same in whichever code asks.
+
+    `names` are those of the functions that ask, and what the numbers are there; others get torch's own.
+    """
+
+    def __init__(self, names: Mapping[str, str]):
+        self.names, self.calls, self.real = names, Counter(), {name: getattr(torch, name) for name in self.functions}
+
+    functions = ("rand", "randn", "randn_like")
+
+    def replace(self, setattr=setattr) -> None:
+        for name in self.functions:
+            setattr(torch, name, getattr(self, name))
+
+    def draw(self, function: str, shape: tuple[int, ...], dtype: torch.dtype | None, original: tuple) -> Tensor:
+        name = self.names.get(sys._getframe(2).f_code.co_name)
+        name = "noise" if name == "level" and function == "randn_like" else name
+        if name is None:
+            return self.real[function](*original[0], **original[1])
+        n = self.calls[name]
+        self.calls[name] += 1
+        distribution = "rand" if function == "rand" else "randn"
+        return numbers(name, n, math.prod(shape), distribution).view(shape).to(dtype or torch.float32)
+
+    def rand(self, *shape, dtype=None, **rest) -> Tensor:
+        return self.draw("rand", flat(shape), dtype, (shape, {"dtype": dtype, **rest}))
+
+    def randn(self, *shape, dtype=None, **rest) -> Tensor:
+        return self.draw("randn", flat(shape), dtype, (shape, {"dtype": dtype, **rest}))
+
+    def randn_like(self, x, dtype=None, **rest) -> Tensor:
+        return self.draw("randn_like", tuple(x.shape), dtype or x.dtype, ((x,), {"dtype": dtype, **rest}))
+
+
+def flat(shape: tuple) -> tuple[int, ...]:
+    return tuple(shape[0]) if len(shape) == 1 and not isinstance(shape[0], int) else shape
+
+
+def values_of(weight: Tensor, count: int = 4) -> list[float]:
+    """Returns a checksum of a weight, and some of its values at equal distances."""
+    at = torch.linspace(0, weight.numel() - 1, min(count, weight.numel())).long()
+    return [checksum(weight), *weight.detach().flatten()[at].tolist()]

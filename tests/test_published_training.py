@@ -1,0 +1,186 @@
+"""Sixty steps of our train.py against sixty of the published trainers' own loops (tests/published/train_*.json).
+
+Theirs ran on a CPU, checkpoint included, on the weights, the data and the random numbers of closed_forms.py; each JSON
+names repository and commit, and what a CPU lacked and was replaced. Ours runs by its settings from a latent folder.
+"""
+
+import copy
+import itertools
+import json
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from accelerate import Accelerator
+from closed_forms import Replayed, begin, checksum, data_set, numbers, spread_of, values_of, wave
+from conftest import run_command
+from safetensors.torch import load_file
+from test_data import write_folder
+from torch import Tensor
+
+import latents.loader
+from dit import DiT, DiT_models
+from edm import EDM
+from guidance import Guidance
+from objectives import DiffusionLoss, trained_parameters
+from rf import RF
+from routing_module import Route
+from train import main, train_step, update_ema
+from training.optimizers import build_optimizer
+from weights import checkpoint as checkpoints
+from weights.records import build_network
+
+NAMES = {"train_step": "labels", "draw_sigma": "level", "draw_t": "level", "draw": "noise", "get_mask": "mask",
+         "loss": "noise", "draw_mask_noise": "mask", "to_latent": "moments"}
+
+
+def published(name: str) -> dict:
+    return json.loads((Path(__file__).parent / "published" / f"train_{name}.json").read_text())
+
+
+def cases(name: str, wanted: Callable[[dict], bool] = lambda case: True) -> pytest.MarkDecorator:
+    chosen = [case for case in published(name)["cases"] if wanted(case)]
+    return pytest.mark.parametrize("case", chosen, ids=[case["name"] for case in chosen])
+
+
+@pytest.fixture
+def replay(monkeypatch):
+    """Makes the random numbers and the order of the data those of a case."""
+    def by(case: dict) -> None:
+        Replayed(NAMES).replace(monkeypatch.setattr)
+        monkeypatch.setattr(latents.loader, "_plan", lambda *_: ((np.array(ids), None) for ids in case["order"]))
+    return by
+
+
+@pytest.fixture
+def their_time(monkeypatch):
+    """Has networks see time as SiT's do, whose data lie at t = 1 and whose velocity leads to them."""
+    velocity, draw_t = RF.velocity, RF.draw_t
+    monkeypatch.setattr(RF, "velocity", lambda self, net, z, t, y, routes=(): -velocity(self, net, z, 1 - t, y, routes))
+    monkeypatch.setattr(RF, "draw_t", lambda self, x: 1 - draw_t(self, x))
+
+
+def train(tmp_path: Path, case: dict, network: dict, diffusion: dict, config: str, **settings) -> tuple[dict, dict, list[float]]:
+    """Runs train.py on the weights and the data that both sides had; returns its weights, their average, and the losses."""
+    x, y = data_set()
+    stored = torch.cat([x, spread_of(x)], dim=1) if case.get("kind") == "moments" else x
+    write_folder(tmp_path / "data", stored.half().numpy(), y.numpy(), kind=case.get("kind", "sample"), num_classes=10,
+                 autoencoder="none", scale=1.0)
+    state = begin(build_network(network)).state_dict()
+    meta = {"step": 1, "network": network, "diffusion": diffusion, "data": {"autoencoder": "none", "class_names": None}}
+    checkpoints.save(checkpoints.step_folder(tmp_path / "start", 1), {"ema": state, "model": state}, meta)
+    routes = "[" + ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}" for route in case["routes"]) + "]"
+    run_command(
+        main, "train.py", "model=dit", f"model.routes={routes}", f"diffusion={config}", run_dir=tmp_path / "run",
+        **{"data.path": tmp_path / "data", "init_from": tmp_path / "start", "steps": case["steps"], "log.every": 1, "compile": False,
+           "batch_size": case["batch_size"], "precision": case["precision"], "samples.every": 0, "ema.decay": case["ema_decay"],
+           "cpu": True, "data.channels": 4, "data.input_size": 8, "data.num_classes": 10, **{f"model.{key}": network[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")},
+           **{f"optimizer.{key}": value for key, value in case["optimizer"].items()}, **settings})
+    end = checkpoints.latest(tmp_path / "run")
+    losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    return load_file(end / "model.safetensors"), load_file(end / "ema.safetensors"), losses
+
+
+def without_keys_bias(key: str, weight: Tensor) -> Tensor:
+    """Softmax ignores what a bias adds to all keys: its gradient is rounding alone, of which AdamW makes full steps."""
+    if not key.endswith("attn.qkv.bias"):
+        return weight
+    weight = weight.clone()
+    weight[len(weight) // 3 : 2 * len(weight) // 3] = 0
+    return weight
+
+
+def deviation(ours: dict, theirs: dict) -> float:
+    """Returns the largest difference of the weights that the JSON holds, and, for a checksum, that of its mean step."""
+    largest = 0.0
+    assert {key for key in ours if key != "pos_embed"} == theirs.keys()
+    for key, (total, *values) in theirs.items():
+        mine = values_of(without_keys_bias(key, ours[key]))
+        largest = max(largest, abs(mine[0] - total) / ours[key].numel() ** 0.5, *map(abs, np.subtract(mine[1:], values)))
+    return largest
+
+
+NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=48, depth=8, num_heads=4, num_classes=10)
+
+
+# ---- The comparisons -------------------------------------------------------------------------------------------------
+
+# bfloat16 has 8 bits, and processors add in other orders: the first steps tell whether the same is cast.
+BOUNDS = {"fp32": {"first": 1e-6, "loss": 1e-6, "weights": 1e-4, "ema": 1e-4},
+          "bf16": {"first": 1e-4, "loss": 1e-2, "weights": 2e-2, "ema": 1e-2}}
+
+
+def assert_same_training(case: dict, model: dict, ema: dict, losses: list[float]) -> None:
+    assert len(losses) == case["steps"] >= 60 and case["moved"] > 0.4
+    apart = np.abs(np.subtract(losses, case["loss"]))
+    found = {"first": apart[:3].max(), "loss": apart.max(), "weights": deviation(model, case["model"]),
+             "ema": deviation(ema, case["ema"])}
+    assert all(found[part] <= bound for part, bound in BOUNDS[case["precision"]].items()), (case["name"], found)
+
+
+def network_of(case: dict, ema: dict, **network) -> DiT:
+    net = DiT(**network, routes=[Route(**route) for route in case["routes"]])
+    net.load_state_dict(ema)
+    return net.eval()
+
+
+def assert_same_sample(case: dict, name: str, ours: Tensor) -> None:
+    total, *values = case["samples"][name]
+    close = 5e-2 if case["precision"] == "bf16" else 1e-4
+    assert ours.flatten()[::16].tolist() == pytest.approx(values, abs=close), name
+    assert checksum(ours) == pytest.approx(total, abs=close * ours.numel() ** 0.5), name
+
+
+NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=48, depth=8, num_heads=4, num_classes=10)
+
+
+@cases("tread", lambda case: case["precision"] == "fp32")
+def test_sixty_calls_of_train_step_are_sixty_steps_of_compvis_tread(case, replay, fresh_accelerator):
+    replay(case)
+    net = begin(DiT(**NETWORK, routes=[Route(**route) for route in case["routes"]]))
+    ema, objective = copy.deepcopy(net), DiffusionLoss(net, EDM())
+    optimizer = build_optimizer(trained_parameters(objective), "adamw", betas=(0.9, 0.999), eps=1e-8, **case["optimizer"])
+    (x, y), losses = data_set(), []
+    for ids in case["order"]:
+        loss, *_ = train_step(Accelerator(cpu=True), objective, objective, optimizer, x[ids], y[ids], {}, label_dropout=0.1,
+                              clip_norm=None, num_parts=1)
+        update_ema(ema, net, case["ema_decay"])
+        losses.append(loss.item())
+    assert_same_training(case, net.state_dict(), ema.state_dict(), losses)
+
+
+@cases("tread")
+def test_train_py_ends_where_that_of_compvis_tread_does(case, tmp_path, replay, fresh_accelerator):
+    replay(case)
+    model, ema, losses = train(tmp_path, case, NETWORK, {"name": "edm", "sigma_data": 0.5}, "edm")
+    assert_same_training(case, model, ema, losses)
+    net, noise, y = network_of(case, ema, **NETWORK), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7])
+    for name, guidance in (("unguided", None), ("guided", Guidance(1.5))):
+        assert_same_sample(case, name, EDM().sample(net, noise, y, num_steps=18, guidance=guidance))
+
+
+@cases("sit")
+def test_train_py_ends_where_that_of_sit_does(case, tmp_path, replay, their_time, monkeypatch, fresh_accelerator):
+    replay(case)
+    monkeypatch.setitem(DiT_models, "DiT-B/2", partial(DiT, learn_sigma=True))  # SiT has channels that it never reads
+    network = NETWORK | {"learn_sigma": True}
+    model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_uniform")
+    assert_same_training(case, model, ema, losses)
+    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7]), itertools.count()
+    assert_same_sample(case, "euler", RF().sample(net, noise, y, num_steps=20))
+    assert_same_sample(case, "euler_maruyama", RF().sample(
+        net, noise, y, num_steps=20, solver="euler_maruyama",
+        randn_like=lambda z: numbers("sde", next(n), z.numel(), "randn").view(z.shape).to(z.dtype)))
+
+
+@cases("tread_v1")
+def test_train_py_ends_where_that_of_tread_nano_does(case, tmp_path, replay, fresh_accelerator):
+    replay(case)
+    model, ema, losses = train(tmp_path, case, NETWORK, {"name": "edm", "sigma_data": 0.5}, "edm_v1")
+    assert_same_training(case, model, ema, losses)
+    net, noise, y = network_of(case, ema, **NETWORK), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7])
+    for name, guidance in (("unguided", None), ("guided", Guidance(1.5))):
+        assert_same_sample(case, name, EDM().sample(net, noise, y, num_steps=18, guidance=guidance))
