@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from accelerate import PartialState
 from pydantic import Field
@@ -19,7 +19,7 @@ from scoring.statistics import Reference
 from weights.records import DIFFUSIONS
 
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
-Metrics = Annotated[list[str], Field(min_length=1)]
+Metrics = Annotated[list[str], Field(min_length=1)] | Literal["all"]
 
 
 class Published(Settings):

@@ -1,8 +1,8 @@
 """The reference: statistics in ADM's keys, read, measured and written, and which metrics they allow."""
 
 import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,10 @@ from runtime.schema import first_line
 from scoring.feature_cache import SCORING_VERSION, FeatureCache
 from scoring.features import Extractor, describe_extractor, versions
 from scoring.image_sets import Images, evenly, open_images
+from scoring.metrics import SUBSET
 from scoring.tally import FEATURE_KEYS, Tally, measure
 
-NEIGHBOURS = 10_000  # images of a folder that precision and recall look at, evenly spread: as many as ADM's npz have
+NEIGHBOURS = 10_000  # images of a folder that all but distances look at, evenly spread: as many as ADM's npz have
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Reference:
 
         What was measured is kept, and read by every later command with the same images and features.
         """
-        needs_pool = "precision" in metrics or "recall" in metrics
+        needs_pool = extractor.of_features & {*metrics}
         if self.is_complete or (not needs_pool and "pool" in self.statistics):
             return
         state, file = PartialState(), kept_file(self.images, extractor)
@@ -173,16 +174,38 @@ def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Imag
             files.write_array(archive, "arr_0", (images.read(indices).cpu().numpy() for indices in batches), num_images)
 
 
-def available_metrics(extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None) -> list[str]:
-    """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other."""
+def open_references(
+    paths: list[str], extractors: list[Extractor], resolution: int | None, device: torch.device | str,
+) -> Iterator[Reference]:
+    """Opens a reference for each extractor; one that several share, and that is no npz, is looked at once."""
+    opened: dict[str, Reference] = {}
+    for path, extractor in zip(paths, extractors, strict=True):
+        if path not in opened or Path(path).suffix == ".npz":
+            opened[path] = open_reference(path, extractor, resolution, device)
+        yield replace(opened[path])  # with statistics of its own
+
+
+def available_metrics(
+    extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None, count: int | None = None,
+) -> list[str]:
+    """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other.
+
+    Asked for none, it leaves out KID and MIND, which cost time; asked for "all", it does not. `count` is the number of
+    images to be scored, where it is known.
+    """
     why = {extractor.distance: None}  # a metric -> why it cannot be measured
     if "spatial" in extractor.sizes:
         has = "spatial" in reference.statistics or (not reference.statistics and reference.images)
         why["sfid"] = None if has else "the reference has no mu_s and sigma_s"
         why["inception_score"] = None
     why["precision"] = why["recall"] = None if reference.images else "the reference has no images under arr_0"
-    if asked is None:
-        return [name for name, reason in why.items() if reason is None]
+    why |= dict.fromkeys((extractor.kernel, extractor.monge), why["precision"])
+    fewest = min(reference.images.count if reference.images else SUBSET, SUBSET if count is None else count)
+    if fewest < SUBSET and not why[extractor.kernel]:
+        why[extractor.kernel] = f"its subsets have {SUBSET} images, and there are {fewest}"
+    if asked is None or asked == "all":
+        left_out = () if asked else (extractor.kernel, extractor.monge)
+        return [name for name, reason in why.items() if reason is None and name not in left_out]
     for name in asked:
         if name not in why:
             raise ValueError(f"metrics={list(asked)}: features={extractor.name} give {', '.join(why)}, not {name}.")

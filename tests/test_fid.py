@@ -14,13 +14,14 @@ import pytest
 import torch
 from conftest import run_command
 from PIL import Image
-from scipy import linalg
+from scipy import linalg, optimize
 from test_prepare_latents import prepare
 from training_runs import write_run
 
 import fid
 from runtime import files
 from scoring import drawing, evaluation, feature_cache, image_sets, metrics
+from scoring import statistics as statistics_module
 from scoring.features import EXTRACTORS, Extractor, load
 from scoring.results import describe_classes, read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference
@@ -155,6 +156,82 @@ def test_too_few_images_for_neighbours_are_a_sentence():
         metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
 
+# ---- the kernel distance and MIND
+
+
+def waves(count, size, step, scale=1.0):
+    """Features that any machine makes alike."""
+    return (torch.arange(count * size, dtype=torch.float64).view(count, size) * step).sin().mul(1.5).exp() * scale
+
+
+def test_the_kernel_distance_is_torch_fidelitys(monkeypatch):
+    from torch_fidelity.metric_kid import kid_features_to_metric
+
+    images, reference = waves(150, 64, 1.7), waves(200, 64, 2.3, 1.02)
+    assert (metrics.SUBSETS, metrics.SUBSET) == (100, 1000)
+    monkeypatch.setattr(metrics, "SUBSETS", 7)
+    monkeypatch.setattr(metrics, "SUBSET", 100)
+    theirs = kid_features_to_metric(images, reference, kid_subsets=7, kid_subset_size=100, verbose=False)
+    found = metrics.kernel_distance(images, reference)
+    assert found == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-10)
+    assert metrics.kernel_distance(reference, images) != pytest.approx(found, rel=1e-6)  # the images' subset comes first
+
+
+def test_the_kernel_distance_of_one_distribution_is_nothing_and_unbiased(monkeypatch):
+    monkeypatch.setattr(metrics, "SUBSETS", 60)
+    monkeypatch.setattr(metrics, "SUBSET", 50)
+    one, other = normal(4000, 32, seed=1), normal(4000, 32, seed=2)
+    assert abs(metrics.kernel_distance(one, other)) < 0.01  # with the diagonals it is 0.29
+    with pytest.raises(ValueError, match="subsets of 50 images: 40 images against 4000 are too few"):
+        metrics.kernel_distance(one[:40], other)
+
+
+def test_mind_is_what_torch_fidelity_gives():
+    images, reference = waves(1200, 64, 1.7), waves(1500, 64, 2.3, 1.02)
+    # toshas/torch-fidelity 5e211a9, mind_features_to_metric, which is newer than the release 0.4.0.
+    assert metrics.monge_distance(images, reference) == pytest.approx(145.21056747, rel=1e-6)
+    assert metrics.monge_distance(images, reference[:1200]) == pytest.approx(143.81302643, rel=1e-6)
+
+
+def test_mind_is_the_mean_over_directions_of_the_cheapest_transport(monkeypatch):
+    monkeypatch.setattr(metrics, "PROJECTIONS", 5)
+    images, reference = normal(80, 12, seed=1), 2 * normal(80, 12, seed=2) + 0.5
+    directions = torch.randn(5, 12, generator=torch.Generator().manual_seed(2020)).double()
+    costs = []
+    for direction in directions / directions.norm(dim=1, keepdim=True):
+        apart = ((images @ direction)[:, None] - reference @ direction).square().numpy()
+        costs.append(apart[optimize.linear_sum_assignment(apart)].mean())
+    assert metrics.monge_distance(images, reference) == pytest.approx(3 * 12 * np.mean(costs), rel=1e-6)
+
+
+def test_mind_of_a_shift_is_three_times_its_square_as_no_direction_is_preferred():
+    images, shift = normal(500, 24), normal(24, seed=1)
+    assert metrics.monge_distance(images + shift, images) == pytest.approx(3 * shift.square().sum().item(), rel=0.1)
+    assert metrics.monge_distance(images, images) == 0
+    assert metrics.monge_distance(2 * images, images) == pytest.approx(3 * images.square().sum(1).mean().item(), rel=0.1)
+
+
+def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monkeypatch):
+    pixels, images = load("pixels"), shapes(60, seed=5)
+    reference = open_reference(reference_npz, pixels)
+    batches = [(torch.arange(60), images)]
+    with pytest.raises(ValueError, match="kd_pixels cannot be measured, as its subsets have 1000 images, and there are 60"):
+        evaluation.score_images(batches, 60, reference, pixels, metrics=["kd_pixels"])
+    for module in (metrics, statistics_module):
+        monkeypatch.setattr(module, "SUBSET", 50)
+    found = evaluation.score_images(batches, 60, reference, pixels, metrics="all")
+    assert list(found) == ["fd_pixels", "precision", "recall", "kd_pixels", "mind_pixels"]
+    pools = pixels.compute(images)["pool"], pixels.compute(shapes(120))["pool"]
+    assert found["kd_pixels"] == pytest.approx(metrics.kernel_distance(*pools), rel=1e-6)
+    assert found["mind_pixels"] == pytest.approx(metrics.monge_distance(*pools), rel=1e-6)
+    assert list(evaluation.score_images(batches, 60, reference, pixels)) == ["fd_pixels", "precision", "recall"]
+
+
+def test_kid_is_inceptions_and_kdd_dinov2s():
+    names = [(named.kernel, named.monge) for named in (replace(load("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
+    assert names == [("kid", "mind"), ("kdd", "mind_dinov2"), ("kd_x", "mind_x")]
+
+
 # ---- evaluate, as training calls it
 
 
@@ -232,7 +309,7 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
     reference = open_reference(tmp_path / "ref.npz", adm)
     assert available_metrics(adm, reference) == ["fid", "inception_score"]
-    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("kid", "not kid")):
+    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("vgg", "not vgg"), ("kid", "no images under arr_0")):
         with pytest.raises(ValueError, match=why):
             available_metrics(adm, reference, [name])
 
