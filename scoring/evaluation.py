@@ -35,6 +35,12 @@ class Judge:
     reference: Reference
     metrics: Iterable[str] | None = None    # None: all that `available_metrics` lists
     keep: FeatureCache | None = None
+    floor: Reference | None = None          # a second real set: adds its distance, and FDr
+
+    @property
+    def names(self) -> list[str]:
+        """Names the scores that come out."""
+        return [*self.metrics, *(("floor", "fdr") if self.floor else ())]
 
 
 def score_on(judges: list[Judge], batches: Indexed, count: int, progress: str | None = None) -> list[dict[str, float]]:
@@ -43,20 +49,21 @@ def score_on(judges: list[Judge], batches: Indexed, count: int, progress: str | 
     for judge in judges:
         judge.metrics = available_metrics(judge.extractor, judge.reference, judge.metrics, count)
         judge.reference.complete(judge.extractor, judge.metrics)
+        if judge.floor:
+            judge.floor.complete(judge.extractor, [judge.extractor.distance])
         of_features = judge.extractor.of_features & {*judge.metrics}
         tally = Tally(judge.extractor, count, state.device, count if of_features else 0)
         parts.append((tally, judge.extractor, judge.keep))
     fill(parts, batches, progress)
     scores: list[dict[str, float] | None] = [None] * len(judges)
     if state.is_main_process:
-        scores = [score(tally, judge.reference, judge.extractor, judge.metrics)
-                  for (tally, *_), judge in zip(parts, judges, strict=True)]
+        scores = [score(tally, judge) for (tally, *_), judge in zip(parts, judges, strict=True)]
     return broadcast_object_list(scores) if state.num_processes > 1 else scores
 
 
-def score(tally: Tally, reference: Reference, extractor: Extractor, metrics: list[str]) -> dict[str, float]:
-    """Computes the scores of `metrics`, in their order."""
-    scores = {}
+def score(tally: Tally, judge: Judge) -> dict[str, float]:
+    """Computes the scores of a judge's metrics, in their order."""
+    extractor, reference, metrics, scores = judge.extractor, judge.reference, judge.metrics, {}
     for name, feature in ((extractor.distance, "pool"), ("sfid", "spatial")):
         if name in metrics:
             mu, sigma = tally.moments[feature].mean_and_covariance()
@@ -72,4 +79,8 @@ def score(tally: Tally, reference: Reference, extractor: Extractor, metrics: lis
         for name, distance in ((extractor.kernel, kernel_distance), (extractor.monge, monge_distance)):
             if name in metrics:
                 scores[name] = distance(tally.pool.to(device), reference.pool.to(device))
-    return {name: scores[name] for name in metrics}
+    scores = {name: scores[name] for name in metrics}
+    if judge.floor:  # arXiv 2604.28190
+        scores["floor"] = frechet_distance(*judge.floor.statistics["pool"], *reference.statistics["pool"])
+        scores["fdr"] = scores[extractor.distance] / scores["floor"]
+    return scores

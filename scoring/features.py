@@ -61,6 +61,11 @@ class Extractor:
         return "mind" if self.distance == "fid" else f"mind_{self.distance[3:]}"
 
     @property
+    def gives(self) -> set[str]:
+        """Names all metrics on these features, whatever the reference is."""
+        return {self.distance, *self.of_features, *(("sfid", "inception_score") if "spatial" in self.sizes else ())}
+
+    @property
     def of_features(self) -> set[str]:
         """Names the metrics that need the images' features, not their statistics alone."""
         return {"precision", "recall", self.kernel, self.monge}
@@ -364,10 +369,11 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
 EXTRACTORS = {"adm": adm, "inception": inception, "dinov2": dinov2, "pixels": pixels, "torchscript": torchscript}
 
 
-def is_known(name: str) -> str:
-    if name not in EXTRACTORS and not name.startswith(TIMM):
-        raise ValueError(f"features={name}: there are {', '.join(EXTRACTORS)} and {TIMM}<a network of timm's>.")
-    return name
+def are_known(names: str | list[str]) -> str | list[str]:
+    for name in [names] if isinstance(names, str) else names:
+        if name not in EXTRACTORS and not name.startswith(TIMM):
+            raise ValueError(f"features={name}: there are {', '.join(EXTRACTORS)} and {TIMM}<a network of timm's>.")
+    return names
 
 
-Features = Annotated[str, AfterValidator(is_known)]
+Features = Annotated[str, AfterValidator(are_known)]

@@ -97,6 +97,7 @@ def keep_measured(file: Path, measured: dict[str, Tensor]) -> None:
 
 def open_reference(
     path: str | Path, extractor: Extractor, resolution: int | None = None, device: torch.device | str = "cpu",
+    key: str = "reference",  # the setting that names the path, for messages
 ) -> Reference:
     """Opens and checks statistics in ADM's keys (mu, sigma, mu_s, sigma_s), images as `open_images` does, or both.
 
@@ -105,12 +106,12 @@ def open_reference(
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"reference={path} does not exist: give images, or statistics in an npz. docs/evaluation.md "
+        raise ValueError(f"{key}={path} does not exist: give images, or statistics in an npz. docs/evaluation.md "
                          f"says where to get ADM's.")
     if path.suffix != ".npz":
-        images = open_images("reference", str(path), resolution, device)
+        images = open_images(key, str(path), resolution, device)
         if images.count < 2:
-            raise ValueError(f"reference={path} holds {images.count} images, and at least two are needed.")
+            raise ValueError(f"{key}={path} holds {images.count} images, and at least two are needed.")
         images.neighbours = NEIGHBOURS
         return Reference({}, images, images.record | {"images": images.count, "statistics": []})
     try:
@@ -119,16 +120,16 @@ def open_reference(
             small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
             found = {key: np.asarray(arrays[key]) for key in small}
     except Exception as error:  # numpy and zipfile each have their own
-        raise ValueError(f"reference={path} is not an npz that can be read: {first_line(error)}.") from error
+        raise ValueError(f"{key}={path} is not an npz that can be read: {first_line(error)}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
-        raise ValueError(f"reference={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
+        raise ValueError(f"{key}={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
                          f"needed (and mu_s, sigma_s for sFID), or images under arr_0.")
     space, digest = (str(found.get(key, "")) for key in ("space", "weights_sha256"))
     if space and space != extractor.space:
-        raise ValueError(f"reference={path} was measured on {space} features, and features={extractor.name} are "
+        raise ValueError(f"{key}={path} was measured on {space} features, and features={extractor.name} are "
                          f"{extractor.space}: make the reference again with the same features.")
     if digest and digest.startswith(f"{extractor.name}:") and digest != f"{extractor.name}:{extractor.sha256}":
-        raise ValueError(f"reference={path} was measured with weights of SHA-256 {digest.partition(':')[2]}, and those "
+        raise ValueError(f"{key}={path} was measured with weights of SHA-256 {digest.partition(':')[2]}, and those "
                          f"at {extractor.weights} have {extractor.sha256}.")
     statistics = {}
     for name, (mu, sigma) in FEATURE_KEYS.items():
@@ -137,12 +138,12 @@ def open_reference(
         size = extractor.sizes[name]
         for key, shape in ((mu, (size,)), (sigma, (size, size))):
             if found[key].shape != shape:
-                raise ValueError(f"reference={path} has {key} of shape {found[key].shape}, but "
+                raise ValueError(f"{key}={path} has {key} of shape {found[key].shape}, but "
                                  f"features={extractor.name} need {shape}: it was made with other features.")
             if not np.isfinite(found[key]).all():
-                raise ValueError(f"reference={path} has values in {key} that are not finite: get or make it again.")
+                raise ValueError(f"{key}={path} has values in {key} that are not finite: get or make it again.")
         statistics[name] = tuple(torch.from_numpy(found[key].astype(np.float64)) for key in (mu, sigma))
-    images = open_images("reference", str(path)) if "arr_0" in keys else None
+    images = open_images(key, str(path)) if "arr_0" in keys else None
     record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
 
@@ -175,13 +176,13 @@ def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Imag
 
 
 def open_references(
-    paths: list[str], extractors: list[Extractor], resolution: int | None, device: torch.device | str,
+    key: str, paths: list[str], extractors: list[Extractor], resolution: int | None, device: torch.device | str,
 ) -> Iterator[Reference]:
     """Opens a reference for each extractor; one that several share, and that is no npz, is looked at once."""
     opened: dict[str, Reference] = {}
     for path, extractor in zip(paths, extractors, strict=True):
         if path not in opened or Path(path).suffix == ".npz":
-            opened[path] = open_reference(path, extractor, resolution, device)
+            opened[path] = open_reference(path, extractor, resolution, device, key)
         yield replace(opened[path])  # with statistics of its own
 
 

@@ -637,3 +637,100 @@ def test_a_full_disk_is_named_and_leaves_no_temporary_file(tmp_path, reference_n
     result = forked.run("-c", WRITERS, tmp_path, reference_npz, file_size=1024)
     assert result.stdout.splitlines() == [f"File too large {name}" for name in ("results.jsonl", "00000000.safetensors", "ref.npz")], result.stderr
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "ref.npz").exists()
+
+
+# ---- several networks, a floor, and the table of a paper
+
+
+@pytest.fixture
+def networks(tmp_path):
+    """The settings of three networks: pixels, and two TorchScript ones that stand in for any others."""
+    class Coarse(torch.nn.Module):
+        def forward(self, images):
+            return torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 4).flatten(1)
+
+    class Rows(torch.nn.Module):
+        def forward(self, images):
+            return torch.nn.functional.adaptive_avg_pool2d(images.float() / 9, [5, 1]).flatten(1)
+
+    for name, network in (("coarse", Coarse()), ("rows", Rows())):
+        torch.jit.script(network).save(tmp_path / f"{name}.pt")
+    return dict(features=["pixels", "torchscript", "torchscript"], features_weights=[None, f"{tmp_path}/coarse.pt", f"{tmp_path}/rows.pt"])
+
+
+def rows_of(tmp_path):
+    return read_results(tmp_path / "results.jsonl")
+
+
+def test_several_networks_score_images_that_are_drawn_once(tmp_path, run_folder, reference_npz, networks, monkeypatch):
+    drawn, draw = [], drawing.Drawing.draw
+
+    def counted(self, todo):
+        for indices, images in draw(self, todo):
+            drawn.extend(indices[indices >= 0].tolist())  # without copies
+            yield indices, images
+
+    monkeypatch.setattr(drawing.Drawing, "draw", counted)
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=20, num_steps=2, keep_features=True)
+    alone = [command(tmp_path, **options)["metrics"]]  # pixels, whose features are kept
+    command(tmp_path, **options, **networks)
+    assert sorted(drawn) == sorted(2 * [*range(20)])
+    _, *rows = rows_of(tmp_path)
+    assert [row["resumed_images"] for row in rows] == [20, 0, 0] and rows[0]["metrics"] == pytest.approx(alone[0], rel=1e-9)
+    for row, weights in zip(rows, networks["features_weights"], strict=True):
+        one = command(tmp_path, **options, features=row["extractor"]["name"], **({"features_weights": weights} if weights else {}))
+        assert one["resumed_images"] == 20 and one["metrics"] == pytest.approx(row["metrics"], rel=1e-9)
+    command(tmp_path, **options, **networks)
+    assert len(drawn) == 40  # all is kept
+
+
+def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_sets(tmp_path, reference_npz, networks, capsys):
+    np.save(tmp_path / "drawn.npy", shapes(70, seed=4).numpy() // 2)
+    np.save(tmp_path / "floor.npy", shapes(90, seed=8).numpy())
+    options = dict(images=tmp_path / "drawn.npy", reference=reference_npz, floor=tmp_path / "floor.npy", metrics=["fd_pixels", "fd_torchscript", "recall"])
+    command(tmp_path, **options, **networks)
+    ratios = []
+    for row, name, weights in zip(rows_of(tmp_path), networks["features"], networks["features_weights"], strict=True):
+        network = load(name, weights)
+        own, real, floor = (statistics(network.compute(images)["pool"].double()) for images in (
+            shapes(70, seed=4) // 2, shapes(120), shapes(90, seed=8)))
+        unit = fid.frechet_distance(*floor, *real)
+        ratios.append(fid.frechet_distance(*own, *real) / unit)
+        assert list(row["metrics"]) == [network.distance, "recall", "floor", "fdr"] and row["floor"]["path"].endswith("floor.npy")
+        assert (row["metrics"]["floor"], row["metrics"]["fdr"]) == pytest.approx((unit, ratios[-1]), rel=1e-6)
+    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["none"]]
+    assert float(line[-1]) == pytest.approx(np.mean(ratios), rel=1e-4) and len({*ratios}) == 3
+    for floor, why in ((reference_npz, "between them is 0"), (tmp_path / "none.npy", "does not exist")):
+        with pytest.raises(SystemExit, match=why):
+            command(tmp_path, **{**options, "floor": floor})
+
+
+@pytest.mark.parametrize(("given", "why"), [
+    (dict(features=["pixels", "vgg"]), "features=vgg: there are adm, .*timm:"),
+    (dict(features=["pixels", "torchscript"], features_weights="x.pt"), r"features_weights=x.pt is for 1 networks, and features= names 2: .*or null"),
+    (dict(features=["pixels", "pixels"], metrics=["fd_dinov2"]), "features=pixels give .*, not fd_dinov2"),
+    (dict(metrics=["kd_pixels"]), "its subsets have 1000 images, and there are 120"),
+    (dict(guidance_scales=[None, 2]), "guidance_scales=.* would change nothing"),
+])
+def test_what_several_networks_cannot_do_is_a_sentence_before_anything_is_measured(given, why, tmp_path, reference_npz):
+    with pytest.raises(SystemExit, match=why):
+        command(tmp_path, images=reference_npz, reference=reference_npz, **given)
+    assert not rows_of(tmp_path)
+
+
+def test_one_command_scores_unguided_and_guided_and_prints_a_papers_table(tmp_path, run_folder, reference_npz, capsys):
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=12, num_steps=3, guidance_scales=[None, 2.0])
+    command(tmp_path, **options, table="markdown")
+    unguided, guided = rows_of(tmp_path)
+    assert unguided["source"]["guidance"] is None and guided["source"]["guidance"]["scale"] == 2
+    summary = "12 images; EDM, heun sampler, 3 steps, NFE {}, fp32; weights ema at step 7; labels balanced; seeds 100000-100011"
+    assert [row["summary"] for row in (unguided, guided)] == [summary.format(5), summary.format(10)]
+    written = capsys.readouterr().out.split("| guidance |")[1].splitlines()
+    assert written[0] == " fd_pixels | P | R |" and written[1] == "| --- | ---: | ---: | ---: |"
+    assert written[2].split(" | ")[:2] == ["| none", f"{unguided['metrics']['fd_pixels']:.5g}"]
+    assert f"| {guided['metrics']['fd_pixels']:.5g} |" in written[3] and "scale 2" in written[3]
+    assert written[5:7] == [unguided["summary"], guided["summary"]]
+    command(tmp_path, **options, table="latex")  # reads the rows
+    latex = capsys.readouterr().out
+    assert len(rows_of(tmp_path)) == 2 and r"guidance & fd\_pixels & P & R \\" in latex
+    assert rf"none & {unguided['metrics']['fd_pixels']:.5g} &" in latex and latex.count(r"\\") == 3
