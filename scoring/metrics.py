@@ -1,4 +1,4 @@
-"""Features -> statistics -> scores: FID, sFID, Inception Score, precision and recall, as ADM's evaluator has them.
+"""Features -> statistics -> scores: FID, sFID, Inception Score, precision, recall as ADM has them, and KID and MIND.
 
 Mathematics on tensors alone. Where several processes share the work, the caller brings what sums over them.
 """
@@ -7,12 +7,16 @@ import contextlib
 import math
 from collections.abc import Callable, Iterator
 
+import numpy as np
 import torch
 from scipy.linalg.lapack import dpstrf
 from torch import Tensor
 
 SPLIT = 5000        # images of one Inception Score; the score of a set is the mean over its splits
 NEIGHBOUR = 3       # precision and recall: a ball reaches to the third nearest neighbour
+SUBSETS, SUBSET = 100, 1000     # KID: how many are drawn of either set, and of how many images each
+PROJECTIONS = 1000  # MIND: random directions
+DRAWN_FROM = 2020   # the seed of both, as torch-fidelity has it
 BLOCK = 10000       # rows and columns of distances that ADM's evaluator looks at in one piece
 
 OverRanks = Callable[[Tensor], Tensor]  # sums a tensor over all processes
@@ -187,6 +191,41 @@ def precision_recall(reference: Tensor, images: Tensor) -> tuple[float, float]:
                     within_images[rows] |= (part <= image_radii[columns]).any(1)
                     within_reference[columns] |= (part <= reference_radii[rows, None]).any(0)
     return within_reference.double().mean().item(), within_images.double().mean().item()
+
+
+def kernel_distance(images: Tensor, reference: Tensor) -> float:
+    """Computes KID (Bińkowski et al., arXiv 1801.01401): the unbiased squared MMD for the kernel (x·y / D + 1)³.
+
+    It is the mean over 100 subsets of 1000 of the features (N, D) and (M, D), drawn as torch-fidelity draws them.
+    Raises ValueError for sets smaller than a subset.
+    """
+    if min(len(images), len(reference)) < SUBSET:
+        raise ValueError(f"KID draws subsets of {SUBSET} images: {len(images)} images against {len(reference)} are "
+                         f"too few.")
+    rng, distances = np.random.RandomState(DRAWN_FROM), []
+    for _ in range(SUBSETS):
+        x, y = (features[rng.choice(len(features), SUBSET, replace=False)].double() for features in (images, reference))
+        xx, yy, xy = ((a @ b.T / a.shape[1] + 1) ** 3 for a, b in ((x, x), (y, y), (x, y)))
+        within = (xx.sum() - xx.trace() + yy.sum() - yy.trace()) / (SUBSET * (SUBSET - 1))
+        distances.append(within - 2 * xy.mean())
+    return torch.stack(distances).mean().item()
+
+
+def monge_distance(images: Tensor, reference: Tensor) -> float:
+    """Computes MIND (Berthet et al., arXiv 2605.06797): 3 D times the mean squared 1-D Wasserstein-2 distance.
+
+    Features (N, D) and (M, D) are projected onto 1000 random directions, and sorted there. Of the larger set as many
+    as the smaller has are drawn. Both draws are those of torch-fidelity.
+    """
+    generator, count = torch.Generator().manual_seed(DRAWN_FROM), min(len(images), len(reference))
+    x, y = (features if len(features) == count else
+            features[torch.randperm(len(features), generator=generator)[:count].to(features.device)]
+            for features in (images, reference))
+    directions = torch.randn(PROJECTIONS, x.shape[1], generator=generator)
+    directions = (directions / directions.norm(dim=1, keepdim=True)).to(x.device, torch.float64)
+    squares = [(x.double() @ some.T).sort(0).values.sub((y.double() @ some.T).sort(0).values).square().mean()
+               for some in directions.split(100)]
+    return 3 * x.shape[1] * torch.stack(squares).mean().item()
 
 
 @contextlib.contextmanager

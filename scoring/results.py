@@ -3,7 +3,7 @@
 import json
 import time
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 from accelerate import PartialState
 from pydantic import Field
@@ -18,8 +18,9 @@ from scoring.features import Extractor, describe_extractor, versions
 from scoring.statistics import Reference
 from weights.records import DIFFUSIONS
 
+BALANCED = "class seed % number of classes"  # how a drawing's record puts it
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
-Metrics = Annotated[list[str], Field(min_length=1)]
+Metrics = Annotated[list[str], Field(min_length=1)] | Literal["all"]
 
 
 class Published(Settings):
@@ -60,6 +61,7 @@ def result_row(
     extractor: Extractor,
     reference: Reference,
     *,
+    floor: Reference | None = None,     # a second real set, whose distance is the unit of FDr
     seconds: float,
     batch_size: int,
     image_rule: str,                    # how uint8 was made
@@ -69,13 +71,26 @@ def result_row(
     """Makes a row of results.jsonl: scores, and all that they depend on."""
     state = PartialState()
     return {
-        "metrics": scores, "images": count, "source": source, "resumed_images": resumed_images,
-        "extractor": describe_extractor(extractor), "reference": reference.record, "image_rule": image_rule,
+        "metrics": scores, "images": count, "source": source, "summary": summary(source, count),
+        "resumed_images": resumed_images,
+        "extractor": describe_extractor(extractor), "reference": reference.record,
+        **({"floor": floor.record} if floor else {}), "image_rule": image_rule,
         "resolution": resolution, "batch_size": batch_size, "processes": state.num_processes,
         **describe_device(state.device),
         "versions": versions(extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
         "seconds": seconds, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
+
+
+def summary(source: dict, count: int) -> str:
+    """Says in a line what a paper has to say of how images were made, but for their guidance."""
+    if "sampler" not in source:
+        return f"{count:,} images as they are stored in {source.get('path')}"
+    step = "" if source.get("step") is None else f" at step {source['step']:,}"
+    labels = "balanced" if source.get("labels") == BALANCED else source.get("labels")
+    return (f"{count:,} images; {source.get('diffusion')}, {source['sampler'].get('solver')} sampler, "
+            f"{source.get('num_steps')} steps, NFE {source.get('evaluations')}, {source.get('precision')}; weights "
+            f"{source.get('weights')}{step}; labels {labels}; seeds {source.get('seeds')}")
 
 
 def read_results(path: Path) -> list[dict]:
@@ -107,7 +122,8 @@ def scored_before(row: dict, path: Path, any_version: bool = False) -> dict | No
         # The size is known once the first images are drawn; `origin` is in training's rows of older versions.
         ignored = ("size", "origin", *(["checkpoint"] if row["source"].get("in_training") else []))
         found = {f"source.{key}": value for key, value in row["source"].items() if key not in ignored}
-        compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
+        compared = ("images", "extractor", "reference", "floor", "image_rule", "resolution", "versions",
+                    "scoring_version")
         found |= {key: row[key] for key in compared if key in row}
         return {key: value for key, value in found.items() if not (any_version and key in OF_THE_CODE)}
 

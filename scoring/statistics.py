@@ -1,8 +1,8 @@
 """The reference: statistics in ADM's keys, read, measured and written, and which metrics they allow."""
 
 import zipfile
-from collections.abc import Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -18,9 +18,10 @@ from runtime.schema import first_line
 from scoring.feature_cache import SCORING_VERSION, FeatureCache
 from scoring.features import Extractor, describe_extractor, versions
 from scoring.image_sets import Images, evenly, open_images
+from scoring.metrics import SUBSET
 from scoring.tally import FEATURE_KEYS, Tally, measure
 
-NEIGHBOURS = 10_000  # images of a folder that precision and recall look at, evenly spread: as many as ADM's npz have
+NEIGHBOURS = 10_000  # images of a folder that all but distances look at, evenly spread: as many as ADM's npz have
 
 
 @dataclass
@@ -40,7 +41,7 @@ class Reference:
 
         What was measured is kept, and read by every later command with the same images and features.
         """
-        needs_pool = "precision" in metrics or "recall" in metrics
+        needs_pool = extractor.of_features & {*metrics}
         if self.is_complete or (not needs_pool and "pool" in self.statistics):
             return
         state, file = PartialState(), kept_file(self.images, extractor)
@@ -96,6 +97,7 @@ def keep_measured(file: Path, measured: dict[str, Tensor]) -> None:
 
 def open_reference(
     path: str | Path, extractor: Extractor, resolution: int | None = None, device: torch.device | str = "cpu",
+    key: str = "reference",  # the setting that names the path, for messages
 ) -> Reference:
     """Opens and checks statistics in ADM's keys (mu, sigma, mu_s, sigma_s), images as `open_images` does, or both.
 
@@ -104,12 +106,12 @@ def open_reference(
     """
     path = Path(path)
     if not path.exists():
-        raise ValueError(f"reference={path} does not exist: give images, or statistics in an npz. docs/evaluation.md "
+        raise ValueError(f"{key}={path} does not exist: give images, or statistics in an npz. docs/evaluation.md "
                          f"says where to get ADM's.")
     if path.suffix != ".npz":
-        images = open_images("reference", str(path), resolution, device)
+        images = open_images(key, str(path), resolution, device)
         if images.count < 2:
-            raise ValueError(f"reference={path} holds {images.count} images, and at least two are needed.")
+            raise ValueError(f"{key}={path} holds {images.count} images, and at least two are needed.")
         images.neighbours = NEIGHBOURS
         return Reference({}, images, images.record | {"images": images.count, "statistics": []})
     try:
@@ -118,16 +120,16 @@ def open_reference(
             small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
             found = {key: np.asarray(arrays[key]) for key in small}
     except Exception as error:  # numpy and zipfile each have their own
-        raise ValueError(f"reference={path} is not an npz that can be read: {first_line(error)}.") from error
+        raise ValueError(f"{key}={path} is not an npz that can be read: {first_line(error)}.") from error
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
-        raise ValueError(f"reference={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
+        raise ValueError(f"{key}={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
                          f"needed (and mu_s, sigma_s for sFID), or images under arr_0.")
     space, digest = (str(found.get(key, "")) for key in ("space", "weights_sha256"))
     if space and space != extractor.space:
-        raise ValueError(f"reference={path} was measured on {space} features, and features={extractor.name} are "
+        raise ValueError(f"{key}={path} was measured on {space} features, and features={extractor.name} are "
                          f"{extractor.space}: make the reference again with the same features.")
     if digest and digest.startswith(f"{extractor.name}:") and digest != f"{extractor.name}:{extractor.sha256}":
-        raise ValueError(f"reference={path} was measured with weights of SHA-256 {digest.partition(':')[2]}, and those "
+        raise ValueError(f"{key}={path} was measured with weights of SHA-256 {digest.partition(':')[2]}, and those "
                          f"at {extractor.weights} have {extractor.sha256}.")
     statistics = {}
     for name, (mu, sigma) in FEATURE_KEYS.items():
@@ -136,12 +138,12 @@ def open_reference(
         size = extractor.sizes[name]
         for key, shape in ((mu, (size,)), (sigma, (size, size))):
             if found[key].shape != shape:
-                raise ValueError(f"reference={path} has {key} of shape {found[key].shape}, but "
+                raise ValueError(f"{key}={path} has {key} of shape {found[key].shape}, but "
                                  f"features={extractor.name} need {shape}: it was made with other features.")
             if not np.isfinite(found[key]).all():
-                raise ValueError(f"reference={path} has values in {key} that are not finite: get or make it again.")
+                raise ValueError(f"{key}={path} has values in {key} that are not finite: get or make it again.")
         statistics[name] = tuple(torch.from_numpy(found[key].astype(np.float64)) for key in (mu, sigma))
-    images = open_images("reference", str(path)) if "arr_0" in keys else None
+    images = open_images(key, str(path)) if "arr_0" in keys else None
     record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
 
@@ -173,16 +175,38 @@ def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Imag
             files.write_array(archive, "arr_0", (images.read(indices).cpu().numpy() for indices in batches), num_images)
 
 
-def available_metrics(extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None) -> list[str]:
-    """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other."""
+def open_references(
+    key: str, paths: list[str], extractors: list[Extractor], resolution: int | None, device: torch.device | str,
+) -> Iterator[Reference]:
+    """Opens a reference for each extractor; one that several share, and that is no npz, is looked at once."""
+    opened: dict[str, Reference] = {}
+    for path, extractor in zip(paths, extractors, strict=True):
+        if path not in opened or Path(path).suffix == ".npz":
+            opened[path] = open_reference(path, extractor, resolution, device, key)
+        yield replace(opened[path])  # with statistics of its own
+
+
+def available_metrics(
+    extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None, count: int | None = None,
+) -> list[str]:
+    """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other.
+
+    Asked for none, it leaves out KID and MIND, which cost time; asked for "all", it does not. `count` is the number of
+    images to be scored, where it is known.
+    """
     why = {extractor.distance: None}  # a metric -> why it cannot be measured
     if "spatial" in extractor.sizes:
         has = "spatial" in reference.statistics or (not reference.statistics and reference.images)
         why["sfid"] = None if has else "the reference has no mu_s and sigma_s"
         why["inception_score"] = None
     why["precision"] = why["recall"] = None if reference.images else "the reference has no images under arr_0"
-    if asked is None:
-        return [name for name, reason in why.items() if reason is None]
+    why |= dict.fromkeys((extractor.kernel, extractor.monge), why["precision"])
+    fewest = min(reference.images.count if reference.images else SUBSET, SUBSET if count is None else count)
+    if fewest < SUBSET and not why[extractor.kernel]:
+        why[extractor.kernel] = f"its subsets have {SUBSET} images, and there are {fewest}"
+    if asked is None or asked == "all":
+        left_out = () if asked else (extractor.kernel, extractor.monge)
+        return [name for name, reason in why.items() if reason is None and name not in left_out]
     for name in asked:
         if name not in why:
             raise ValueError(f"metrics={list(asked)}: features={extractor.name} give {', '.join(why)}, not {name}.")

@@ -52,22 +52,32 @@ class Tally:
                 rows[:] = reduce(rows.to(PartialState().device), reduction="sum").cpu()
 
 
-def fill(tally: Tally, batches: Indexed, extractor: Extractor, keep: FeatureCache | None, progress: str | None) -> None:
-    """Brings the features that `keep` has, then those of the images, into the tally, and reduces it over ranks."""
-    state = PartialState()
+def fill(
+    parts: list[tuple[Tally, Extractor, FeatureCache | None]], batches: Indexed, progress: str | None,
+) -> None:
+    """Brings kept features, then those of the images, into the tally of each extractor, and reduces it over ranks.
+
+    Images that a cache already has pass its extractor by.
+    """
+    state, count = PartialState(), parts[0][0].count
     silent = not (progress and state.is_main_process)
-    with tqdm(total=tally.count, desc=progress, unit="img", disable=is_hidden(silent)) as bar:
-        if keep is not None:
-            for indices, features in keep.load():
+    with tqdm(total=count, desc=progress, unit="img", disable=is_hidden(silent)) as bar:
+        for tally, _, keep in parts:
+            for indices, features in keep.load() if keep is not None else ():
                 tally.add(indices, features)
-            bar.initial = keep.count  # the rate is that of the new ones
-            bar.update(keep.count)
-        for indices, features in extract(extractor, batches):
-            if keep is not None:
-                keep.save(indices, features)
-            tally.add(indices, features)
-            bar.update(min(len(indices) * state.num_processes, tally.count - bar.n))
-    tally.over_ranks()
+        bar.initial = min(keep.count if keep is not None else 0 for *_, keep in parts)  # the rate is of the new ones
+        bar.update(bar.initial)
+        for indices, images in batches:
+            for tally, extractor, keep in parts:
+                seen = keep.seen if keep is not None else ()
+                new = torch.tensor([-1 if index in seen else index for index in indices.tolist()])
+                for found, features in extract(extractor, [(new, images)]):
+                    if keep is not None:
+                        keep.save(found, features)
+                    tally.add(found, features)
+            bar.update(min(int((indices >= 0).sum()) * state.num_processes, count - bar.n))
+    for tally, *_ in parts:
+        tally.over_ranks()
 
 
 def measure(
@@ -78,5 +88,5 @@ def measure(
     chosen = np.arange(images.count) if chosen is None else chosen
     tally = Tally(extractor, len(chosen), PartialState().device, keep_pool)
     todo = np.arange(len(chosen)) if keep is None else keep.missing()
-    fill(tally, read_over_ranks(images, chosen, todo, batch_size), extractor, keep, "reference")
+    fill([(tally, extractor, keep)], read_over_ranks(images, chosen, todo, batch_size), "reference")
     return tally

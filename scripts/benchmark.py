@@ -52,7 +52,7 @@ from runtime.schema import Classes, Count, Location, Positive, Size, Steps, Toke
 from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
-from scoring.features import EXTRACTORS, extract, load
+from scoring.features import Features, extract, load
 from training import speed
 from training.run import Sums, check_batch_size, describe_network
 from training.settings import ModelSettings
@@ -91,7 +91,7 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     num_steps: Steps
     autoencoder: Location
     decode_precision: one_of(DTYPES)
-    features: one_of(EXTRACTORS)
+    features: Features
     features_weights: Location | None
     image_size: Size
     feature_size: Size

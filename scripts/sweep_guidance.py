@@ -117,7 +117,7 @@ def main(cfg: SweepSettings) -> None:
                                  "weak": cfg.weak and resolve_run(cfg.weak)})
     check_points(cfg, points)
     unguided, results = fid.run(cfg.model_copy(update=UNGUIDED), reuse=True, must_have=cfg.metric)
-    metric = cfg.metric or (cfg.metrics or [*unguided["metrics"]])[0]
+    metric = cfg.metric or (cfg.metrics if isinstance(cfg.metrics, list) else [*unguided["metrics"]])[0]
     picture = Path(cfg.picture or results.parent / "samples" / f"guidance-{metric}.png")
 
     landscape = {}

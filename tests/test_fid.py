@@ -14,13 +14,14 @@ import pytest
 import torch
 from conftest import run_command
 from PIL import Image
-from scipy import linalg
+from scipy import linalg, optimize
 from test_prepare_latents import prepare
 from training_runs import write_run
 
 import fid
 from runtime import files
 from scoring import drawing, evaluation, feature_cache, image_sets, metrics
+from scoring import statistics as statistics_module
 from scoring.features import EXTRACTORS, Extractor, load
 from scoring.results import describe_classes, read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference
@@ -155,6 +156,82 @@ def test_too_few_images_for_neighbours_are_a_sentence():
         metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
 
+# ---- the kernel distance and MIND
+
+
+def waves(count, size, step, scale=1.0):
+    """Features that any machine makes alike."""
+    return (torch.arange(count * size, dtype=torch.float64).view(count, size) * step).sin().mul(1.5).exp() * scale
+
+
+def test_the_kernel_distance_is_torch_fidelitys(monkeypatch):
+    from torch_fidelity.metric_kid import kid_features_to_metric
+
+    images, reference = waves(150, 64, 1.7), waves(200, 64, 2.3, 1.02)
+    assert (metrics.SUBSETS, metrics.SUBSET) == (100, 1000)
+    monkeypatch.setattr(metrics, "SUBSETS", 7)
+    monkeypatch.setattr(metrics, "SUBSET", 100)
+    theirs = kid_features_to_metric(images, reference, kid_subsets=7, kid_subset_size=100, verbose=False)
+    found = metrics.kernel_distance(images, reference)
+    assert found == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-10)
+    assert metrics.kernel_distance(reference, images) != pytest.approx(found, rel=1e-6)  # the images' subset comes first
+
+
+def test_the_kernel_distance_of_one_distribution_is_nothing_and_unbiased(monkeypatch):
+    monkeypatch.setattr(metrics, "SUBSETS", 60)
+    monkeypatch.setattr(metrics, "SUBSET", 50)
+    one, other = normal(4000, 32, seed=1), normal(4000, 32, seed=2)
+    assert abs(metrics.kernel_distance(one, other)) < 0.01  # with the diagonals it is 0.29
+    with pytest.raises(ValueError, match="subsets of 50 images: 40 images against 4000 are too few"):
+        metrics.kernel_distance(one[:40], other)
+
+
+def test_mind_is_what_torch_fidelity_gives():
+    images, reference = waves(1200, 64, 1.7), waves(1500, 64, 2.3, 1.02)
+    # toshas/torch-fidelity 5e211a9, mind_features_to_metric, which is newer than the release 0.4.0.
+    assert metrics.monge_distance(images, reference) == pytest.approx(145.21056747, rel=1e-6)
+    assert metrics.monge_distance(images, reference[:1200]) == pytest.approx(143.81302643, rel=1e-6)
+
+
+def test_mind_is_the_mean_over_directions_of_the_cheapest_transport(monkeypatch):
+    monkeypatch.setattr(metrics, "PROJECTIONS", 5)
+    images, reference = normal(80, 12, seed=1), 2 * normal(80, 12, seed=2) + 0.5
+    directions = torch.randn(5, 12, generator=torch.Generator().manual_seed(2020)).double()
+    costs = []
+    for direction in directions / directions.norm(dim=1, keepdim=True):
+        apart = ((images @ direction)[:, None] - reference @ direction).square().numpy()
+        costs.append(apart[optimize.linear_sum_assignment(apart)].mean())
+    assert metrics.monge_distance(images, reference) == pytest.approx(3 * 12 * np.mean(costs), rel=1e-6)
+
+
+def test_mind_of_a_shift_is_three_times_its_square_as_no_direction_is_preferred():
+    images, shift = normal(500, 24), normal(24, seed=1)
+    assert metrics.monge_distance(images + shift, images) == pytest.approx(3 * shift.square().sum().item(), rel=0.1)
+    assert metrics.monge_distance(images, images) == 0
+    assert metrics.monge_distance(2 * images, images) == pytest.approx(3 * images.square().sum(1).mean().item(), rel=0.1)
+
+
+def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monkeypatch):
+    pixels, images = load("pixels"), shapes(60, seed=5)
+    reference = open_reference(reference_npz, pixels)
+    batches = [(torch.arange(60), images)]
+    with pytest.raises(ValueError, match="kd_pixels cannot be measured, as its subsets have 1000 images, and there are 60"):
+        evaluation.score_images(batches, 60, reference, pixels, metrics=["kd_pixels"])
+    for module in (metrics, statistics_module):
+        monkeypatch.setattr(module, "SUBSET", 50)
+    found = evaluation.score_images(batches, 60, reference, pixels, metrics="all")
+    assert list(found) == ["fd_pixels", "precision", "recall", "kd_pixels", "mind_pixels"]
+    pools = pixels.compute(images)["pool"], pixels.compute(shapes(120))["pool"]
+    assert found["kd_pixels"] == pytest.approx(metrics.kernel_distance(*pools), rel=1e-6)
+    assert found["mind_pixels"] == pytest.approx(metrics.monge_distance(*pools), rel=1e-6)
+    assert list(evaluation.score_images(batches, 60, reference, pixels)) == ["fd_pixels", "precision", "recall"]
+
+
+def test_kid_is_inceptions_and_kdd_dinov2s():
+    names = [(named.kernel, named.monge) for named in (replace(load("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
+    assert names == [("kid", "mind"), ("kdd", "mind_dinov2"), ("kd_x", "mind_x")]
+
+
 # ---- evaluate, as training calls it
 
 
@@ -232,7 +309,7 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
     reference = open_reference(tmp_path / "ref.npz", adm)
     assert available_metrics(adm, reference) == ["fid", "inception_score"]
-    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("kid", "not kid")):
+    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("vgg", "not vgg"), ("kid", "no images under arr_0")):
         with pytest.raises(ValueError, match=why):
             available_metrics(adm, reference, [name])
 
@@ -560,3 +637,100 @@ def test_a_full_disk_is_named_and_leaves_no_temporary_file(tmp_path, reference_n
     result = forked.run("-c", WRITERS, tmp_path, reference_npz, file_size=1024)
     assert result.stdout.splitlines() == [f"File too large {name}" for name in ("results.jsonl", "00000000.safetensors", "ref.npz")], result.stderr
     assert not list(tmp_path.rglob("*.tmp")) and not list(tmp_path.rglob("*.safetensors")) and not (tmp_path / "ref.npz").exists()
+
+
+# ---- several networks, a floor, and the table of a paper
+
+
+@pytest.fixture
+def networks(tmp_path):
+    """The settings of three networks: pixels, and two TorchScript ones that stand in for any others."""
+    class Coarse(torch.nn.Module):
+        def forward(self, images):
+            return torch.nn.functional.adaptive_avg_pool2d(images.float() / 255, 4).flatten(1)
+
+    class Rows(torch.nn.Module):
+        def forward(self, images):
+            return torch.nn.functional.adaptive_avg_pool2d(images.float() / 9, [5, 1]).flatten(1)
+
+    for name, network in (("coarse", Coarse()), ("rows", Rows())):
+        torch.jit.script(network).save(tmp_path / f"{name}.pt")
+    return dict(features=["pixels", "torchscript", "torchscript"], features_weights=[None, f"{tmp_path}/coarse.pt", f"{tmp_path}/rows.pt"])
+
+
+def rows_of(tmp_path):
+    return read_results(tmp_path / "results.jsonl")
+
+
+def test_several_networks_score_images_that_are_drawn_once(tmp_path, run_folder, reference_npz, networks, monkeypatch):
+    drawn, draw = [], drawing.Drawing.draw
+
+    def counted(self, todo):
+        for indices, images in draw(self, todo):
+            drawn.extend(indices[indices >= 0].tolist())  # without copies
+            yield indices, images
+
+    monkeypatch.setattr(drawing.Drawing, "draw", counted)
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=20, num_steps=2, keep_features=True)
+    alone = [command(tmp_path, **options)["metrics"]]  # pixels, whose features are kept
+    command(tmp_path, **options, **networks)
+    assert sorted(drawn) == sorted(2 * [*range(20)])
+    _, *rows = rows_of(tmp_path)
+    assert [row["resumed_images"] for row in rows] == [20, 0, 0] and rows[0]["metrics"] == pytest.approx(alone[0], rel=1e-9)
+    for row, weights in zip(rows, networks["features_weights"], strict=True):
+        one = command(tmp_path, **options, features=row["extractor"]["name"], **({"features_weights": weights} if weights else {}))
+        assert one["resumed_images"] == 20 and one["metrics"] == pytest.approx(row["metrics"], rel=1e-9)
+    command(tmp_path, **options, **networks)
+    assert len(drawn) == 40  # all is kept
+
+
+def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_sets(tmp_path, reference_npz, networks, capsys):
+    np.save(tmp_path / "drawn.npy", shapes(70, seed=4).numpy() // 2)
+    np.save(tmp_path / "floor.npy", shapes(90, seed=8).numpy())
+    options = dict(images=tmp_path / "drawn.npy", reference=reference_npz, floor=tmp_path / "floor.npy", metrics=["fd_pixels", "fd_torchscript", "recall"])
+    command(tmp_path, **options, **networks)
+    ratios = []
+    for row, name, weights in zip(rows_of(tmp_path), networks["features"], networks["features_weights"], strict=True):
+        network = load(name, weights)
+        own, real, floor = (statistics(network.compute(images)["pool"].double()) for images in (
+            shapes(70, seed=4) // 2, shapes(120), shapes(90, seed=8)))
+        unit = fid.frechet_distance(*floor, *real)
+        ratios.append(fid.frechet_distance(*own, *real) / unit)
+        assert list(row["metrics"]) == [network.distance, "recall", "floor", "fdr"] and row["floor"]["path"].endswith("floor.npy")
+        assert (row["metrics"]["floor"], row["metrics"]["fdr"]) == pytest.approx((unit, ratios[-1]), rel=1e-6)
+    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["none"]]
+    assert float(line[-1]) == pytest.approx(np.mean(ratios), rel=1e-4) and len({*ratios}) == 3
+    for floor, why in ((reference_npz, "between them is 0"), (tmp_path / "none.npy", "does not exist")):
+        with pytest.raises(SystemExit, match=why):
+            command(tmp_path, **{**options, "floor": floor})
+
+
+@pytest.mark.parametrize(("given", "why"), [
+    (dict(features=["pixels", "vgg"]), "features=vgg: there are adm, .*timm:"),
+    (dict(features=["pixels", "torchscript"], features_weights="x.pt"), r"features_weights=x.pt is for 1 networks, and features= names 2: .*or null"),
+    (dict(features=["pixels", "pixels"], metrics=["fd_dinov2"]), "features=pixels give .*, not fd_dinov2"),
+    (dict(metrics=["kd_pixels"]), "its subsets have 1000 images, and there are 120"),
+    (dict(guidance_scales=[None, 2]), "guidance_scales=.* would change nothing"),
+])
+def test_what_several_networks_cannot_do_is_a_sentence_before_anything_is_measured(given, why, tmp_path, reference_npz):
+    with pytest.raises(SystemExit, match=why):
+        command(tmp_path, images=reference_npz, reference=reference_npz, **given)
+    assert not rows_of(tmp_path)
+
+
+def test_one_command_scores_unguided_and_guided_and_prints_a_papers_table(tmp_path, run_folder, reference_npz, capsys):
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=12, num_steps=3, guidance_scales=[None, 2.0])
+    command(tmp_path, **options, table="markdown")
+    unguided, guided = rows_of(tmp_path)
+    assert unguided["source"]["guidance"] is None and guided["source"]["guidance"]["scale"] == 2
+    summary = "12 images; EDM, heun sampler, 3 steps, NFE {}, fp32; weights ema at step 7; labels balanced; seeds 100000-100011"
+    assert [row["summary"] for row in (unguided, guided)] == [summary.format(5), summary.format(10)]
+    written = capsys.readouterr().out.split("| guidance |")[1].splitlines()
+    assert written[0] == " fd_pixels | P | R |" and written[1] == "| --- | ---: | ---: | ---: |"
+    assert written[2].split(" | ")[:2] == ["| none", f"{unguided['metrics']['fd_pixels']:.5g}"]
+    assert f"| {guided['metrics']['fd_pixels']:.5g} |" in written[3] and "scale 2" in written[3]
+    assert written[5:7] == [unguided["summary"], guided["summary"]]
+    command(tmp_path, **options, table="latex")  # reads the rows
+    latex = capsys.readouterr().out
+    assert len(rows_of(tmp_path)) == 2 and r"guidance & fd\_pixels & P & R \\" in latex
+    assert rf"none & {unguided['metrics']['fd_pixels']:.5g} &" in latex and latex.count(r"\\") == 3

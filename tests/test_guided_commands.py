@@ -135,7 +135,7 @@ def sweep(run, reference, tmp_path, monkeypatch):
     spec = importlib.util.spec_from_file_location("sweep_guidance", ROOT / "scripts/sweep_guidance.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    score, draw = fid.score_images, module.draw_landscape
+    score, draw = fid.score_on, module.draw_landscape
 
     def swept(*arguments):
         given = ["cpu=true", f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
@@ -151,7 +151,7 @@ def sweep(run, reference, tmp_path, monkeypatch):
         swept.landscape = dict(values)
         draw(values, *rest)
 
-    monkeypatch.setattr(fid, "score_images", counted)
+    monkeypatch.setattr(fid, "score_on", counted)
     monkeypatch.setattr(module, "draw_landscape", drawn)
     monkeypatch.chdir(tmp_path)
     swept.module = module
@@ -204,13 +204,13 @@ def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, mo
 
 
 def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sweep, run, tmp_path, monkeypatch):
-    training, score = shutil.copytree(run, tmp_path / "training"), fid.score_images
+    training, score = shutil.copytree(run, tmp_path / "training"), fid.score_on
 
     def scored_while_training(*args, **options):
         write_flow(training, step=6)
         return score(*args, **options)
 
-    monkeypatch.setattr(fid, "score_images", scored_while_training)
+    monkeypatch.setattr(fid, "score_on", scored_while_training)
     sweep(f"checkpoint={training}", "scale=1.5,2", "gamma1=0", "gamma2=0.5")
     rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
     assert [row["source"]["step"] for row in rows] == [5, 5, 5] and len(sweep.landscape) == 2

@@ -249,7 +249,7 @@ def open_drawing(
                                       accelerator.device)
         side = latents.shape[1] * decoder.downsample  # to which photographs are scaled
         reference = statistics.open_reference(cfg.evaluate.reference, extractor, side, accelerator.device)
-        metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics)
+        metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
         evaluation = Evaluation(decoder.decode, extractor, reference, metrics)
     return grid, evaluation

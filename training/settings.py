@@ -26,7 +26,7 @@ from runtime.schema import (
     one_of,
 )
 from scoring import results
-from scoring.features import EXTRACTORS
+from scoring.features import Features
 from training import speed
 from weights.others import FAMILIES
 from weights.records import RouteSettings, check_objective
@@ -115,7 +115,7 @@ class SamplesSettings(Settings):
 class EvaluateSettings(Settings):
     every: Whole
     reference: Location | None
-    features: one_of(EXTRACTORS)
+    features: Features
     features_weights: Location | None
     sha256: str | None
     metrics: results.Metrics | None

