@@ -178,24 +178,23 @@ class Router:
                                  f"only {num_keep} of {num_tokens} stay: lower the ratio to "
                                  f"{1 - most / num_tokens:.4g} or less, or keep fewer.")
             noise = self.keep(noise, keep_mask)
-        return self.score(x, noise).argsort(dim=1)[:, :num_keep].sort(dim=1).values
+        score = torch.where(noise < 0, noise * 1e30, self.score(x, noise))      # below every score
+        return score.argsort(dim=1)[:, :num_keep].sort(dim=1).values
 
     def keep(self, noise: Tensor, keep_mask: Tensor) -> Tensor:
         """Lowers the noise of tokens that must stay below 0, and so below that of all others."""
         return torch.where(keep_mask, noise - 1, noise)
 
     def score(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Returns a number for each token (B, N); those of the lowest stay."""
+        """Returns a number for each token (B, N); those of the lowest stay, after those whose noise is negative."""
         if self.selection == "random":
             return noise
         if self.selection == "grid":
-            score = rank_in_group(noise) + noise
-        else:
-            norm = x.detach().float().abs().sum(dim=-1)
-            low, high = norm.aminmax(dim=1, keepdim=True)
-            norm = (norm - low) / (high - low + 1e-8)            # in [0, 1], as the noise is
-            score = (1 - self.l1_reg) * noise + self.l1_reg * (norm if self.inverse else 1 - norm)
-        return torch.where(noise < 0, noise, score)
+            return rank_in_group(noise) + noise
+        norm = x.detach().float().abs().sum(dim=-1)
+        low, high = norm.aminmax(dim=1, keepdim=True)
+        norm = (norm - low) / (high - low + 1e-8)               # in [0, 1], as the noise is
+        return (1 - self.l1_reg) * noise + self.l1_reg * (norm if self.inverse else 1 - norm)
 
     def start_route(self, x: Tensor, ids_keep: Tensor) -> Tensor:
         """Keeps the tokens that stay: (B, N, D) and ids (B, K) to (B, K, D)."""

@@ -131,10 +131,11 @@ def by_place(axis: int) -> Callable:
     """For a module or function that turns tokens by their places: it gets all tokens, those away as 0."""
     def for_those_that_stay(turn: Callable, stay: Any) -> Callable:
         def turned(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
-            shape, places = [1] * x.ndim, stay.places()
+            length = x.shape[axis] + stay.gone      # of the stream, or of the image in it
+            shape, places = [1] * x.ndim, stay.places(length)
             shape[0], shape[axis] = places.shape
             index = places.view(shape).expand_as(x)
-            whole = x.new_zeros(*x.shape[:axis], stay.length, *x.shape[axis + 1:]).scatter(axis, index, x)
+            whole = x.new_zeros(*x.shape[:axis], length, *x.shape[axis + 1:]).scatter(axis, index, x)
             return turn(whole, *args, **kwargs).gather(axis, index)
         return turned
     return for_those_that_stay
@@ -391,14 +392,21 @@ def lists_of_blocks(network: nn.Module) -> str:
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
-    """Returns the arguments of a module's forward that have a place, as of `_forward` where forward hands all on."""
+    """Returns the arguments of a module's forward by their places, as of `_forward` where forward hands all on."""
     for forward in (getattr(type(module), name, None) for name in ("forward", "_forward")):
-        names = [] if forward is None else [
-            name for name, parameter in inspect.signature(forward).parameters.items()
-            if parameter.kind in (parameter.POSITIONAL_ONLY, parameter.POSITIONAL_OR_KEYWORD)]
+        parts = inspect.signature(forward).parameters.values() if forward else ()
+        kinds = [inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD]
+        if all(part.kind != part.VAR_POSITIONAL for part in parts):
+            kinds.append(inspect.Parameter.KEYWORD_ONLY)
+        names = [part.name for part in parts if part.kind in kinds]
         if names[1:]:
             return tuple(names[1:])
     return ()
+
+
+def takes_any(module: nn.Module) -> bool:
+    """Tells whether a module takes arguments of any name."""
+    return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(type(module).forward).parameters.values())
 
 
 def fits(family: Family, network: nn.Module) -> bool:

@@ -8,6 +8,7 @@ import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
+from copy import deepcopy
 from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cache, partial
@@ -19,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routed.families import REFUSED, Blocks, Family, encoder_depths, family_of, names_of, network_of
+from routed.families import REFUSED, Blocks, Family, encoder_depths, family_of, names_of, network_of, takes_any
 from routing_module import Route, Router, resolve_routes
 
 
@@ -149,7 +150,8 @@ class Pass:
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.index: dict[tuple[int, int], Tensor] = {}  # of a route and a length: where the tokens that stay are
         self.away: dict[int, Tensor] = {}  # the tokens before its start
-        self.along: dict[tuple[str, int], tuple[Tensor, Any]] = {}  # the latest table of a name and route, gathered
+        # The latest table of a name, a route and a list of blocks, its version, and what is kept of it.
+        self.along: dict[tuple[str, int, str], tuple[Any, int, Any]] = {}
 
     def advance(self, block: int) -> None:
         """Notes that a block is called, or at the number of blocks that the pass is over."""
@@ -252,14 +254,15 @@ class Pass:
     def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
         """Keeps the rows of the tokens that stay along an axis of a tensor."""
         r, by_ndim = self.routing.route_of[block], isinstance(axis, Mapping)
-        source, result = self.along.get((name, r), (None, None))
-        if source is value and name:
+        key, version = (name, r, self.routing.specs[block].path), version_of(value)
+        source, seen, result = self.along.get(key, (None, 0, None))
+        if source is value and seen == version and name:
             return result
         if callable(axis):
             ids = self.ids_keep[r]
             stay = Stay(self, self.routing.blocks[block], block, stream, self.free - ids.shape[1])
             result = axis(value, stay)
-            self.along[name, r] = value, result
+            self.along[key] = value, version, result
             return result
         ndim = value.ndim
         axis = axis.get(ndim) if by_ndim else axis
@@ -284,7 +287,7 @@ class Pass:
             table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
             result = table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
         if not value.requires_grad:  # a recomputation must record the same operations
-            self.along[name, r] = value, result
+            self.along[key] = value, version, result
         return result
 
     def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
@@ -304,13 +307,19 @@ class Pass:
                 raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and what of it runs along the "
                                  f"tokens is not known: call the network without it, or without routed().")
         tokens, starts = argument(names, spec.tokens), block == routing.routes[r].start_layer_idx
-        x = given[tokens]
+        x = given.get(tokens)
+        if not isinstance(x, Tensor) or x.ndim != 3:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{routing.place(block)}: {tokens} is {found}, but tokens (B, N, D) are routed: name "
+                             f"their argument by family=Family((Blocks(path, tokens=),)).")
         stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
         self.measure(spec, stream, given.get(spec.front) or 0)
         if starts:
             self.draw(x, r, block)
         if starts or spec.whole:
             given[tokens] = routing.router.start_route(x, self.stayed(r, stream))
+        if starts and routing.own:
+            self.check_named(block, given, {argument(names, key) for key in (tokens, spec.text, spec.front)}, stream)
         self.given = dict(given)
         for key, axis in spec.along.items():
             name, _, part = (argument(names, key), "", "") if isinstance(key, int) else key.partition(".")
@@ -326,9 +335,22 @@ class Pass:
                 given[name] = self.kept(value, axis, name, block, stream)
         return tuple(given[argument(names, i)] for i in range(len(args))), {name: given[name] for name in kwargs}
 
+    def check_named(self, block: int, given: dict[str | int, Any], streams: set, stream: int) -> None:
+        """Raises ValueError for a value as long as the tokens that is not named: a block might cut it to its own."""
+        routing, batch = self.routing, len(self.ids_keep[self.routing.route_of[block]])
+        named = {argument(routing.names[block], key) if isinstance(key, int) else key.partition(".")[0]
+                 for key in routing.specs[block].along}
+        values = [(name, part) for name in given.keys() - named - streams
+                  for part in (given[name] if isinstance(given[name], tuple | list) else [given[name]])]
+        for name, value in values:
+            lengths = value.shape[int(len(value) == batch):-1] if isinstance(value, Tensor) and value.ndim > 1 else ()
+            if any(length in (self.free, stream) for length in lengths):
+                raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. Name "
+                                 f"its axis in along=, or write along={{{name!r}: {{}}}} if it is not theirs.")
+
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
-        routing, self.given = self.routing, {}
+        routing, given, self.given = self.routing, self.given, {}
         r, spec = routing.route_of[block], routing.specs[block]
         ends = r is not None and block == self.routing.routes[r].end_layer_idx
         if r is not None and routing.own and spec.text is None and isinstance(output, tuple | list):
@@ -337,15 +359,19 @@ class Pass:
                 raise ValueError(f"{routing.place(block)} returns {len(streams)} streams, {streams}, and which of them "
                                  f"is routed is not said: name the arguments of both, and the place of the tokens in "
                                  f"what it returns, by family=Family((Blocks(path, tokens=, text=, out=),)).")
-        if r is None or not (ends or spec.whole):
+        if r is None:
             return output
         x = output[spec.out] if (several := isinstance(output, tuple | list)) else output
+        tokens = given[argument(routing.names[block], spec.tokens)]
+        if not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
+            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+            raise ValueError(f"{routing.place(block)} gets tokens {tuple(tokens.shape)} and returns {found}: see out= "
+                             f"of Blocks.")
+        if not (ends or spec.whole):
+            return output
         ids, away = self.ids_keep[r], self.away[r]
         length = x.shape[1] + self.free - ids.shape[1]
         joins = spec is not self.routing.specs[self.routing.routes[r].start_layer_idx]
-        if len(x) != len(ids) or length < away.shape[1] or length > away.shape[1] and not joins:
-            raise ValueError(f"{self.routing.place(block)} returns {tuple(x.shape)}, where {ids.shape[1]} of "
-                             f"{self.free} tokens that may leave stay.")
         if ends:                            # without its graph, which leads to this pass
             self.away.pop(r)
             if recomputable or spec.whole:
@@ -395,10 +421,14 @@ class Routing:
             found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
             self.blocks += (inside(block, "_orig_mod") for block in found) if compiled else found
             self.specs += [spec] * len(found)
-        self.names = [names_of(inside(inside(block, "_orig_mod"), "_checkpoint_wrapped_module"))
-                      for block in self.blocks]
+        inner = [inside(inside(block, "_orig_mod"), "_checkpoint_wrapped_module") for block in self.blocks]
+        self.names = [names_of(block) for block in inner]
+        if repeated := len(self.blocks) - len({*self.blocks}):
+            raise ValueError(f"{repeated} of {len(self.blocks)} blocks are one that came before, and a route needs "
+                             f"blocks that are called once.")
         known = {name for names in self.names for name in names[1:]}
-        if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known]:
+        if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known
+                       and not all(map(takes_any, inner))]:
             raise ValueError(f"along= names {unknown[0]!r}; beside their tokens the blocks take {sorted(known)}.")
         self.routes = resolve_routes(routes, len(self.blocks))
         self.route_of: list[int | None] = [None] * len(self.blocks)
@@ -417,6 +447,9 @@ class Routing:
                 if any(max(m.kernel_size) > 1 for m in self.blocks[i].modules()
                        if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
                     raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would tear.")
+                if any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in self.blocks[i].modules()):
+                    raise ValueError(f"{self.place(i)} has attention with batch_first=False, over tokens (N, B, D), "
+                                     f"and tokens (B, N, D) are routed: set batch_first=True.")
         own = getattr(network, "router", None)
         if isinstance(own, nn.Module):
             raise ValueError("This network fuses what comes out of its own route with what went around it: call it "
@@ -456,12 +489,15 @@ class Routing:
                 del vars(module)[slot]
                 vars(module).update(own)
 
-    def wrap(self, i: int, module: nn.Module) -> Callable:
+    def wrap(self, i: int, routed_module: nn.Module) -> Callable:
         """Returns what a call runs of block i, or for i = -1 of the network."""
-        of_class, own = type(module).forward, vars(module).get(self.slots[i + 1])
+        of_class, own = type(routed_module).forward, vars(routed_module).get(self.slots[i + 1])
 
         def routed_forward(module, *args, **kwargs):
-            forward, run = own or partial(of_class, module), self.pass_of(i, args, kwargs)
+            forward = own or partial(of_class, module)
+            if module is not routed_module:  # a copy made inside the `with` block is dense, with weights of its own
+                return (deepcopy(own, {id(routed_module): module}) or forward)(*args, **kwargs)
+            run = self.pass_of(i, args, kwargs)
             if run is None:
                 return forward(*args, **kwargs)
             recomputable = mark_checkpoint(run)
@@ -473,6 +509,7 @@ class Routing:
                 run.advance(len(self.blocks))
             return output
 
+        routed_forward.routing = self
         return routed_forward
 
     def pass_of(self, i: int, args: tuple, kwargs: dict[str, Any]) -> Pass | None:
@@ -544,6 +581,13 @@ def mark_checkpoint(run: Pass) -> bool:
     return True
 
 
+def version_of(value: Any) -> int:
+    """Counts how often a tensor was changed in place, where that is counted."""
+    if torch.compiler.is_compiling() or not isinstance(value, Tensor) or value.is_inference():
+        return 0
+    return value._version
+
+
 def argument(names: tuple[str, ...], key: str | int) -> str | int:
     """Returns the name of an argument that is said by its number, or the number where it has no name."""
     return names[key] if isinstance(key, int) and key < len(names) else key
@@ -612,7 +656,8 @@ def routed(
     """
     check_torch()
     network = network_of(model)
-    if getattr(vars(network).get("forward"), "__name__", "") == "routed_forward":
+    other = getattr(vars(network).get("forward"), "routing", None)
+    if other is not None and other.open and other.modules[0] is network:
         raise ValueError(f"{type(network).__name__} is routed already: give all routes to one routed().")
     around = [*takewhile(lambda part: part is not network, model.modules()), network]
     compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl for part in around)

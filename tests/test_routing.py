@@ -105,7 +105,14 @@ def test_l1_reg_blends_noise_and_norm():
     assert 0.35 < middle[0] < middle[1] < 0.99
 
 
-@pytest.mark.parametrize("router", [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True)])
+class LastRows(Router):
+    """Somebody's selection, which takes no note of the noise, with scores below 0."""
+
+    def score(self, x, noise):
+        return -torch.arange(noise.shape[1]).expand(len(noise), -1)
+
+
+@pytest.mark.parametrize("router", [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True), LastRows()])
 def test_tokens_that_must_stay_do_and_no_more_stay_for_it(router):
     x, keep_mask = tokens(), torch.zeros(4, 16, dtype=torch.bool)
     keep_mask[0, :8] = keep_mask[1, 3] = keep_mask[3, 10:] = True

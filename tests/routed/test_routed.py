@@ -283,6 +283,26 @@ def test_a_copy_made_on_the_way_is_a_network_of_its_own():
     assert out.grad_fn is not None and other(*batch()).abs().max() == 0 and net(*batch()).abs().max() > 0
 
 
+@pytest.mark.parametrize("wrapped_by_accelerate", [False, True])
+def test_a_copy_made_on_the_way_is_dense_with_weights_of_its_own_and_may_be_routed_later(wrapped_by_accelerate):
+    net = own()
+    if wrapped_by_accelerate:
+        net.forward = partial(type(net).forward, net)
+    with routed(net, TWO):
+        ema = copy.deepcopy(net)
+        with torch.no_grad():
+            for parameter in ema.parameters():
+                parameter.mul_(0.5)
+        inside = ema(*batch())
+        net(*batch())
+    other = own()
+    other.load_state_dict(ema.state_dict())
+    assert torch.equal(inside, other(*batch())) and torch.equal(ema(*batch()), inside)
+    noise = torch.rand(4, 2, 16)
+    with routed(ema, TWO, mask_noise=noise), routed(other, TWO, mask_noise=noise):
+        assert torch.equal(ema(*batch()), other(*batch())) and not torch.equal(ema(*batch()), inside)
+
+
 class RotaryBlock(nn.Module):
     def __init__(self):
         super().__init__()
@@ -434,8 +454,8 @@ def test_the_network_is_as_it_was_after_an_error_and_after_no_call():
     dense = net(x, condition)
     net.forward = partial(Mine.forward, net)  # as accelerate gives a network a forward of its own
     given = net.forward
-    with pytest.raises(RuntimeError), routed(net, TWO, blocks="transformer.h"):  # the table stays as long as it was
-        net(x, condition)
+    with pytest.raises(RuntimeError), routed(net, TWO, **NAMED):
+        net(x[..., :8], condition)
     with routed(net, TWO, **NAMED):
         assert not torch.allclose(net(x, condition), dense)
     assert net.forward is given and torch.equal(net(x, condition), dense)
