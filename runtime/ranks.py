@@ -6,8 +6,11 @@ them wait in a collective, until TIMEOUT ends them (docs/reliability.md).
 
 import os
 import signal
+import sys
 import time
+from collections.abc import Callable
 from datetime import timedelta
+from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -27,43 +30,78 @@ def broadcast_from_main(state: Accelerator | PartialState, number: int) -> int:
     return int(broadcast(torch.tensor(int(number), device=state.device)))
 
 
-class StopRequest:
-    """Turns the first SIGTERM, SIGINT or SIGUSR1 into a request to the loop; a second one ends the process.
+def stop_signals() -> list[signal.Signals]:
+    """Lists the signals that make a run save and stop: SIGUSR1 is Slurm's, and SIGHUP a closed terminal's.
 
-    Several ranks must leave at the same step. Every few steps they reduce their requests, and read the result of the
-    time before, so that no step waits for a GPU.
+    Under nohup, which ignores SIGHUP, it stays ignored.
+    """
+    hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
+    return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
+
+
+class StopRequest:
+    """Turns the first of the stop signals into a request to the loop; a second one ends the process.
+
+    Several ranks must leave at the same step. They reduce their requests about every SECONDS and read the result one
+    vote later, so that no step waits for a GPU. How many steps that is they agree on likewise.
     """
 
-    EVERY = 10  # steps; launchers give a run 30 s between SIGTERM and SIGKILL
-    SIGNALS = (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)  # the last is Slurm's, before a job's time is up
+    SECONDS = 2.0       # launchers give a run 30 s between SIGTERM and SIGKILL
+    MOST_STEPS = 10     # between votes, as steps may become slower
 
-    def __init__(self):
-        self.signal, self.votes = 0, None
-        for number in self.SIGNALS:
+    def __init__(self, clock: Callable[[], float] = time.monotonic):
+        self.signal, self.clock, self.votes = 0, clock, None
+        self.voted, self.steps, self.next_vote = clock(), 1, 0      # steps: from one vote to the next
+        for number in stop_signals():
             signal.signal(number, self.receive)
 
     def receive(self, number: int, frame: object) -> None:
         self.signal = number
-        for each in self.SIGNALS:
-            signal.signal(each, exit_unsaved)
+        sys.stdout, sys.stderr = LenientStream(sys.stdout), LenientStream(sys.stderr)
+        for each in stop_signals():  # a shell that ends sends SIGHUP twice
+            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else exit_unsaved)
 
     def agreed(self, step: int, state: Accelerator | PartialState) -> int:
         """Returns the signal on which all ranks leave at this step, or 0. Every rank calls it at every step."""
         if state.num_processes == 1:
             return self.signal
-        if step % self.EVERY:
+        if step < self.next_vote:
             return 0
-        answer = 0
+        answer, seconds_per_step = 0, self.SECONDS
         if self.votes is not None:
             votes, copied = self.votes
             if copied is not None:
                 copied.synchronize()
-            answer = int(votes)
-        votes = torch.full((), self.signal, device=state.device)
+            answer, seconds_per_step = votes.tolist()
+        now = self.clock()
+        vote = (self.signal, (now - self.voted) / self.steps)
+        votes = torch.stack([torch.full((), float(part), device=state.device) for part in vote])
         dist.all_reduce(votes, dist.ReduceOp.MAX)  # on a GPU the host goes on at once
         votes = votes.to("cpu", non_blocking=True)
         self.votes = votes, torch.cuda.current_stream().record_event() if state.device.type == "cuda" else None
-        return answer
+        # At most twice as many: the host may run ahead of a GPU's first steps, and not of the vote before.
+        fitting = int(self.SECONDS / max(seconds_per_step, 1e-3))
+        self.voted, self.steps = now, max(1, min(fitting, 2 * self.steps, self.MOST_STEPS))
+        self.next_vote = step + self.steps
+        return int(answer)
+
+
+class LenientStream:
+    """A stream whose reader may be gone, as a closed terminal or a `tee` that Ctrl-C ended: the rest is dropped."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
+        return len(text)
 
 
 def exit_unsaved(number: int, frame: object) -> None:
@@ -78,7 +116,7 @@ def wait_for_root_cause(error: BaseException) -> None:
     """
     lost_connection = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
     if os.environ.get("RANK", "0") != "0" or lost_connection:
-        for number in StopRequest.SIGNALS:
+        for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
 

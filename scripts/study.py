@@ -30,6 +30,7 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from fid import DRAWN
+from runtime import ranks
 from runtime.command import command, commit
 from runtime.files import read_rows, remove, write_text
 from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, as_setting, one_of, read_record
@@ -182,7 +183,7 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
 
     # In a group of its own, as a second signal would end it at once: Ctrl-C reaches it from here alone.
     child = subprocess.Popen(line, env=environment, process_group=0)
-    before = {number: signal.signal(number, forward) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1)}
+    before = {number: signal.signal(number, forward) for number in ranks.stop_signals()}
     try:
         code = child.wait()
     finally:

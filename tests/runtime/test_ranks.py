@@ -2,7 +2,9 @@
 
 import json
 import os
+import pty
 import signal
+import sys
 import time
 from pathlib import Path
 
@@ -31,7 +33,7 @@ def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step_and_one_rank_c
     said = process.communicate()
     assert [ended.exitcode for ended in process.processes] == [143, 143], said
     step = checkpoints.step_of(checkpoints.latest(tmp_path))
-    assert step % ranks.StopRequest.EVERY == 0 and rows(tmp_path)[-1]["step"] == step
+    assert rows(tmp_path)[-1]["step"] == step
     assert said[0].count(f"Stopped by SIGTERM at step {step}") == 1 and "2 × cpu" in said[0]
     saved = checkpoints.read_meta(checkpoints.latest(tmp_path))
     assert saved["world"] == 2 and saved["images"] == 8 * step
@@ -87,20 +89,85 @@ def test_the_launcher_ends_the_others_when_a_rank_is_killed(shapes, tmp_path):
     assert not Path(f"/proc/{processes['0']}").exists() and time.monotonic() - began < 45
 
 
-def test_usr1_is_a_request_to_stop_and_a_second_signal_does_not_look_like_a_saved_run():
-    handlers = {number: signal.getsignal(number) for number in ranks.StopRequest.SIGNALS}
-    try:
+STOP_ONE_OF_TWO = """
+import os, signal, sys
+import torch.distributed as dist
+from runtime import device, ranks
+seconds, at, last, now, votes = float(sys.argv[1]), 100, 0, 0.0, 0
+state, reduce = device.join_ranks(True, True), dist.all_reduce
+def counted(*arguments):
+    global votes
+    votes += 1
+    reduce(*arguments)
+dist.all_reduce = counted
+stop = ranks.StopRequest(clock=lambda: now)
+for step in range(1000, 2000):
+    if heard := stop.agreed(step, state):
+        break
+    now += seconds * (1 if state.process_index else 0.9)    # and each rank has a clock of its own
+    if step == 1000 + at and state.process_index == 1:
+        os.kill(os.getpid(), signal.SIGHUP)
+os.write(1, f"{heard} {step - 1000 - at} {votes}\\n".encode())
+"""
+
+
+@pytest.mark.parametrize(("seconds", "most_steps", "most_votes"), [(0.01, 21, 20), (0.5, 9, 40), (3.0, 3, 103), (20.0, 3, 103)])
+def test_ranks_agree_on_a_stop_within_seconds_however_long_a_step_is(seconds, most_steps, most_votes):
+    said, error = forked.Command("-c", STOP_ONE_OF_TWO, str(seconds), ranks=2).communicate()
+    ends = [[int(number) for number in line.split()] for line in said.splitlines()]
+    assert len(ends) == 2 and ends[0] == ends[1], error
+    heard, steps, votes = ends[0]
+    assert heard == signal.SIGHUP and 1 <= steps <= most_steps and votes <= most_votes
+
+
+@pytest.fixture
+def handlers():
+    """Gives this process its handlers and streams back."""
+    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
+    streams = sys.stdout, sys.stderr
+    yield before
+    sys.stdout, sys.stderr = streams
+    for number, handler in before.items():
+        signal.signal(number, handler)
+
+
+def test_usr1_is_a_request_to_stop_and_a_second_signal_does_not_look_like_a_saved_run(handlers, monkeypatch):
+    stop = ranks.StopRequest()
+    os.kill(os.getpid(), signal.SIGUSR1)
+    assert stop.agreed(1, join_ranks(True, True)) == signal.SIGUSR1
+    assert {number: signal.getsignal(number) for number in handlers} == dict.fromkeys(handlers, ranks.exit_unsaved) | {signal.SIGHUP: signal.SIG_IGN}
+    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
+    with pytest.raises(SystemExit, match="^1$"):
+        ranks.exit_unsaved(signal.SIGTERM, None)
+
+
+def test_under_nohup_a_closed_terminal_stops_nothing(handlers):
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    stop = ranks.StopRequest()
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert stop.agreed(1, join_ranks(True, True)) == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    os.kill(os.getpid(), signal.SIGTERM)
+    assert stop.agreed(1, join_ranks(True, True)) == signal.SIGTERM
+
+
+@pytest.mark.parametrize("gone", ["terminal", "tee"])
+def test_a_run_whose_terminal_or_reader_is_gone_still_saves(gone, tmp_path):
+    def train() -> None:
+        reader, writer = pty.openpty() if gone == "terminal" else os.pipe()
+        os.dup2(writer, 1)
+        os.close(writer)
+        sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
         stop = ranks.StopRequest()
-        os.kill(os.getpid(), signal.SIGUSR1)
-        assert stop.agreed(1, join_ranks(True, True)) == signal.SIGUSR1
-        assert {signal.getsignal(number) for number in handlers} == {ranks.exit_unsaved}
-    finally:
-        for number, handler in handlers.items():
-            signal.signal(number, handler)
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-        with pytest.raises(SystemExit, match="^1$"):
-            ranks.exit_unsaved(signal.SIGTERM, None)
+        print("step 1")
+        os.close(reader)
+        for _ in range(2):  # a shell passes it on, and the kernel sends it when the shell has ended
+            os.kill(os.getpid(), signal.SIGHUP)
+        print("step 2")
+        print("step 3", flush=True)
+        (tmp_path / "saved").write_text(str(stop.signal))
+
+    ended = forked.Life(train).wait(60)
+    assert ended.code == 0 and (tmp_path / "saved").read_text() == str(int(signal.SIGHUP)), ended.printed
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])
