@@ -86,16 +86,27 @@ def read_results(path: Path) -> list[dict]:
 
 # What another version of the code changes in a row. Older rows lack the last two, and have a hash of all code instead.
 OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
+# Where a file lies, and the hash that tells what it holds wherever that is.
+PLACES = {"checkpoint": "weights_sha256", "autoencoder": "autoencoder_sha256", "path": "sha256", "weights": "sha256"}
+
+
+def without_places(record: dict) -> dict:
+    """Leaves out of a record, and of those in it, each place beside which a hash of the content stands."""
+    return {key: without_places(value) if isinstance(value, dict) else value for key, value in record.items()
+            if not (key in PLACES and record.get(PLACES[key]))}
 
 
 def scored_before(row: dict, path: Path, any_version: bool = False) -> dict | None:
     """Finds in results.jsonl a row with the scores that `row`, which has none yet, is going to have.
 
-    With `any_version` it may be of another version. A fact that an old row lacks is taken to be the same.
+    With `any_version` it may be of another version. A fact that an old row lacks is taken to be the same, and so are
+    files of the same content wherever they lie; rows of a run in training lie in its folder.
     """
     def facts(row: dict) -> dict:
+        row = without_places(row)
         # The size is known once the first images are drawn; `origin` is in training's rows of older versions.
-        found = {f"source.{key}": value for key, value in row["source"].items() if key not in ("size", "origin")}
+        ignored = ("size", "origin", *(["checkpoint"] if row["source"].get("in_training") else []))
+        found = {f"source.{key}": value for key, value in row["source"].items() if key not in ignored}
         compared = ("images", "extractor", "reference", "image_rule", "resolution", "versions", "scoring_version")
         found |= {key: row[key] for key in compared if key in row}
         return {key: value for key, value in found.items() if not (any_version and key in OF_THE_CODE)}

@@ -331,7 +331,7 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
         files = {file.relative_to(partial).as_posix(): {
             "bytes": file.stat().st_size, "sha256": sha256(file),
         } for file in sorted(partial.rglob("*.safetensors"))}
-        write_json(partial / "meta.json", {
+        checkpoints.write_meta(partial, {
             **trained.recorded, "step": trained.step, "weights": trained.weights, "exported": cfg.to, "files": files,
             "data": {"autoencoder": trained.autoencoder, "class_names": trained.class_names,
                      "display_names": trained.display_names,

@@ -66,6 +66,23 @@ def test_old_rows_are_found_by_what_they_measured():
             assert results.scored_before(wanted | today, BEFORE / "run/results.jsonl", any_version=True) == row
 
 
+def test_rows_are_found_by_content_wherever_run_weak_network_reference_and_features_lie():
+    rows, path = results.read_results(BEFORE / "run/results.jsonl"), BEFORE / "run/results.jsonl"
+    for row in rows:
+        wanted = {**row, "metrics": dict.fromkeys(row["metrics"]), "source": row["source"] | {"checkpoint": "moved"},
+                  "reference": row["reference"] | {"path": "moved.npz"}}
+        assert results.scored_before(wanted, path) == row
+        changed = {"reference": row["reference"] | {"sha256": "0"}}, {"source": wanted["source"] | {"step": 3}}
+        assert [results.scored_before(wanted | change, path) for change in changed] == [None, None]
+    own = {**rows[-1], "metrics": dict.fromkeys(rows[-1]["metrics"])}
+    assert "in_training" not in own["source"] and results.scored_before({**own, "source": own["source"] | {"weights_sha256": "0"}}, path) is None
+    record = {"checkpoint": "a", "weights_sha256": "1", "weights": "ema", "autoencoder": "vae", "autoencoder_sha256": None,
+              "guidance": {"scale": 1.5, "weak": {"checkpoint": "b", "weights_sha256": "2"}}, "extractor": {"weights": "c", "sha256": "3"}}
+    assert results.without_places(record) == {
+        "weights_sha256": "1", "weights": "ema", "autoencoder": "vae", "autoencoder_sha256": None,
+        "guidance": {"scale": 1.5, "weak": {"weights_sha256": "2"}}, "extractor": {"sha256": "3"}}
+
+
 def test_training_goes_on_from_an_old_run(run, fresh_accelerator):
     old = checkpoints.load(run / "checkpoints/step-00000004", "model")
     run_command(train.main, "train.py", *SETTINGS, "steps=6", "checkpoint.keep_last=1", f"run_dir={run}")

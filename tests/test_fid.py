@@ -435,9 +435,9 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
 
 def test_classes_that_had_no_images_are_drawn_only_if_they_are_named(tmp_path, run_folder, reference_npz, capsys):
     run = shutil.copytree(run_folder, tmp_path / "run")
-    file = run / "checkpoints/step-00000007/meta.json"
-    meta = json.loads(file.read_text())
-    file.write_text(json.dumps(meta | {"data": meta["data"] | {"classes": [0, 2]}}))
+    last = checkpoints.step_folder(run, 7)
+    meta = checkpoints.read_meta(last)
+    checkpoints.write_meta(last, meta | {"data": meta["data"] | {"classes": [0, 2]}})
     options = dict(reference=reference_npz, num_samples=6, num_steps=2)
     default, named, absent, every, old = (command(tmp_path, checkpoint=folder, **options, **given) for folder, given in (
         (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}), (run_folder, {})))

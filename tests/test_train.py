@@ -291,11 +291,11 @@ def test_trackers_are_told_the_settings_the_rows_the_grids_and_the_scores(shown)
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
     options = (f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2", "evaluate.batch_size=4")
 
-    def scored(*changed) -> list[tuple]:
-        result = train(tmp_path / "run", shapes, *options, *changed)
+    def scored(*changed, run=tmp_path / "run") -> list[tuple]:
+        result = train(run, shapes, *options, *changed)
         assert result.returncode == 0, result.stderr
         return [(row["source"]["step"], row["images"], row["finished"], row["source"]["multiply_adds"]["linear"])
-                for row in files.read_rows(tmp_path / "run/results.jsonl")]
+                for row in files.read_rows(run / "results.jsonl")]
 
     # A run without a checkpoint begins again, maybe with another network, and so do its scores.
     first, again, deeper = (scored("steps=0", "evaluate.every=10", *depth) for depth in ((), (), ("model.depth=7",)))
@@ -303,6 +303,10 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     saved = scored("steps=1", "evaluate.every=1")
     assert [row[:2] for row in saved] == [(0, 6), (1, 6)] and scored("steps=1", "evaluate.every=1") == saved
     assert [row[:2] for row in scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")] == [(0, 6), (1, 6), (1, 4)]
+    before = files.read_rows(tmp_path / "run/results.jsonl")
+    (tmp_path / "run").rename(tmp_path / "moved")
+    scored("steps=1", "evaluate.every=1", run=tmp_path / "moved")
+    assert files.read_rows(tmp_path / "moved/results.jsonl") == before
 
 
 def test_the_networks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):

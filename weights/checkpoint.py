@@ -1,7 +1,7 @@
 """Named tensors <-> checkpoint folders, written whole or not at all and checked by hash. No pickle.
 
 A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<name>.safetensors` files and a
-`meta.json`, which lists every file with its size and SHA-256.
+`meta.json`, which lists every file with its size and SHA-256, and has one of its content.
 """
 
 import json
@@ -16,12 +16,16 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.files import atomic_write, remove, sha256
+from runtime.files import atomic_write, record_sha256, remove, sha256
 from runtime.schema import Record, Whole, read, read_json
 
 
 def step_folder(run: Path, step: int) -> Path:
     return run / "checkpoints" / f"step-{step:08d}"
+
+
+def is_step(folder: Path) -> bool:
+    return re.fullmatch(r"step-\d{8,18}", folder.name) is not None
 
 
 def step_of(folder: Path) -> int:
@@ -31,7 +35,7 @@ def step_of(folder: Path) -> int:
 def all_steps(run: Path) -> list[Path]:
     """Lists a run's checkpoint folders from the oldest to the newest, whole or not."""
     folders = (run / "checkpoints").glob("step-*")
-    return sorted((folder for folder in folders if re.fullmatch(r"step-\d{8,18}", folder.name)), key=step_of)
+    return sorted(filter(is_step, folders), key=step_of)
 
 
 class File(Record):
@@ -74,7 +78,7 @@ def save(
                 path = partial / f"{name}.safetensors"
                 write_tensors(path, named, values)
                 files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            (partial / "meta.json").write_text(json.dumps({**meta, "files": files}, indent=1), encoding="utf-8")
+            write_meta(partial, {**meta, "files": files})
     except (OSError, SafetensorError) as error:  # safetensors wraps the disk's
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
@@ -88,12 +92,25 @@ def read_meta(folder: Path) -> dict:
     return read_json(folder / "meta.json")
 
 
+def write_meta(folder: Path, meta: dict) -> None:
+    """Writes meta.json with the hash of its content, in place of any that it has."""
+    content = json.loads(json.dumps({key: value for key, value in meta.items() if key != "sha256"}))
+    content["sha256"] = record_sha256(content)
+    (folder / "meta.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
+
+
 def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
     """Returns why a checkpoint is not whole, or None; `names` limits the check to some of its files."""
     try:
-        files = read(Files, read_meta(folder)).files
+        meta = read_meta(folder)
+        files = read(Files, meta).files
     except (OSError, ValueError) as error:
         return f"meta.json is missing or unreadable ({error})"
+    recorded = meta.pop("sha256", None)  # which older versions lack
+    if recorded is not None and recorded != record_sha256(meta):
+        return "meta.json is not what was written: its SHA-256 differs"
+    if is_step(folder) and meta.get("step") != step_of(folder):
+        return f"meta.json is of step {meta.get('step')}"
     for file_name, record in files.items():
         path = folder / file_name
         if names is not None and path.stem not in names:

@@ -1,5 +1,7 @@
 """A checkpoint is whole or it is not there."""
 
+import json
+import shutil
 import warnings
 
 import pytest
@@ -36,9 +38,9 @@ def test_the_latest_is_by_number_not_by_name(tmp_path):
     assert checkpoints.latest(tmp_path / "nothing") is None
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip a bit", "delete a file", "delete the meta", "garble the meta"])
+@pytest.mark.parametrize("damage", ["truncate", "flip a bit", "delete a file", "delete the meta", "garble the meta", "change the meta"])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, damage):
-    good, bad = save(tmp_path, 1), save(tmp_path, 2)
+    good, bad = save(tmp_path, 1), save(tmp_path, 2, images=16)
     path = bad / ("meta.json" if "meta" in damage else "ema.safetensors")
     content = path.read_bytes()
     match damage:
@@ -46,12 +48,30 @@ def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, damage):
             path.write_bytes(content[:-4])
         case "flip a bit":
             path.write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
+        case "change the meta":  # to another, as a bit does
+            path.write_bytes(content.replace(b'"images": 16', b'"images": 26'))
+            assert path.read_bytes() != content
         case "garble the meta":
             path.write_bytes(content[: len(content) // 2])
         case _:
             path.unlink()
     with pytest.warns(UserWarning, match="step-00000002 is damaged"):
         assert checkpoints.latest(tmp_path) == good
+
+
+def test_a_copied_checkpoint_is_not_of_the_step_in_its_name(tmp_path):
+    good = save(tmp_path, 1)
+    shutil.copytree(good, checkpoints.step_folder(tmp_path, 2))
+    with pytest.warns(UserWarning, match="step-00000002 is damaged and is skipped: meta.json is of step 1"):
+        assert checkpoints.latest(tmp_path) == good
+
+
+def test_a_checkpoint_whose_record_has_no_hash_is_read_as_before(tmp_path):
+    folder = save(tmp_path, 1, lowest_loss=float("inf"))
+    meta = checkpoints.read_meta(folder)
+    assert len(meta.pop("sha256")) == 16 and checkpoints.problem(folder) is None
+    (folder / "meta.json").write_text(json.dumps(meta))
+    assert checkpoints.latest(tmp_path) == folder
 
 
 def test_a_save_that_was_killed_leaves_nothing_that_counts_and_does_not_disturb_the_next(tmp_path):

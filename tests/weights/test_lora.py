@@ -2,7 +2,6 @@
 
 import copy
 import importlib.util
-import json
 import shutil
 import sys
 
@@ -197,7 +196,7 @@ def test_a_base_that_is_gone_or_has_changed_is_a_sentence(trained_run, parent, c
     for folder in checkpoints.all_steps(run):
         meta = checkpoints.read_meta(folder)
         meta["lora"]["base"] = str(base)
-        (folder / "meta.json").write_text(json.dumps(meta))
+        checkpoints.write_meta(folder, meta)
     base.write_bytes(base.read_bytes()[:-1] + b"\1")
     for says in ("is another file now: its SHA-256 differs. Put that file back", "is not there. Put that file back"):
         with pytest.raises(ValueError, match=says):
