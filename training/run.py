@@ -323,6 +323,8 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)
+    if accelerator.num_processes > 1:
+        speed.share_buffers(objective)
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
     return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(), objective,

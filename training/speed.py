@@ -16,6 +16,7 @@ from accelerate.utils import GradientAccumulationPlugin
 from torch import nn
 
 from dit import DiT
+from objectives import DiffusionLoss, Objective, own_state, trained_parameters
 from runtime import ranks, sharding
 from runtime.device import require_plain_launch, set_float32
 from runtime.schema import as_text
@@ -67,6 +68,18 @@ def check_compiler(how: bool | str, device: torch.device) -> None:
     if not Path(headers, "Python.h").is_file():
         raise ValueError(f"compile={as_text(how)} needs Python's headers, and {headers} has no Python.h: install "
                          f"python3-dev (of Debian and Ubuntu), or set compile=false.")
+
+
+def share_buffers(objective: Objective | DiffusionLoss) -> None:
+    """Gives all ranks the main one's buffers of an objective before each call, as it is these that are saved."""
+    def share(*_: object) -> None:
+        trained = trained_parameters(objective)
+        for name, buffer in own_state(objective).items():
+            if name not in trained:
+                torch.distributed.broadcast(buffer, 0)
+
+    if own_state(objective).keys() - trained_parameters(objective).keys():
+        objective.register_forward_pre_hook(share)
 
 
 def check_float8(device: torch.device) -> None:

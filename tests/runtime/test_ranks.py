@@ -10,7 +10,7 @@ from pathlib import Path
 
 import forked
 import pytest
-from training_runs import TWO_RANKS, command, rows, start, train, wait_until
+from training_runs import TWO_RANKS, assert_same_end, command, rows, start, train, wait_until
 
 from runtime import ranks
 from runtime.device import join_ranks
@@ -87,6 +87,33 @@ def test_the_launcher_ends_the_others_when_a_rank_is_killed(shapes, tmp_path):
     said = launcher.communicate(timeout=100)[0]
     assert launcher.returncode != 0 and "Signal 9 (SIGKILL)" in said and "rank      : 1" in said, said
     assert not Path(f"/proc/{processes['0']}").exists() and time.monotonic() - began < 45
+
+
+WITH_A_BUFFER = """
+import sys, torch, train, training.run
+from objectives import Objective
+class Running(Objective):
+    def __init__(self, inner):
+        super().__init__(inner)
+        self.register_buffer("mean", torch.zeros(()))
+    def forward(self, x, y, **arrays):
+        loss, terms = self.inner(x, y, **arrays)
+        self.mean = 0.5 * self.mean + 0.5 * loss.detach().mean()    # of this rank's images
+        return loss * (1 + self.mean), terms
+build = training.run.build_objective
+training.run.build_objective = lambda *arguments: Running(build(*arguments))
+sys.argv[0] = "train.py"
+train.main()
+"""
+
+
+def test_a_buffer_of_an_objective_resumes_on_two_ranks_as_if_nothing_had_happened(shapes, tmp_path):
+    options = ("model.depth=3", "model.routes=[]", "compile=false", "cpu=true", "log.every=1", "checkpoint.every=100")
+    for run, steps in (("whole", 5), ("parts", 3), ("parts", 5)):  # the undisturbed run saves at the end alone
+        ended = forked.run("-c", WITH_A_BUFFER, *command(tmp_path / run, shapes, *options, f"steps={steps}")[1:], ranks=2)
+        assert ended.returncode == 0, ended.stderr
+    assert checkpoints.load(checkpoints.latest(tmp_path / "whole"), "training")["objective.mean"] > 0.1
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
 
 
 STOP_ONE_OF_TWO = """
