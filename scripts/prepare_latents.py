@@ -186,8 +186,9 @@ def prepare(cfg: PrepareSettings) -> None:
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
     shown = display_names(source.class_names, cfg.words, cfg.source, source.listing)
-    state.print(f"{cfg.source}: {len(source):,} images in {len(source.class_names)} classes, "
-                f"{len(source.left_out)} other files")
+    classes = len(source.class_names)
+    state.print(f"{cfg.source}: {len(source):,} images in {classes} {'class' if classes == 1 else 'classes'}, "
+                f"{len(source.left_out)} other {'file' if len(source.left_out) == 1 else 'files'}")
     for note in source.notes:
         state.print(note.encode("utf-8", "backslashreplace").decode())
 
