@@ -621,9 +621,14 @@ def inside(module: nn.Module, name: str) -> nn.Module:
 
 
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
-    """Returns routes that may be mappings, alone or under the key "routes", as in SimpleTuner's configs."""
+    """Returns routes that may be mappings, alone or in a config as SimpleTuner's."""
     names, read = [part.name for part in fields(Route)], []
-    for route in routes["routes"] if isinstance(routes, Mapping) else routes:
+    if isinstance(routes, Mapping):
+        config = routes.get("tread_config", routes)
+        if "routes" not in config:
+            raise ValueError(f"A config of routes has them under the key routes, but this one has {sorted(config)}.")
+        routes = config["routes"]
+    for route in routes:
         if isinstance(route, Mapping) and not {*names[:3]} <= {*route} <= {*names}:
             raise ValueError(f"A route has {', '.join(names[:3])}, but this one has {sorted(route)}.")
         read.append(Route(**route) if isinstance(route, Mapping) else route)

@@ -147,6 +147,7 @@ def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an
              routed(compiled, TWO, keep_mask=mask_for(case, 9, 0, 0), grow=False):
             case.call(compiled)
 
+
 def test_a_compiled_network_raises_an_error_for_condition_images():
     torch._dynamo.reset()
     with torch.no_grad():
@@ -220,7 +221,8 @@ def test_a_step_without_a_route_uses_the_dense_graph_that_is_there():
 SIMPLE_TUNER = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]}'
 
 
-@pytest.mark.parametrize("routes", [json.loads(SIMPLE_TUNER), json.loads(SIMPLE_TUNER)["routes"]])
+@pytest.mark.parametrize("routes", [
+    json.loads(SIMPLE_TUNER), json.loads(SIMPLE_TUNER)["routes"], {"tread_config": json.loads(SIMPLE_TUNER), "seed": 1}])
 def test_a_route_is_read_as_simple_tuners_config_writes_it(routes):
     case, noise = family(FLUX), noise_for(family(FLUX))
     with torch.no_grad(), routed(case.model, routes, mask_noise=noise):
@@ -232,3 +234,7 @@ def test_a_route_is_read_as_simple_tuners_config_writes_it(routes):
 @pytest.mark.parametrize("keys", [("selection_ratio", "start_layer_idx"), ("selection_ratio", "start_layer_idx", "end_layer_idx", "end")])
 def test_a_route_with_other_keys_is_refused(keys):
     assert f"this one has {sorted(keys)}" in refused(family(FLUX).model, [dict.fromkeys(keys, 0)])
+
+
+def test_a_config_without_routes_is_refused():
+    assert "under the key routes, but this one has ['model_type', 'seed']" in refused(family(FLUX).model, dict(seed=1, model_type="lora"))
