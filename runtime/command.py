@@ -92,9 +92,10 @@ def call(run: Callable[[str], None], program: str, settings: Iterable[str]) -> N
     What a command sets for its process is set back. Raises ValueError for what would end it in a sentence, and
     KeyboardInterrupt where it was interrupted.
     """
-    handlers = {number: signal.getsignal(number) for number in ranks.StopRequest.SIGNALS}
+    handlers = {number: signal.getsignal(number) for number in ranks.stop_signals()}
     state, ended = GlobalHydra.instance(), None
     with mock.patch.object(sys, "argv", [program, *settings]), mock.patch.object(state, "hydra", None), \
+            mock.patch.multiple(sys, stdout=sys.stdout, stderr=sys.stderr), \
             mock.patch.object(ranks, "exit_unsaved", signal.default_int_handler):
         ranks.forget_state()
         try:

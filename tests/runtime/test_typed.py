@@ -244,7 +244,7 @@ def test_what_a_command_sets_for_its_process_is_set_back(tiny):
 
     from runtime import ranks
 
-    before = [signal.getsignal(number) for number in ranks.StopRequest.SIGNALS]
+    before = [signal.getsignal(number) for number in ranks.stop_signals()]
     states = []
 
     def train(cfg):
@@ -255,7 +255,7 @@ def test_what_a_command_sets_for_its_process_is_set_back(tiny):
         main, _ = tiny(train)
         main("name=no")
         main("name=bf16")
-    assert states == ["no", "bf16"] and [signal.getsignal(number) for number in ranks.StopRequest.SIGNALS] == before
+    assert states == ["no", "bf16"] and [signal.getsignal(number) for number in ranks.stop_signals()] == before
 
 
 def test_an_interrupted_command_is_an_interrupted_cell(tiny):
