@@ -166,7 +166,7 @@ def test_train_py_ends_where_that_of_compvis_tread_does(case, tmp_path, replay, 
 @cases("sit")
 def test_train_py_ends_where_that_of_sit_does(case, tmp_path, replay, their_time, monkeypatch, fresh_accelerator):
     replay(case)
-    monkeypatch.setitem(DiT_models, "DiT-B/2", partial(DiT, learn_sigma=True))  # SiT has channels that it never reads
+    monkeypatch.setitem(DiT_models, "DiT-B/2", partial(DiT, block="dit", learn_sigma=True))  # SiT has channels that it never reads
     network = NETWORK | {"learn_sigma": True}
     model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_uniform")
     assert_same_training(case, model, ema, losses)
