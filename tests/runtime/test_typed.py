@@ -96,12 +96,12 @@ def test_bash_reads_what_is_printed(tmp_path):
 
 
 def test_a_tilde_is_the_home_folder(monkeypatch):
-    monkeypatch.setenv("HOME", "/home/me")
+    monkeypatch.setenv("HOME", "/users/me")
     cfg = train_settings("data.path=~/x", "init_from='~/y'", "objective=alignment", "objective.alignment.teacher='~/t.pt'", "name=~x")
-    assert (cfg.data.path, cfg.init_from, cfg.objective["alignment"]["teacher"], cfg.name) == ("/home/me/x", "/home/me/y", "/home/me/t.pt", "~x")
+    assert (cfg.data.path, cfg.init_from, cfg.objective["alignment"]["teacher"], cfg.name) == ("/users/me/x", "/users/me/y", "/users/me/t.pt", "~x")
     plain = compose("report", report.ReportSettings, ["runs=[~/a,b/~]"])[0]
-    assert read(report.ReportSettings, plain).runs == ["/home/me/a", "b/~"]
-    assert schema.as_path("~/z") == Path("/home/me/z")
+    assert read(report.ReportSettings, plain).runs == ["/users/me/a", "b/~"]
+    assert schema.as_path("~/z") == Path("/users/me/z")
 
 
 @pytest.mark.parametrize("name", sorted(commands()))

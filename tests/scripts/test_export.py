@@ -282,7 +282,7 @@ def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
 def test_a_hubs_folder_has_no_path_of_this_machine_and_follows_no_link(tmp_path):
     run = scored_run(tmp_path)
     rows = files.read_rows(run / "results.jsonl")
-    rows[2]["reference"]["path"] = "/home/me/secret/ref.npz"
+    rows[2]["reference"]["path"] = "/users/me/secret/ref.npz"
     rows[2]["source"] |= {"checkpoint": str(run), "autoencoder": "~/secret/vae", "weak": {"checkpoint": "C:\\secret\\weak"}, "seeds": "0-9"}
     (run / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = exported(run, "hub", tmp_path / "x")
