@@ -4,6 +4,7 @@ import atexit
 import json
 import os
 import shutil
+import signal
 import sys
 import tempfile
 from pathlib import Path
@@ -14,6 +15,7 @@ from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])  # tests share helpers
+signal.signal(signal.SIGHUP, signal.SIG_DFL)   # nohup has it ignored, and what tests start would inherit that
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
 os.environ["TORCH_HOME"] = tempfile.mkdtemp(prefix="tread-tests-")  # where measured references are kept
 atexit.register(shutil.rmtree, os.environ["TORCH_HOME"], ignore_errors=True)

@@ -76,7 +76,7 @@ TYPED = {
         ("experiment=b2_sit_sprint", "routes=balanced", "model=sprint"),
         ("routes=balanced", "model.routes=[]", "model.routes=[]"), ("model=dit", "model.selection=l1", "model.selection=l1"),
         ("model.l1_reg=0.3", "model.l1_reg=0.3"), ("model.inverse=true", "model.selection=l1"),
-        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, drop_batch: true}]", "path_drop=0"), ("model.backbone_type=RWKV-L/2", "model.num_heads=2"),
+        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, drop_batch: true}]", "path_drop=0"),
         ("ema.decay=1", "ema.decay=1"), ("optimizer=muon", "optimizer.matrix_lr=0", "matrix_lr=0"),
         ("optimizer.warmup_steps=2", "50% of optimizer.lr"), ("steps=null", "optimizer.warmup_steps=9000", "steps=5000"),
         ("checkpoint.every=40", "checkpoint.keep_every=100", "a multiple of that"),

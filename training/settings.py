@@ -231,11 +231,9 @@ def check_effect(cfg: TrainSettings) -> None:
                          f"the two out.")
     if any(route.drop_batch and not route.path_drop for route in model.routes):
         raise ValueError("drop_batch=true drops the path of no batch at path_drop=0: set both in model.routes.")
-    is_attentive = DiT_models[model.backbone_type].keywords["block"] != "rwkv"
     for is_read, names, why in (
         (model.routes, ["model.selection"], "model.routes is empty, so all tokens stay"),
         (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
-        (is_attentive, ["model.num_heads"], "an RWKV block has no heads"),
         (cfg.init_from, ["diffusion_name"], "it says whose weights init_from=<a weights file> has"),
         (cfg.evaluate.every or "evaluate.every" in cfg.typed, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),

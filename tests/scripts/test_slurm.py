@@ -130,8 +130,9 @@ def test_a_task_of_an_array_gets_its_part_and_one_task_is_no_world(slurm, tmp_pa
 
 
 def test_train_py_saves_on_two_nodes_when_its_time_is_up(slurm, tmp_path):
-    write_latents(tmp_path, 64, (3, 8, 8), 4)
-    job = slurm(2, "train.py", "experiment=quickstart", f"data.path={tmp_path}", f"run_dir={tmp_path}/run", "batch_size=8", "steps=100000", "log.every=1",
+    (tmp_path / "data").mkdir()
+    write_latents(tmp_path / "data", 64, (3, 8, 8), 4)
+    job = slurm(2, "train.py", "experiment=quickstart", f"data.path={tmp_path}/data", f"run_dir={tmp_path}/run", "batch_size=8", "steps=100000", "log.every=1",
                 "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "data.channels=3", "data.input_size=8",
                 "data.num_classes=4", "cpu=true", "model.patch_size=2", SLURM_NNODES="2")
     rows = tmp_path / "run/metrics.jsonl"
