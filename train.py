@@ -41,7 +41,7 @@ from scoring.results import describe_autoencoder, describe_classes, result_row, 
 from training import speed
 from training.optimizers import step_unless
 from training.run import Run, make_run
-from training.run_folder import lock_run, prepare_folder, resume, save
+from training.run_folder import begin_record, lock_run, prepare_folder, resume, save
 from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
 from weights.records import build_network
@@ -297,7 +297,7 @@ def main(cfg: TrainSettings) -> None:
                      device=device if cfg.data.on_device else None, arrays=run.objective.arrays)
     start_trackers(run)
     if accelerator.is_main_process:
-        prepare_folder(run)
+        prepare_folder(run, resumed)
 
     # ---- speed, applied from outside: `run.model` stays the plain network, which is saved
     if cfg.activation_checkpointing:
@@ -335,6 +335,8 @@ def main(cfg: TrainSettings) -> None:
                 evaluate(run)
         if last_step:
             break
+        if not moved:
+            begin_record(run)
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         run.objective.step = run.step

@@ -82,8 +82,9 @@ def without_head(trained: Trained) -> Trained:
         return trained
     print("The head of guidance=internal is left out: to=hub keeps it.")
     state = {key: value for key, value in trained.net.state_dict().items() if not key.startswith("internal_head.")}
-    return replace(trained, net=fit(state, network, trained.file).eval(),
-                   recorded={**trained.recorded, "network": network})
+    net = fit(state, network, trained.file).eval()
+    net.null_label = trained.net.null_label  # which may be there and untrained
+    return replace(trained, net=net, recorded={**trained.recorded, "network": network})
 
 
 def write_diffusers(trained: Trained, folder: Path) -> None:
@@ -111,7 +112,7 @@ def write_diffusers(trained: Trained, folder: Path) -> None:
         "_class_name": ["pipeline", "LatentDiTPipeline"], "transformer": ["dit_transformer", "DiTTransformer"],
         "vae": [None, None] if vae is None else ["diffusers", type(vae).__name__],
         "diffusion": trained.recorded["diffusion"], "convention": decoder.convention.record(),
-        "class_names": trained.class_names,
+        "class_names": trained.class_names, "null_label": net.null_label,
     })
     shutil.copy(ROOT / "scripts/export/dit_transformer.py", folder / "transformer")
     shutil.copy(ROOT / "scripts/export/pipeline.py", folder)

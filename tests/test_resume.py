@@ -142,6 +142,28 @@ def test_a_command_that_takes_no_step_changes_no_record(shapes, tmp_path):
         assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before, options
 
 
+def contents(run) -> dict:
+    return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
+
+
+def test_a_command_that_takes_no_step_deletes_no_checkpoint_and_no_row_and_sets_none_aside(shapes, reference, tmp_path):
+    run = shutil.copytree(reference, tmp_path / "run")
+    before = contents(run)
+    assert train_here(run, shapes, "checkpoint.keep_last=1", "checkpoint.every=1").returncode == 0 and contents(run) == before
+    (run / "checkpoints/step-00000024/model.safetensors").write_bytes(b"")  # so that step 20 is the newest
+    before = contents(run)
+    assert train_here(run, shapes, "steps=20").returncode == 0 and contents(run) == before
+
+
+def test_a_run_that_is_stopped_before_its_first_step_changes_no_record(shapes, reference, tmp_path, monkeypatch):
+    run = shutil.copytree(reference, tmp_path / "run")
+    (run / "checkpoints/step-00000024/model.safetensors").write_bytes(b"")
+    before = contents(run)
+    monkeypatch.setattr("runtime.ranks.StopRequest.agreed", lambda *_: signal.SIGTERM)
+    result = train_here(run, shapes, "optimizer.lr=0.5", "steps=30")
+    assert result.returncode == 143 and "there was nothing new to save" in result.stdout and contents(run) == before
+
+
 def test_every_changed_setting_that_changes_numbers_is_announced_and_no_other(shapes, tmp_path):
     def announced(*options):
         result = train_here(tmp_path / "run", shapes, "log.every=1", *options)
@@ -173,11 +195,14 @@ def test_a_grid_that_a_kill_after_the_save_cost_is_drawn_on_the_next_start(shape
 
 def test_what_a_kill_left_of_a_save_or_a_grid_and_did_not_prune_is_gone_after_the_next_start(shapes, tmp_path):
     run = tmp_path / "run"
-    assert train_here(run, shapes, "steps=8").returncode == 0
+    assert train_here(run, shapes, "steps=8", "checkpoint.keep_last=1").returncode == 0
+    older = shutil.copytree(checkpoints.latest(run), tmp_path / "older")
+    checkpoints.write_meta(older, checkpoints.read_meta(older) | {"step": 4})
+    older.rename(run / "checkpoints/step-00000004")
     left = [run / ".metrics.jsonl.1.tmp", run / "samples/.step-00000004.png.1.tmp", run / "checkpoints/.step-00000004.tmp"]
     for file in left:
         file.write_text("")
-    assert train_here(run, shapes, "steps=8", "checkpoint.keep_last=1").returncode == 0
+    assert train_here(run, shapes, "steps=8").returncode == 0
     assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists() for file in left)
 
 

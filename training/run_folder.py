@@ -20,13 +20,13 @@ from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.loading import (
     Trained,
+    find_by_hash,
     find_weights,
     hold_base,
     latest_checkpoint,
     load_base,
     load_like,
     load_trained,
-    sha256_of,
 )
 from weights.records import (
     ROUTER_DEFAULTS,
@@ -114,10 +114,7 @@ def same_start(meta: dict, path: str | None) -> bool:
     began = meta.get("init_from")
     if path is None or began is None or Path(path).resolve() == Path(began).resolve():
         return (path is None) == (began is None)
-    try:
-        return sha256_of(find_weights(Path(path))[0]) == (meta.get("parent") or {}).get("weights_sha256")
-    except (OSError, ValueError):  # there are none
-        return False
+    return find_by_hash(path, (meta.get("parent") or {}).get("weights_sha256")) is not None
 
 
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
@@ -284,27 +281,39 @@ def lock_run(run: Run) -> None:
                                       f"name=<another> for a second run.")
 
 
-def prepare_folder(run: Run) -> None:
-    """Brings a run's folder to the run's step and writes config.yaml; a run without steps to take keeps its record."""
+def prepare_folder(run: Run, resumed: Path | None) -> None:
+    """Makes a run's folder, with room for a checkpoint, and removes what killed writes have left in it."""
     for name in ("checkpoints", "samples"):  # fails now rather than at the first save
         (run.folder / name).mkdir(parents=True, exist_ok=True)
-    checkpoints.set_aside_after(run.folder, run.step or -1)
     for pattern in (".config.yaml.*.tmp", ".metrics.jsonl.*.tmp", ".results.jsonl.*.tmp", "samples/.step-*.tmp"):
         for left in run.folder.glob(pattern):  # of killed writes
             files.remove(left)
-    # A kill may have come between the last save and its pruning.
-    checkpoints.prune(run.folder, run.cfg.checkpoint.keep_last, run.cfg.checkpoint.keep_every)
-    if 0 < run.cfg.steps <= run.step:
-        return
-    size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
-    needed = 4 * size  # the average, the weights, and the optimizer's two moments
-    files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
-    drop_after(run.folder, run.step or -1)  # a run that begins again evaluates its first network again
-    files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
+    # A kill may have come between the last save and its pruning, which the settings of that save decide.
+    saved = checkpoints.read_meta(resumed).get("config", {}) if resumed else {}
+    kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
+    checkpoints.prune(run.folder, kept["keep_last"], kept["keep_every"])
+    if resumed is None:  # a run that begins again evaluates its first network again
+        drop_after(run.folder, -1)
+        files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
+    if run.step < run.cfg.steps:
+        size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
+        needed = 4 * size  # the average, the weights, and the optimizer's two moments
+        files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
+
+
+def begin_record(run: Run) -> None:
+    """Brings the folder of a run that resumes to its step, and writes its settings to config.yaml.
+
+    As late as the first step, so that a command that takes none changes no record.
+    """
+    if run.accelerator.is_main_process:
+        drop_after(run.folder, run.step)
+        files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
 
 
 def drop_after(run_dir: Path, step: int) -> None:
-    """Drops what a run wrote after `step`, which it now repeats: grids, metrics, scores."""
+    """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
+    checkpoints.set_aside_after(run_dir, step)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()

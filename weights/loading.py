@@ -316,6 +316,14 @@ def is_base(file: Path, sha256: str | None) -> bool:
     return file.is_file() and sha256_of(file) == sha256
 
 
+def find_by_hash(path: str, sha256: str | None) -> Path | None:
+    """Finds the weights of this SHA-256 at `path`, also those of an older checkpoint of a run that has gone on."""
+    found = [folder / "ema.safetensors" for folder in checkpoints.all_steps(Path(path))]
+    with contextlib.suppress(OSError, ValueError):  # there are none
+        found.append(find_weights(Path(path))[0])
+    return next((file for file in reversed(found) if is_base(file, sha256)), None)
+
+
 def load_base(meta: CheckpointRecord, folder: Path, moved: str | None = None) -> Trained:
     """Loads the weights that the adapter in `folder` was trained on, from its run, their place, or where they moved to.
 
@@ -325,9 +333,7 @@ def load_base(meta: CheckpointRecord, folder: Path, moved: str | None = None) ->
     places = [(run_of(folder) or folder) / "base" / base.name, base]
     found = next((file for file in places if is_base(file, parent.weights_sha256)), None)
     if found is None and moved is not None:
-        with contextlib.suppress(ValueError):
-            file, _ = find_weights(Path(moved))
-            found = file if is_base(file, parent.weights_sha256) else None
+        found = find_by_hash(moved, parent.weights_sha256)
     if found is not None:
         base = found
     else:

@@ -32,8 +32,8 @@ class Network:
 
     routes: tuple[Route, ...] = ()
 
-    def __init__(self, transformer: torch.nn.Module):
-        self.transformer, config = transformer, transformer.config
+    def __init__(self, transformer: torch.nn.Module, null_label: bool):
+        self.transformer, self.null_label, config = transformer, null_label, transformer.config
         self.in_channels, self.input_size = config.in_channels, config.sample_size
         self.num_classes, self.blocks = config.num_embeds_ada_norm, transformer.transformer_blocks
 
@@ -53,11 +53,12 @@ class LatentDiTPipeline(DiffusionPipeline):
 
     def __init__(
         self, transformer: torch.nn.Module, vae: torch.nn.Module = None, diffusion: dict | None = None,
-        convention: dict | None = None, class_names: list[str] | None = None,
+        convention: dict | None = None, class_names: list[str] | None = None, null_label: bool = True,
     ):
         super().__init__()
         self.register_modules(transformer=transformer, vae=vae)
-        self.register_to_config(diffusion=diffusion, convention=convention, class_names=class_names)
+        self.register_to_config(diffusion=diffusion, convention=convention, class_names=class_names,
+                                null_label=null_label)
 
     def save_config(self, save_directory: str | Path, **options: object) -> None:
         """Ends `save_pretrained`: adds the code, by which alone the folder can be loaded again."""
@@ -88,7 +89,7 @@ class LatentDiTPipeline(DiffusionPipeline):
         output_type: str = "pil",                           # pil | np | pt, the last two in 0 … 1
         return_dict: bool = True,
     ) -> ImagePipelineOutput | tuple:
-        net, device = Network(self.transformer), self._execution_device
+        net, device = Network(self.transformer, self.config.null_label), self._execution_device
         y = torch.as_tensor(class_labels).flatten()
         if y.is_floating_point() or not len(y) or not ((y >= 0) & (y <= net.num_classes)).all():
             raise ValueError(f"class_labels={class_labels} are to be whole numbers: 0 … {net.num_classes - 1}, and "

@@ -173,6 +173,23 @@ def test_what_save_pretrained_writes_is_loaded_again_and_draws_the_same_bits(nam
     assert np.array_equal(found[f"{name} again"], found[f"{name} images"])
 
 
+@pytest.mark.parametrize("head_block", [None, 1])
+def test_a_pipeline_is_not_guided_by_a_null_label_that_was_never_trained(head_block, tmp_path):
+    run = save_run(tmp_path / "run", {"name": "rf"}, in_channels=3, **({} if head_block is None else {"head_block": head_block}))
+    folder = checkpoints.step_folder(run, 7)
+    checkpoints.write_meta(folder, checkpoints.read_meta(folder) | {"null_label": False})
+    place = exported(run, "diffusers", tmp_path / "folder")
+    code = ("import sys, torch; from diffusers import DiffusionPipeline\n"
+            "pipe = DiffusionPipeline.from_pretrained(sys.argv[1], trust_remote_code=True)\n"
+            "pipe([0], num_inference_steps=1, guidance_scale=1.0)\n"
+            "pipe([0], num_inference_steps=1, guidance_scale=2.0)")
+    result = subprocess.run(
+        [sys.executable, "-c", code, str(place)], cwd=tmp_path, text=True, capture_output=True,
+        env={key: value for key, value in os.environ.items() if key != "PYTHONPATH"} | {"HF_MODULES_CACHE": str(tmp_path / "modules"), "HF_HUB_OFFLINE": "1"})
+    assert "guidance by the label needs a null label" in result.stderr.splitlines()[-1], result.stderr
+    assert "line 4, in <module>" in result.stderr
+
+
 def test_diffusers_own_class_would_give_other_numbers(tmp_path):
     folder = exported(save_run(tmp_path / "run", EDM, in_channels=3), "diffusers", tmp_path / "folder")
     config = json.loads((folder / "transformer" / "config.json").read_text())
