@@ -43,7 +43,8 @@ class StopRequest:
     """Turns the first of the stop signals into a request to the loop; a second one ends the process.
 
     Several ranks must leave at the same step. They reduce their requests about every SECONDS and read the result one
-    vote later, so that no step waits for a GPU. How many steps that is they agree on likewise.
+    vote later, so that no step waits for a GPU. How many steps that is they agree on likewise. Where a step alone takes
+    as long, they wait for the device and read the result at once, as few such steps fit into a launcher's patience.
     """
 
     SECONDS = 2.0       # launchers give a run 30 s between SIGTERM and SIGKILL
@@ -73,12 +74,19 @@ class StopRequest:
             if copied is not None:
                 copied.synchronize()
             answer, seconds_per_step = votes.tolist()
+        is_slow = seconds_per_step >= self.SECONDS
+        if is_slow and state.device.type == "cuda":  # a signal that comes in meanwhile counts
+            torch.cuda.synchronize(state.device)
         now = self.clock()
         vote = (self.signal, (now - self.voted) / self.steps)
         votes = torch.stack([torch.full((), float(part), device=state.device) for part in vote])
         dist.all_reduce(votes, dist.ReduceOp.MAX)  # on a GPU the host goes on at once
         votes = votes.to("cpu", non_blocking=True)
         self.votes = votes, torch.cuda.current_stream().record_event() if state.device.type == "cuda" else None
+        if is_slow:
+            if self.votes[1] is not None:
+                self.votes[1].synchronize()
+            answer = max(answer, votes.tolist()[0])
         # At most twice as many: the host may run ahead of a GPU's first steps, and not of the vote before.
         fitting = int(self.SECONDS / max(seconds_per_step, 1e-3))
         self.voted, self.steps = now, max(1, min(fitting, 2 * self.steps, self.MOST_STEPS))
