@@ -226,7 +226,7 @@ def test_a_base_that_was_pruned_or_moved_is_known_by_its_hash(parent, command, t
     weights = {"ema": {key: value + 1 for key, value in network().state_dict().items()}}
     checkpoints.save(checkpoints.step_folder(other, 8), weights, checkpoints.read_meta(checkpoints.latest(other)) | {"step": 8})
     with pytest.raises(SystemExit) as ended:
-        command(run, other, steps=10)
+        command(run, checkpoints.step_folder(other, 8), steps=10)  # the run itself still holds the one of step 7
     assert "was trained with another init_from" in str(ended.value)
     shutil.rmtree(moved)
     shutil.rmtree(run)
