@@ -80,11 +80,13 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
             raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} must be "
                              f"a block up to its start, {start}, where tokens leave.")
         if not 0 <= route.selection_ratio < 1:
-            raise ValueError(f"Route {route} in a network of {depth} blocks: the selection ratio is the share of "
-                             f"tokens that skips and must lie in [0, 1); at 1 no token would be left.")
+            raise ValueError(f"Route {route} in a network of {depth} blocks: selection_ratio="
+                             f"{route.selection_ratio} is the share of tokens that skip and must lie in [0, 1); at 1 no "
+                             f"token would be left.")
         if not 0 <= route.path_drop < 1:
-            raise ValueError(f"Route {route} in a network of {depth} blocks: path_drop is the share of samples that "
-                             f"skip and must lie in [0, 1); at 1 its blocks would learn nothing.")
+            raise ValueError(f"Route {route} in a network of {depth} blocks: path_drop="
+                             f"{route.path_drop} is the share of samples that skip and must lie in [0, 1); at 1 its "
+                             f"blocks would learn nothing.")
         resolved.append(replace(route, start_layer_idx=start, end_layer_idx=end, return_from=source))
     resolved.sort(key=lambda route: route.start_layer_idx)
     for first, second in pairwise(resolved):

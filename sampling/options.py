@@ -17,6 +17,7 @@ from runtime.device import DTYPES
 from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Share, Size, Steps, one_of
 from weights.loading import Trained, load_like
 from weights.others import FAMILIES
+from weights.records import keywords
 
 Level = Annotated[float, Field(ge=1e-6, le=1e6)]  # a noise level: squares and roots of it stay in float32
 
@@ -41,14 +42,8 @@ class SamplerSettings(Settings):
 
 Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]  # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
-
-
-class GuidanceRoute(Settings):
-    """Where tokens leave and rejoin; the ratios are gamma1 and gamma2."""
-
-    start_layer_idx: int
-    end_layer_idx: int
-    return_from: int | None = None
+# Where tokens leave and rejoin; the ratios are gamma1 and gamma2.
+GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, path_drop=None, drop_batch=None)
 
 
 class GuidanceSettings(Settings):

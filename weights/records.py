@@ -14,24 +14,11 @@ from objectives import class_of
 from objectives.internal import InternalHead
 from rf import RF, CleanRF
 from routing_module import Route, Router
-from runtime.schema import Number, Record, Settings, Whole, read
+from runtime.schema import Record, Settings, Whole, read
 from weights import lora as adapters
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
 ROUTER_DEFAULTS = asdict(Router())  # what a record without them means
-
-
-class RouteSettings(Settings):
-    """One of `routes`, as a config and a checkpoint's record have it."""
-
-    start_layer_idx: int
-    end_layer_idx: int
-    selection_ratio: Annotated[float, Field(ge=0, lt=1)]
-    x_T: Number = 0.0
-    x_D_last: Number = 1.0
-    return_from: int | None = None
-    path_drop: Annotated[float, Field(ge=0, lt=1)] = 0.0
-    drop_batch: bool = False
 
 
 class Keywords(Settings):
@@ -41,10 +28,12 @@ class Keywords(Settings):
 def keywords(*kinds: type, **others: Any) -> type[Keywords]:
     """Declares the keywords of constructors, with the types and defaults of their signatures, but for `others`."""
     parameters = [one for kind in kinds for one in inspect.signature(kind).parameters.values()]
-    own = {one.name: (one.annotation, one.default) for one in parameters if one.name not in others}
+    own = {one.name: (one.annotation, ... if one.default is one.empty else one.default) for one in parameters
+           if one.name not in others}
     return create_model("Keywords", __base__=Keywords, **own, **{name: one for name, one in others.items() if one})
 
 
+RouteSettings = keywords(Route)  # whose ranges `resolve_routes` checks
 # The router's keywords are left out of a record where tokens are chosen at random, fusion and the block of an internal
 # head where there is none.
 NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False),
