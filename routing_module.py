@@ -7,6 +7,7 @@ from itertools import pairwise, product
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
 
 
 @dataclass(frozen=True)
@@ -210,6 +211,11 @@ class Router:
         """
         x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
         return x if dropped is None else torch.where(dropped.view(-1, 1, 1), original_x, x)
+
+
+def kept_tokens(masks: Tensor, patch_size: int) -> Tensor:
+    """Returns which tokens masks (B, 1, h, w) keep, those over whose patch their mean is above 0.5: (B, N) bool."""
+    return avg_pool2d(masks, patch_size).flatten(1) > 0.5
 
 
 def rank_in_group(noise: Tensor) -> Tensor:

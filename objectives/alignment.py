@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from objectives.diffusion import Objective
-from objectives.hidden import take_hidden
+from objectives.hidden import early_block, take_hidden
 from objectives.teachers import load_teacher
 
 
@@ -34,7 +34,7 @@ class Alignment(Objective):
     ):
         super().__init__(inner)
         depth, num_tokens, width = len(self.net.blocks), *self.net.pos_embed.shape[1:]
-        self.blocks = [max(0, min(8, depth // 3) - 1)] if blocks is None else blocks
+        self.blocks = [early_block(depth)] if blocks is None else blocks
         self.weight, self.normalise, self.end_step = weight, normalise, end_step
         self.hidden = take_hidden(self.net, self.blocks)
         self.check(projector)

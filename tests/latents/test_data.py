@@ -18,9 +18,10 @@ from conftest import ROOT
 from autoencoder import Convention
 from latents import folder as latent_folder
 from latents import loader
-from latents.folder import Latents, kept_tokens, open_latents
+from latents.folder import Latents, open_latents
 from latents.loader import _plan, batches, find_damaged, to_latent
 from latents.tars import TAR_INDEX
+from routing_module import kept_tokens
 
 COUNT = 103  # three shards of 40, 40 and 23 images, and a batch size that leaves a rest
 
