@@ -71,8 +71,6 @@ class Internal(Objective):
 
     def __init__(self, inner: Objective, block: int | None = None, weight: float = 0.5):
         super().__init__(inner)
-        if weight < 0:
-            raise ValueError(f"objective.internal.weight={weight} would teach the head to be wrong: give 0 or more.")
         self.weight = weight
 
     @staticmethod

@@ -91,7 +91,7 @@ def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_wher
 
 
 @pytest.mark.parametrize(("parts", "says"), [
-    ({"version1": {"mae_weight": -1.0}}, "mae_weight=-1.0 may not be negative"), ({"version2": {}}, "there is no objectives/version2.py; choose one of"),
+    ({"version2": {}}, "there is no objectives/version2.py; choose one of"),
 ])
 def test_objectives_that_cannot_be_are_refused(parts, says):
     with pytest.raises(ValueError, match=says):
