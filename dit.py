@@ -154,8 +154,8 @@ class DiT(nn.Module):
         nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
         nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
         if starts_as_identity:
-            for layer in (*(block.adaLN_modulation[-1] for block in self.blocks),
-                          self.final_layer.adaLN_modulation[-1], self.final_layer.linear):
+            gates = [module[-1] for name, module in self.named_modules() if name.endswith("adaLN_modulation")]
+            for layer in (*gates, self.final_layer.linear):
                 nn.init.zeros_(layer.weight)
 
     def unpatchify(self, x: Tensor) -> Tensor:
