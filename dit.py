@@ -8,6 +8,7 @@ dense, `net(x, t, y, routes=net.routes)` is routed.
 import math
 from collections.abc import Iterable, Mapping
 from functools import partial
+from typing import Literal
 
 import torch
 from timm.layers import PatchEmbed
@@ -17,6 +18,8 @@ from torch.utils.flop_counter import FlopCounterMode
 from blocks import BLOCKS
 from blocks.transformer import modulate
 from routing_module import Route, Router, resolve_routes, stretches
+
+Init = Literal["adaln_zero", "xavier"]
 
 
 def sincos_1d(dim: int, positions: Tensor) -> Tensor:
@@ -104,7 +107,7 @@ class DiT(nn.Module):
         num_classes: int = 1000,
         learn_sigma: bool = False,
         routes: Iterable[Route] = (),
-        init: str = "adaln_zero",
+        init: Init = "adaln_zero",
         block: str = "dit",
         qk_norm: bool = False,
         router: Router | None = None,
@@ -114,13 +117,9 @@ class DiT(nn.Module):
         if input_size % patch_size:
             raise ValueError(f"The latent's side {input_size} is not a multiple of the patch size {patch_size}: "
                              f"choose a backbone_type with another patch size, or another resolution.")
-        if depth < 1 or num_heads < 1:
-            raise ValueError(f"A DiT of depth {depth} with {num_heads} heads: both must be at least 1.")
         if hidden_size % num_heads or hidden_size % 4:
             raise ValueError(f"hidden_size {hidden_size} must be a multiple of num_heads {num_heads} and of 4 "
                              f"(sines and cosines of two axes).")
-        if init not in ("adaln_zero", "xavier"):
-            raise ValueError(f"init is {init!r}; it must be 'adaln_zero' or 'xavier'.")
         if block not in BLOCKS:
             raise ValueError(f"block is {block!r}; it must be one of {', '.join(BLOCKS)}.")
         self.input_size, self.patch_size, self.in_channels = input_size, patch_size, in_channels
@@ -140,7 +139,8 @@ class DiT(nn.Module):
         self.final_layer = FinalLayer(hidden_size, patch_size, self.out_channels, kind.norm(hidden_size))
         self.initialize_weights(init)
 
-    def initialize_weights(self, init: str) -> None:
+    def initialize_weights(self, init: Init) -> None:
+        starts_as_identity = {"adaln_zero": True, "xavier": False}[init]
         for module in self.modules():
             if isinstance(module, nn.Linear):
                 nn.init.xavier_uniform_(module.weight)
@@ -153,9 +153,9 @@ class DiT(nn.Module):
         nn.init.normal_(self.y_embedder.embedding_table.weight, std=0.02)
         nn.init.normal_(self.t_embedder.mlp[0].weight, std=0.02)
         nn.init.normal_(self.t_embedder.mlp[2].weight, std=0.02)
-        if init == "adaln_zero":
-            for layer in (*(block.adaLN_modulation[-1] for block in self.blocks),
-                          self.final_layer.adaLN_modulation[-1], self.final_layer.linear):
+        if starts_as_identity:
+            gates = [module[-1] for name, module in self.named_modules() if name.endswith("adaLN_modulation")]
+            for layer in (*gates, self.final_layer.linear):
                 nn.init.zeros_(layer.weight)
 
     def unpatchify(self, x: Tensor) -> Tensor:

@@ -19,9 +19,8 @@ class EDM:
     """Noises a latent as x + sigma·eps with ln(sigma) ~ N(P_mean, P_std²), and learns D(x + sigma·eps; sigma) = x."""
 
     def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5):
-        if P_std < 0 or sigma_data <= 0:
-            raise ValueError(f"EDM with P_std={P_std} and sigma_data={sigma_data}: the first may not be negative, and "
-                             f"the second, the standard deviation of the latents, must be positive.")
+        if sigma_data <= 0:
+            raise ValueError(f"sigma_data={sigma_data} is the standard deviation of the latents, and must be positive.")
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
 
     def draw_sigma(self, count: int, device: torch.device) -> Tensor:

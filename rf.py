@@ -9,7 +9,7 @@ Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)Â·x + tÂ
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal
+from typing import Literal, get_args
 
 import torch
 import torch.nn.functional as F
@@ -21,6 +21,8 @@ from routing_module import Route
 LAST_STEP = 0.04      # noise level from which the SDE's last step goes, without noise
 LEAST_T = 0.05        # what CleanRF divides by at lower noise levels (JiT, arXiv 2511.13720)
 Shift = float | Literal["size"] | None
+TimestepSampling = Literal["logit_normal", "uniform"]
+Solver = Literal["euler", "heun", "euler_maruyama"]
 
 
 def shifted(t: Tensor, shift: Shift, shape: torch.Size) -> Tensor:
@@ -43,16 +45,15 @@ class RF:
     """
 
     def __init__(
-        self, timestep_sampling: str = "logit_normal", cosine_weight: float = 0.0, contrastive_weight: float = 0.0,
-        shift: Shift = None,
+        self, timestep_sampling: TimestepSampling = "logit_normal", cosine_weight: float = 0.0,
+        contrastive_weight: float = 0.0, shift: Shift = None,
     ):
-        if timestep_sampling not in ("logit_normal", "uniform"):
-            raise ValueError(f"timestep_sampling={timestep_sampling} is neither logit_normal nor uniform.")
-        if cosine_weight < 0:
-            raise ValueError(f"cosine_weight={cosine_weight} is negative: it would reward a velocity that points away.")
-        if not 0 <= contrastive_weight < 1:
-            raise ValueError(f"contrastive_weight={contrastive_weight} is outside [0, 1): from 1 on the loss has no "
-                             f"minimum. 0.05 is published.")
+        if timestep_sampling not in get_args(TimestepSampling):
+            raise ValueError(f"timestep_sampling={timestep_sampling} is none of "
+                             f"{', '.join(get_args(TimestepSampling))}.")
+        if cosine_weight < 0 or not 0 <= contrastive_weight < 1:
+            raise ValueError(f"cosine_weight={cosine_weight} contrastive_weight={contrastive_weight}: the first may "
+                             f"not be negative, and the second is below 1, from where the loss has no minimum.")
         if shift not in (None, "size") and not 0 < shift < math.inf:
             raise ValueError(f"shift={shift} is not above 0: it multiplies the odds t / (1 - t).")
         self.timestep_sampling, self.cosine_weight = timestep_sampling, cosine_weight
@@ -117,7 +118,7 @@ class RF:
 
     @torch.no_grad()
     def sample(
-        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 40, solver: str = "euler",
+        self, net: nn.Module, noise: Tensor, y: Tensor, num_steps: int = 40, solver: Solver = "euler",
         guidance: Guidance | None = None,
         shift: Shift = None, randn_like: Callable[[Tensor], Tensor] = torch.randn_like,
     ) -> Tensor:
@@ -128,8 +129,8 @@ class RF:
         from `randn_like`. The steps are equal but for the `shift`, None being that of training (see `shifted`). The
         state is float64, as in EDM's sampler.
         """
-        if solver not in ("euler", "heun", "euler_maruyama"):
-            raise ValueError(f"solver={solver} is neither euler, heun nor euler_maruyama.")
+        if solver not in get_args(Solver):
+            raise ValueError(f"solver={solver} is none of {', '.join(get_args(Solver))}.")
         if solver == "euler_maruyama":
             return self.sample_euler_maruyama(net, noise, y, num_steps, guidance, shift, randn_like)
         v = (guidance or UNGUIDED).guide(self.velocity, net, noise, y, num_steps)

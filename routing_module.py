@@ -4,9 +4,13 @@ import math
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
 from itertools import pairwise, product
+from typing import Literal, get_args
 
 import torch
 from torch import Tensor
+from torch.nn.functional import avg_pool2d
+
+Selection = Literal["random", "grid", "l1"]     # of the tokens that are kept, see `Router`
 
 
 @dataclass(frozen=True)
@@ -130,13 +134,13 @@ class Router:
     norm stay, or with `inverse` those of small norm. Raises ValueError for others.
     """
 
-    selection: str = "random"
+    selection: Selection = "random"
     l1_reg: float = 0.5
     inverse: bool = False
 
     def __post_init__(self) -> None:
-        if self.selection not in ("random", "grid", "l1"):
-            raise ValueError(f"selection={self.selection} is neither random, grid nor l1.")
+        if self.selection not in get_args(Selection):
+            raise ValueError(f"selection={self.selection} is none of {', '.join(get_args(Selection))}.")
         if not 0 <= self.l1_reg <= 1:
             raise ValueError(f"l1_reg={self.l1_reg} is outside [0, 1]: it is the share of the L1 norm in a token's "
                              f"score, and the rest is noise.")
@@ -212,6 +216,11 @@ class Router:
         """
         x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
         return x if dropped is None else torch.where(dropped.view(-1, 1, 1), original_x, x)
+
+
+def kept_tokens(masks: Tensor, patch_size: int) -> Tensor:
+    """Returns which tokens masks (B, 1, h, w) keep, those over whose patch their mean is above 0.5: (B, N) bool."""
+    return avg_pool2d(masks, patch_size).flatten(1) > 0.5
 
 
 def rank_in_group(noise: Tensor) -> Tensor:

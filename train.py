@@ -26,7 +26,7 @@ from torch import Tensor, nn
 from tqdm import tqdm
 
 from guidance import Guidance
-from latents.loader import batches, find_damaged, to_latent
+from latents.loader import batches, to_latent
 from objectives import DiffusionLoss, Objective
 from runtime import files, ranks, sharding
 from runtime.command import command
@@ -41,7 +41,7 @@ from scoring.results import describe_autoencoder, describe_classes, result_row, 
 from training import speed
 from training.optimizers import step_unless
 from training.run import Run, make_run
-from training.run_folder import begin_record, lock_run, prepare_folder, resume, save
+from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save
 from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
 from weights.records import build_network
@@ -180,7 +180,7 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
 
 def tell_compiling(run: Run, bar: tqdm) -> None:
     """Says, on the bar or outside of a terminal in a line, that the first step compiles the network."""
-    if not run.cfg.compile or run.step >= run.cfg.steps:
+    if not run.cfg.compile:
         return
     bar.set_postfix_str("compiling")
     if bar.disable:
@@ -213,22 +213,7 @@ def report(run: Run, num_steps: int, since: float) -> None:
         tqdm.write(as_line(row, cfg.steps))
         files.append_row(run.folder / "metrics.jsonl", row)
     accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
-    skipped_in_row = int(total["skipped_in_row"])
-    if skipped_in_row >= min(cfg.max_skipped_in_row, cfg.steps):  # all steps, of a short run
-        taken = run.images // cfg.batch_size
-        damaged = find_damaged(run.latents, cfg.batch_size, cfg.seed, range(taken - skipped_in_row, taken),
-                               run.objective.arrays)
-        last_good = checkpoints.last_sound(run.folder, run.step - skipped_in_row)
-        way_back = (f"Move checkpoints newer than {last_good} away to go on from it" if last_good else
-                    f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
-        remedy = f"{way_back}; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32."
-        if damaged:
-            remedy = (f"The data hold NaN or infinity in {len(damaged)} of these batches, first in {damaged[0]}: "
-                      f"prepare them again, "
-                      + ("and the same command resumes. " if checkpoints.all_steps(run.folder) else
-                         f"and move {run.folder} away. ") + remedy * (len(damaged) < skipped_in_row))
-        sys.exit(f"train.py: the last {skipped_in_row} steps had no finite gradient and were skipped: the run stops at "
-                 f"step {run.step}. {remedy.strip()}")
+    require_gradients(run, int(total["skipped_in_row"]))
 
 
 def draw(run: Run) -> None:
@@ -311,7 +296,6 @@ def main(cfg: TrainSettings) -> None:
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
                disable=is_hidden(not accelerator.is_main_process))
-    tell_compiling(run, bar)
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:
@@ -337,6 +321,7 @@ def main(cfg: TrainSettings) -> None:
             break
         if not moved:
             begin_record(run)
+            tell_compiling(run, bar)
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         run.objective.step = run.step

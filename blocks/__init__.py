@@ -1,12 +1,17 @@
 """What the frame of dit.py is filled with: the block of DiT (arXiv 2212.09748) and that of LightningDiT (2501.01423).
 
-A block is `Block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm)`, and its forward maps tokens x (B, K, D), the
-condition c (B, D) and the tokens' places in raster order, positions (1 or B, K) int64, to tokens (B, K, D). On a route
-K is smaller than grid_size², and the positions are those of the tokens that stay.
+A block is an nn.Module, `Block(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm)`. Its forward maps tokens x
+(B, K, D), the condition c (B, D) and the tokens' places in raster order, positions (1 or B, K) int64, to tokens
+(B, K, D). On a route K is smaller than grid_size², and positions are those of the kept tokens. It raises ValueError for
+settings that it does not have, as `refuse_qk_norm` does. examples/custom_block.py is a complete one.
+
+Two parts are optional. `adaLN_modulation` is a Sequential that makes shifts, scales and gates of c; with
+init=adaln_zero its last layer begins at zero. Only where weights without a record are to be recognised, a block's kind
+has a `mark`, and the block `read_mlp_ratio(weights, hidden_size)`, of the weights of one block by name.
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from torch import nn
 
@@ -20,9 +25,9 @@ class BlockKind:
     """What a name of a block stands for."""
 
     block: type[nn.Module]
-    norm: Callable[[int], nn.Module]      # of the final layer
-    mark: str                             # a weight that no other kind's block has: it tells a file without a record
-    models: dict[str, dict]               # the published sizes, by name
+    norm: Callable[[int], nn.Module] = LAYER_NORM   # of the final layer, from its width
+    mark: str | None = None                         # a weight that no other kind's block has
+    models: dict[str, dict] = field(default_factory=dict)   # named sizes, each a model.backbone_type
 
 
 WIDTHS = {

@@ -22,7 +22,7 @@ from autoencoder import SD_VAE_SCALE, Convention
 from latents.labels import check_labels
 from latents.listing import find_tars
 from latents.tars import allow_open_files, open_rows, tar_index
-from objectives.diffusion import kept_tokens
+from routing_module import kept_tokens
 from runtime.files import is_inside
 from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, first_line, one_of, read_record
 

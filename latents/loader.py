@@ -32,17 +32,21 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
     copied there once, and the same batches are made there. Raises ValueError for a batch size that the images or the
     ranks do not fit, and for latents that do not fit on the device.
     """
-    if not 0 < batch_size <= latents.count:
-        raise ValueError(f"The batch size is {batch_size}, but {latents.where} holds {latents.count} images: "
-                         "set batch_size between 1 and that.")
-    if batch_size % world:
-        raise ValueError(f"The batch size {batch_size} does not divide by {world} ranks: "
-                         f"set batch_size to a multiple of {world}.")
+    check_batch_size(batch_size, latents.count, world)
     assert 0 <= rank < world and start >= 0
     names = [name for name in arrays if name in latents.arrays]
     wholes = None if device is None else latents.to_device(device, names)
     load = partial(_load, latents, names, wholes is not None, torch.cuda.current_device() if pin else None)
     return _batches(names, wholes, in_order(load, _plan(latents, batch_size, seed, rank, world, start)))
+
+
+def check_batch_size(batch_size: int, count: int, world: int, num_parts: int = 1) -> None:
+    """Raises ValueError for a global batch that ranks and parts do not divide, or of more images than there are."""
+    if batch_size % (world * num_parts):
+        raise ValueError(f"batch_size={batch_size} counts the images of a whole step and must be a multiple of "
+                         f"{world * num_parts}: {world} ranks × grad_accum_steps={num_parts}.")
+    if batch_size > count:
+        raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
 
 
 def _load(latents: Latents, names: list[str], is_on_device: bool, gpu: int | None,

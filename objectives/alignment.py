@@ -4,13 +4,14 @@ The options are iREPA's normalisation and convolutional projector (arXiv 2512.10
 """
 
 import math
+from typing import Literal
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from objectives.diffusion import Objective
-from objectives.hidden import take_hidden
+from objectives.hidden import early_block, take_hidden
 from objectives.teachers import load_teacher
 
 
@@ -29,12 +30,13 @@ class Alignment(Objective):
     own_terms = ("alignment",)
 
     def __init__(
-        self, inner: Objective, blocks: list[int] | None = None, weight: float = 0.5, projector: str = "mlp",
-        normalise: float | None = None, end_step: int | None = None, teacher: str | None = None,
+        self, inner: Objective, blocks: list[int] | None = None, weight: float = 0.5,
+        projector: Literal["mlp", "conv"] = "mlp", normalise: float | None = None, end_step: int | None = None,
+        teacher: str | None = None,
     ):
         super().__init__(inner)
         depth, num_tokens, width = len(self.net.blocks), *self.net.pos_embed.shape[1:]
-        self.blocks = [max(0, min(8, depth // 3) - 1)] if blocks is None else blocks
+        self.blocks = [early_block(depth)] if blocks is None else blocks
         self.weight, self.normalise, self.end_step = weight, normalise, end_step
         self.hidden = take_hidden(self.net, self.blocks)
         self.check(projector)
@@ -52,18 +54,9 @@ class Alignment(Objective):
 
     def check(self, projector: str) -> None:
         """Raises ValueError for settings that are out of range or do not go with the network's routes."""
-        if not self.blocks:
-            raise ValueError("objective.alignment.blocks=[] names no block: name one, or null for REPA's.")
-        if self.weight < 0:
-            raise ValueError(f"objective.alignment.weight={self.weight} would push the two apart: give 0 or more.")
-        if self.normalise is not None and not 0 <= self.normalise <= 1:
-            raise ValueError(f"objective.alignment.normalise={self.normalise} is the share of the mean that is taken "
-                             f"off, from 0 to 1.")
-        if self.end_step is not None and self.end_step < 0:
-            raise ValueError(f"objective.alignment.end_step={self.end_step} lies before the first step: give 0 or "
-                             f"more, or null to align to the end.")
-        if projector not in PROJECTORS:
-            raise ValueError(f"objective.alignment.projector={projector} is neither {' nor '.join(PROJECTORS)}.")
+        if not 0 <= (self.normalise or 0) <= 1 or (self.end_step or 0) < 0:
+            raise ValueError(f"objective.alignment.normalise={self.normalise} objective.alignment.end_step="
+                             f"{self.end_step}: the first is a share of the mean, from 0 to 1, and the second a step.")
         for block in (block % len(self.net.blocks) for block in self.blocks):
             for route in self.net.routes:
                 if projector == "conv" and route.start_layer_idx <= block <= route.end_layer_idx:

@@ -4,11 +4,11 @@ from collections.abc import Iterator, Mapping
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import avg_pool2d
 
 from dit import DiT
 from edm import EDM
 from rf import RF
+from routing_module import kept_tokens
 
 
 class DiffusionLoss(nn.Module):
@@ -95,11 +95,6 @@ class Objective(nn.Module):
     @step.setter
     def step(self, step: int) -> None:
         self.inner.step = step
-
-
-def kept_tokens(masks: Tensor, patch_size: int) -> Tensor:
-    """Tells from masks (B, 1, h, w) which tokens stay when masks keep them, those of mean above 0.5: (B, N) bool."""
-    return avg_pool2d(masks, patch_size).flatten(1) > 0.5
 
 
 def draw_mask_noise(net: DiT, weight: Tensor, keep_masked: bool) -> Tensor:

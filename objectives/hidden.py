@@ -5,6 +5,11 @@ from collections.abc import Iterable
 from torch import Tensor, nn
 
 
+def early_block(depth: int) -> int:
+    """Returns the block that REPA and internal guidance read, the eighth, or the one at a third of fewer blocks."""
+    return max(0, min(8, depth // 3) - 1)
+
+
 def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Makes each pass of a DiT leave what the given blocks return: tokens (B, K, D) and their positions (1 or B, K).
 

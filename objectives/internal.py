@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dit import DiT, FinalLayer
 from objectives.diffusion import Objective
+from objectives.hidden import early_block
 
 
 class InternalHead(FinalLayer):
@@ -70,13 +71,11 @@ class Internal(Objective):
 
     def __init__(self, inner: Objective, block: int | None = None, weight: float = 0.5):
         super().__init__(inner)
-        if weight < 0:
-            raise ValueError(f"objective.internal.weight={weight} would teach the head to be wrong: give 0 or more.")
         self.weight = weight
 
     @staticmethod
-    def network_keywords(depth: int, block: int | None = None, weight: float = 0.5) -> dict:
-        return {"head_block": max(0, min(8, depth // 3) - 1) if block is None else block}
+    def network_keywords(depth: int, block: int | None = None, **others: object) -> dict:
+        return {"head_block": early_block(depth) if block is None else block}
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, terms = self.inner(x, y, **arrays)

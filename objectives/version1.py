@@ -25,8 +25,6 @@ class Version1(Objective):
         if not isinstance(inner, DiffusionLoss):
             raise ValueError("objective=version1 takes the place of the diffusion's loss, so it comes first: "
                              "objective=[version1,<the others>].")
-        if mae_weight < 0:
-            raise ValueError(f"objective.version1.mae_weight={mae_weight} may not be negative.")
         if type(self.diffusion) is not EDM:
             raise ValueError("objective=version1 is a loss of EDM: set diffusion=edm.")
         if not self.net.routes:

@@ -42,7 +42,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import train
 from dit import DiT, multiply_adds
 from latents.folder import Latents, open_latents
-from latents.loader import batches, to_latent
+from latents.loader import batches, check_batch_size, to_latent
 from objectives import DiffusionLoss
 from runtime import files, presentation
 from runtime.clocks import Mark, marked, seconds, seconds_of_parts, take_turns, wait
@@ -54,7 +54,7 @@ from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
 from scoring.features import Features, extract, load
 from training import speed
-from training.run import Sums, check_batch_size, describe_network
+from training.run import Sums, describe_network
 from training.settings import ModelSettings
 from weights import autoencoders
 from weights.records import RouteSettings, build_diffusion, build_network
@@ -224,7 +224,7 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     nets = {name: make_network(cfg, name, "meta") for name in {*cfg.variants, "dit"}}
     counts = {name: multiply_adds(net, net.routes) for name, net in nets.items()}
     with latents_of(cfg, nets["dit"]) as latents:
-        check_batch_size(cfg.batch_size, world, cfg.grad_accum_steps, latents.count)
+        check_batch_size(cfg.batch_size, latents.count, world, cfg.grad_accum_steps)
         loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
         variants = [Variant(cfg, accelerator, name, loader, latents.kind) for name in cfg.variants]
         works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}

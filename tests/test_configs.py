@@ -1,6 +1,7 @@
 """Every config composes and builds its network; a key that does not exist is an error."""
 
 import functools
+import inspect
 import re
 from pathlib import Path
 
@@ -10,13 +11,16 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 from blocks import BLOCKS
-from dit import DiT_models
+from dit import DiT, DiT_models
+from edm import EDM
+from guidance import Guidance
 from objectives import build_objective, class_of
-from routing_module import Route
+from rf import RF, CleanRF
+from routing_module import Route, Router
 from runtime import schema
 from scripts.choose_routes import Costs
 from training.run import describe_network
-from training.settings import TrainSettings
+from training.settings import MuonSettings, TrainSettings
 from weights.records import architecture, build_diffusion, build_network, with_objective
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -114,6 +118,22 @@ def test_a_dense_fine_tune_fits_the_run_it_starts_from_and_has_no_published_numb
     assert cfg.init_from == parent.run_dir and cfg.run_dir != parent.run_dir and cfg.diffusion == parent.diffusion
     assert (network(cfg).routes, bool(network(parent).routes)) == ((), True) and settings(cfg).published is None
     assert architecture(described(cfg)) == architecture(described(parent))
+
+
+# The classes whose keywords a file of configs/ sets, beside its name.
+CLASSES = {"model/dit": (DiT, Router), "diffusion/edm": (EDM,), "diffusion/rf": (RF,), "diffusion/rf_clean": (CleanRF,), "guidance/none": (Guidance,),
+           "optimizer/muon": (MuonSettings,), **{f"objective/{path.stem}": (class_of(path.stem),) for path in (CONFIGS / "objective").glob("*.yaml")}}
+
+
+@pytest.mark.parametrize("file", CLASSES)
+def test_a_config_shows_the_defaults_of_the_class_that_it_sets(file):
+    group, name = file.split("/")
+    shown = load(f"{group}={name}", name="sample" if group == "guidance" else "config")
+    shown = shown if group == "guidance" else shown[group][name] if group == "objective" else shown[group]
+    defaults = {one.name: one.default for kind in CLASSES[file] for one in inspect.signature(kind).parameters.values() if one.default is not one.empty}
+    same = {key: value for key, value in shown.items() if key in defaults and value is not None}
+    assert len(same) >= 1 and same == {key: defaults[key] for key in same}
+    assert group != "objective" or shown.keys() == defaults.keys()
 
 
 SPRINT = ("grid", True)

@@ -57,6 +57,14 @@ def test_no_circle_of_imports():
         visit(name, ())
 
 
+def test_a_reader_of_latents_imports_no_network():
+    modules, reached, found = files(), {"latents.loader", "latents.folder"}, set()
+    while reached:
+        found |= reached
+        reached = {other for name in reached for other in imported(name, modules[name], modules)} - found
+    assert {room(name) for name in found} <= {"latents", "runtime", "autoencoder", "routing_module"}
+
+
 def test_at_most_ten_files_at_the_top_and_the_page_names_each_file_and_room():
     top = sorted(path.name for path in ROOT.glob("*.py"))
     tree = re.search(r"```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL)[1]

@@ -72,7 +72,6 @@ def test_weights_that_are_not_a_dits_are_refused_in_a_sentence():
 @pytest.mark.parametrize(("options", "says"), [
     ({"input_size": 9}, "side 9 is not a multiple of the patch size 2"),
     ({"num_heads": 3}, "hidden_size 32 must be a multiple of num_heads 3"),
-    ({"init": "zeros"}, "'adaln_zero' or 'xavier'"),
     ({"block": "unet"}, "block is 'unet'; it must be one of dit, lightning"),
     ({"block": "lightning", "num_heads": 16}, "16 heads leaves 2 channels"),
 ])

@@ -108,7 +108,7 @@ TYPED = {
         ("objective=internal", "init_from=run", "another network"), ("new_label_table=true", "init_from"),
         ("init_from=run", "lora.rank=2", "new_label_table=true", "lora.rank"),
         ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
-        ("objective=[version1,internal]", "version1"),
+        ("objective=[version1,internal]", "version1"), ("objective=version1", "objective.version1.mae_weight=-1", "mae_weight=-1"),
         ("sharding=fsdp", "init_from=run", "lora.rank=2", "lora.rank=2"),
     ],
     "sample": [

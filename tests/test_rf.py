@@ -172,9 +172,9 @@ def test_a_learned_variance_is_left_out():
 
 
 def test_unknown_noise_levels_and_solvers_are_sentences():
-    with pytest.raises(ValueError, match="timestep_sampling=cosine is neither"):
+    with pytest.raises(ValueError, match="timestep_sampling=cosine is none of logit_normal, uniform"):
         RF("cosine")
-    with pytest.raises(ValueError, match="solver=rk4 is neither"):
+    with pytest.raises(ValueError, match="solver=rk4 is none of euler"):
         RF().sample(ExactVelocity(0.5), torch.randn(1, 1, 2, 2), labels(1), solver="rk4")
 
 

@@ -77,7 +77,7 @@ def test_a_route_that_does_not_fit_is_refused_with_its_numbers(routes, says):
 def test_as_few_tokens_stay_whatever_chooses_them_and_some_settings_choose_none():
     for selection in ("random", "l1"):
         assert Router(selection).get_mask(tokens(num_tokens=7), 0.5).shape == (4, 4)
-    for wrong, says in ((dict(selection="l2"), "neither random, grid nor l1"), (dict(l1_reg=1.5), r"outside \[0, 1\]"), (dict(l1_reg=-0.1), r"outside \[0, 1\]")):
+    for wrong, says in ((dict(selection="l2"), "none of random, grid, l1"), (dict(l1_reg=1.5), r"outside \[0, 1\]"), (dict(l1_reg=-0.1), r"outside \[0, 1\]")):
         with pytest.raises(ValueError, match=says):
             Router(**wrong)
 

@@ -76,7 +76,7 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     skipped = [row["skipped"] for row in rows(run)]
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
     good = checkpoints.step_folder(run, 6)  # the last one from before the learning rate that was too high
-    assert f"Move checkpoints newer than {good} away to go on from it; and lower optimizer.lr" in result.stderr
+    assert f"Move checkpoints newer than {good} away to resume from it; and lower optimizer.lr" in result.stderr
     weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
     assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])  # skipped steps moved nothing
     assert max(value.abs().max() for value in weights[0].values()) > 1e6  # and the newer ones are of no use

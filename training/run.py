@@ -18,6 +18,7 @@ from torch import Tensor
 from dit import DiT, DiT_models
 from edm import EDM
 from latents.folder import Latents, open_latents
+from latents.loader import check_batch_size
 from objectives import DiffusionLoss, Objective, build_objective, class_of, trained_parameters
 from rf import RF
 from runtime import sharding
@@ -159,7 +160,7 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Tr
         steps = min(100_000, max(5_000, 200 * count // batch_size))
     if (batch_size, steps) != (cfg.batch_size, cfg.steps):
         accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Either can be given.")
-    check_batch_size(batch_size, accelerator.num_processes, cfg.grad_accum_steps, count)
+    check_batch_size(batch_size, count, accelerator.num_processes, cfg.grad_accum_steps)
     return cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
 
 
@@ -262,14 +263,6 @@ def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> D
     return sharding.shard(net, device, DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
 
 
-def check_batch_size(batch_size: int, world: int, num_parts: int, count: int) -> None:
-    if batch_size % (world * num_parts):
-        raise ValueError(f"batch_size={batch_size} counts the images of a whole step and must be a multiple of "
-                         f"{world * num_parts}: {world} ranks × grad_accum_steps={num_parts}.")
-    if batch_size > count:
-        raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
-
-
 def check_kept(latents: Latents, model: DiT) -> None:
     """Raises ValueError where keep_masked=true cannot keep what it should; reads all masks."""
     if "weight" not in latents.arrays:
@@ -303,7 +296,6 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     cfg = choose_sizes(cfg, accelerator, latents.count)
     check_warmup(cfg, accelerator)
     record = describe(cfg, latents, accelerator.num_processes, accelerator.device)
-    grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])
     model = initial_network(cfg, record, accelerator.device)
     if cfg.keep_masked:
         check_kept(latents, model)
@@ -329,5 +321,6 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         speed.share_buffers(objective)
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
+    grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])  # which may take minutes
     return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(), objective,
                optimizer, Sums(accelerator.device, objective.terms))

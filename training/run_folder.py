@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dit import LabelEmbedder
+from latents.loader import find_damaged
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
 from runtime.schema import Count, NotNegative, Number, Whole, read_record
@@ -272,6 +273,24 @@ def save(run: Run) -> None:
             checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
 
+def require_gradients(run: Run, skipped: int) -> None:
+    """Raises ValueError, with the cause and the way back, where too many steps in a row were skipped."""
+    cfg, taken = run.cfg, run.images // run.cfg.batch_size
+    if skipped < min(cfg.max_skipped_in_row, cfg.steps):  # all steps, of a short run
+        return
+    damaged = find_damaged(run.latents, cfg.batch_size, cfg.seed, range(taken - skipped, taken), run.objective.arrays)
+    last_good = checkpoints.last_sound(run.folder, run.step - skipped)
+    remedy = (f"Move checkpoints newer than {last_good} away to resume from it" if last_good else
+              f"There is no good checkpoint: move {run.folder} away, or set name=<another>")
+    remedy += "; and lower optimizer.lr, set optimizer.clip_norm=1 or precision=fp32."
+    if damaged:
+        then = "the same command resumes" if checkpoints.all_steps(run.folder) else f"move {run.folder} away"
+        remedy = (f"The data hold NaN or infinity in {len(damaged)} of these batches, first in {damaged[0]}: prepare "
+                  f"them again, and {then}." + f" {remedy}" * (len(damaged) < skipped))
+    raise ValueError(f"the last {skipped} steps had no finite gradient and were skipped: the run stops at step "
+                     f"{run.step}. {remedy}")
+
+
 # ---- the folder -----------------------------------------------------------------------------------------------------
 
 
@@ -294,7 +313,7 @@ def prepare_folder(run: Run, resumed: Path | None) -> None:
     checkpoints.prune(run.folder, kept["keep_last"], kept["keep_every"])
     if resumed is None:  # a run that begins again evaluates its first network again
         drop_after(run.folder, -1)
-        files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
+        write_settings(run)
     if run.step < run.cfg.steps:
         size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
         needed = 4 * size  # the average, the weights, and the optimizer's two moments
@@ -308,7 +327,11 @@ def begin_record(run: Run) -> None:
     """
     if run.accelerator.is_main_process:
         drop_after(run.folder, run.step)
-        files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
+        write_settings(run)
+
+
+def write_settings(run: Run) -> None:
+    files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
 
 
 def drop_after(run_dir: Path, step: int) -> None:

@@ -6,8 +6,9 @@ from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Field
 
-from dit import DiT_models
+from dit import DiT_models, Init
 from latents.folder import KINDS
+from routing_module import Router
 from runtime.device import DTYPES
 from runtime.schema import (
     Classes,
@@ -29,22 +30,19 @@ from scoring import results
 from scoring.features import Features
 from training import speed
 from weights.others import FAMILIES
-from weights.records import RouteSettings, check_objective
+from weights.records import RouteSettings, check_objective, keywords
 
 # Of an objective, whose own signature says which are paths.
 Keyword = Annotated[Any, AfterValidator(lambda value: os.path.expanduser(value) if isinstance(value, str) else value)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
 
-class ModelSettings(Settings):
+class ModelSettings(keywords(Router)):
     name: Text
     backbone_type: one_of(DiT_models)
-    init: one_of(["adaln_zero", "xavier"])
+    init: Init
     qk_norm: bool
     routes: list[RouteSettings]
-    selection: one_of(["random", "grid", "l1"])
-    l1_reg: Share
-    inverse: bool
     fusion: bool
     hidden_size: Size | None
     depth: Size | None

@@ -117,9 +117,12 @@ def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
 
 
 def check_objective(objective: dict[str, dict]) -> None:
-    """Raises ValueError for a part that there is no file of, and for a keyword that it lacks or of another type."""
+    """Raises ValueError for a part without a file, a keyword that it lacks or of another type, a negative weight."""
     for name, given in objective.items():
-        read(keywords(class_of(name), inner=None), given, f"objective.{name}: ")
+        known = read(keywords(class_of(name), inner=None), given, f"objective.{name}: ").model_dump()
+        if negative := [key for key, value in known.items() if key.endswith("weight") and value < 0]:
+            raise ValueError(f"objective.{name}.{negative[0]}={known[negative[0]]} would reward what the term "
+                             f"measures: give 0 or more.")
 
 
 def diffusion_keywords(diffusion: dict) -> dict:

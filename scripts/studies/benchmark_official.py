@@ -28,12 +28,11 @@ from accelerate import Accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from latents.loader import batches, to_latent
+from latents.loader import batches, check_batch_size, to_latent
 from runtime import clocks
 from runtime.command import command
 from runtime.schema import Location
 from scripts import benchmark
-from training.run import check_batch_size
 
 FILES = ("dit.py", "edm.py", "routing_module.py", "utils/train_helper.py")
 COMMIT = "fccf77c"
@@ -124,7 +123,7 @@ def time_both(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
     """Times whole training steps of all variants, ours and theirs, in turn; `over official` is of the same round."""
     official, net = open_official(cfg.path), benchmark.make_network(cfg, "dit", "meta")
     with benchmark.latents_of(cfg, net) as latents:
-        check_batch_size(cfg.batch_size, 1, cfg.grad_accum_steps, latents.count)
+        check_batch_size(cfg.batch_size, latents.count, 1, cfg.grad_accum_steps)
         loader = batches(latents, cfg.batch_size, seed=0, pin=accelerator.device.type == "cuda")
         variants = list(itertools.chain.from_iterable(
             (benchmark.Variant(cfg, accelerator, name, loader, latents.kind),

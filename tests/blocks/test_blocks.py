@@ -1,15 +1,18 @@
 """What holds for every block that the frame can be filled with: exact routes, positions that follow them, training."""
 
 import math
+import subprocess
+import sys
 
 import pytest
 import torch
 from accelerate import Accelerator
+from conftest import ROOT
 from torch import nn
-from training_runs import assert_same_end, train_here
+from training_runs import assert_same_end, command, train_here
 
 import train
-from blocks import BLOCKS
+from blocks import BLOCKS, BlockKind
 from dit import DiT, multiply_adds
 from objectives import DiffusionLoss
 from rf import RF
@@ -18,9 +21,19 @@ from training import speed
 from weights.loading import load_trained
 from weights.records import build_network
 
-every_block = pytest.mark.parametrize("block", BLOCKS)
+every_block = pytest.mark.parametrize("block", [*BLOCKS, "parallel"])
 RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4, init="xavier",
               routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)])
+
+
+@pytest.fixture(scope="module", autouse=True)
+def parallel():
+    """The block of examples/custom_block.py, which has neither a mark nor an mlp_ratio to read."""
+    from examples import custom_block
+
+    BLOCKS["parallel"] = BlockKind(custom_block.ParallelBlock)
+    yield
+    del BLOCKS["parallel"]
 
 
 def network(block, **options):
@@ -142,6 +155,15 @@ def test_the_loss_falls(block, fresh_accelerator):
     assert sum(losses[-3:]) < 0.7 * sum(losses[:3]) and all(map(math.isfinite, losses))
 
 
+def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
+    line = ["examples/custom_block.py", *command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]]
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True)
+    assert ended.returncode == 0, ended.stderr
+    trained = load_trained(tmp_path / "run")
+    assert type(trained.net.blocks[0]).__name__ == "ParallelBlock" and trained.step == 2
+    assert len(trained.net.routes) == 1 and all(p.isfinite().all() for p in trained.net.parameters())
+
+
 def test_a_run_of_another_block_resumes_bit_for_bit(shapes, tmp_path):
     settings = ("diffusion=rf_lightning", "log.every=1", f"model.backbone_type={next(iter(BLOCKS['rwkv'].models))}", "model.patch_size=4")
     for run, ends in (("whole", [4]), ("parts", [2, 4])):
@@ -174,7 +196,7 @@ def test_multiply_adds_of_lightningdit_match_the_closed_form():
     assert multiply_adds(net) == (N * per_token + per_sample, depth * 2 * N * N * D)
 
 
-@every_block
+@pytest.mark.parametrize("block", [*BLOCKS])
 def test_no_weight_of_one_block_marks_another(block):
     keys = network(block).blocks[0].state_dict()
     assert [name for name, kind in BLOCKS.items() if kind.mark in keys] == [block]

@@ -10,8 +10,9 @@ from foreign_networks import BATCH, K, N, example, family, randn
 from test_routed import FLUX, NAMED, TWO, assert_close, gradients, in_training, mine, noise_for, own, refused, wrapped
 from torch.nn import functional as F
 
-from objectives.diffusion import draw_mask_noise, kept_tokens
+from objectives.diffusion import draw_mask_noise
 from routed import Route, Router, routed
+from routing_module import kept_tokens
 
 SD3 = "SD3Transformer2DModel"
 FORCED = ("FluxTransformer2DModel, Kontext", "Flux2Transformer2DModel", SD3, "WanTransformer3DModel", "ZImageTransformer2DModel",

@@ -1,0 +1,42 @@
+"""A custom block, trained by train.py: attention and MLP side by side, as in ViT-22B (arXiv 2302.05442).
+
+    python examples/custom_block.py experiment=quickstart model.backbone_type=Parallel-S/2 name=parallel
+
+Move the class to a file of blocks/ and its row to the table there, and sample.py and the other commands know it, too.
+"""
+
+import sys
+from functools import partial
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
+
+from timm.layers import Attention, Mlp
+from torch import Tensor, nn
+
+from blocks import BLOCKS, BlockKind, sizes
+from blocks.transformer import LAYER_NORM, modulate
+
+
+class ParallelBlock(nn.Module):
+    """One residual branch, shifted, scaled and gated by the condition, in which attention and MLP read the same."""
+
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool = False):
+        super().__init__()
+        self.norm = LAYER_NORM(hidden_size)
+        self.attn = Attention(hidden_size, num_heads=num_heads, qkv_bias=True, qk_norm=qk_norm, norm_layer=nn.LayerNorm)
+        self.mlp = Mlp(hidden_size, int(hidden_size * mlp_ratio), act_layer=partial(nn.GELU, approximate="tanh"))
+        self.adaLN_modulation = nn.Sequential(nn.SiLU(), nn.Linear(hidden_size, 3 * hidden_size))
+
+    def forward(self, x: Tensor, c: Tensor, positions: Tensor) -> Tensor:
+        shift, scale, gate = self.adaLN_modulation(c).chunk(3, dim=1)
+        h = modulate(self.norm(x), shift, scale)
+        return x + gate.unsqueeze(1) * (self.attn(h) + self.mlp(h))
+
+
+BLOCKS["parallel"] = BlockKind(ParallelBlock, models=sizes("Parallel", "S/2", "B/2"))  # before dit.py is imported
+
+if __name__ == "__main__":
+    import train
+
+    train.main()
