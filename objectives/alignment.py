@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from objectives.diffusion import Objective
-from objectives.hidden import take_hidden
+from objectives.hidden import repa_block, route_at, take_hidden
 from objectives.teachers import load_teacher
 
 
@@ -34,7 +34,7 @@ class Alignment(Objective):
     ):
         super().__init__(inner)
         depth, num_tokens, width = len(self.net.blocks), *self.net.pos_embed.shape[1:]
-        self.blocks = [max(0, min(8, depth // 3) - 1)] if blocks is None else blocks
+        self.blocks = [repa_block(depth)] if blocks is None else blocks
         self.weight, self.normalise, self.end_step = weight, normalise, end_step
         self.hidden = take_hidden(self.net, self.blocks)
         self.check(projector)
@@ -64,11 +64,10 @@ class Alignment(Objective):
                              f"more, or null to align to the end.")
         if projector not in PROJECTORS:
             raise ValueError(f"objective.alignment.projector={projector} is neither {' nor '.join(PROJECTORS)}.")
-        for block in (block % len(self.net.blocks) for block in self.blocks):
-            for route in self.net.routes:
-                if projector == "conv" and route.start_layer_idx <= block <= route.end_layer_idx:
-                    raise ValueError(f"objective.alignment.projector=conv needs the whole grid of tokens, but block "
-                                     f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
+        for block in self.blocks:
+            if projector == "conv" and (route := route_at(self.net, block)):
+                raise ValueError(f"objective.alignment.projector=conv needs the whole grid of tokens, but block "
+                                 f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         given = arrays.pop(self.own_arrays[0])

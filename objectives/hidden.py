@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from routing_module import Route
+
 
 def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Makes each pass of a DiT leave what the given blocks return: tokens (B, K, D) and their positions (1 or B, K).
@@ -23,3 +25,14 @@ def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor
 
         net.blocks[i].register_forward_hook(take)
     return taken
+
+
+def repa_block(depth: int) -> int:
+    """Returns the block after which REPA aligns, counted from 0: the eighth, or at a third of a shallower network."""
+    return max(0, min(8, depth // 3) - 1)
+
+
+def route_at(net: nn.Module, block: int) -> Route | None:
+    """Returns the route of a DiT that leads around a block, which may count from the last one."""
+    block %= len(net.blocks)
+    return next((route for route in net.routes if route.start_layer_idx <= block <= route.end_layer_idx), None)

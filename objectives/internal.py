@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from dit import DiT, FinalLayer
 from objectives.diffusion import Objective
+from objectives.hidden import repa_block
 
 
 class InternalHead(FinalLayer):
@@ -76,7 +77,7 @@ class Internal(Objective):
 
     @staticmethod
     def network_keywords(depth: int, block: int | None = None, weight: float = 0.5) -> dict:
-        return {"head_block": max(0, min(8, depth // 3) - 1) if block is None else block}
+        return {"head_block": repa_block(depth) if block is None else block}
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, terms = self.inner(x, y, **arrays)
