@@ -85,8 +85,8 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
                              f"a block up to its start, {start}, where tokens leave.")
         if not 0 <= route.selection_ratio < 1:
             raise ValueError(f"Route {route} in a network of {depth} blocks: selection_ratio="
-                             f"{route.selection_ratio} is the share of tokens that skip and must lie in [0, 1); at 1 no "
-                             f"token would be left.")
+                             f"{route.selection_ratio} is the share of tokens that skip and must lie in [0, 1); at 1 "
+                             f"no token would be left.")
         if not 0 <= route.path_drop < 1:
             raise ValueError(f"Route {route} in a network of {depth} blocks: path_drop="
                              f"{route.path_drop} is the share of samples that skip and must lie in [0, 1); at 1 its "

@@ -11,7 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from objectives.diffusion import Objective
-from objectives.hidden import early_block, take_hidden
+from objectives.hidden import early_block, route_at, take_hidden
 from objectives.teachers import load_teacher
 
 
@@ -57,11 +57,10 @@ class Alignment(Objective):
         if not 0 <= (self.normalise or 0) <= 1 or (self.end_step or 0) < 0:
             raise ValueError(f"objective.alignment.normalise={self.normalise} objective.alignment.end_step="
                              f"{self.end_step}: the first is a share of the mean, from 0 to 1, and the second a step.")
-        for block in (block % len(self.net.blocks) for block in self.blocks):
-            for route in self.net.routes:
-                if projector == "conv" and route.start_layer_idx <= block <= route.end_layer_idx:
-                    raise ValueError(f"objective.alignment.projector=conv needs the whole grid of tokens, but block "
-                                     f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
+        for block in self.blocks:
+            if projector == "conv" and (route := route_at(self.net, block)):
+                raise ValueError(f"objective.alignment.projector=conv needs the whole grid of tokens, but block "
+                                 f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         given = arrays.pop(self.own_arrays[0])

@@ -4,6 +4,8 @@ from collections.abc import Iterable
 
 from torch import Tensor, nn
 
+from routing_module import Route
+
 
 def early_block(depth: int) -> int:
     """Returns the block that REPA and internal guidance read, the eighth, or the one at a third of fewer blocks."""
@@ -28,3 +30,9 @@ def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor
 
         net.blocks[i].register_forward_hook(take)
     return taken
+
+
+def route_at(net: nn.Module, block: int) -> Route | None:
+    """Returns the route of a DiT that leads around a block, which may count from the last one."""
+    block %= len(net.blocks)
+    return next((route for route in net.routes if route.start_layer_idx <= block <= route.end_layer_idx), None)

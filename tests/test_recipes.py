@@ -23,6 +23,8 @@ RECIPES = {
     "sprint": (SPRINT, ("router",)),
     "contrast, shift, clean": (CONTRAST, ()),
     "internal": (("objective=internal",), ("internal_head",)),
+    "layer sync": (("objective=layer_sync", ROUTE.format(0.5, "null"), "objective.layer_sync.deeper=4"), ()),
+    "dispersive": (("objective=dispersive",), ()),
     "version 1": (("objective=version1", ROUTE.format(0.5, "null")), ()),
     "muon": (MUON, ()),
     "all that go together": ((*SPRINT, *MUON, "objective=[internal,alignment]", AFTER, "diffusion.contrastive_weight=0.05", "diffusion.shift=2"),
@@ -36,6 +38,8 @@ ZEROS = {
     "path drop": (("model=sprint", "model.routes.0.path_drop=0"), ("model=sprint", "model.routes=[{selection_ratio: 0.75, start_layer_idx: 2, end_layer_idx: -3}]")),
     "contrast and shift": (("diffusion=rf", "diffusion.contrastive_weight=0", "diffusion.shift=1"), ("diffusion=rf",)),
     "internal": (("objective=internal", "objective.internal.weight=0"), ()),
+    "layer sync": (("objective=layer_sync", "objective.layer_sync.weight=0"), ()),
+    "dispersive": (("objective=dispersive", "objective.dispersive.weight=0"), ()),
 }  # fmt: skip
 
 

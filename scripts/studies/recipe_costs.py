@@ -47,6 +47,8 @@ RECIPES = {
     "shift": ["diffusion.shift=2"],
     "clean": ["diffusion=rf_clean"],
     "internal": ["objective=internal"],
+    "LayerSync": ["objective=layer_sync"],
+    "dispersive": ["objective=dispersive", "objective.dispersive.pooled=true"],
     "version 1": ["model=tread_v1", "diffusion=edm_v1"],
     "Muon": ["optimizer=muon"],
 }

@@ -1,0 +1,55 @@
+"""Repulsion between the hidden states of different images: dispersive loss (arXiv 2506.09027)."""
+
+import math
+
+from torch import Tensor
+
+from objectives.diffusion import Objective
+from objectives.hidden import route_at, take_hidden
+
+
+class Dispersive(Objective):
+    """Adds weight · log mean exp(−‖z_i − z_j‖² / (D · temperature)) over all pairs i, j of images, i = j included.
+
+    z_i are the D numbers of an image's tokens after `block`, counted from 0; None is the paper's choice, the last of
+    the first quarter. With `pooled` they are the mean over tokens, as on a route, where images keep different places.
+    The pairs are those of one call: of a rank's share, in parts by grad_accum_steps. Raises ValueError for settings out
+    of range, for a block on a route without `pooled`, and in the call for a single image.
+    """
+
+    own_terms = ("dispersive",)
+
+    def __init__(
+        self, inner: Objective, block: int | None = None, weight: float = 0.5, temperature: float = 0.5,
+        pooled: bool = False,
+    ):
+        super().__init__(inner)
+        self.block = max(0, len(self.net.blocks) // 4 - 1) if block is None else block
+        self.weight, self.temperature, self.pooled = weight, temperature, pooled
+        self.hidden = take_hidden(self.net, [self.block])
+        if weight < 0:
+            raise ValueError(f"objective.dispersive.weight={weight} would pull images together: give 0 or more.")
+        if temperature <= 0:
+            raise ValueError(f"objective.dispersive.temperature={temperature} divides distances: give more than 0.")
+        route = route_at(self.net, self.block)
+        if route and not pooled:
+            raise ValueError(f"objective.dispersive compares images token by token, but block {self.block} lies on "
+                             f"route {route}, where each keeps others: set objective.dispersive.pooled=true, or a "
+                             f"block outside the route.")
+
+    def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
+        if len(x) == 1:
+            raise ValueError("objective=dispersive compares images, and a rank's part of the batch is one: raise "
+                             "batch_size, or lower grad_accum_steps.")
+        loss, terms = self.inner(x, y, **arrays)
+        tokens, _ = self.hidden[self.block]
+        dispersive = self.dispersion(tokens.float().mean(dim=1) if self.pooled else tokens.flatten(1)).expand(len(x))
+        return loss + self.weight * dispersive, {**terms, "dispersive": dispersive}
+
+    def dispersion(self, z: Tensor) -> Tensor:
+        """Returns the term, a scalar, of z (B, D)."""
+        z = z.double()          # which autocast and TF32 leave alone, so that products lose no digits of a distance
+        gram = z @ z.T          # (B, B); the differences of all pairs would be (B, B, D)
+        norms = gram.diagonal()
+        similarities = (2 * gram - norms[:, None] - norms[None]) / (z.shape[1] * self.temperature)
+        return (similarities.flatten().logsumexp(dim=0) - 2 * math.log(len(z))).float()

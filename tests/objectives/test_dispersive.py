@@ -1,0 +1,134 @@
+"""Dispersive loss: its closed form and gradient, pooled and token by token, which images it sees, and what is refused."""
+
+import itertools
+import json
+import math
+from functools import partial
+
+import pytest
+import torch
+from test_alignment import batch, network, plain_loss, with_places
+from test_sharding import SMALL, all_well, losses, on_ranks, tensors_of
+from torch._dynamo.testing import CompileCounterWithBackend
+from training_runs import command, rows
+
+from edm import EDM
+from objectives import DiffusionLoss
+from objectives.dispersive import Dispersive
+from routing_module import Route
+from weights import checkpoint as checkpoints
+
+ROUTED = [Route(1, 2, 0.5)]
+
+
+def of(routes=(), depth=4, **settings) -> Dispersive:
+    return Dispersive(DiffusionLoss(network(routes, depth), EDM()), **settings)
+
+
+def loss_of(objective, count=4):
+    x, y, _ = batch()
+    torch.manual_seed(5)
+    return objective(x[:count], y[:count])
+
+
+def closed_form(z, temperature=0.5):
+    """The paper's InfoNCE variant over all ordered pairs, each image with itself among them, in float64."""
+    z = z.double()
+    values = [math.exp(-((one - other) ** 2).mean() / temperature) for one, other in itertools.product(z, z)]
+    return math.log(sum(values) / len(values))
+
+
+@pytest.mark.parametrize(("routes", "settings"), [
+    ([], {}), (ROUTED, dict(block=0)), (ROUTED, dict(block=1, pooled=True)), (ROUTED, dict(block=-1, pooled=True, temperature=2, weight=0.1)),
+], ids=["dense", "before the route", "pooled inside", "pooled after"])  # fmt: skip
+def test_the_term_is_the_closed_form_over_the_images_of_a_call(routes, settings):
+    objective = of(routes, **settings)
+    seen = with_places(objective)
+    loss, terms = loss_of(objective)
+    tokens = seen[objective.block % 4][0].detach()
+    z = tokens.mean(dim=1) if objective.pooled else tokens.flatten(1)
+    expected = closed_form(z, settings.get("temperature", 0.5))
+    assert terms["dispersive"].tolist() == pytest.approx([expected] * 4, abs=1e-5) and expected < -0.05
+    torch.testing.assert_close(loss, plain_loss(routes)[0] + settings.get("weight", 0.5) * terms["dispersive"])
+
+
+def test_its_gradient_is_that_of_the_differences_also_far_from_zero_and_under_autocast():
+    z = torch.randn(6, 40, generator=torch.Generator().manual_seed(1))
+    for offset in (0, 100):
+        ours, plain = (z + offset).requires_grad_(), (z + offset).double().requires_grad_()
+        with torch.autocast("cpu", torch.bfloat16):
+            term = of().dispersion(ours)
+        term.backward()
+        similarities = -(plain[:, None] - plain[None]).square().mean(dim=2) / 0.5
+        similarities.exp().mean().log().backward()
+        torch.testing.assert_close(ours.grad.double(), plain.grad, rtol=0, atol=1e-6)
+        assert plain.grad.norm() > 0.05
+
+
+def test_images_that_are_alike_or_far_apart_have_finite_gradients():
+    for z, value in ((torch.ones(3, 5), 0), (1e3 * torch.eye(3), -math.log(3))):
+        z.requires_grad_()
+        term = of().dispersion(z)
+        term.backward()
+        assert term.item() == pytest.approx(value, abs=1e-6) and z.grad.isfinite().all()
+
+
+@pytest.mark.parametrize(("depth", "block"), [(28, 6), (24, 5), (12, 2), (2, 0)])
+def test_the_default_block_is_the_last_of_the_first_quarter(depth, block):
+    objective = of(depth=depth)
+    assert (objective.block, objective.weight, objective.temperature) == (block, 0.5, 0.5)
+
+
+@pytest.mark.parametrize(("routes", "settings", "says"), [
+    ([], dict(weight=-1), "weight=-1 would pull"), ([], dict(temperature=0), "temperature=0 divides"),
+    ([], dict(block=4), "Block 4 is not in this network"), (ROUTED, dict(block=-2), "block -2 lies on route 1→2 .*pooled=true"),
+])  # fmt: skip
+def test_settings_that_do_not_fit_are_a_sentence(routes, settings, says):
+    with pytest.raises(ValueError, match=says):
+        of(routes, **settings)
+
+
+def test_a_part_of_one_image_is_a_sentence():
+    with pytest.raises(ValueError, match="part of the batch is one: raise batch_size"):
+        loss_of(of(), count=1)
+
+
+def test_one_compiled_graph_serves_all_steps():
+    torch._dynamo.reset()
+    objective = of(ROUTED, block=1, pooled=True)
+    counter = CompileCounterWithBackend("aot_eager")
+    objective.net.compile(backend=counter, fullgraph=True, dynamic=False)
+    for _ in range(3):
+        loss_of(objective)[0].mean().backward()
+    assert counter.frame_count == 1
+
+
+def tell_terms(folder, rank: int) -> None:
+    """Writes how many images each call of a rank has seen, and the term, into `<folder>/terms-<rank>.json`."""
+    forward, told = Dispersive.forward, []
+
+    def tell(objective, x, y, **arrays):
+        loss, terms = forward(objective, x, y, **arrays)
+        told.append((len(x), terms["dispersive"][0].item()))
+        (folder / f"terms-{rank}.json").write_text(json.dumps(told))
+        return loss, terms
+
+    Dispersive.forward = tell
+
+
+def test_on_two_ranks_the_pairs_are_each_ranks_own_and_sharding_changes_nothing_over_a_stop(shapes, tmp_path):
+    both = ("objective=[layer_sync,dispersive]", "objective.dispersive.pooled=true", "objective.dispersive.block=1", "log.every=1", "label_dropout=0")
+    all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, *both, f"sharding={how}", f"steps={steps}")[1:]
+                           for how in ("fsdp", "none") for steps in (2, 4)), before=partial(tell_terms, tmp_path)))
+    ddp, fsdp = (losses(tmp_path / how) for how in ("none", "fsdp"))
+    torch.testing.assert_close(ddp, fsdp, rtol=0, atol=1e-6)
+    logged = rows(tmp_path / "none")
+    assert all(row["loss_layer_sync"] < 0 for row in logged)
+    told = [json.loads((tmp_path / f"terms-{rank}.json").read_text())[-4:] for rank in (0, 1)]
+    for row, (one, other) in zip(logged, zip(*told, strict=True), strict=True):
+        assert one[0] == other[0] == 4 and one[1] != other[1]
+        assert row["loss_dispersive"] == pytest.approx((one[1] + other[1]) / 2, abs=1e-6)
+    ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
+    assert ddp.keys() == fsdp.keys() and not any("objective." in key for key in ddp)
+    difference = max((ddp[key] - fsdp[key]).abs().max() for key in ddp if ".qkv.bias" not in key)  # keys' have no gradient
+    assert difference <= 1e-6
