@@ -50,6 +50,7 @@ from scoring.results import (
 from scoring.statistics import available_metrics, is_replaceable, open_references, write_reference
 from scoring.table import FORMS, as_table, with_mean_fdr
 from scoring.tally import measure
+from weights.loading import Checkpoint, find_checkpoint
 
 Networks = Annotated[str | Annotated[list[str], Field(min_length=1)], AfterValidator(are_known)]
 
@@ -148,8 +149,8 @@ class Subject:
     published: Published | None                 # scores of images that were made the same way
 
 
-def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> Subject:
-    sampling = open_sampling(cfg, state)
+def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Checkpoint | None) -> Subject:
+    sampling = open_sampling(cfg, state, checkpoint=checkpoint)
     trained, given = sampling.trained, Path(cfg.checkpoint)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
     drawing = Drawing(
@@ -158,15 +159,15 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState) -> Subject:
         sampler=sampling.sampler,
     )
     drawing.record = {
-        "checkpoint": str(trained.folder or given), "step": trained.step, "weights": trained.weights,
-        "weights_sha256": trained.weights_sha256, "ema": trained.weights == "ema",
+        "checkpoint": str(trained.checkpoint.folder or given), "step": trained.step, "weights": trained.weights,
+        "weights_sha256": trained.checkpoint.sha256, "ema": trained.weights == "ema",
         "classes": describe_classes(sampling.classes, trained.net.num_classes),
         **({"family": trained.family} if trained.family else {}),  # how bare weights were read
         **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
         "guidance": sampling.guidance_record,
     }
     published = cfg.published if cfg.published and is_drawn_as(cfg.published, cfg, trained) else None
-    home = trained.run_folder or (given if given.is_dir() else given.parent)
+    home = trained.checkpoint.run or (given if given.is_dir() else given.parent)
     return Subject(len(seeds), drawing.record, DRAWN_RULE, drawing.draw, home / "results.jsonl", published)
 
 
@@ -236,8 +237,12 @@ def report(row: dict, path: Path) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None) -> tuple[dict, Path]:
-    """Scores what the settings, completed by `as_published`, name; returns the row and the file it was appended to.
+def run(
+    cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool = False, must_have: str | None = None,
+) -> tuple[dict, Path]:
+    """Scores what the settings, completed by `as_published`, name, or the checkpoint that was found there.
+
+    Returns the row and the file it was appended to.
 
     Several networks have a row each, and what is returned has the scores of them all.
     With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
@@ -248,7 +253,7 @@ def run(cfg: ScoringSettings, reuse: bool = False, must_have: str | None = None)
     check_settings(cfg)
 
     # ---- everything that can be wrong, before anything slow
-    subject = open_checkpoint(cfg, state) if cfg.checkpoint is not None else None
+    subject = open_checkpoint(cfg, state, checkpoint) if cfg.checkpoint is not None else None
     judges = open_judges(cfg, state)  # reads all files of the references
     choose_metrics(judges, cfg.metrics)
     names = [name for judge in judges for name in judge.metrics]
@@ -317,10 +322,11 @@ def main(cfg: ScoringSettings) -> None:
     if cfg.reference_from is not None:
         write_statistics(cfg, state)
         return
-    cfg, rows = as_published(cfg), []
+    checkpoint = None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, cfg.weights)
+    cfg, rows = as_published(cfg, checkpoint), []
     for scale in cfg.guidance_scales or [cfg.scale]:
         change = {} if not cfg.guidance_scales else UNGUIDED if scale is None else {"scale": scale}
-        row, _ = run(cfg.model_copy(update=change), reuse=cfg.guidance_scales is not None)
+        row, _ = run(cfg.model_copy(update=change), checkpoint, reuse=cfg.guidance_scales is not None)
         rows.append(row)
         if cfg.published:
             state.print(compare_published(row, cfg.published))

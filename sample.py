@@ -42,8 +42,9 @@ class SampleSettings(GridSettings):
 
 def default_grid(given: Path, trained: Trained) -> Path:
     """Places a grid among the run's samples, or next to a checkpoint or weights without a run."""
-    if trained.run_folder is not None:
-        return trained.run_folder / "samples" / f"{trained.folder.name}-{trained.weights}.png"
+    checkpoint = trained.checkpoint
+    if checkpoint.run is not None:
+        return checkpoint.run / "samples" / f"{checkpoint.folder.name}-{trained.weights}.png"
     return given / f"{trained.weights}.png" if given.is_dir() else given.with_suffix(".png")
 
 
@@ -61,7 +62,7 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
     trained = sampling.trained
     settings = cfg.model_dump(include={"num_steps", "precision", "decode_precision"})
     return files.record_sha256({
-        **settings, "weights_sha256": trained.weights_sha256, "diffusion": trained.recorded["diffusion"],
+        **settings, "weights_sha256": trained.checkpoint.sha256, "diffusion": trained.recorded["diffusion"],
         "autoencoder": trained.autoencoder, "sampler": {key: str(value) for key, value in sampling.sampler.items()},
         "guidance": sampling.guidance_record, "classes": sampling.classes, "seeds": seeds,
         "drawing_version": DRAWING_VERSION})
@@ -96,7 +97,7 @@ def main(cfg: SampleSettings) -> None:
             clear_folder(earlier)
         write_pngs(batches, out, name)
     drawn = "latents" if cfg.latents else "images"
-    state.print(f"{len(seeds)} {drawn} from {trained.folder or cfg.checkpoint}: {out}")
+    state.print(f"{len(seeds)} {drawn} from {trained.checkpoint.folder or cfg.checkpoint}: {out}")
 
 
 @command("rf", GridSettings)

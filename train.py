@@ -144,14 +144,14 @@ def as_line(row: dict, steps: int) -> str:
     )
 
 
-def summary(run: Run, resumed: Path | None) -> str:
+def summary(run: Run, resumed: tuple[Path, dict] | None) -> str:
     """Describes network, data, device and length of a run in a line."""
     cfg, latents, accelerator = run.cfg, run.latents, run.accelerator
     return (
         f"{cfg.name}: {cfg.model.backbone_type}, {sharding.size(run.model) / 1e6:.1f}M parameters, "
         f"routes {', '.join(map(str, run.model.routes)) or 'none'}; {latents.count:,} latents of {latents.shape} in "
         f"{latents.num_classes} classes; {accelerator.num_processes} × {accelerator.device.type}, {cfg.precision}; "
-        + (f"resuming {resumed.name} of {cfg.steps}" if resumed else f"{cfg.steps} steps of {cfg.batch_size}"))
+        + (f"resuming {resumed[0].name} of {cfg.steps}" if resumed else f"{cfg.steps} steps of {cfg.batch_size}"))
 
 
 def start_trackers(run: Run) -> None:

@@ -229,9 +229,12 @@ def read_json(file: Path) -> Any:
         raise ValueError(f"{file} is not JSON ({error})") from None
 
 
-def read_record(declared: type[Declared], file: Path, remedy: str) -> Declared:
-    """Reads a JSON file of ours; raises ValueError, ending in `remedy`, where it is not JSON or lacks something."""
+def read_record(declared: type[Declared], file: Path, remedy: str, content: Any = None) -> Declared:
+    """Reads a JSON file of ours, or its `content`, which has been read.
+
+    Raises ValueError, ending in `remedy`, where it is not JSON or lacks something.
+    """
     try:
-        return read(declared, read_json(file), f"{file}: ")
+        return read(declared, read_json(file) if content is None else content, f"{file}: ")
     except ValueError as error:
         raise ValueError(f"{error} {remedy}") from None

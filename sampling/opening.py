@@ -11,7 +11,7 @@ from runtime.device import DTYPES
 from sampling.generate import sampling_cost
 from sampling.options import DrawingSettings, build_guidance, empty_classes, parse_classes, sampler_settings
 from weights import autoencoders
-from weights.loading import Trained, load_trained
+from weights.loading import Checkpoint, Trained, load_trained
 
 
 @dataclass
@@ -28,15 +28,16 @@ class Sampling:
 
 def open_sampling(
     cfg: DrawingSettings, state: PartialState, most_classes: int | None = None, as_latents: bool = False,
+    checkpoint: Checkpoint | None = None,
 ) -> Sampling:
-    """Loads what the settings name, before anything slow; every rank calls it.
+    """Loads what the settings name, or the checkpoint found there, before anything slow; every rank calls it.
 
     Where no classes are named, at most the first `most_classes` that have images are drawn. With `as_latents` nothing
     is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
+    trained = load_trained(checkpoint or cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
                            num_heads=cfg.num_heads, num_classes=cfg.num_classes, input_size=cfg.input_size)
     if trained.inferred:
         state.print(trained.inferred)

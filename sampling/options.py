@@ -3,7 +3,6 @@
 import inspect
 import math
 from collections.abc import Callable, Iterable, Mapping
-from pathlib import Path
 from typing import Annotated, Literal
 
 import torch
@@ -15,7 +14,7 @@ from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
 from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Share, Size, Steps, one_of
-from weights.loading import Trained, load_like
+from weights.loading import Trained, load_trained
 from weights.others import FAMILIES
 from weights.records import keywords
 
@@ -169,8 +168,9 @@ def build_guidance(
         check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
     weak = None
     if settings.weak:
-        same = {"num_classes": trained.net.num_classes, "input_size": trained.net.input_size}
-        weak = load_like(Path(settings.weak), trained.family or trained.recorded["diffusion"]["name"], same, device)
+        same = {"diffusion": trained.family or trained.recorded["diffusion"]["name"],
+                "num_classes": trained.net.num_classes, "input_size": trained.net.input_size}
+        weak = load_trained(settings.weak, like=same, device=device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
@@ -181,8 +181,8 @@ def build_guidance(
     guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
                         settings.interval, routes, settings.channels, settings.internal)
     guidance.check(trained.net)
-    source = weak and {"checkpoint": str(weak.folder or weak.file), "step": weak.step,
-                       "weights_sha256": weak.weights_sha256}
+    source = weak and {"checkpoint": str(weak.checkpoint.folder or weak.checkpoint.file), "step": weak.step,
+                       "weights_sha256": weak.checkpoint.sha256}
     return guidance, {**guidance.record(), "weak": source}
 
 

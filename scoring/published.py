@@ -1,29 +1,24 @@
 """Published scores: drawing as their images were drawn, and comparing ours with them where that is so."""
 
 import json
-from pathlib import Path
 
-from runtime.schema import read, read_record
+from runtime.schema import read
 from sampling.options import UNGUIDED, DrawingSettings, sampler_settings
 from scoring.results import Published
-from weights.loading import Trained, find_weights
-from weights.records import CheckpointRecord
+from weights.loading import Checkpoint, Trained
 
 
-def as_published(cfg: DrawingSettings) -> DrawingSettings:
-    """Completes fid.py's settings by those of the gauge or, with sampler=published, by those in the run's record.
+def as_published(cfg: DrawingSettings, checkpoint: Checkpoint | None) -> DrawingSettings:
+    """Completes fid.py's settings by those of the gauge or, with sampler=published, by those in a checkpoint's record.
 
     What is given goes first. Scores in the record come along in any case, to be compared with ours. Raises ValueError
     where sampler=published finds none, or none of this network's diffusion.
     """
     asked, published = cfg.published is not None or cfg.sampler == "published", cfg.published
     why = "its record holds no published scores"
-    folder = None
-    if published is None and cfg.checkpoint is not None:
-        _, folder = find_weights(Path(cfg.checkpoint), cfg.weights or "ema")
-    if folder is not None:
-        record = read_record(CheckpointRecord, folder / "meta.json", "It describes no checkpoint of ours.")
-        published = record.published and read(Published, record.published, f"{folder / 'meta.json'}: published.")
+    if published is None and checkpoint is not None and checkpoint.record is not None:
+        record = checkpoint.record
+        published = record.published and read(Published, record.published, f"{checkpoint.folder}/meta.json: published.")
         trained_with = record.diffusion.get("name")
         if published and published.diffusion not in (None, trained_with):
             why = f"{published.where} is of {published.diffusion}, and this network of {trained_with}"

@@ -82,7 +82,7 @@ def without_head(trained: Trained) -> Trained:
         return trained
     print("The head of guidance=internal is left out: to=hub keeps it.")
     state = {key: value for key, value in trained.net.state_dict().items() if not key.startswith("internal_head.")}
-    net = fit(state, network, trained.file).eval()
+    net = fit(state, network, trained.checkpoint.file).eval()
     net.null_label = trained.net.null_label  # which may be there and untrained
     return replace(trained, net=net, recorded={**trained.recorded, "network": network})
 
@@ -161,10 +161,10 @@ def scores_of(trained: Trained) -> list[dict]:
 
     A link out of the run is not followed. Training's rows have no hash, and training drops them where it goes back.
     """
-    if not trained.run_folder or not is_inside(trained.run_folder / "results.jsonl", trained.run_folder):
+    run, digest, wanted = trained.checkpoint.run, trained.checkpoint.sha256, (trained.step, trained.weights)
+    if not run or not is_inside(run / "results.jsonl", run):
         return []
-    digest, wanted = sha256(trained.file), (trained.step, trained.weights)
-    return [without_paths(row) for row in read_results(trained.run_folder / "results.jsonl")
+    return [without_paths(row) for row in read_results(run / "results.jsonl")
             for source in [row["source"]]
             if (source.get("step"), source.get("weights")) == wanted
             and (source.get("in_training") or source.get("weights_sha256") == digest)]
@@ -182,12 +182,12 @@ def without_paths(value: Any) -> Any:
 
 def find_grid(trained: Trained) -> Path | None:
     """Finds the grid of these weights, that of sample.py or that of training."""
-    if not trained.run_folder:
+    run = trained.checkpoint.run
+    if not run:
         return None
-    grid = trained.run_folder / "samples" / f"step-{trained.step or 0:08d}"
+    grid = run / "samples" / f"step-{trained.step or 0:08d}"
     names = [f"{grid}-{trained.weights}.png", *([f"{grid}.png"] if trained.weights == "ema" else [])]
-    return next((Path(name) for name in names if Path(name).is_file() and is_inside(Path(name), trained.run_folder)),
-                None)
+    return next((Path(name) for name in names if Path(name).is_file() and is_inside(Path(name), run)), None)
 
 
 def table_of_scores(rows: list[dict]) -> str:
@@ -349,7 +349,7 @@ def main(cfg: ExportSettings) -> None:
                            num_classes=cfg.num_classes, input_size=cfg.input_size)
     if trained.inferred:
         print(trained.inferred)
-    if trained.file.resolve().is_relative_to(out.resolve()):
+    if trained.checkpoint.file.resolve().is_relative_to(out.resolve()):
         raise ValueError(f"out={out} holds the weights that are to be exported: name another.")
     if cfg.autoencoder is not None:
         autoencoders.samples_only(cfg.autoencoder)  # raises ValueError for a name without an autoencoder

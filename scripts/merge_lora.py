@@ -13,7 +13,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime.command import command
 from runtime.schema import Location, Settings, as_argument
 from weights import checkpoint as checkpoints
-from weights.loading import load_trained
+from weights.loading import find_checkpoint, load_trained
 
 
 class MergeSettings(Settings):
@@ -30,8 +30,8 @@ def main(cfg: MergeSettings) -> None:
     out = Path(cfg.out)
     if out.exists():
         raise ValueError(f"out={out} is there already: name another folder.")
-    folder = load_trained(cfg.checkpoint).folder
-    meta = checkpoints.read_meta(folder) if folder else {}
+    checkpoint = find_checkpoint(cfg.checkpoint)
+    folder, meta = checkpoint.folder, checkpoint.meta or {}
     if not meta.get("lora"):
         raise ValueError(f"checkpoint={cfg.checkpoint} holds whole weights and no adapter to merge.")
     nets = {weights: load_trained(folder, weights).net for weights in ("ema", "model")}

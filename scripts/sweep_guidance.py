@@ -27,7 +27,7 @@ from runtime.device import join_ranks
 from runtime.presentation import save_figure
 from runtime.schema import Location, Number, Settings
 from sampling.options import UNGUIDED, Gamma, build_guidance, is_idle
-from weights.loading import load_trained, resolve_run
+from weights.loading import Checkpoint, find_checkpoint, load_trained
 
 AXES = ("scale", "gamma1", "gamma2")  # of the landscape: along x, a panel each, along y
 
@@ -82,9 +82,9 @@ def draw_landscape(points: dict[tuple, float], unguided: float, metric: str, tit
     save_figure(figure, path)
 
 
-def check_points(cfg: SweepSettings, points: list[dict]) -> None:
+def check_points(cfg: SweepSettings, checkpoint: Checkpoint, points: list[dict]) -> None:
     """Raises ValueError, before anything slow, for a point by which the checkpoint cannot be guided."""
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads,
+    trained = load_trained(checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads,
                            num_classes=cfg.num_classes, input_size=cfg.input_size)
     guidance, _ = build_guidance(cfg.model_copy(update=points[0]), trained)
     for chosen in points:
@@ -111,18 +111,18 @@ def main(cfg: SweepSettings) -> None:
             points.append(point)
     if not points:
         raise ValueError("No point of the grid is left: lower gamma1, or raise gamma2.")
-    cfg = fid.as_published(cfg)
     # A run that still trains saves meanwhile: every point is of the same weights.
-    cfg = cfg.model_copy(update={"checkpoint": resolve_run(cfg.checkpoint, cfg.weights or "ema"),
-                                 "weak": cfg.weak and resolve_run(cfg.weak)})
-    check_points(cfg, points)
-    unguided, results = fid.run(cfg.model_copy(update=UNGUIDED), reuse=True, must_have=cfg.metric)
+    checkpoint, weak = find_checkpoint(cfg.checkpoint, cfg.weights), cfg.weak and find_checkpoint(cfg.weak)
+    cfg = fid.as_published(cfg, checkpoint)
+    cfg = cfg.model_copy(update={"weak": weak and str(weak.folder or weak.file)})
+    check_points(cfg, checkpoint, points)
+    unguided, results = fid.run(cfg.model_copy(update=UNGUIDED), checkpoint, reuse=True, must_have=cfg.metric)
     metric = cfg.metric or (cfg.metrics if isinstance(cfg.metrics, list) else [*unguided["metrics"]])[0]
     picture = Path(cfg.picture or results.parent / "samples" / f"guidance-{metric}.png")
 
     landscape = {}
     for chosen in points:
-        scored, _ = fid.run(cfg.model_copy(update=chosen), reuse=True, must_have=metric)
+        scored, _ = fid.run(cfg.model_copy(update=chosen), checkpoint, reuse=True, must_have=metric)
         if state.is_main_process:
             landscape[tuple(chosen.values())] = scored["metrics"][metric]
             title = f"{metric} of {scored['images']:,} images, {scored['source']['checkpoint']}"

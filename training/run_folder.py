@@ -20,13 +20,12 @@ from training.settings import WITHOUT_EFFECT
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.loading import (
+    Checkpoint,
     Trained,
     find_by_hash,
-    find_weights,
     hold_base,
     latest_checkpoint,
     load_base,
-    load_like,
     load_trained,
 )
 from weights.records import (
@@ -115,7 +114,7 @@ def same_start(meta: dict, path: str | None) -> bool:
     began = meta.get("init_from")
     if path is None or began is None or Path(path).resolve() == Path(began).resolve():
         return (path is None) == (began is None)
-    return find_by_hash(path, (meta.get("parent") or {}).get("weights_sha256")) is not None
+    return find_by_hash([path], (meta.get("parent") or {}).get("weights_sha256")) is not None
 
 
 def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
@@ -152,9 +151,8 @@ def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_t
     another network or diffusion. Routes may differ.
     """
     network = record["network"]
-    _, recorded = find_weights(Path(path))
-    parent = load_trained(path, diffusion=diffusion_name) if recorded else load_like(
-        Path(path), diffusion_name, {key: network[key] for key in ("num_heads", "input_size")})
+    parent = load_trained(path, diffusion=diffusion_name,
+                          like={key: network[key] for key in ("num_heads", "input_size")})
     if new_label_table:
         labels = {"num_classes": network["num_classes"], "null_label": True}
         parent.recorded["network"] = parent.recorded["network"] | labels
@@ -168,7 +166,7 @@ def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_t
                   "Give model.backbone_type, model, objective and data as it was trained with.")
         raise ValueError(f"init_from={path} has another network: {old} there, {new} here. {remedy}")
     # A weights file alone shows the name of its diffusion and nothing more.
-    keys = ("name",) if parent.folder is None else ("name", "sigma_data")
+    keys = ("name",) if parent.checkpoint.record is None else ("name", "sigma_data")
     old, new = differing(*({key: side["diffusion"].get(key) for key in keys} for side in (parent.recorded, record)))
     if old:
         raise ValueError(f"init_from={path} was trained with another diffusion: {old} there, {new} here. Give "
@@ -179,15 +177,17 @@ def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_t
 # ---- resuming and saving --------------------------------------------------------------------------------------------
 
 
-def resume(run: Run) -> Path | None:
-    """Restores a run's latest checkpoint, which it returns, or else loads the weights that the run starts from.
+def resume(run: Run) -> tuple[Path, dict] | None:
+    """Restores a run's latest checkpoint, or else loads the weights that the run starts from.
+
+    Returns the checkpoint's folder and what its meta.json holds.
 
     Raises ValueError for a run that cannot resume with these settings.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
-    folder = latest_checkpoint(run.folder)
-    if folder is not None:
-        restore(run, folder)
+    found = latest_checkpoint(run.folder)
+    if found is not None:
+        restore(run, *found)
     else:
         require_no_steps(run)
         begin(run)
@@ -195,12 +195,16 @@ def resume(run: Run) -> Path | None:
     if run.evaluation and not run.record["null_label"] and any(scale not in (None, 1) for scale in scales):
         raise ValueError(f"evaluate.guidance_scales={scales} guides by the null label, which "
                          f"label_dropout=0 does not train: set evaluate.guidance_scales=[null], or label_dropout=0.1.")
-    return folder
+    return found
 
 
-def hold(run: Run, base: Trained) -> None:
+def start_adapter(run: Run, base: Trained) -> None:
+    """Records where the base of a run's adapter is and holds it in the run, unless it is held there already."""
+    folder, lora = base.checkpoint.folder, run.record["lora"]
+    if "base" not in lora or folder is None or folder.resolve() != (run.folder / "base").resolve():
+        lora["base"] = str(base.checkpoint.file.absolute())
     if run.accelerator.is_main_process:
-        hold_base(base, run.folder)
+        hold_base(base.checkpoint, run.folder)
 
 
 def begin(run: Run) -> None:
@@ -209,20 +213,19 @@ def begin(run: Run) -> None:
         parent = open_parent(run.cfg.init_from, run.record, run.cfg.diffusion_name, run.cfg.new_label_table)
         if parent.inferred:
             run.accelerator.print(parent.inferred)
-        run.record["parent"] = {"step": parent.step, "weights_sha256": parent.weights_sha256,
+        run.record["parent"] = {"step": parent.step, "weights_sha256": parent.checkpoint.sha256,
                                 **({"diffusion_name": parent.family} if parent.family else {})}
         run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
         if "lora" in run.record:
-            run.record["lora"]["base"] = str(parent.file.absolute())
-            hold(run, parent)
+            start_adapter(run, parent)
         for net in (run.model, run.ema):
             adapters.load_base(net, parent.net.state_dict())
 
 
-def restore(run: Run, folder: Path) -> None:
-    """Brings a run to its checkpoint in `folder`; raises ValueError where the two do not fit."""
+def restore(run: Run, folder: Path, content: dict) -> None:
+    """Brings a run to its checkpoint in `folder`, of this meta.json; raises ValueError where the two do not fit."""
     cfg, accelerator = run.cfg, run.accelerator
-    meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.")
+    meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
     run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
     now = run.record["history"][-1] | {"step": meta.step}  # another entry for another commit, device or torch
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
@@ -238,10 +241,8 @@ def restore(run: Run, folder: Path) -> None:
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.lora is not None:  # whose checkpoints hold the adapter alone
         run.record["lora"] = meta.lora.model_dump()
-        base = load_base(meta, folder, cfg.init_from)
-        if base.folder is None or base.folder.resolve() != (run.folder / "base").resolve():
-            run.record["lora"]["base"] = str(base.file.absolute())
-            hold(run, base)
+        base = load_base(Checkpoint(folder / "ema.safetensors", folder, content), cfg.init_from)
+        start_adapter(run, base)
         for net in (run.model, run.ema):
             adapters.load_base(net, base.net.state_dict())
     adapters.load(run.model, checkpoints.load(folder, "model"))
@@ -300,7 +301,7 @@ def lock_run(run: Run) -> None:
                                       f"name=<another> for a second run.")
 
 
-def prepare_folder(run: Run, resumed: Path | None) -> None:
+def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
     """Makes a run's folder, with room for a checkpoint, and removes what killed writes have left in it."""
     for name in ("checkpoints", "samples"):  # fails now rather than at the first save
         (run.folder / name).mkdir(parents=True, exist_ok=True)
@@ -308,7 +309,7 @@ def prepare_folder(run: Run, resumed: Path | None) -> None:
         for left in run.folder.glob(pattern):  # of killed writes
             files.remove(left)
     # A kill may have come between the last save and its pruning, which the settings of that save decide.
-    saved = checkpoints.read_meta(resumed).get("config", {}) if resumed else {}
+    saved = resumed[1].get("config", {}) if resumed else {}
     kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
     checkpoints.prune(run.folder, kept["keep_last"], kept["keep_every"])
     if resumed is None:  # a run that begins again evaluates its first network again

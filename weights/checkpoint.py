@@ -99,28 +99,41 @@ def write_meta(folder: Path, meta: dict) -> None:
     (folder / "meta.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-def problem(folder: Path, names: tuple[str, ...] | None = None) -> str | None:
-    """Returns why a checkpoint is not whole, or None; `names` limits the check to some of its files."""
+class Damaged(ValueError):
+    """Why a checkpoint is not whole."""
+
+
+def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
+    """Reads the meta.json of a whole checkpoint; raises Damaged for another. `names` limits this to some files."""
     try:
         meta = read_meta(folder)
         files = read(Files, meta).files
     except (OSError, ValueError) as error:
-        return f"meta.json is missing or unreadable ({error})"
-    recorded = meta.pop("sha256", None)  # which older versions lack
-    if recorded is not None and recorded != record_sha256(meta):
-        return "meta.json is not what was written: its SHA-256 differs"
+        raise Damaged(f"meta.json is missing or unreadable ({error})") from None
+    content = {key: value for key, value in meta.items() if key != "sha256"}
+    if meta.get("sha256") not in (None, record_sha256(content)):  # which older versions lack
+        raise Damaged("meta.json is not what was written: its SHA-256 differs")
     if is_step(folder) and meta.get("step") != step_of(folder):
-        return f"meta.json is of step {meta.get('step')}"
+        raise Damaged(f"meta.json is of step {meta.get('step')}")
     for file_name, record in files.items():
         path = folder / file_name
         if names is not None and path.stem not in names:
             continue
         if not path.is_file():
-            return f"{file_name} is missing"
+            raise Damaged(f"{file_name} is missing")
         if path.stat().st_size != record.bytes:
-            return f"{file_name} has {path.stat().st_size} bytes where {record.bytes} were written"
+            raise Damaged(f"{file_name} has {path.stat().st_size} bytes where {record.bytes} were written")
         if sha256(path) != record.sha256:
-            return f"{file_name} is not what was written: its SHA-256 differs"
+            raise Damaged(f"{file_name} is not what was written: its SHA-256 differs")
+    return meta
+
+
+def problem(folder: Path) -> str | None:
+    """Returns why a checkpoint is not whole, or None."""
+    try:
+        check(folder)
+    except Damaged as error:
+        return str(error)
     return None
 
 
@@ -138,13 +151,20 @@ def last_sound(run: Path, before: int) -> Path | None:
                  if step_of(folder) < before and is_sound(folder) and problem(folder) is None), None)
 
 
-def latest(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
-    """Finds the newest whole checkpoint of a run; warns of each damaged one that is newer."""
+def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
+    """Finds the newest whole checkpoint of a run, and reads its meta.json; warns of each damaged one that is newer."""
     for folder in reversed(all_steps(run)):
-        if (why := problem(folder, names)) is None:
-            return folder
-        warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
+        try:
+            return folder, check(folder, names)
+        except Damaged as why:
+            warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
     return None
+
+
+def latest(run: Path) -> Path | None:
+    """Finds the newest whole checkpoint of a run, as `read_latest` does."""
+    found = read_latest(run)
+    return found and found[0]
 
 
 def set_aside_after(run: Path, step: int) -> None:

@@ -1,10 +1,15 @@
-"""A plain record, a checkpoint or anybody's weights -> network, diffusion, sampler settings, guidance."""
+"""What a user names, a run, a checkpoint or anybody's weights -> a network, and all that drawing needs to know of it.
+
+`find_checkpoint` finds the file and reads the record beside it, once; `load_trained` makes the network of them.
+"""
 
 import contextlib
 import shutil
 from collections.abc import Mapping
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
+from typing import Any
 
 import torch
 from accelerate import PartialState
@@ -42,36 +47,130 @@ from weights.records import (
     with_objective,
 )
 
+# ---- what is named --------------------------------------------------------------------------------------------------
+
+EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")  # of scripts/export.py
+
+
+@dataclass(frozen=True)
+class Checkpoint:
+    """The file of weights that a path names, and the folder and the content of the meta.json that it is of.
+
+    Bare weights have neither. Where there is a meta.json, the file has the hash that stands there.
+    """
+
+    file: Path
+    folder: Path | None = None
+    meta: dict | None = None
+
+    @cached_property
+    def record(self) -> CheckpointRecord | None:
+        """What meta.json says of the weights; raises ValueError where it describes none."""
+        if self.meta is None:
+            return None
+        record = read_record(CheckpointRecord, self.folder / "meta.json",
+                             "It does not describe a checkpoint; move the weights elsewhere.", self.meta)
+        return record.model_copy(update={"weights": record.weights or self.file.stem})
+
+    @cached_property
+    def sha256(self) -> str:
+        """The file's hash, also after training has pruned it; of shards that of the list of theirs."""
+        recorded = self.meta and self.meta["files"].get(self.file.relative_to(self.folder).as_posix())
+        if recorded:
+            return recorded["sha256"]
+        parts = [files.sha256(part) for part in files_of(self.file)]
+        return parts[0] if len(parts) == 1 else files.record_sha256({"shards": parts})
+
+    @property
+    def run(self) -> Path | None:
+        """The run that the checkpoint is of, if any."""
+        return self.folder.parent.parent if self.folder and self.folder.parent.name == "checkpoints" else None
+
+
+def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
+    """Finds the weights at a path: of a run the newest, of a checkpoint folder, of others' folders, or a file of them.
+
+    A checkpoint holds several, each in `<weights>.safetensors`: ema, the average (also where `weights` is None), and
+    model. The main rank reads the file for its hash and tells the others, so all ranks call this together. Raises
+    ValueError where there are no such weights, or only damaged ones.
+    """
+    path, name, meta = Path(path), weights or "ema", None
+    folder = path.parent if path.is_file() else path
+    if not path.is_file() and (path / "checkpoints").is_dir() and not (path / "meta.json").is_file():
+        if (newest := latest_checkpoint(path, (name,))) is None:
+            raise ValueError(f"The run {path} has saved no checkpoint yet; wait for its first save.")
+        folder, meta = newest
+    elif not (folder / "meta.json").is_file():
+        if path.is_file():
+            return Checkpoint(path)
+        if path.parent.name == "checkpoints" and path.name.startswith("step-"):
+            raise ValueError(f"There is no checkpoint {path}. Training deletes all but the newest checkpoint.keep_last "
+                             f"and those of checkpoint.keep_every: name another one, or the run.")
+        if foreign := find_in_folder(path, name):
+            return Checkpoint(foreign)
+        raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
+                         f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
+    exported = (folder / file for file in EXPORTED)
+    file = path if path.is_file() else next(filter(Path.is_file, exported), folder / f"{name}.safetensors")
+    found = Checkpoint(file, folder, meta or read_whole(folder, file.stem))
+    if not file.is_file():
+        raise ValueError(f"{folder} holds no weights={name}, but {', '.join(sorted(found.meta['files']))}.")
+    return found
+
+
+def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
+    """Returns a run's latest whole checkpoint and its meta.json, as the main rank finds it, or None without any.
+
+    Raises ValueError where all are damaged, or where a rank does not see the one found.
+    """
+    state = PartialState()
+    found = checkpoints.read_latest(run, names) if state.is_main_process else None
+    step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found[0]))
+    if step < 0:
+        if ranks.broadcast_from_main(state, len(checkpoints.all_steps(run))):
+            raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is whole, as the warnings say. Restore "
+                             f"one, or move the folder away to start from the beginning.")
+        return None
+    folder = checkpoints.step_folder(run, step)
+    if not folder.is_dir():
+        raise ValueError(f"Rank {state.process_index} does not see {folder}, which the main rank found: {run} must lie "
+                         f"on a disk that all nodes share. Set run_dir or checkpoint.")
+    return found or (folder, checkpoints.read_meta(folder))
+
+
+def read_whole(folder: Path, name: str) -> dict:
+    """Reads the meta.json of a folder whose file of this name the main rank finds whole; else raises ValueError."""
+    state, meta, why = PartialState(), None, "the main rank says why"
+    if state.is_main_process:
+        try:
+            meta = checkpoints.check(folder, (name,))
+        except checkpoints.Damaged as error:
+            why = error
+    if ranks.broadcast_from_main(state, state.is_main_process and meta is None):
+        raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
+    return meta or checkpoints.read_meta(folder)
+
+
+# ---- loaded ---------------------------------------------------------------------------------------------------------
+
 
 @dataclass
 class Trained:
     """A network and what its checkpoint records about it: all that drawing needs."""
 
+    checkpoint: Checkpoint
     net: DiT
     diffusion: EDM | RF
     autoencoder: str
-    convention: Convention | None  # by which its latents were made; None: the autoencoder's own
+    convention: Convention | None   # by which its latents were made; None: the autoencoder's own
     class_names: list[str] | None
-    display_names: list[str] | None      # of the classes, for people
-    classes: list[int]                   # of its training images
+    display_names: list[str] | None  # of the classes, for people
+    classes: list[int]              # of its training images
     step: int | None
-    weights: str             # ema or model; file for a state dict that does not say
-    folder: Path | None      # the checkpoint folder, None for a bare weights file
-    file: Path               # of the weights
-    recorded: dict           # `network` and `diffusion` as plain keywords, and `published` if there is any
-    family: str | None       # of weights without a record: a name of FAMILIES
-    said: str                # of such, which weights of the file they are
-    recorded_sha256: str | None  # of the file, which was checked by it; None without a record
-
-    @property
-    def weights_sha256(self) -> str:
-        """The file's hash; a recorded one is known even after training has pruned the file."""
-        return self.recorded_sha256 or sha256_of(self.file)
-
-    @property
-    def run_folder(self) -> Path | None:
-        """The run of the checkpoint, or None for weights or a folder outside a run."""
-        return None if self.folder is None else run_of(self.folder)
+    weights: str                    # ema or model; file for a state dict that does not say
+    recorded: dict                  # `network` and `diffusion` as plain keywords, and `published` if there is any
+    family: str | None = None       # of weights without a record: a name of FAMILIES
+    said: str = ""                  # of such, which weights of the file they are
 
     @property
     def inferred(self) -> str | None:
@@ -79,12 +178,87 @@ class Trained:
         if self.family is None:
             return None
         labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"
-        return (f"{self.file} carries no record. Taken: {self.said}, as {self.family} "
+        return (f"{self.checkpoint.file} carries no record. Taken: {self.said}, as {self.family} "
                 f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded by "
                 f"{self.autoencoder}. Otherwise set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
 
 
-# ---- a weights file -------------------------------------------------------------------------------------------------
+def load_trained(
+    path: str | Path | Checkpoint,          # a run, a checkpoint folder, a weights file, or what was found there
+    weights: str | None = None,             # ema | model; None: the average, or what the file holds
+    diffusion: str | None = None,           # of weights without a record, FAMILIES' name
+    autoencoder: str | None = None,         # overrules what is recorded
+    device: torch.device | str = "cpu",
+    like: Mapping[str, Any] | None = None,  # what weights without a record share with others: diffusion, num_heads …
+    **given: int | None,                    # of weights without a record: num_heads, num_classes, input_size
+) -> Trained:
+    """Loads a network and what its checkpoint records about it; all ranks call this together.
+
+    A weights file in a folder with meta.json is built by that record; an adapter (LoRA) is merged into its base.
+    Without a meta.json the architecture is read off the shapes, `diffusion` names the family where the file does not
+    show it, and the weights are rewritten for an ordinary network of ours. Raises ValueError for a path without a
+    whole checkpoint, or for weights that are not a DiT's or of no known family.
+    """
+    found = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
+    given = {key: value for key, value in given.items() if value is not None}
+    if found.record is None:
+        state, record, bare = read_bare(found.file, weights, diffusion, {**(like or {}), **given})
+        for key, value in given.items():
+            if value != (known := record.network[key]):
+                raise ValueError(f"{key}={value} does not fit the weights in {found.file}, which have {known}: leave "
+                                 f"it out.")
+    else:
+        state, record, bare = read_recorded(found, weights), found.record, {}
+        other = {} if diffusion in (None, record.diffusion.get("name")) else {"diffusion_name": diffusion}
+        for key, value in (other | given).items():
+            raise ValueError(f"{key}={value} is for weights without a record; {found.folder} has one: leave it out.")
+    net, data = fit(state, record.network, found.file), record.data
+    net.null_label = net.null_label and not record.null_label_untrained
+    net.to(device).float().eval()  # not frozen: autocast keeps its casts of trainable weights only
+    return Trained(
+        found, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,
+        data.convention and Convention.read(data.convention), data.class_names, data.display_names or data.class_names,
+        data.classes or list(range(net.num_classes)), record.step, record.weights,
+        {"network": record.network, "diffusion": with_objective(record.diffusion, {})[0],
+         **({"published": record.published} if record.published else {})}, **bare)
+
+
+def read_recorded(found: Checkpoint, weights: str | None) -> dict[str, Tensor]:
+    """Reads the weights of a network that has a record; raises ValueError where others than these are asked for."""
+    record = found.record
+    if weights not in (None, record.weights):
+        raise ValueError(f"{found.file} holds weights={record.weights}, not weights={weights}.")
+    state = read_weights(found.file).state
+    if record.lora is None:
+        return state
+    return adapters.merge(load_base(found).net.state_dict(), state, record.lora.alpha / record.lora.rank)
+
+
+def read_bare(
+    file: Path, weights: str | None, diffusion: str | None, given: Mapping[str, Any],
+) -> tuple[dict[str, Tensor], CheckpointRecord, dict[str, str]]:
+    """Reads weights without a record, of which `given` and the folder say what shapes do not.
+
+    Returns the state dict of an ordinary network, the record that it would have, and in words what it was taken for.
+    Raises ValueError where their family is not known.
+    """
+    held, pipeline = read_weights(file, weights), pipeline_of(file)
+    said = {"num_classes": held.num_classes, **pipeline, **given}
+    try:
+        state = with_positions(held.state, said.get("input_size"))
+    except ValueError as error:
+        raise ValueError(f"{file} is not read: {error}.") from None
+    network = infer_architecture(state, said.get("num_heads"), said.get("num_classes"))
+    fit(state, network, file)
+    family = diffusion or given.get("diffusion") or held.family or pipeline.get("family")
+    if family not in FAMILIES:
+        raise ValueError(unknown_family(file, network))
+    state, network = as_ours(state, network, FAMILIES[family])
+    own = "identity" if network["in_channels"] == 3 else "sd_vae_ema"
+    data = DataRecord(autoencoder=pipeline.get("autoencoder", own), class_names=None)
+    record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
+                              weights=held.which)
+    return state, record, {"family": family, "said": held.said}
 
 
 @dataclass
@@ -99,10 +273,10 @@ class Weights:
 
 
 def read_weights(path: Path, weights: str | None = None) -> Weights:
-    """Reads the weights of .safetensors, of a .pt as published or of shards; only tensors are ever unpickled.
+    """Reads a file of weights: .safetensors, the index of shards, or a .pt or .ckpt, of which tensors alone are read.
 
-    Of several, `weights` names one: ema, model, or None, the average if there is one. Raises ValueError for a file
-    without a state dict, without the one named, or with values that are not finite.
+    A file may hold several networks. `weights` says which is taken: ema, model or, with None, the average if there is
+    one. Raises ValueError for a file that holds no state dict or not that one, and for values that are not finite.
     """
     content = read_content(path)
     try:
@@ -112,12 +286,6 @@ def read_weights(path: Path, weights: str | None = None) -> Weights:
         return Weights(plain_keys(held.tensors), which, said, family, settings_in(content).get("num_classes"))
     except ValueError as error:
         raise ValueError(f"{path} is not read: {error}.") from None
-
-
-def sha256_of(file: Path) -> str:
-    """Returns the SHA-256 of a weights file, or that of the list of its shards' if it is their index."""
-    parts = [files.sha256(part) for part in files_of(file)]
-    return parts[0] if len(parts) == 1 else files.record_sha256({"shards": parts})
 
 
 def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
@@ -132,212 +300,44 @@ def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
     return net
 
 
-# ---- where it lies --------------------------------------------------------------------------------------------------
-
-EXPORTED = ("weights.safetensors", "transformer/diffusion_pytorch_model.safetensors")  # of scripts/export.py
+# ---- what an adapter is for -----------------------------------------------------------------------------------------
 
 
-def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> Path | None:
-    """Returns a run's latest whole checkpoint, as the main rank finds it, or None where none was saved.
-
-    Raises ValueError where all are damaged, or where a rank does not see the one found.
-    """
-    state = PartialState()
-    found = checkpoints.latest(run, names) if state.is_main_process else None
-    step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found))
-    if step < 0:
-        if ranks.broadcast_from_main(state, len(checkpoints.all_steps(run))):
-            raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is whole, as the warnings say. Restore "
-                             f"one, or move the folder away to start from the beginning.")
-        return None
-    folder = checkpoints.step_folder(run, step)
-    if not folder.is_dir():
-        raise ValueError(f"Rank {state.process_index} does not see {folder}, which the main rank found: {run} must lie "
-                         f"on a disk that all nodes share. Set run_dir or checkpoint.")
-    return folder
-
-
-def resolve_run(path: str, weights: str = "ema") -> str:
-    """Returns the latest checkpoint of the run at `path`, and any other path as it is.
-
-    Raises ValueError for a run without a whole checkpoint.
-    """
-    if not (Path(path) / "checkpoints").is_dir() or (Path(path) / "meta.json").is_file():
-        return path
-    folder = latest_checkpoint(Path(path), (weights,))
-    if folder is None:
-        raise ValueError(f"The run {path} has saved no checkpoint yet; wait for its first save.")
-    return str(folder)
-
-
-def find_weights(path: Path, weights: str = "ema") -> tuple[Path, Path | None]:
-    """Finds the weights file that `path` names, and its checkpoint folder or None; raises ValueError for none."""
-    path = Path(resolve_run(str(path), weights))
-    if path.is_file():
-        return path, path.parent if (path.parent / "meta.json").is_file() else None
-    if (path / "meta.json").is_file():
-        exported = (path / name for name in EXPORTED)
-        return next((file for file in exported if file.is_file()), path / f"{weights}.safetensors"), path
-    if path.parent.name == "checkpoints" and path.name.startswith("step-"):
-        raise ValueError(f"There is no checkpoint {path}. Training deletes all but the newest checkpoint.keep_last and "
-                         f"those of checkpoint.keep_every: name another one, or the run.")
-    if foreign := find_in_folder(path, weights):
-        return foreign, None
-    raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
-                     f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
-
-
-# ---- loaded ---------------------------------------------------------------------------------------------------------
-
-
-def load_trained(
-    path: str | Path,                       # a run, a checkpoint folder or a weights file
-    weights: str | None = None,             # ema | model; None: the average, or what the file holds
-    diffusion: str | None = None,           # of weights without a record, FAMILIES' name
-    autoencoder: str | None = None,         # overrules what is recorded
-    device: torch.device | str = "cpu",
-    **given: int | None,                    # of weights without a record: num_heads, num_classes, input_size
-) -> Trained:
-    """Loads a network and what its checkpoint records about it.
-
-    A weights file in a folder with meta.json is built by that record; an adapter (LoRA) is merged into its base.
-    Without a meta.json the architecture is read off the shapes, `diffusion` names the family where the file does not
-    show it, and the weights are rewritten for an ordinary network of ours. Of a run all ranks must call it.
-    Raises ValueError for a path without a whole checkpoint, or for weights that are not a DiT's or of no known family.
-    """
-    file, folder = find_weights(Path(path), weights or "ema")
-    given = {key: value for key, value in given.items() if value is not None}
-    if folder is None:
-        trained = read_bare(file, weights, diffusion, given)
-        for key, value in given.items():
-            if value != (found := trained.recorded["network"][key]):
-                raise ValueError(f"{key}={value} does not fit the weights in {file}, which have {found}: leave it out.")
-    else:
-        trained = read_checkpoint(file, folder, weights)
-        name = trained.recorded["diffusion"]["name"]
-        if diffusion not in (None, name):
-            raise ValueError(f"diffusion_name={diffusion} is for weights without a record; {folder} records {name}: "
-                             f"leave it out.")
-        for key, value in given.items():
-            raise ValueError(f"{key}={value} is for weights without a record; {folder} has one: leave it out.")
-    return ready(trained, autoencoder, device)
-
-
-def load_like(path: Path, diffusion: str | None, network: Mapping, device: torch.device | str = "cpu") -> Trained:
-    """Loads weights that belong to another network; without a record they are of its family and have its keywords."""
-    file, folder = find_weights(path)
-    if folder is not None:
-        return load_trained(path, device=device)
-    return ready(read_bare(file, None, diffusion, network), None, device)
-
-
-def ready(trained: Trained, autoencoder: str | None, device: torch.device | str) -> Trained:
-    trained.autoencoder = autoencoder or trained.autoencoder
-    trained.net.to(device).float().eval()  # not frozen: autocast keeps its casts of trainable weights only
-    return trained
-
-
-def read_checkpoint(file: Path, folder: Path, weights: str | None) -> Trained:
-    """Reads the weights `file` of the checkpoint `folder`; raises ValueError for a damaged one or for other weights."""
-    if why := checkpoints.problem(folder, (file.stem,)):
-        raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
-    meta = read_record(CheckpointRecord, folder / "meta.json",
-                       "It does not describe a checkpoint; move the weights elsewhere.")
-    meta = meta.model_copy(update={"weights": meta.weights or file.stem})
-    if weights not in (None, meta.weights):
-        raise ValueError(f"{file} holds weights={meta.weights}, not weights={weights}.")
-    state = read_weights(file).state
-    if meta.lora is not None:
-        state = adapters.merge(load_base(meta, folder).net.state_dict(), state, meta.lora.alpha / meta.lora.rank)
-    saved = checkpoints.read_meta(folder)["files"].get(str(file.relative_to(folder)), {})
-    return describe(fit(state, meta.network, file), meta, file, folder, recorded_sha256=saved.get("sha256"))
-
-
-def read_bare(file: Path, weights: str | None, diffusion: str | None, given: Mapping) -> Trained:
-    """Reads weights without a record, of which `given` and the folder say what shapes do not.
-
-    Raises ValueError where their family is not known.
-    """
-    read, pipeline = read_weights(file, weights), pipeline_of(file)
-    said = {"num_classes": read.num_classes, **pipeline, **given}
-    try:
-        state = with_positions(read.state, said.get("input_size"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not read: {error}.") from None
-    network = infer_architecture(state, said.get("num_heads"), said.get("num_classes"))
-    fit(state, network, file)
-    family = diffusion or read.family or pipeline.get("family")
-    if family not in FAMILIES:
-        raise ValueError(unknown_family(file, network))
-    state, network = as_ours(state, network, FAMILIES[family])
-    own = "identity" if network["in_channels"] == 3 else "sd_vae_ema"
-    data = DataRecord(autoencoder=pipeline.get("autoencoder", own), class_names=None)
-    meta = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
-                            weights=read.which)
-    return describe(fit(state, network, file), meta, file, family=family, said=read.said)
-
-
-def describe(
-    net: DiT, meta: CheckpointRecord, file: Path, folder: Path | None = None, family: str | None = None,
-    recorded_sha256: str | None = None, said: str = "",
-) -> Trained:
-    data, published = meta.data, {"published": meta.published} if meta.published else {}
-    net.null_label = net.null_label and not meta.null_label_untrained
-    return Trained(
-        net=net, diffusion=build_diffusion(meta.diffusion), autoencoder=data.autoencoder,
-        convention=data.convention and Convention.read(data.convention),
-        class_names=data.class_names, display_names=data.display_names or data.class_names,
-        classes=data.classes or list(range(net.num_classes)),
-        step=meta.step, weights=meta.weights, folder=folder, file=file, family=family, said=said,
-        recorded_sha256=recorded_sha256,
-        recorded={"network": meta.network, "diffusion": with_objective(meta.diffusion, {})[0], **published},
-    )
-
-
-def run_of(folder: Path) -> Path | None:
-    """Returns the run of a checkpoint folder, or None for a folder outside a run."""
-    return folder.parent.parent if folder.parent.name == "checkpoints" else None
-
-
-def hold_base(base: Trained, run: Path) -> None:
+def hold_base(base: Checkpoint, run: Path) -> None:
     """Links or copies a run's checkpoint that an adapter starts from into its own run, as training may delete it."""
     held = run / "base"
-    if base.run_folder is None or base.folder.resolve() == held.resolve():
+    if base.run is None or base.folder.resolve() == held.resolve():
         return
     with files.atomic_write(held) as partial:
-        if (earlier := base.run_folder / "base").is_dir():  # where the base is an adapter, too
+        if (earlier := base.run / "base").is_dir():  # where the base is an adapter, too
             shutil.copytree(earlier, partial / "base", copy_function=files.link)
         partial.mkdir(exist_ok=True)
         for file in (base.file, base.folder / "meta.json"):
             files.link(file, partial / file.name)
 
 
-def is_base(file: Path, sha256: str | None) -> bool:
-    return file.is_file() and sha256_of(file) == sha256
+def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | None:
+    """Finds the weights of this SHA-256 at one of the paths; of a run also those of an older checkpoint."""
+    older = [folder / "ema.safetensors" for path in paths for folder in reversed(checkpoints.all_steps(Path(path)))]
+    for path in (*paths, *older):
+        with contextlib.suppress(OSError, ValueError):  # there are none
+            if (found := find_checkpoint(path)).sha256 == sha256:
+                return found
+    return None
 
 
-def find_by_hash(path: str, sha256: str | None) -> Path | None:
-    """Finds the weights of this SHA-256 at `path`, also those of an older checkpoint of a run that has gone on."""
-    found = [folder / "ema.safetensors" for folder in checkpoints.all_steps(Path(path))]
-    with contextlib.suppress(OSError, ValueError):  # there are none
-        found.append(find_weights(Path(path))[0])
-    return next((file for file in reversed(found) if is_base(file, sha256)), None)
-
-
-def load_base(meta: CheckpointRecord, folder: Path, moved: str | None = None) -> Trained:
-    """Loads the weights that the adapter in `folder` was trained on, from its run, their place, or where they moved to.
+def load_base(adapter: Checkpoint, moved: str | None = None) -> Trained:
+    """Loads the weights that an adapter was trained on, from its run, their place, or where they moved to.
 
     Raises ValueError where none of these has their SHA-256.
     """
-    base, parent = Path(meta.lora.base), meta.parent or ParentRecord()
-    places = [(run_of(folder) or folder) / "base" / base.name, base]
-    found = next((file for file in places if is_base(file, parent.weights_sha256)), None)
-    if found is None and moved is not None:
-        found = find_by_hash(moved, parent.weights_sha256)
-    if found is not None:
-        base = found
-    else:
+    record, parent = adapter.record, adapter.record.parent or ParentRecord()
+    base = Path(record.lora.base)
+    places = [(adapter.run or adapter.folder) / "base" / base.name, base, *([moved] if moved else [])]
+    found = find_by_hash(places, parent.weights_sha256)
+    if found is None:
         why = "is another file now: its SHA-256 differs" if base.is_file() else "is not there"
-        raise ValueError(f"{folder} holds an adapter (LoRA) alone, and its base {base} {why}. Put that file back; "
-                         f"scripts/merge_lora.py makes weights that need no base.")
-    return load_like(base, parent.diffusion_name or meta.diffusion.get("name"), meta.network)
+        raise ValueError(f"{adapter.folder} holds an adapter (LoRA) alone, and its base {base} {why}. Put that file "
+                         f"back; scripts/merge_lora.py makes weights that need no base.")
+    return load_trained(found, like=record.network | {
+        "diffusion": parent.diffusion_name or record.diffusion.get("name")})

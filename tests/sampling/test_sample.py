@@ -187,11 +187,11 @@ def test_stray_names_among_checkpoints_stay(run, tmp_path, stray):
 
 def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_path):
     trained = load_trained(shutil.copytree(run, tmp_path / "copy"))
-    expected = files.sha256(trained.file)
-    shutil.rmtree(trained.folder)
-    assert trained.weights_sha256 == expected
+    expected = files.sha256(trained.checkpoint.file)
+    shutil.rmtree(trained.checkpoint.folder)
+    assert trained.checkpoint.sha256 == expected
     with pytest.raises(ValueError, match="There is no checkpoint .*step-00000002. Training deletes all but the newest"):
-        load_trained(trained.folder)
+        load_trained(trained.checkpoint.folder)
 
 
 # ---- what is written

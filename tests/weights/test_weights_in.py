@@ -342,11 +342,11 @@ def test_shards_are_read_as_one_and_known_by_one_hash(form, tmp_path):
     first = tmp_path / f"{stem}-00001-of-00002.{suffix}"
     for path in (tmp_path, tmp_path / f"{form}.index.json"):
         assert_loaded(path, raw)
-    before = load_trained(tmp_path, diffusion="dit", num_heads=4).weights_sha256
+    before = load_trained(tmp_path, diffusion="dit", num_heads=4).checkpoint.sha256
     with pytest.raises(ValueError, match="one of several shards: name the .index.json"):
         load_trained(first, diffusion="dit", num_heads=4)
     write_shards(tmp_path, raw | {"final_layer.linear.bias": raw["final_layer.linear.bias"] + 1}, form)
-    assert load_trained(tmp_path, diffusion="dit", num_heads=4).weights_sha256 != before
+    assert load_trained(tmp_path, diffusion="dit", num_heads=4).checkpoint.sha256 != before
     first.unlink()
     with pytest.raises(ValueError, match=f"2 shards, of which 1 are not beside it: download {first.name}"):
         load_trained(tmp_path, diffusion="dit", num_heads=4)
