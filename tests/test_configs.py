@@ -160,7 +160,7 @@ def test_every_way_to_guide_is_a_setting_of_one_value():
         cfg = load(f"guidance={name}", name="sample")
         assert (cfg.scale, cfg.gamma1, cfg.gamma2, cfg.drop_label) == values
         assert cfg.weak == ("required" if "auto" in name else None) and (cfg.interval is not None) == (name == "interval")
-    for entry in ("fid", "rf", "sweep_guidance"):
+    for entry in ("fid", "rf"):
         assert load("guidance=cfg_tread", name=entry).gamma2 == 0.7
 
 

@@ -170,10 +170,6 @@ TYPED = {
         ("reference_from=four", "out=new.npz", "reference=images.npz"),
         ("images=four", "features_weights=weights.pt", "pixels has no weights"),
     ],
-    "sweep_guidance": [
-        ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1.5]", "grid.gamma2"),
-        ("grid.gamma1=[0.95]", "gamma1"), ("num_steps=2,3", "num_steps=2,3"),
-    ],
     "prepare_latents": [
         ("source=null", "source"), ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"),
         ("resolution=0", "resolution=0"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),

@@ -67,9 +67,9 @@ def test_a_list_of_names_is_what_was_typed_and_numbers_stay_numbers():
 
 
 def test_several_values_of_a_sweep_are_each_what_was_typed(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)  # in which Hydra makes a folder
-    found = compose("sample", SampleSettings, ["checkpoint=1_1,007", "--multirun"])
-    assert [plain["checkpoint"] for plain in found] == ["1_1", "007"]
+    monkeypatch.chdir(tmp_path)
+    found = compose("sample", SampleSettings, ["cpu=true", "--multirun", "checkpoint=1_1,007"])
+    assert [plain["checkpoint"] for plain in found] == ["1_1", "007"] and not [*tmp_path.iterdir()]
 
 
 @pytest.mark.parametrize("text", ODD)
@@ -109,7 +109,7 @@ def test_a_default_of_a_group_is_taken_on_the_line(name):
     declared = settings_of(name)
     given = [f"{key}=null" for key in ("objective", "routes", "experiment", "guidance", "gauge")
              if key in {"config": ("objective", "routes", "experiment"), "fid": ("guidance", "gauge"), "sample": ("guidance", "routes"),
-                        "benchmark": ("guidance",), "sweep_guidance": ("gauge",)}.get(name, ())]
+                        "benchmark": ("guidance",)}.get(name, ())]
     assert compose(name, declared, given) == compose(name, declared, [])
 
 

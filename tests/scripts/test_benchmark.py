@@ -17,8 +17,8 @@ from torch import nn
 
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
-from runtime import clocks, schema
-from scripts import benchmark
+from runtime import schema
+from scripts import benchmark, clocks
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8", "rounds=2", "steps=1",
         "warmup=1", "device=cpu", "autoencoder=identity", "num_steps=2", "image_size=16", "feature_size=8", "images=20", "reference_images=10",
