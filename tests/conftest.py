@@ -14,6 +14,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 3000  # seconds that a test waits for another process: only one that hangs takes longer, however busy the machine
 sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])  # tests share helpers
 signal.signal(signal.SIGHUP, signal.SIG_DFL)   # nohup has it ignored, and what tests start would inherit that
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once

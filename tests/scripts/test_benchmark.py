@@ -2,7 +2,6 @@
 
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
@@ -66,43 +65,6 @@ def test_training_steps_and_their_parts_are_timed_in_turn_with_matrix_products(t
     assert "| tread-eager | 4 |" in printed and "not measured" in printed and "MFU is the share of the best" in printed
 
 
-def test_a_first_step_on_code_that_an_earlier_try_compiled_is_not_measured(tmp_path):
-    settings = ["mode=train", "variants=[dit]", "rounds=1", f"compile_cache={tmp_path}/cache"]
-    assert run(tmp_path, *settings)["rows"][0]["first step s"] > 0
-    (tmp_path / "cache/triton").mkdir(parents=True)
-    (tmp_path / "cache/triton/kernel").write_text("")
-    assert run(tmp_path, *settings)["rows"][0]["first step s"] is None
-
-
-# Stands for Python: a part takes two tries, and the first compiles.
-COMPILES_FIRST = f"""#!{sys.executable}
-import pathlib, sys
-if sys.argv[1] == "-c":
-    sys.exit()
-given = dict(text.split("=", 1) for text in sys.argv[2:])
-cache = pathlib.Path(given["compile_cache"])
-if not cache.is_dir():
-    cache.mkdir(parents=True)
-    (cache / "kernel").touch()
-    sys.exit(1)
-pathlib.Path(given["out"] + ".json").touch()
-"""
-
-
-def test_what_a_part_has_compiled_on_a_gpu_is_kept_until_it_succeeds(tmp_path):
-    (tmp_path / "python").write_text(COMPILES_FIRST)
-    (tmp_path / "python").chmod(0o755)
-    env = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": str(tmp_path / "python")}
-    codes = [subprocess.run(["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], env=env, capture_output=True).returncode for _ in range(2)]
-    assert codes == [1, 0] and (tmp_path / "out/train_xl2.json").is_file() and not list((tmp_path / "out/cache").iterdir())
-
-
-@pytest.mark.parametrize("name", ["LightningDiT-B/1", "Mamba-B/2", "RWKV-L/2"])
-def test_another_block_is_timed_like_dits(tmp_path, name):
-    dense, routed = run(tmp_path, "mode=train", f"backbone_type={name}", "diffusion=rf_lightning")["rows"]
-    assert dense["multiply-adds"]["linear"] > routed["multiply-adds"]["linear"] and routed["FLOP ratio"] > 1.1
-
-
 def test_a_ratio_is_of_two_variants_in_the_same_round(tmp_path, monkeypatch):
     seconds = iter([1, 1, 1, 1, 2, 1, 8, 2])  # dit and tread: first step and warm-up, then rounds of 2 and 1, 8 and 2
     monkeypatch.setattr(benchmark.Variant, "measure", lambda self, count: {"step": next(seconds)})
@@ -120,11 +82,6 @@ def test_sampling_measures_the_share_of_the_network_and_what_an_image_costs(tmp_
         assert set(row["parts"]) == {"sampler", "network", "decode"} and 0 < row["share in network"] < 1
         assert row.keys() >= {"images/s", "s/batch", "MFU in network", "peak GiB", "first batch s"}
         assert row["GFLOP/image"] == pytest.approx(passes * 2e-9 * sum(multiply_adds(benchmark.make_network(load(), "dit", "meta"))))
-
-
-def test_matrix_products_are_measured_in_every_precision():
-    for precision in benchmark.speed.PRECISIONS:
-        assert min(clocks.matmul_flops(torch.device("cpu"), precision).values()) > 0
 
 
 def test_data_and_scoring_are_timed(tmp_path):

@@ -12,7 +12,6 @@ import pytest
 import torch
 from conftest import ROOT, run_command
 from diffusers import AutoencoderKL, DiTTransformer2DModel
-from safetensors.torch import load_file
 
 import sample
 from runtime import files
@@ -190,19 +189,6 @@ def test_a_pipeline_is_not_guided_by_a_null_label_that_was_never_trained(head_bl
     assert "line 4, in <module>" in result.stderr
 
 
-def test_diffusers_own_class_would_give_other_numbers(tmp_path):
-    folder = exported(save_run(tmp_path / "run", EDM, in_channels=3), "diffusers", tmp_path / "folder")
-    config = json.loads((folder / "transformer" / "config.json").read_text())
-    stock = DiTTransformer2DModel(**{key: value for key, value in config.items() if key != "_class_name"}).eval()
-    lacking = stock.load_state_dict(load_file(folder / "transformer" / "diffusion_pytorch_model.safetensors"), strict=False)
-    assert not lacking.missing_keys and lacking.unexpected_keys == ["pos_embed.pos_embed"]
-    expected = outputs_of(network(in_channels=3))
-    x = torch.randn(6, 3, 8, 8, generator=torch.Generator().manual_seed(3))
-    with torch.no_grad():
-        given = stock(x, torch.tensor([-3.3, -1.0, 0.0, 0.25, 7.5, 999.0]), torch.arange(6), return_dict=False)[0].numpy()
-    assert abs(given - expected).max() > 1e-2 * abs(expected).max()  # and so there is a class in the folder
-
-
 def test_the_names_of_diffusers_and_back_are_the_same_tensors():
     state = network().state_dict()
     theirs = to_diffusers(state, 3)
@@ -245,22 +231,6 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
     assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"), drawn(run, tmp_path / "2.npz", "num_steps=2"))
     exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
     assert "cannot be given P_mean=-1.0, sigma_data=0.4" in capsys.readouterr().out
-
-
-def test_an_adapter_is_exported_merged(tmp_path):
-    pytest.importorskip("peft")
-    run = save_run(tmp_path / "run", EDM, in_channels=3)
-    base = checkpoints.latest(run) / "ema.safetensors"
-    shapes = {"lora_A.weight": (2, 32), "lora_B.weight": (96, 2)}
-    torch.manual_seed(2)
-    tensors = {f"blocks.1.attn.qkv.{part}": torch.randn(shape) for part, shape in shapes.items()}
-    meta = checkpoints.read_meta(base.parent) | {"lora": {"rank": 2, "alpha": 2, "targets": ["attn.qkv"], "base": str(base)},
-                                                 "parent": {"weights_sha256": files.sha256(base)}}
-    checkpoints.save(checkpoints.step_folder(tmp_path / "lora", 7), {"ema": tensors, "model": tensors}, meta)
-    state = torch.load(exported(tmp_path / "lora", "dit", tmp_path / "x.pt"), weights_only=True)
-    key = "blocks.1.attn.qkv.weight"
-    change = tensors["blocks.1.attn.qkv.lora_B.weight"] @ tensors["blocks.1.attn.qkv.lora_A.weight"]
-    assert torch.allclose(state[key], network(in_channels=3).state_dict()[key] + change, atol=1e-5)
 
 
 # ---- to=hub ---------------------------------------------------------------------------------------------------------
