@@ -48,6 +48,17 @@ def open_streams(monkeypatch):
     monkeypatch.setattr("logging.shutdown", lambda *_: None)
 
 
+def save_vae(folder: Path, levels: int = 2, **config) -> Path:
+    """Saves a tiny random autoencoder of Stable Diffusion's kind, 4 channels, a side of 1 / 2^(levels - 1)."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(1)
+    AutoencoderKL(block_out_channels=(8,) * levels, down_block_types=["DownEncoderBlock2D"] * levels, norm_num_groups=4,
+                  up_block_types=["UpDecoderBlock2D"] * levels, latent_channels=4, **config).save_pretrained(folder)
+    return folder
+
+
 @pytest.fixture
 def fresh_accelerator():
     """Accelerate's singletons, which keep the first precision of a process, are forgotten before and after."""

@@ -520,7 +520,7 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
 
-@pytest.mark.parametrize("what", ["checkpoint", "images", "reference"])
+@pytest.mark.parametrize("what", ["checkpoint", "reference"])
 def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, reference_npz):
     np.savez(tmp_path / "images.npz", arr_0=shapes(70, seed=4).numpy())
     options = {"checkpoint": dict(checkpoint=run_folder, num_samples=70, num_steps=3)}.get(what, dict(images=tmp_path / "images.npz"))
@@ -613,19 +613,6 @@ def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_set
     for floor, why in ((reference_npz, "between them is 0"), (tmp_path / "none.npy", "does not exist")):
         with pytest.raises(SystemExit, match=why):
             command(tmp_path, **{**options, "floor": floor})
-
-
-@pytest.mark.parametrize(("given", "why"), [
-    (dict(features=["pixels", "vgg"]), "features=vgg: there are adm, .*timm:"),
-    (dict(features=["pixels", "torchscript"], features_weights="x.pt"), r"features_weights=x.pt is for 1 networks, and features= names 2: .*or null"),
-    (dict(features=["pixels", "pixels"], metrics=["fd_dinov2"]), "features=pixels give .*, not fd_dinov2"),
-    (dict(metrics=["kd_pixels"]), "its subsets have 1000 images, and there are 120"),
-    (dict(guidance_scales=[None, 2]), "guidance_scales=.* would change nothing"),
-])
-def test_what_several_networks_cannot_do_is_a_sentence_before_anything_is_measured(given, why, tmp_path, reference_npz):
-    with pytest.raises(SystemExit, match=why):
-        command(tmp_path, images=reference_npz, reference=reference_npz, **given)
-    assert not rows_of(tmp_path)
 
 
 def test_one_command_scores_unguided_and_guided_and_prints_a_papers_table(tmp_path, run_folder, reference_npz, capsys):

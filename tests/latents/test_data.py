@@ -9,6 +9,7 @@ import sys
 import tarfile
 import threading
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -615,7 +616,7 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
         "for _ in range(10): next(stream)\n"
         "print(peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
+    done = forked.run("-c", program)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.4, f"memory grew by {done.stdout} GB"
 

@@ -137,7 +137,7 @@ os.write(1, f"{heard} {step - 1000 - at} {votes}\\n".encode())
 """
 
 
-@pytest.mark.parametrize(("seconds", "most_steps", "most_votes"), [(0.01, 21, 20), (0.5, 9, 40), (3.0, 1, 103), (20.0, 1, 103)])
+@pytest.mark.parametrize(("seconds", "most_steps", "most_votes"), [(0.01, 21, 20), (0.5, 9, 40), (3.0, 1, 103)])
 def test_ranks_agree_on_a_stop_within_seconds_however_long_a_step_is(seconds, most_steps, most_votes):
     said, error = forked.Command("-c", STOP_ONE_OF_TWO, str(seconds), ranks=2).communicate()
     ends = [[int(number) for number in line.split()] for line in said.splitlines()]

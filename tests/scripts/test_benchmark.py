@@ -8,11 +8,9 @@ from types import SimpleNamespace
 import forked
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from torch import nn
 
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
@@ -131,20 +129,6 @@ def test_multiply_adds_match_the_closed_form():
     per_sample = 256 * D + D * D + (6 * depth + 2) * D * D  # noise level; modulations
     assert multiply_adds(net) == (N * per_token + per_sample, depth * 2 * N * N * D)
     assert all(parameter.device.type == "cpu" for parameter in net.parameters())
-
-
-def test_a_compiled_routed_step_is_one_graph_without_breaks_and_is_never_compiled_again(monkeypatch):
-    def compile_without_a_compiler(net, **options):
-        nn.Module.compile(net, backend="aot_eager", **options)
-
-    monkeypatch.setattr(DiT, "compile", compile_without_a_compiler)
-    batch = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), {}
-    variant = benchmark.Variant(load("compile=true"), Accelerator(cpu=True), "tread", iter([batch] * 9), "sample")
-    variant.measure(3)
-    assert variant.graphs == 1
-    variant.loader = iter([(batch[0][:2], batch[1][:2], {})])  # of another shape, which is compiled again
-    variant.measure(1)
-    assert variant.graphs == 2
 
 
 def test_time_is_charged_to_the_mark_that_ends_it(monkeypatch):

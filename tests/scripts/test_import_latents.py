@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, run_command
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
+from test_prepare_latents import read_folder
 
 from latents.folder import open_latents
 from runtime.schema import CONFIGS
@@ -151,13 +152,6 @@ def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5)
         z = torch.tensor(values)
         torch.save({"mean": z.mean((0, 2, 3), keepdim=True), "std": z.std((0, 2, 3), keepdim=True)}, folder / "latents_stats.pt")
     return folder, (values, flips)
-
-
-def read_folder(out: Path):
-    """The metadata and the shards of a latent folder put together."""
-    metadata = json.loads((out / "metadata.json").read_text())
-    parts = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
-    return metadata, {part: np.concatenate([np.load(out / shard[part]) for shard in metadata["shards"]]) for part in parts}
 
 
 def same_bits(found: np.ndarray, expected: np.ndarray):

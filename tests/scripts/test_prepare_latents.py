@@ -15,7 +15,7 @@ import forked
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, save_vae
 from omegaconf import OmegaConf
 from PIL import Image
 
@@ -56,15 +56,7 @@ def pets(tmp_path) -> Path:
 
 @pytest.fixture(scope="module")
 def vae_folder(tmp_path_factory) -> str:
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    folder = tmp_path_factory.mktemp("vae")
-    AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4, latent_channels=4, layers_per_block=1,
-    ).save_pretrained(folder)  # fmt: skip
-    return str(folder)
+    return str(save_vae(tmp_path_factory.mktemp("vae"), levels=4))
 
 
 class Pooled(torch.nn.Module):
