@@ -419,43 +419,6 @@ def test_settings_that_do_not_fit_are_sentences(tmp_path, how, sentence):
 # ---- kills, the command, training -----------------------------------------------------------------------------------
 
 
-class Kill(BaseException):
-    pass
-
-
-def test_a_run_killed_twice_equals_one_that_was_not(tmp_path, monkeypatch, capsys):
-    source, _ = write_lightningdit(tmp_path)
-    import_latents(str(source), tmp_path / "whole", shard_size=2)
-    real = script.convert
-    for calls_left in (7, 3):  # three shards of two sides and half of another; then one more
-        def stopping(form, values, left=[calls_left + 2 * COUNT]):  # the probe's calls are not counted  # noqa: B006
-            left[0] -= 1
-            if left[0] < 0:
-                raise Kill
-            return real(form, values)
-
-        monkeypatch.setattr(script, "convert", stopping)
-        with pytest.raises(Kill):
-            import_latents(str(source), tmp_path / "out", shard_size=2)
-        with pytest.raises(ValueError, match="not finished"):
-            open_latents(tmp_path / "out")
-    (tmp_path / "out" / ".latents-00005.npy.1.tmp").write_bytes(b"half")  # as a kill leaves it
-    monkeypatch.setattr(script, "convert", real)
-    with pytest.raises(ValueError, match="begun with other settings: shard_size=2 then and 3 now"):
-        import_latents(str(source), tmp_path / "out", shard_size=3)
-    import_latents(str(source), tmp_path / "out", shard_size=2)
-    assert "going on" in capsys.readouterr().out
-    names = sorted(os.listdir(tmp_path / "whole"))
-    assert names == sorted(os.listdir(tmp_path / "out"))
-    for name in names:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
-    import_latents(str(source), tmp_path / "out", shard_size=2)
-    assert "already whole" in capsys.readouterr().out
-    (source / "latents_stats.pt").unlink()
-    with pytest.raises(ValueError, match="what the source holds has changed"):
-        import_latents(str(source), tmp_path / "out", shard_size=2, latent_norm=False, autoencoder="none", scale=1)
-
-
 def test_what_is_imported_trains(tmp_path, fresh_accelerator):
     import train
 
