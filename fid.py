@@ -6,6 +6,7 @@
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
     python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # somebody's, as published
     python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # ours, as theirs was drawn
+    python fid.py --multirun checkpoint=runs/x reference=… scale=1.5,2 gamma2=0.3,0.5  # each scale at each ratio
 
 Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml and
 configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
@@ -56,7 +57,7 @@ Networks = Annotated[str | Annotated[list[str], Field(min_length=1)], AfterValid
 
 
 class ScoringSettings(DrawingSettings):
-    """configs/fid.yaml, and that of the sweep."""
+    """configs/fid.yaml."""
 
     images: Location | None
     reference_from: Location | None
@@ -237,17 +238,12 @@ def report(row: dict, path: Path) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def run(
-    cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool = False, must_have: str | None = None,
-) -> tuple[dict, Path]:
+def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool = False) -> dict:
     """Scores what the settings, completed by `as_published`, name, or the checkpoint that was found there.
 
-    Returns the row and the file it was appended to.
-
-    Several networks have a row each, and what is returned has the scores of them all.
-    With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
-    its numbers. Raises ValueError or OSError for settings and files that cannot work, or where the metric `must_have`
-    would not be among the numbers.
+    Returns the row, which it appends to the results. Several networks have a row each, and what is returned has the
+    scores of them all. With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
+    its numbers. Raises ValueError or OSError for settings and files that cannot work.
     """
     state, started = PartialState(), time.perf_counter()
     check_settings(cfg)
@@ -256,9 +252,6 @@ def run(
     subject = open_checkpoint(cfg, state, checkpoint) if cfg.checkpoint is not None else None
     judges = open_judges(cfg, state)  # reads all files of the references
     choose_metrics(judges, cfg.metrics)
-    names = [name for judge in judges for name in judge.metrics]
-    if must_have and must_have not in names:
-        raise ValueError(f"metric={must_have} is not among the metrics {', '.join(names)}.")
     subject = subject or open_image_set(cfg, state)
     choose_metrics(judges, cfg.metrics, subject.count)
     if cfg.published and cfg.checkpoint is not None:
@@ -277,7 +270,7 @@ def run(
         wanted = [row(judge, dict.fromkeys(judge.names)) for judge in judges]
         old = [scored_before(one, results) for one in wanted]
         if ranks.broadcast_from_main(state, None not in old):
-            return with_mean_fdr([before or one for before, one in zip(old, wanted, strict=True)]), results
+            return with_mean_fdr([before or one for before, one in zip(old, wanted, strict=True)])
 
     def kept(extractor: Extractor, record: dict, count: int) -> FeatureCache | None:
         facts = {"images": dict(record), "count": count, "extractor": describe_extractor(extractor),
@@ -299,7 +292,7 @@ def run(
             report(scored, results)
             files.append_row(results, scored)
     state.wait_for_everyone()  # until the row is there for all to read
-    return with_mean_fdr(rows), results
+    return with_mean_fdr(rows)
 
 
 def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
@@ -326,7 +319,7 @@ def main(cfg: ScoringSettings) -> None:
     cfg, rows = as_published(cfg, checkpoint), []
     for scale in cfg.guidance_scales or [cfg.scale]:
         change = {} if not cfg.guidance_scales else UNGUIDED if scale is None else {"scale": scale}
-        row, _ = run(cfg.model_copy(update=change), checkpoint, reuse=cfg.guidance_scales is not None)
+        row = run(cfg.model_copy(update=change), checkpoint, reuse=cfg.guidance_scales is not None)
         rows.append(row)
         if cfg.published:
             state.print(compare_published(row, cfg.published))

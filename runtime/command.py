@@ -7,6 +7,7 @@ import re
 import signal
 import subprocess
 import sys
+import tempfile
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -145,10 +146,12 @@ def compose(config_name: str, declared: type[Settings], arguments: list[str]) ->
             raise ValueError(f"{argument}: settings have no dashes: {argument.lstrip('-')}"
                              f"{'' if '=' in argument else '=<value>'}.")
     sweeps = not {"--multirun", "-m"}.isdisjoint(arguments)
+    arguments = sorted(arguments, key=lambda argument: argument not in ("--multirun", "-m"))  # argparse wants it first
     groups = group_defaults(CONFIGS, config_name)
     typed = [as_typed(argument, declared, sweeps) for argument in without_null(arguments, groups, CONFIGS)]
     try:
-        composed = hydra_composes(config_name, declared, typed)
+        with tempfile.TemporaryDirectory() as folder:  # for what Hydra writes down of several jobs
+            composed = hydra_composes(config_name, declared, typed + sweeps * [f"hydra.sweep.dir={folder}"])
     except MissingConfigException as error:
         if not error.missing_cfg_file or not error.options:
             raise

@@ -44,8 +44,7 @@ from dit import DiT, multiply_adds
 from latents.folder import Latents, open_latents
 from latents.loader import batches, check_batch_size, to_latent
 from objectives import DiffusionLoss
-from runtime import files, presentation
-from runtime.clocks import Mark, marked, seconds, seconds_of_parts, take_turns, wait
+from runtime import files
 from runtime.command import command, commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from runtime.schema import Classes, Count, Location, Positive, Size, Steps, Tokens, Whole, one_of
@@ -53,6 +52,8 @@ from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
 from scoring.features import Features, extract, load
+from scripts import presentation
+from scripts.clocks import Mark, marked, seconds, seconds_of_parts, take_turns, wait
 from training import speed
 from training.run import Sums, describe_network
 from training.settings import ModelSettings

@@ -23,10 +23,10 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
 from routing_module import Route, resolve_routes
 from runtime.command import command
-from runtime.presentation import table
 from runtime.schema import CONFIGS, Count, Settings, Tokens, as_text
 from runtime.typed import read_yaml
 from scripts.benchmark import PROGRAM, run_apart
+from scripts.presentation import table
 from training.run import describe_network
 from training.settings import ModelSettings
 from weights.records import build_network

@@ -18,7 +18,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from scipy import stats
 
-from runtime.presentation import save_figure, table
+from scripts.presentation import save_figure, table
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
 Scores = dict[int, dict[int, dict]]  # of one variant: by images seen, then by seed

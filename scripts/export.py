@@ -26,9 +26,9 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from runtime.command import command
 from runtime.files import atomic_write, is_inside, sha256
-from runtime.presentation import table
 from runtime.schema import Location, Settings, Size, Text, as_argument, first_line, one_of
 from scoring.results import read_results
+from scripts.presentation import table
 from weights import autoencoders
 from weights import checkpoint as checkpoints
 from weights.loading import EXPORTED, Trained, fit, load_trained

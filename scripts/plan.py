@@ -25,8 +25,8 @@ from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
 from runtime import sharding
 from runtime.command import program
-from runtime.presentation import table
 from runtime.schema import as_path
+from scripts.presentation import table
 
 SIZES = ("S", "B", "L", "XL")
 ROUTE = Route(2, -4, 0.5)                # configs/model/tread.yaml

@@ -36,6 +36,7 @@ STUDY_AXES = {"step": "steps", "images": "images", "seconds": "seconds", "flops"
 # What must agree, in a row of results.jsonl or in its source, for two scores to be drawn together.
 CONDITIONS = ("images", "extractor", "reference", "image_rule", "resolution", "seeds", "classes", "labels", "num_steps",
               "sampler", "precision", "weights", "autoencoder", "drawing_version", "scoring_version")
+HIGHER = ("inception_score", "precision", "recall")  # of these the highest is the best, of other metrics the lowest
 STRETCHES = 1000  # of rows, into which a curve of more than twice as many rows is condensed
 COLORS, DASHES = Colorblind[8], ("solid", "dashed", "dotted", "dashdot")
 GRID = "display: grid !important; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr))"
@@ -219,6 +220,16 @@ def score_curves(scores: list[dict], axes: dict[str, str]) -> list[tuple]:
     return curves
 
 
+def best_of(scores: list[dict]) -> list[dict]:
+    """Returns the best of the scores that compare, of any step and guidance, for each metric that has several."""
+    groups: dict = {}
+    for score in scores:
+        if is_number(score["value"]):
+            groups.setdefault((score["metric"], score["_conditions"]), []).append(score)
+    return [(max if metric in HIGHER else min)(group, key=lambda score: score["value"])
+            for (metric, _), group in groups.items() if len(group) > 1]
+
+
 def prose(content: str) -> bk.Div:
     return bk.Div(text=content, sizing_mode="stretch_width",
                   stylesheets=[".bk-clearfix { width: 100%; overflow-wrap: anywhere }"])
@@ -327,7 +338,7 @@ def find_runs(cfg: ReportSettings) -> list[Path]:
 
 
 def build(cfg: ReportSettings) -> str:
-    """Writes <out>/index.html whole, and pictures into <out>/files; returns a line for the screen. Deletes nothing.
+    """Writes <out>/index.html whole, and pictures into <out>/files; returns lines for the screen. Deletes nothing.
 
     Raises ValueError where there is nothing to show, or where the page that is there is not ours.
     """
@@ -353,7 +364,9 @@ def build(cfg: ReportSettings) -> str:
     contents = {
         "Overview": overview(runs, front, out),
         "Training": tied(curves, AXES) + [download(run.name, run.source) for run in runs if run.columns],
-        "Scores": tied(score_lines, AXES) + table(scores, "scores"),
+        "Scores": tied(score_lines, AXES) + [
+            part for name, rows in (("best", best_of(scores)), ("scores", scores)) if rows
+            for part in (prose(f"<h3>{name}</h3>"), *table(rows, name))],
         "Pictures": grids_by_step(runs, out),
         "Study": tied(study_lines, STUDY_AXES) + [
             part for name, rows in (tables | {"scores": study_scores}).items() if rows
@@ -377,7 +390,9 @@ def build(cfg: ReportSettings) -> str:
     doc.js_on_event("document_ready", bk.CustomJS(code=OPEN, args={
         "tabs": tabs, "plots": plots, "wait": 1000 * cfg.every if cfg.watch else None}))
     files.write_text(index, file_html(doc, resources="inline", template=HEAD))
-    return f"{index}: {title}"
+    return "\n".join([f"{index}: {title}", *(
+        f"best {best['metric']}: {best['value']:.5g}, {best['run']} at step {best['step']}, {best['guidance']}"
+        for best in best_of(scores))])
 
 
 def as_settings(arguments: list[str]) -> list[str]:

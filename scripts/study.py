@@ -129,26 +129,32 @@ def runs_of(cfg: StudySettings) -> list[Run]:
 
     So whatever ends a study early leaves dense and routed runs of the same seeds. Raises ValueError for unknown names.
     """
-    study, folder = cfg.study, Path(cfg.out).resolve() / "runs"
+    study = cfg.study
     for key, name in [("study.compare", name) for pair in study.compare for name in pair] + [
             ("only", name) for name in cfg.only or ()]:
         if name not in study.variants:
             raise ValueError(f"{key} names {name}, but the variants are {', '.join(study.variants)}.")
     seeds = {name: study.seeds if variant.seeds is None else variant.seeds for name, variant in study.variants.items()}
-    order = [(name, seed) for group in [*study.compare, *([name] for name in study.variants)]
-             for seed in dict.fromkeys(seed for name in group for seed in seeds[name])
-             for name in group if seed in seeds[name]]
-    runs = []
-    for name, seed in dict.fromkeys(order):
-        variant, run_dir = study.variants[name], folder / f"{name}-seed{seed}"
-        settings = [text.replace("{runs}", str(folder)).replace("{seed}", str(seed))
-                    for text in (*study.train, *variant.train, *cfg.also)]
-        at_end, at_each = ([point for group in groups for point in study.points[group]]
-                           for groups in (variant.at_end, variant.at_each))
-        runs.append(Run(variant=name, seed=seed, folder=run_dir, at_end=at_end, at_each=at_each,
-                        held_out=variant.held_out,
-                        train=[*settings, f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"]))
-    return runs
+    runs: dict[tuple[str, int], Run] = {}
+    for group in [*study.compare, *([name] for name in study.variants)]:
+        seeds_of_group = dict.fromkeys(seed for name in group for seed in seeds[name])
+        for seed in seeds_of_group:
+            for name in group:
+                if seed in seeds[name] and (name, seed) not in runs:
+                    runs[name, seed] = run_of(cfg, name, seed)
+    return list(runs.values())
+
+
+def run_of(cfg: StudySettings, name: str, seed: int) -> Run:
+    """Makes a variant's run of a seed, with the paths and points that its settings stand for."""
+    study, variant, folder = cfg.study, cfg.study.variants[name], Path(cfg.out).resolve() / "runs"
+    run_dir = folder / f"{name}-seed{seed}"
+    train = [text.replace("{runs}", str(folder)).replace("{seed}", str(seed))
+             for text in (*study.train, *variant.train, *cfg.also)]
+    return Run(variant=name, seed=seed, folder=run_dir, held_out=variant.held_out,
+               train=[*train, f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"],
+               at_end=[point for group in variant.at_end for point in study.points[group]],
+               at_each=[point for group in variant.at_each for point in study.points[group]])
 
 
 def waits_for(run: Run, runs: list[Run]) -> Run | None:

@@ -14,6 +14,7 @@ import pytest
 from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[1]
+PATIENCE = 3000  # seconds that a test waits for another process: only one that hangs takes longer, however busy the machine
 sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])  # tests share helpers
 signal.signal(signal.SIGHUP, signal.SIG_DFL)   # nohup has it ignored, and what tests start would inherit that
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
@@ -45,6 +46,17 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
 def open_streams(monkeypatch):
     """Hydra sets up logging anew for each command, and would close the stream that TensorFlow logs to: pytest's."""
     monkeypatch.setattr("logging.shutdown", lambda *_: None)
+
+
+def save_vae(folder: Path, levels: int = 2, **config) -> Path:
+    """Saves a tiny random autoencoder of Stable Diffusion's kind, 4 channels, a side of 1 / 2^(levels - 1)."""
+    import torch
+    from diffusers import AutoencoderKL
+
+    torch.manual_seed(1)
+    AutoencoderKL(block_out_channels=(8,) * levels, down_block_types=["DownEncoderBlock2D"] * levels, norm_num_groups=4,
+                  up_block_types=["UpDecoderBlock2D"] * levels, latent_channels=4, **config).save_pretrained(folder)
+    return folder
 
 
 @pytest.fixture

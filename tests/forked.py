@@ -21,7 +21,7 @@ from multiprocessing import forkserver, get_context
 from pathlib import Path
 
 import pytest
-from conftest import ROOT
+from conftest import PATIENCE, ROOT
 
 PRELOADED = ("train", "sample", "fid", "scripts.prepare_latents", "scripts.report", "forked")
 
@@ -80,7 +80,7 @@ class Command:
         print(*self.communicate(), sep="")
         return self.returncode
 
-    def communicate(self, timeout: float = 240) -> tuple[str, str]:
+    def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
         """Waits for the end of all ranks, which the first that fails brings, as with torchrun; returns what was printed."""
         deadline, failed = time.monotonic() + timeout, None
         while self.poll() is None:

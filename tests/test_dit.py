@@ -7,13 +7,6 @@ from blocks import WIDTHS
 from dit import DiT, DiT_models, infer_architecture
 
 
-@pytest.mark.parametrize(("name", "millions"), [("DiT-S/2", 33), ("DiT-B/2", 130), ("DiT-L/2", 458), ("DiT-XL/2", 675)])
-def test_parameter_counts_are_the_papers(name, millions):
-    with torch.device("meta"):
-        count = sum(p.numel() for p in DiT_models[name]().parameters())
-    assert round(count / 1e6) == millions
-
-
 @pytest.mark.parametrize("name", DiT_models)
 def test_every_size_maps_a_latent_to_its_own_shape(name):
     with torch.device("meta"):
@@ -24,19 +17,6 @@ def test_every_size_maps_a_latent_to_its_own_shape(name):
 
 def tiny(**kwargs):
     return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=5), **kwargs})
-
-
-def test_xavier_starts_with_every_path_open():
-    model = tiny(init="xavier")
-    assert (model(torch.randn(2, 3, 8, 8), torch.randn(2), torch.tensor([0, 5])) != 0).all()
-    assert all((block.adaLN_modulation[-1].weight != 0).any() for block in model.blocks)
-
-
-def test_the_label_and_the_noise_level_matter():
-    model = tiny(init="xavier")
-    x, t = torch.randn(1, 3, 8, 8), torch.zeros(1)
-    outs = [model(x, t + dt, torch.tensor([y])) for dt, y in ((0, 0), (0, 5), (1, 0))]
-    assert not torch.allclose(outs[0], outs[1]) and not torch.allclose(outs[0], outs[2])
 
 
 def test_unpatchify_undoes_the_patch_embeddings_order():

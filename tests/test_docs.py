@@ -16,8 +16,9 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import sample
+from runtime import command
 from runtime.schema import read
-from scripts import report, sweep_guidance
+from scripts import report
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLAIN_ARGUMENTS = ("scripts/studies/export_features.py", "scripts/studies/held_out.py",
@@ -62,10 +63,10 @@ def composed(line):
     config, declared = {"train.py": "config"}.get(script, Path(script).stem), get_type_hints(entry)["cfg"]
     given = words[words.index(script) + 1 :]
     given = [word for word in given[: given.index("|") if "|" in given else None] if word != "x"]
-    if script == "scripts/sweep_guidance.py":
-        given = [sweep_guidance.onto_the_grid(word) for word in given]
     if script == "scripts/report.py":
         given = report.as_settings(given)
+    if "--multirun" in given:
+        return [read(declared, plain) for plain in command.compose(config, declared, given)]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return read(declared, OmegaConf.to_container(compose(config, overrides=given), resolve=True))
 
@@ -82,11 +83,6 @@ def test_every_command_on_a_page_takes_its_settings(page):
 def test_commands_are_found_on_the_pages():
     assert sum(1 for page in PAGES for _ in command_lines(page)) > 30
     assert sum(1 for page in CODE for _ in command_lines(page)) > 30
-
-
-def test_a_line_of_the_sweep_on_a_page_is_a_grid():
-    [line] = [line for line in command_lines(ROOT / "docs/guidance.md") if "scale=1.25,1.5,2" in line]
-    assert composed(line).grid.scale == [1.25, 1.5, 2]
 
 
 def anchor(heading: str) -> str:

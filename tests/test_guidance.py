@@ -135,14 +135,6 @@ def test_outside_the_interval_only_the_strong_pass_runs(diffusion, predict):
 
 
 @both
-def test_an_interval_over_everything_is_none_and_one_beside_everything_is_the_strong_pass(diffusion, predict):
-    net, (noise, y) = small_dit(), noise_and_labels()
-    plain, everywhere, over, beside = (diffusion.sample(net, noise, y, num_steps=4, guidance=guidance) for guidance in (
-        None, Guidance(2), Guidance(2, interval=(0, 1000)), Guidance(2, interval=(500, 1000))))
-    assert torch.equal(over, everywhere) and torch.equal(beside, plain) and not same(over, plain)
-
-
-@both
 def test_autoguidance_extrapolates_from_another_network(diffusion, predict):
     net, net2 = small_dit(), small_dit(1, hidden_size=16, depth=2)
     strong, weak, null = passes(predict, net), passes(predict, net2), passes(predict, net2, torch.full((3,), 10))

@@ -1,6 +1,5 @@
-"""rf.py, sample.py, fid.py and the sweep take the same guidance; what it costs is what torch's flop counter says."""
+"""rf.py, sample.py and fid.py take the same guidance; what it costs is what torch's flop counter says."""
 
-import importlib.util
 import json
 import shutil
 from functools import partial
@@ -8,7 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command
+from conftest import run_command
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
@@ -23,6 +22,7 @@ from rf import RF, sample_tread
 from routing_module import Route
 from runtime import files, ranks
 from sampling.generate import SeededNoise, sampling_cost
+from scripts import report
 from weights.loading import load_trained
 from weights.records import build_network
 
@@ -79,10 +79,10 @@ def test_rf_puts_both_grids_into_the_runs_samples(run):
     assert {path.name for path in (run / "samples").iterdir()} == {"step-00000005-ema-guided.png", "step-00000005-ema-unguided.png"}
 
 
-@pytest.mark.parametrize("diffusion", [EDM(), RF()])
-@pytest.mark.parametrize("settings", [
-    None, dict(scale=2), dict(scale=2, gamma1=0.25, gamma2=0.75, drop_label=False), dict(scale=2, gamma1=(0.0, 0.5), gamma2=(0.75, 0.0)),
-    dict(scale=2, interval=(0.1, 0.6)), dict(scale=1, gamma2=0.5), "weak network",
+@pytest.mark.parametrize(("diffusion", "settings"), [
+    (EDM(), None), (RF(), dict(scale=2)), (EDM(), dict(scale=2, gamma1=0.25, gamma2=0.75, drop_label=False)),
+    (EDM(), dict(scale=2, gamma1=(0.0, 0.5), gamma2=(0.75, 0.0))), (RF(), dict(scale=2, interval=(0.1, 0.6))), (RF(), dict(scale=1, gamma2=0.5)),
+    (RF(), "weak network"),
 ])
 def test_the_cost_of_sampling_is_what_torchs_flop_counter_sees(diffusion, settings):
     net, other = build_network(NETWORK), build_network(NETWORK | {"hidden_size": 16, "depth": 4})
@@ -129,68 +129,28 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     assert plain["source"]["multiply_adds"] == dict(zip(("linear", "attention"), (2 * n for n in multiply_adds(net)), strict=True))
 
 
-@pytest.fixture
-def sweep(run, reference, tmp_path, monkeypatch):
-    """The sweep as a function of its arguments, with what it scored and drew last."""
-    spec = importlib.util.spec_from_file_location("sweep_guidance", ROOT / "scripts/sweep_guidance.py")
-    module = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(module)
-    score, draw = fid.score_on, module.draw_landscape
-
-    def swept(*arguments):
-        given = ["cpu=true", f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=6", "num_steps=2",
-                 f"results={tmp_path}/results.jsonl", f"picture={tmp_path}/landscape.png", *arguments]
-        swept.scored = 0
-        run_command(module.main, "sweep_guidance.py", *map(module.onto_the_grid, given))
-
-    def counted(*args, **options):
-        swept.scored += 1
-        return score(*args, **options)
-
-    def drawn(values, *rest):
-        swept.landscape = dict(values)
-        draw(values, *rest)
-
-    monkeypatch.setattr(fid, "score_on", counted)
-    monkeypatch.setattr(module, "draw_landscape", drawn)
+def test_several_scales_and_ratios_are_scored_by_one_command_and_the_report_names_the_best(run, reference, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
-    swept.module = module
-    return swept
+    score, scored = fid.score_on, []
+    monkeypatch.setattr(fid, "score_on", lambda *args: scored.append(1) or score(*args))
+    common = ["--multirun", f"checkpoint={shutil.copytree(run, tmp_path / 'run')}", f"reference={reference}", "features=pixels", "num_samples=6",
+              "num_steps=2", "guidance=tread", "gamma1=0"]
+    command("fid", *common, "scale=1.5,2", "gamma2=0.5,[0.9,0.3]")
+    rows = files.read_rows(tmp_path / "run/results.jsonl")
+    points = [(row["source"]["guidance"]["scale"], row["source"]["guidance"]["gamma2"]) for row in rows]
+    assert points == [(1.5, 0.5), (1.5, [0.9, 0.3]), (2, 0.5), (2, [0.9, 0.3])]
+    command("fid", *common, "guidance_scales=[null,1.5,2,3]", "gamma2=0.5,[0.9,0.3]")
+    assert len(scored) == 4 + 3, "what has a row is not scored again, the unguided network once"
+    assert {path.name for path in tmp_path.iterdir()} == {"run"}, "Hydra leaves no folder"
 
-
-def test_a_sweep_scores_each_point_once_and_draws_the_landscape(sweep, tmp_path, capsys):
-    for scored, arguments in ((2, ("scale=1.5", "gamma1=0", "gamma2=0.5")), (3, ("scale=1.5,2", "gamma1=0,0.9", "gamma2=0.5,0.95", "scale=2")),
-                              (2, ("scale=1.5,2", "gamma1=0,0.9", "gamma2=0.5,0.95"))):
-        sweep(*arguments)
-        assert sweep.scored == scored, arguments
-    assert "scale=2.0 gamma1=0.9 gamma2=0.5: skipped" in capsys.readouterr().out
-    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert len(rows) == 7, "six points and the unguided one"
-    assert sweep.landscape == {tuple(row["source"]["guidance"][key] for key in ("scale", "gamma1", "gamma2")): row["metrics"]["fd_pixels"]
-                               for row in rows if row["source"]["guidance"]}
-    assert {"device": "cpu", "tf32": False}.items() <= rows[0].items()
-    assert min(Image.open(tmp_path / "landscape.png").size) > 100
-    assert {path.name for path in tmp_path.iterdir()} == {"results.jsonl", "landscape.png"}
-
-
-def test_a_sweep_takes_schedules_and_goes_on_beside_rows_that_others_wrote(sweep, tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"metrics": {"fd_pixels": 1}, "source": "else"}\n[1]\n{"metr')  # halved by a kill
-    sweep("scale=2", "gamma1=0", "gamma2=[0.5,0.2],0.5", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")
-    assert list(sweep.landscape) == [(2, 0, (0.5, 0.2)), (2, 0, 0.5)]
-    sweep("grid.scale=[2]", "gamma1=0", "grid.gamma2=[[0.5,0.2],0.5]", "interval=[0.2,0.9]", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]")
-    assert sweep.scored == 0
-
-
-def test_a_sweep_draws_as_published_with_scales_of_its_own_and_unguided_without(sweep, tmp_path):
-    sweep("published={where: X, scores: {fd_pixels: 1.0}, num_steps: 9, sampler: {solver: heun}, scale: 1.8, channels: 2}", "scale=1.5", "gamma1=0", "gamma2=0.5")
-    unguided, guided = ([row["source"][key] for key in ("sampler", "num_steps", "guidance")] for row in files.read_rows(tmp_path / "results.jsonl"))
-    assert unguided == [{"solver": "heun"}, 2, None]
-    assert guided[:2] == unguided[:2] and (guided[2]["scale"], guided[2]["channels"]) == (1.5, 2)
-
-
-def test_a_sweep_leaves_out_the_points_whose_passes_are_the_same(sweep):
-    sweep("scale=1.5", "gamma1=0,0.5", "gamma2=0.5,0.75")
-    assert [*sweep.landscape] == [(1.5, 0, 0.5), (1.5, 0, 0.75), (1.5, 0.5, 0.75)]
+    rows = [*rows, *files.read_rows(tmp_path / "run/results.jsonl")[4:]]
+    best = min(rows, key=lambda row: row["metrics"]["fd_pixels"])
+    capsys.readouterr()
+    run_command(report.main, "report.py", *report.as_settings([str(tmp_path / "run"), f"out={tmp_path}/page"]))
+    [line] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("best fd_pixels")]
+    guided = best["source"]["guidance"]
+    assert f"{best['metrics']['fd_pixels']:.5g}, run at step 5, " in line
+    assert (f"scale {guided['scale']:g}" if guided else "unguided") in line
 
 
 def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, monkeypatch):
@@ -201,17 +161,3 @@ def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, mo
     monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 7)
     with pytest.raises(ValueError, match="Rank 0 does not see .*step-00000007, which the main rank found"):
         load_trained(training)
-
-
-def test_every_point_of_a_sweep_is_of_one_checkpoint_though_the_run_trains_on(sweep, run, tmp_path, monkeypatch):
-    training, score = shutil.copytree(run, tmp_path / "training"), fid.score_on
-
-    def scored_while_training(*args, **options):
-        write_flow(training, step=6)
-        return score(*args, **options)
-
-    monkeypatch.setattr(fid, "score_on", scored_while_training)
-    sweep(f"checkpoint={training}", "scale=1.5,2", "gamma1=0", "gamma2=0.5")
-    rows = [json.loads(line) for line in (tmp_path / "results.jsonl").read_text().splitlines()]
-    assert [row["source"]["step"] for row in rows] == [5, 5, 5] and len(sweep.landscape) == 2
-    assert load_trained(training).step == 6

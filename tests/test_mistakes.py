@@ -175,10 +175,11 @@ TYPED = {
           for setting in ("metrics=[fd_pixels]", "scale=2", "keep_features=true", "gauge=adm")),
         ("reference_from=four", "out=new.npz", "reference=images.npz"),
         ("images=four", "features_weights=weights.pt", "pixels has no weights"),
-    ],
-    "sweep_guidance": [
-        ("checkpoint=null", "checkpoint"), ("metric=fid", "metric=fid"), ("grid.gamma2=[1.5]", "grid.gamma2"),
-        ("grid.gamma1=[0.95]", "gamma1"), ("num_steps=2,3", "num_steps=2,3"),
+        ("images=four", "features=[pixels,vgg]", "features=vgg: there are adm"),
+        ("images=four", "features=[pixels,torchscript]", "features_weights=x.pt", "is for 1 networks, and features= names 2"),
+        ("images=four", "features=[pixels,pixels]", "metrics=[fd_dinov2]", "not fd_dinov2"),
+        ("images=four", "metrics=[kd_pixels]", "its subsets have 1000 images, and there are 4"),
+        ("images=four", "guidance_scales=[null,2]", "would change nothing"),
     ],
     "prepare_latents": [
         ("source=null", "source"), ("out=null", "out"), ("source=nowhere", "nowhere"), ("source=empty", "empty"),

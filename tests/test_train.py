@@ -189,13 +189,6 @@ def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
         torch.testing.assert_close(after["ema"][name], average, rtol=1e-4, atol=1e-7)
 
 
-def test_training_in_bf16_brings_the_loss_down(shapes, tmp_path):
-    result = train(tmp_path, shapes, "steps=30", "log.every=10", "optimizer.warmup_steps=0", "precision=bf16")
-    assert result.returncode == 0, result.stderr
-    losses = [row["loss"] for row in rows(tmp_path)]
-    assert losses[-1] < losses[0]
-
-
 def test_activation_checkpointing_changes_no_bit(shapes, reference, tmp_path):
     assert train(tmp_path / "run", shapes, "activation_checkpointing=true").returncode == 0
     assert_same_end(tmp_path / "run", reference)
@@ -430,14 +423,16 @@ def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_p
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
     sums = run.sums.over_ranks  # which waits for the steps that a GPU is still at: they are training's, too
-    monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: time.sleep(0.1) or sums(accelerator))
+    clock = [0.0]
+    monkeypatch.setattr(time, "perf_counter", lambda: clock[0])
+    monkeypatch.setattr(run.sums, "over_ranks", lambda accelerator: clock.insert(0, clock[0] + 4) or sums(accelerator))
     report(run, 2, time.perf_counter())
-    assert 0.05 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"]
+    assert files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] == 2
     since = time.perf_counter()
     with paused(run, tqdm(disable=True), "saving"):  # which is not training's
-        time.sleep(0.6)
+        clock.insert(0, clock[0] + 60)
     report(run, 1, since)
-    assert 0.1 <= files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] < 0.6 and run.paused == 0
+    assert files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] == 4 and run.paused == 0
 
 
 def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):

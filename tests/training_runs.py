@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import forked
 import torch
-from conftest import ROOT, run_command
+from conftest import PATIENCE, ROOT, run_command
 from safetensors.torch import load_file
 
 from train import main
@@ -70,8 +70,8 @@ def rows(run: Path) -> list[dict]:
     return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
-def wait_until(condition, process, seconds=120):
-    deadline = time.monotonic() + seconds
+def wait_until(condition, process):
+    deadline = time.monotonic() + PATIENCE
     while not condition() and process.poll() is None:
         assert time.monotonic() < deadline, "the run did not get there"
         time.sleep(0.0005)

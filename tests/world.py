@@ -24,8 +24,6 @@ GIVEN = {  # settings with which each command works
     "sample": ["checkpoint=run", "out=new.png", "num_steps=1", "seeds=0-1", "cpu=true"],
     "rf": ["checkpoint=flow", "out=new.png", "num_steps=1", "cpu=true"],
     "fid": ["reference=images.npz", "features=pixels", "results=new.jsonl", "num_samples=4", "cpu=true"],
-    "sweep_guidance": ["checkpoint=flow", "reference=images.npz", "features=pixels", "results=new.jsonl",
-                       "picture=new.png", "num_samples=4", "num_steps=1", "grid.scale=[1.5]", "cpu=true"],
     "prepare_latents": ["source=pets", "out=new", "resolution=8", "autoencoder=identity", "num_workers=1"],
     "import_latents": ["source=pairs", "out=new"],
     "export": ["checkpoint=run", "to=hub", "out=new"],

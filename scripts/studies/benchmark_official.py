@@ -29,10 +29,9 @@ from accelerate import Accelerator
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from latents.loader import batches, check_batch_size, to_latent
-from runtime import clocks
 from runtime.command import command
 from runtime.schema import Location
-from scripts import benchmark
+from scripts import benchmark, clocks
 
 FILES = ("dit.py", "edm.py", "routing_module.py", "utils/train_helper.py")
 COMMIT = "fccf77c"

@@ -23,10 +23,10 @@ from torch.utils.flop_counter import FlopCounterMode
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
 from objectives import DiffusionLoss, Objective, build_objective, class_of, trained_parameters
-from runtime.clocks import seconds
 from runtime.command import commit, program
 from runtime.device import device_name
 from runtime.schema import as_path, read
+from scripts.clocks import seconds
 from train import train_step
 from training import speed
 from training.optimizers import build_optimizer

@@ -1,6 +1,5 @@
 """What holds for every block that the frame can be filled with: exact routes, positions that follow them, training."""
 
-import math
 import subprocess
 import sys
 
@@ -11,11 +10,8 @@ from conftest import ROOT
 from torch import nn
 from training_runs import assert_same_end, command, train_here
 
-import train
 from blocks import BLOCKS, BlockKind
 from dit import DiT, multiply_adds
-from objectives import DiffusionLoss
-from rf import RF
 from routing_module import Route, Router
 from training import speed
 from weights.loading import load_trained
@@ -139,20 +135,6 @@ def test_the_routed_network_is_one_graph_and_is_not_compiled_again(block, fresh_
         torch.manual_seed(seed)
         called(*batch(), routes=net.routes).sum().backward()
     assert counter.frame_count == 1
-
-
-@every_block
-def test_the_loss_falls(block, fresh_accelerator):
-    """One image a class, with the draws of three steps in turn, so that thirty steps are enough."""
-    net, accelerator, losses = network(block, init="adaln_zero"), Accelerator(cpu=True), []
-    objective = DiffusionLoss(net, RF(cosine_weight=1))
-    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(net.parameters(), lr=2e-3, fused=True))
-    y = torch.arange(8) % 4
-    for step in range(30):
-        torch.manual_seed(step % 3)
-        losses.append(train.train_step(accelerator, called, objective, optimizer, 0.5 * batch()[0][y], y, {},
-                                       label_dropout=0.1, clip_norm=None, num_parts=1)[0].item())
-    assert sum(losses[-3:]) < 0.7 * sum(losses[:3]) and all(map(math.isfinite, losses))
 
 
 def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):

@@ -8,8 +8,8 @@ import subprocess
 import sys
 import tarfile
 import threading
-from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
@@ -90,14 +90,6 @@ def test_a_folder_says_what_it_holds(tmp_path):
     assert (latents.count, latents.shape, latents.kind, latents.mirrored) == (COUNT, (4, 4, 4), "sample", False)
     assert (latents.num_classes, latents.class_names, latents.autoencoder) == (7, names, "sd_vae_ema")
     assert latents.convention == Convention(0.18215)
-
-
-def test_read_returns_the_rows_that_were_asked_for_in_their_order(folder):
-    indices = np.array([102, 3, 40, 39, 3, 80])
-    stored, labels = open_latents(folder).read(indices)
-    assert stored.dtype == np.float16 and labels.dtype == np.int64
-    np.testing.assert_array_equal(stored, numbered()[indices])
-    np.testing.assert_array_equal(labels, labels_of()[indices])
 
 
 def test_every_image_is_seen_once_an_epoch_with_its_label_and_only_the_rest_is_dropped(folder, tmp_path):
@@ -199,14 +191,6 @@ def test_each_value_of_each_channel_and_sample_gets_noise_of_its_own():
         assert lines.abs().max() < 0.5, f"noise repeats along axis {axis}"
 
 
-def test_a_folder_of_moments_has_half_the_channels_it_stores(tmp_path):
-    moments = np.concatenate([numbered(), np.full_like(numbered(), 0.1)], axis=1)
-    latents = open_latents(write_folder(tmp_path / "set", moments, labels_of(), kind="moments"))
-    assert latents.shape == (4, 4, 4)
-    stored, _ = take(latents, 1, 10, seed=0)[0]
-    assert stored.shape == (10, 8, 4, 4) and to_latent(stored, latents.kind).shape == (10, 4, 4, 4)
-
-
 # --- tars
 
 
@@ -245,13 +229,6 @@ def test_tars_are_named_by_a_folder_a_glob_or_braces(tmp_path, pattern):
     latents = open_latents(f"{tmp_path}/{pattern}", kind="sample")  # which are the network's own as they are
     np.testing.assert_array_equal(latents.read(np.arange(COUNT))[0], numbered())
     np.testing.assert_array_equal(latents.read(np.arange(COUNT))[1], labels_of())
-
-
-def test_tar_values_are_scaled(tmp_path):
-    write_tars(tmp_path, numbered() * 2, labels_of())
-    latents = open_latents(tmp_path, kind="sample", scale=0.5, num_classes=7)
-    np.testing.assert_allclose(latents.read(np.arange(COUNT))[0], numbered(), atol=4e-3)
-    assert (latents.convention, latents.num_classes) == (Convention(0.5), 7)
 
 
 def test_the_tar_index_is_kept_and_made_again_when_the_tars_change(tmp_path, monkeypatch):
@@ -584,9 +561,10 @@ def test_the_reading_thread_runs_ahead_a_little_and_ends_with_the_iterator(folde
     stream = batches(latents, 10, seed=0)
     assert not reads and not readers()  # nothing starts before the first batch is asked for
     next(stream)
-    for _ in range(100):
+    while len(reads) <= loader.NUM_AHEAD:
         threading.Event().wait(0.005)
-    assert 1 < len(reads) <= loader.NUM_AHEAD + 2 and len(readers()) == 1
+    threading.Event().wait(0.1)
+    assert len(reads) <= loader.NUM_AHEAD + 2 and len(readers()) == 1
     stream.close()
     assert not readers()
 
@@ -615,7 +593,7 @@ def test_a_program_that_leaves_its_batches_open_still_ends(folder):
         "next(stream)\n"
         "print('left')"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=60)
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True)
     assert (done.returncode, done.stdout, done.stderr) == (0, "left\n", "")
 
 
@@ -638,7 +616,7 @@ def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_pat
         "for _ in range(10): next(stream)\n"
         "print(peak() - before)"
     )
-    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=120)
+    done = forked.run("-c", program)
     assert done.returncode == 0, done.stderr
     assert float(done.stdout) < 0.4, f"memory grew by {done.stdout} GB"
 
@@ -651,12 +629,3 @@ def test_more_files_than_a_process_may_open_at_first_are_opened_all_the_same(tmp
         assert open_latents(tmp_path).read(np.arange(300))[0].shape == (300, 4, 4, 4)
     finally:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
-
-
-def test_the_data_configs_name_what_the_code_reads():
-    from omegaconf import OmegaConf
-
-    for name, fits in {"imagenet256": (4, 32, 1000), "shapes": (3, 16, 6), "cifar10": (3, 32, 10)}.items():
-        cfg = OmegaConf.merge(*(OmegaConf.load(ROOT / "configs" / "data" / f"{part}.yaml") for part in ("folder", name)))
-        assert (cfg.channels, cfg.input_size, cfg.num_classes) == fits
-        assert (cfg.kind, cfg.scale) == (None, None) and not Path(cfg.path).is_absolute()

@@ -8,6 +8,7 @@ import zipfile
 import numpy as np
 import pytest
 from PIL import Image
+from test_labels import put, put_zip
 
 from latents.images import SHAPES, UnreadableImage, center_crop, decode_image, draw_shape, open_source, to_rgb
 
@@ -22,20 +23,6 @@ def encoded(pixels: np.ndarray, kind: str = "png", **options) -> bytes:
     return buffer.getvalue()
 
 
-def write_files(root, files: dict[str, bytes]):
-    for name, data in files.items():
-        (root / name).parent.mkdir(parents=True, exist_ok=True)
-        (root / name).write_bytes(data)
-    return root
-
-
-def write_zip(path, files: dict[str, bytes]):
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
-        for name, data in files.items():
-            archive.writestr(name, data)
-    return path
-
-
 PETS = {f"{name}/{i}.png": encoded(noise(8, 8, seed=i)) for i, name in enumerate(["dog", "cat", "dog", "emu"])}
 
 
@@ -43,27 +30,12 @@ PETS = {f"{name}/{i}.png": encoded(noise(8, 8, seed=i)) for i, name in enumerate
 
 
 def test_a_folder_is_sorted_by_class_and_name(tmp_path):
-    source = open_source(write_files(tmp_path, PETS))
+    source = open_source(put(tmp_path, PETS))
     assert source.class_names == ["cat", "dog", "emu"]
     assert source.names == ["cat/1.png", "dog/0.png", "dog/2.png", "emu/3.png"]
     assert source.labels.tolist() == [0, 1, 1, 2] and source.labels.dtype == np.int64
     for index, seed in enumerate([1, 0, 2, 3]):
         assert np.array_equal(source.pixels(index), noise(8, 8, seed))
-
-
-def test_a_zip_is_its_folder(tmp_path):
-    folder = open_source(write_files(tmp_path / "pets", PETS))
-    zipped = open_source(write_zip(tmp_path / "pets.zip", PETS))
-    assert zipped.names == folder.names and zipped.fingerprint() == folder.fingerprint()
-    for index in range(len(folder)):
-        assert np.array_equal(zipped.pixels(index), folder.pixels(index))
-
-
-@pytest.mark.parametrize("prefix", ["train/", "data/cifar/train/"])
-def test_a_common_top_folder_is_no_class(tmp_path, prefix):
-    source = open_source(write_zip(tmp_path / "pets.zip", {prefix + name: data for name, data in PETS.items()}))
-    assert source.class_names == ["cat", "dog", "emu"]
-    assert source.names[0] == f"{prefix}cat/1.png"
 
 
 def test_the_class_is_the_first_of_nested_folders(tmp_path):
@@ -72,47 +44,29 @@ def test_the_class_is_the_first_of_nested_folders(tmp_path):
         "dog/big/old/0.png": PETS["dog/0.png"],
         "dog/1.png": PETS["dog/2.png"],
     }
-    source = open_source(write_files(tmp_path, nested))
+    source = open_source(put(tmp_path, nested))
     assert source.class_names == ["cat", "dog"] and source.labels.tolist() == [0, 1, 1]
 
 
-def test_a_flat_folder_is_one_class_of_its_name(tmp_path):
-    flat = {f"{i}.png": encoded(noise(4, 4, i)) for i in range(3)}
-    for source in (
-        open_source(write_files(tmp_path / "cats", flat)),
-        open_source(write_zip(tmp_path / "cats.zip", flat)),
-    ):
-        assert source.class_names == ["cats"] and source.labels.tolist() == [0, 0, 0]
-
-
 def test_folders_named_by_numbers_are_in_the_order_of_names_as_torchvisions_and_once_were_in_that_of_numbers(tmp_path):
-    write_files(tmp_path, {f"{name}/x.png": encoded(noise(4, 4)) for name in (10, 9, 1)})
+    put(tmp_path, {f"{name}/x.png": encoded(noise(4, 4)) for name in (10, 9, 1)})
     assert open_source(tmp_path).class_names == ["1", "10", "9"]
     before = open_source(tmp_path, by_number=True)
     assert before.class_names == ["1", "9", "10"] and before.names == ["1/x.png", "9/x.png", "10/x.png"]
 
 
-def test_files_that_are_not_images_are_named(tmp_path):
-    junk = dict.fromkeys(["cat/notes.txt", "Thumbs.db", "dog/.hidden.png", "__MACOSX/dog/._0.png", ".git/x.png"], b"")
-    for source in (open_source(write_files(tmp_path / "a", PETS | junk)), open_source(write_zip(tmp_path / "a.zip", PETS | junk))):
-        assert len(source) == len(PETS) and source.class_names == ["cat", "dog", "emu"]
-        assert source.not_images == sorted(junk)
-    (tmp_path / "a" / "yak").mkdir()
-    assert "yak/" in open_source(tmp_path / "a").not_images
-
-
 def test_the_fingerprint_sees_names_labels_and_classes(tmp_path):
-    pets = open_source(write_zip(tmp_path / "a.zip", PETS)).fingerprint()
-    assert open_source(write_zip(tmp_path / "b.zip", dict(reversed(PETS.items())))).fingerprint() == pets
+    pets = open_source(put_zip(tmp_path / "a.zip", PETS)).fingerprint()
+    assert open_source(put_zip(tmp_path / "b.zip", dict(reversed(PETS.items())))).fingerprint() == pets
     more = PETS | {"cat/9.png": PETS["cat/1.png"]}
-    assert open_source(write_zip(tmp_path / "c.zip", more)).fingerprint() != pets
+    assert open_source(put_zip(tmp_path / "c.zip", more)).fingerprint() != pets
     renamed = open_source(tmp_path / "a.zip")
     renamed.labels = renamed.labels[::-1]
     assert renamed.fingerprint() != pets
 
 
 def test_a_file_that_vanishes_stops_the_run_and_a_dead_link_does_not(tmp_path):
-    source = open_source(write_files(tmp_path, PETS))
+    source = open_source(put(tmp_path, PETS))
     (tmp_path / "cat/1.png").unlink()
     with pytest.raises(FileNotFoundError):
         source.pixels(0)
@@ -122,7 +76,7 @@ def test_a_file_that_vanishes_stops_the_run_and_a_dead_link_does_not(tmp_path):
 
 
 def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
-    write_files(tmp_path / "elsewhere", PETS)
+    put(tmp_path / "elsewhere", PETS)
     (tmp_path / "set").mkdir()
     for name in ("cat", "dog", "emu"):
         (tmp_path / "set" / name).symlink_to(tmp_path / "elsewhere" / name, target_is_directory=True)
@@ -135,7 +89,7 @@ def test_the_splits_of_a_data_set_are_warned_of(tmp_path):
     for folders in (("Test", "Train", "extra"), ("a/b/train", "a/b/validation")):
         files = {f"{folder}/{name}": data for folder in folders for name, data in PETS.items()}
         with pytest.warns(UserWarning, match="classes named .*rain.*: name one of them, as in source=.*[tT]rain") as warned:
-            source = open_source(write_files(tmp_path / folders[0], files))
+            source = open_source(put(tmp_path / folders[0], files))
         assert len(warned) == 1 and len(source.class_names) == len(folders)
 
 
@@ -143,7 +97,7 @@ def test_the_splits_of_a_data_set_are_warned_of(tmp_path):
 
 
 def test_tars_next_to_class_folders_are_refused(tmp_path):
-    write_files(tmp_path, PETS)
+    put(tmp_path, PETS)
     write_webdataset(tmp_path / "left-over.tar", samples_of(range(2), "cls"))
     with pytest.raises(ValueError, match=r"1 tars and 4 images.*such as cat/1.png.*/\*.tar"):
         open_source(tmp_path)
@@ -151,7 +105,7 @@ def test_tars_next_to_class_folders_are_refused(tmp_path):
 
 def test_members_of_a_tar_may_begin_with_a_dot_and_a_slash_and_links_are_named(tmp_path):
     (tmp_path / "set").mkdir()
-    write_files(tmp_path / "set", {"0.png": PETS["cat/1.png"], "0.cls": b"3", ".hidden.png": b""})
+    put(tmp_path / "set", {"0.png": PETS["cat/1.png"], "0.cls": b"3", ".hidden.png": b""})
     with tarfile.open(tmp_path / "a.tar", "w") as tar:
         tar.add(tmp_path / "set", ".")
         link = tarfile.TarInfo("1.png")
@@ -288,7 +242,7 @@ def test_broken_files_raise_one_exception():
 
 
 def test_a_damaged_zip_entry_is_one_unreadable_image(tmp_path):
-    path = write_zip(tmp_path / "a.zip", PETS)
+    path = put_zip(tmp_path / "a.zip", PETS)
     source = open_source(path)
     with zipfile.ZipFile(path) as archive:
         offset = archive.getinfo("cat/1.png").header_offset
@@ -348,28 +302,6 @@ def test_other_resolutions_draw_the_same_picture():
     for index in range(12):
         fine = draw_shape(0, index, 64).reshape(16, 4, 16, 4, 3).mean(axis=(1, 3))
         assert np.abs(fine - draw_shape(0, index, 16)).mean() < 6
-
-
-def test_shapes_stand_out_and_the_classes_differ_in_outline():
-    """A rule of thumb tells the six apart by the ink in the bounding box: its centre, ends, area and corner."""
-
-    def guess(ink):
-        rows, columns = np.flatnonzero(ink.any(axis=1)), np.flatnonzero(ink.any(axis=0))
-        box = ink[rows[0] : rows[-1] + 1, columns[0] : columns[-1] + 1]
-        height, width = box.shape
-        if not box[height // 2, width // 2]:
-            return "ring"
-        if box[:2].mean() < 0.3 and box[-2:].mean() > 0.8:
-            return "triangle"
-        if box.mean() > 0.7:
-            return "square" if box.mean() > 0.95 else "circle"
-        return "diamond" if box[3 * height // 10, 3 * width // 10] else "cross"
-
-    for index in range(60):
-        pixels = draw_shape(1, index, 64).astype(int)
-        ink = np.abs(pixels - pixels[0, 0]).max(axis=2) > 100
-        assert guess(ink) == SHAPES[index % 6] and 0.08 < ink.mean() < 0.5
-        assert not (ink[0].any() or ink[-1].any() or ink[:, 0].any() or ink[:, -1].any())
 
 
 def test_json_labels_survive_odd_json(tmp_path):

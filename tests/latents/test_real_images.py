@@ -7,6 +7,7 @@ import zipfile
 import numpy as np
 import pytest
 import torch
+from conftest import save_vae
 from PIL import Image
 from test_prepare_latents import prepare
 
@@ -32,14 +33,7 @@ def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):
 
 
 def test_imagenette_goes_through_a_local_autoencoder(real_data, tmp_path):
-    from diffusers import AutoencoderKL
-
-    torch.manual_seed(0)
-    folder = str(tmp_path / "vae")
-    AutoencoderKL(
-        block_out_channels=(8, 8, 8, 8), down_block_types=("DownEncoderBlock2D",) * 4,
-        up_block_types=("UpDecoderBlock2D",) * 4, norm_num_groups=4, latent_channels=4, layers_per_block=1,
-    ).save_pretrained(folder)  # fmt: skip
+    folder = str(save_vae(tmp_path / "vae", levels=4))
     source = open_source(real_data / "imagenette-1000.zip")
     prepare(real_data / "imagenette-1000.zip", tmp_path / "out", resolution=64, autoencoder=folder, mirror=True, num_workers=2)
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())

@@ -461,14 +461,3 @@ def in_training(case):
     with routed(case.model, [Route(0, 1, 0.5), Route(2, -1, 0.25)]):
         case.call().square().mean().backward()
     return gradients(case.model)
-
-
-def test_a_route_across_repas_projector_is_refused():
-    net = CASES["REPA"]().model
-    net.encoder_depth = 2
-    for routes in ([Route(2, 3, 0.5)], [Route(0, 1, 0.5)]):
-        with routed(net, routes):
-            net(IMAGE, SHARE, LABELS)
-    for blocks in (None, "blocks"):
-        with pytest.raises(ValueError, match=r"after block 1 \(encoder_depth=2\)"), routed(net, [Route(1, 3, 0.5)], blocks=blocks):
-            pass

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from test_original_codes import Attention, D, N
+from test_codes import Attention, D, N
 from test_routed import refused
 from torch import nn
 

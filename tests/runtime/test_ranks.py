@@ -5,11 +5,11 @@ import os
 import pty
 import signal
 import sys
-import time
 from pathlib import Path
 
 import forked
 import pytest
+from conftest import PATIENCE
 from training_runs import TWO_RANKS, assert_same_end, command, rows, start, train, wait_until
 
 from runtime import ranks
@@ -83,10 +83,9 @@ def test_the_launcher_ends_the_others_when_a_rank_is_killed(shapes, tmp_path):
     wait_until(lambda: has_begun(tmp_path), launcher)
     processes = children(launcher.pid)
     os.kill(processes["1"], signal.SIGKILL)
-    began = time.monotonic()
-    said = launcher.communicate(timeout=100)[0]
+    said = launcher.communicate(timeout=PATIENCE)[0]
     assert launcher.returncode != 0 and "Signal 9 (SIGKILL)" in said and "rank      : 1" in said, said
-    assert not Path(f"/proc/{processes['0']}").exists() and time.monotonic() - began < 45
+    assert not Path(f"/proc/{processes['0']}").exists()
 
 
 WITH_A_BUFFER = """
@@ -138,7 +137,7 @@ os.write(1, f"{heard} {step - 1000 - at} {votes}\\n".encode())
 """
 
 
-@pytest.mark.parametrize(("seconds", "most_steps", "most_votes"), [(0.01, 21, 20), (0.5, 9, 40), (3.0, 1, 103), (20.0, 1, 103)])
+@pytest.mark.parametrize(("seconds", "most_steps", "most_votes"), [(0.01, 21, 20), (0.5, 9, 40), (3.0, 1, 103)])
 def test_ranks_agree_on_a_stop_within_seconds_however_long_a_step_is(seconds, most_steps, most_votes):
     said, error = forked.Command("-c", STOP_ONE_OF_TWO, str(seconds), ranks=2).communicate()
     ends = [[int(number) for number in line.split()] for line in said.splitlines()]
@@ -193,7 +192,7 @@ def test_a_run_whose_terminal_or_reader_is_gone_still_saves(gone, tmp_path):
         print("step 3", flush=True)
         (tmp_path / "saved").write_text(str(stop.signal))
 
-    ended = forked.Life(train).wait(60)
+    ended = forked.Life(train).wait(PATIENCE)
     assert ended.code == 0 and (tmp_path / "saved").read_text() == str(int(signal.SIGHUP)), ended.printed
 
 

@@ -167,20 +167,6 @@ def fail_by(error):
     return main
 
 
-@pytest.mark.parametrize(("arguments", "sentence"), [
-    (["steps=0"], "small.py: steps=0: it should be greater than or equal to 1."), (["steps=inf"], "small.py: steps=Infinity: it should be a valid integer."),
-    (["step=3"], "small.py: There is no setting step: did you mean steps?"),
-    (["+step=3"], "small.py: There is no setting step: did you mean steps?"),
-    (["place=a,b"], "small.py: place=a,b is several values, which --multirun would try one by one: write \"place='a,b'\" or 'place=[a,b]'."),
-    (["place=${nothing}"], "small.py: Interpolation key 'nothing' not found full_key: place object_type=dict: configs/small.yaml names all settings."),
-    *(([argument], f"""small.py: {argument} cannot be read: write key=value, and a value with other characters than letters, digits and _-+./:%*?@$| in two kinds of quotes, as "name='größe (1)'".""")
-      for argument in ("steps", "größe=3", "place=[a", "place='a'b")),
-])  # fmt: skip
-def test_a_mistake_on_the_command_line_ends_in_a_sentence(call, arguments, sentence):
-    code, said = call(lambda cfg: None, *arguments)
-    assert code == 1 and said.startswith("small.py: ") and said.endswith(sentence) and "\n" not in said
-
-
 def test_what_the_sentence_says_of_quotes_is_so(call):
     seen = []
     for written, value in (("aZ09 _-+./:%*?@$|", "aZ09 _-+./:%*?@$|"), ("'größe (1)'", "größe (1)"), ("['größe (1)',b]", ["größe (1)", "b"]),

@@ -12,7 +12,7 @@ import torch._dynamo  # these three once, for all the ranks that are forked
 import torch.distributed.fsdp
 import torch.distributed.tensor
 from accelerate.state import AcceleratorState
-from conftest import ROOT, run_command
+from conftest import PATIENCE, ROOT, run_command
 from forked import Ended, Life
 from PIL import Image
 from training_runs import assert_same_end, command, rows, train_here
@@ -34,7 +34,6 @@ from weights.records import build_network
 
 STEPS = 12
 SMALL = ("model.depth=3", "model.routes=[{start_layer_idx:1,end_layer_idx:1,selection_ratio:0.5}]")
-LIMIT = 240  # seconds after which ranks that wait for each other are ended
 
 
 def free_port() -> int:
@@ -57,7 +56,7 @@ def on_ranks(world: int, *runs, before=lambda rank: None) -> list[Ended]:
             run_command(train.main, "train.py", *overrides)
 
     lives = [Life(partial(live, rank)) for rank in range(world)]
-    return [life.wait(LIMIT) for life in lives]
+    return [life.wait(PATIENCE) for life in lives]
 
 
 def all_well(ended: list[Ended]) -> None:
@@ -355,8 +354,8 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
 def test_a_heads_gradients_are_averaged_over_ranks_as_the_networks_are(tmp_path):
     for sharded, world in (("none", 2), ("fsdp", 2)):
         lives = [Life(partial(step_of_two_ranks, tmp_path, sharded, port, world, rank)) for port in [free_port()] for rank in range(world)]
-        all_well([life.wait(LIMIT) for life in lives])
-    all_well([Life(partial(step_of_two_ranks, tmp_path, "none", free_port(), 1, 0)).wait(LIMIT)])
+        all_well([life.wait(PATIENCE) for life in lives])
+    all_well([Life(partial(step_of_two_ranks, tmp_path, "none", free_port(), 1, 0)).wait(PATIENCE)])
     whole = torch.load(tmp_path / "none-1-0.pt", weights_only=True)
     for name in ("none-2-0", "none-2-1", "fsdp-2-0", "fsdp-2-1"):
         part = torch.load(tmp_path / f"{name}.pt", weights_only=True)

@@ -2,16 +2,13 @@
 
 import ast
 import functools
-import importlib
 import json
-import re
 import zipfile
 
 import numpy as np
 import pytest
 import torch
 from conftest import ROOT, run_command
-from omegaconf import OmegaConf
 from PIL import Image
 from training_runs import train_here
 
@@ -23,10 +20,6 @@ from scripts import benchmark, prepare_latents
 from training import run as run_parts
 
 PROGRAMS = sorted([*ROOT.glob("*.py"), *(ROOT / "scripts").glob("*.py"), *(ROOT / "scripts/studies").glob("*.py")])
-# What computes: joins ranks, names a device, or has a network there.
-COMPUTES = re.compile(r"join_ranks\((?!cpu=True)|make_accelerator\(|\bcuda\b|\.to\([^)]*device|PartialState\(")
-
-
 @functools.cache
 def commands() -> dict[str, tuple[str, str]]:
     """Config and declared settings of every function that is a command, by config; with its file."""
@@ -42,20 +35,6 @@ def commands() -> dict[str, tuple[str, str]]:
 def test_every_yaml_is_the_config_of_a_command_or_part_of_one():
     names = {file.stem for file in (ROOT / "configs").glob("*.yaml")}
     assert names - {"drawing"} == set(commands())
-
-
-@pytest.mark.parametrize("config", sorted(commands()))
-def test_a_command_that_computes_has_the_setting_and_hands_it_on(config):
-    file, declared = commands()[config]
-    source = file.read_text()
-    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
-    has_it = "tf32" in getattr(module, declared).model_fields
-    assert has_it == (COMPUTES.search(source) is not None), f"{file.name} computes and has no tf32, or has it for nothing"
-    if has_it:
-        file_of = ROOT / "configs" / (f"{config}.yaml" if "tf32" in OmegaConf.load(ROOT / "configs" / f"{config}.yaml") else "drawing.yaml")
-        assert OmegaConf.load(file_of).tf32 is True, "true is the default of each"
-        calls = re.findall(r"(?:join_ranks|make_accelerator)\(([^)]*)\)", source)
-        assert (calls or "benchmark.start(cfg)" in source) and all("tf32" in call for call in calls), calls
 
 
 @pytest.mark.parametrize("tf32", [True, False])

@@ -128,7 +128,7 @@ def test_a_command_says_nothing_but_its_own_and_imports_nothing_heavy(run, tmp_p
     heavy = ("tensorflow", "diffusers", "matplotlib", "torch_fidelity", "webdataset", "tensorboard")
     code = f"import sys, train, sample; sample.main(); print([name for name in {heavy} if name in sys.modules])"
     command = [sys.executable, "-c", code, f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/x.png"]
-    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=120)
+    result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True)
     assert result.stderr == "", "no warning of a library, and no bar that fills a log"
     assert result.stdout == f"4 images from {run}/checkpoints/step-00000002: {tmp_path}/x.png\n[]\n"
 
@@ -150,19 +150,6 @@ def test_a_weights_file_of_a_checkpoint_is_recorded_and_drawn_under_its_own_name
     (folder / "model.safetensors").write_bytes(content[:-1] + bytes([content[-1] ^ 1]))
     with pytest.raises(ValueError, match="SHA-256 differs"):
         load_trained(folder / "model.safetensors")
-
-
-def test_of_a_pt_file_the_weights_that_are_asked_for_are_loaded(tmp_path):
-    state = published(learn_sigma=False)
-    ema, model = ({key: value + shift for key, value in state.items()} for shift in (0, 1))
-    torch.save({"model": model, "ema": ema}, tmp_path / "both.pt")
-    for weights, which, expected in ((None, "ema", ema), ("ema", "ema", ema), ("model", "model", model)):
-        trained = load_trained(tmp_path / "both.pt", weights, "edm")
-        assert trained.weights == which
-        assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in expected.items())
-    torch.save({"model": model}, tmp_path / "one.pt")
-    with pytest.raises(ValueError, match="holds model, and no weights=ema"):
-        load_trained(tmp_path / "one.pt", "ema")
 
 
 def test_what_is_read_off_bare_weights_is_said_and_the_heads_can_be_given(tmp_path, capsys):

@@ -30,10 +30,6 @@ def test_pixels_are_the_means_of_boxes():
     assert torch.allclose(pool.double(), boxes.flatten(1), atol=1e-6)
 
 
-def test_only_inceptions_distance_is_called_fid():
-    assert load("pixels").distance == "fd_pixels"
-
-
 def test_copies_are_dropped_and_the_rest_keep_their_numbers():
     images = pictures(4)
     (numbers, found), = extract(load("pixels"), [(torch.tensor([7, -1, 3, -1]), images), (torch.tensor([-1]), images[:1])])
@@ -186,13 +182,6 @@ def test_dinov2_is_fed_224_and_gives_its_class_token(tmp_path):
     assert torch.allclose(net.compute(images[1:])["pool"], found[1:], atol=1e-4)
     assert torch.allclose(net.compute(torch.full((1, 64, 64, 3), 9, dtype=torch.uint8))["pool"],
                           net.compute(torch.full((1, 224, 224, 3), 9, dtype=torch.uint8))["pool"], atol=1e-4)
-
-
-def test_dinov2s_positions_are_resampled_and_its_class_token_is_not():
-    positions = torch.cat([torch.full((1, 1, 4), 5.0), torch.full((1, 37 * 37, 4), 2.0)], dim=1)
-    found = features.positions_at_224(positions)
-    assert found.shape == (1, 1 + 16 * 16, 4)
-    assert torch.allclose(found[:, 0], torch.tensor(5.0)) and torch.allclose(found[:, 1:], torch.tensor(2.0))
 
 
 # ---- timm's

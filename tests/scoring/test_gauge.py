@@ -5,8 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command
-from diffusers import AutoencoderKL
+from conftest import ROOT, run_command, save_vae
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from training_runs import train_here
@@ -87,9 +86,7 @@ def small_weights(gauge, path):
 def place(tmp_path_factory):
     """A tiny autoencoder and a reference of random images."""
     folder = tmp_path_factory.mktemp("gauge")
-    torch.manual_seed(1)
-    AutoencoderKL(block_out_channels=(8, 8), layers_per_block=1, norm_num_groups=4, latent_channels=4, sample_size=16,
-                  down_block_types=["DownEncoderBlock2D"] * 2, up_block_types=["UpDecoderBlock2D"] * 2).save_pretrained(folder / "vae")
+    save_vae(folder / "vae")
     np.savez(folder / "images.npz", arr_0=np.random.default_rng(0).integers(0, 256, (8, 16, 16, 3), dtype=np.uint8))
     return folder
 
@@ -103,11 +100,14 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
     said = capsys.readouterr().out
     assert "hours of one H100 [derived" in said and "not compared, as the images were drawn otherwise" in said
     assert str(cfg.published.scores["fid"]) not in said
-    run_command(fid.main, "fid.py", *given, "+published.num_samples=4", "published.num_steps=5")  # as if theirs were so
-    assert f"{cfg.published.scores['fid']} ± " in capsys.readouterr().out
-    other, row = files.read_rows(tmp_path / "results.jsonl")
+    [row] = files.read_rows(tmp_path / "results.jsonl")
     source = row["source"]
-    assert other["published"] is None and other["source"] == source and row["published"]["scores"] == cfg.published.scores
+    assert row["published"] is None
+    if gauge == DRAWN[0]:
+        run_command(fid.main, "fid.py", *given, "+published.num_samples=4", "published.num_steps=5")  # as if theirs were so
+        assert f"{cfg.published.scores['fid']} ± " in capsys.readouterr().out
+        other = files.read_rows(tmp_path / "results.jsonl")[-1]
+        assert other["source"] == source and other["published"]["scores"] == cfg.published.scores
     guidance = source["guidance"] or {}
     drawn = (source["family"], source["sampler"]["solver"], cfg.num_steps, *(guidance.get(key) for key in ("scale", "channels", "interval")))
     assert drawn == PUBLISHED_COMMANDS[gauge] and source["precision"] == source["decode_precision"] == "fp32"

@@ -2,23 +2,20 @@
 
 import json
 import os
-import subprocess
 import sys
 from types import SimpleNamespace
 
 import forked
 import pytest
 import torch
-from accelerate import Accelerator
 from conftest import ROOT
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
-from torch import nn
 
 from dit import DiT, DiT_models, multiply_adds
 from routing_module import Route
-from runtime import clocks, schema
-from scripts import benchmark
+from runtime import schema
+from scripts import benchmark, clocks
 
 TINY = ["hidden_size=32", "depth=3", "num_heads=2", "tokens=16", "num_classes=5", "batch_size=4", "num_latents=8", "rounds=2", "steps=1",
         "warmup=1", "device=cpu", "autoencoder=identity", "num_steps=2", "image_size=16", "feature_size=8", "images=20", "reference_images=10",
@@ -66,43 +63,6 @@ def test_training_steps_and_their_parts_are_timed_in_turn_with_matrix_products(t
     assert "| tread-eager | 4 |" in printed and "not measured" in printed and "MFU is the share of the best" in printed
 
 
-def test_a_first_step_on_code_that_an_earlier_try_compiled_is_not_measured(tmp_path):
-    settings = ["mode=train", "variants=[dit]", "rounds=1", f"compile_cache={tmp_path}/cache"]
-    assert run(tmp_path, *settings)["rows"][0]["first step s"] > 0
-    (tmp_path / "cache/triton").mkdir(parents=True)
-    (tmp_path / "cache/triton/kernel").write_text("")
-    assert run(tmp_path, *settings)["rows"][0]["first step s"] is None
-
-
-# Stands for Python: a part takes two tries, and the first compiles.
-COMPILES_FIRST = f"""#!{sys.executable}
-import pathlib, sys
-if sys.argv[1] == "-c":
-    sys.exit()
-given = dict(text.split("=", 1) for text in sys.argv[2:])
-cache = pathlib.Path(given["compile_cache"])
-if not cache.is_dir():
-    cache.mkdir(parents=True)
-    (cache / "kernel").touch()
-    sys.exit(1)
-pathlib.Path(given["out"] + ".json").touch()
-"""
-
-
-def test_what_a_part_has_compiled_on_a_gpu_is_kept_until_it_succeeds(tmp_path):
-    (tmp_path / "python").write_text(COMPILES_FIRST)
-    (tmp_path / "python").chmod(0o755)
-    env = os.environ | {"OUT": str(tmp_path / "out"), "PYTHON": str(tmp_path / "python")}
-    codes = [subprocess.run(["bash", ROOT / "scripts/studies/benchmark_gpu.sh"], env=env, capture_output=True).returncode for _ in range(2)]
-    assert codes == [1, 0] and (tmp_path / "out/train_xl2.json").is_file() and not list((tmp_path / "out/cache").iterdir())
-
-
-@pytest.mark.parametrize("name", ["LightningDiT-B/1", "Mamba-B/2", "RWKV-L/2"])
-def test_another_block_is_timed_like_dits(tmp_path, name):
-    dense, routed = run(tmp_path, "mode=train", f"backbone_type={name}", "diffusion=rf_lightning")["rows"]
-    assert dense["multiply-adds"]["linear"] > routed["multiply-adds"]["linear"] and routed["FLOP ratio"] > 1.1
-
-
 def test_a_ratio_is_of_two_variants_in_the_same_round(tmp_path, monkeypatch):
     seconds = iter([1, 1, 1, 1, 2, 1, 8, 2])  # dit and tread: first step and warm-up, then rounds of 2 and 1, 8 and 2
     monkeypatch.setattr(benchmark.Variant, "measure", lambda self, count: {"step": next(seconds)})
@@ -120,11 +80,6 @@ def test_sampling_measures_the_share_of_the_network_and_what_an_image_costs(tmp_
         assert set(row["parts"]) == {"sampler", "network", "decode"} and 0 < row["share in network"] < 1
         assert row.keys() >= {"images/s", "s/batch", "MFU in network", "peak GiB", "first batch s"}
         assert row["GFLOP/image"] == pytest.approx(passes * 2e-9 * sum(multiply_adds(benchmark.make_network(load(), "dit", "meta"))))
-
-
-def test_matrix_products_are_measured_in_every_precision():
-    for precision in benchmark.speed.PRECISIONS:
-        assert min(clocks.matmul_flops(torch.device("cpu"), precision).values()) > 0
 
 
 def test_data_and_scoring_are_timed(tmp_path):
@@ -174,20 +129,6 @@ def test_multiply_adds_match_the_closed_form():
     per_sample = 256 * D + D * D + (6 * depth + 2) * D * D  # noise level; modulations
     assert multiply_adds(net) == (N * per_token + per_sample, depth * 2 * N * N * D)
     assert all(parameter.device.type == "cpu" for parameter in net.parameters())
-
-
-def test_a_compiled_routed_step_is_one_graph_without_breaks_and_is_never_compiled_again(monkeypatch):
-    def compile_without_a_compiler(net, **options):
-        nn.Module.compile(net, backend="aot_eager", **options)
-
-    monkeypatch.setattr(DiT, "compile", compile_without_a_compiler)
-    batch = torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), {}
-    variant = benchmark.Variant(load("compile=true"), Accelerator(cpu=True), "tread", iter([batch] * 9), "sample")
-    variant.measure(3)
-    assert variant.graphs == 1
-    variant.loader = iter([(batch[0][:2], batch[1][:2], {})])  # of another shape, which is compiled again
-    variant.measure(1)
-    assert variant.graphs == 2
 
 
 def test_time_is_charged_to_the_mark_that_ends_it(monkeypatch):

@@ -11,8 +11,8 @@ from omegaconf import OmegaConf
 
 from dit import DiT_models, multiply_adds
 from routing_module import Route, resolve_routes
-from runtime import clocks, schema
-from scripts import benchmark, choose_routes
+from runtime import schema
+from scripts import benchmark, choose_routes, clocks
 from weights.records import build_network
 
 TINY = ["model.hidden_size=32", "model.depth=12", "model.num_heads=2", "tokens=[16]"]

@@ -16,6 +16,7 @@ import torch
 from conftest import ROOT, run_command
 from omegaconf import OmegaConf
 from safetensors.torch import save_file
+from test_prepare_latents import read_folder
 
 from latents.folder import open_latents
 from runtime.schema import CONFIGS
@@ -151,13 +152,6 @@ def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5)
         z = torch.tensor(values)
         torch.save({"mean": z.mean((0, 2, 3), keepdim=True), "std": z.std((0, 2, 3), keepdim=True)}, folder / "latents_stats.pt")
     return folder, (values, flips)
-
-
-def read_folder(out: Path):
-    """The metadata and the shards of a latent folder put together."""
-    metadata = json.loads((out / "metadata.json").read_text())
-    parts = ["latents", "labels"] + ["mirrored"] * metadata["mirrored"]
-    return metadata, {part: np.concatenate([np.load(out / shard[part]) for shard in metadata["shards"]]) for part in parts}
 
 
 def same_bits(found: np.ndarray, expected: np.ndarray):
@@ -423,43 +417,6 @@ def test_settings_that_do_not_fit_are_sentences(tmp_path, how, sentence):
 
 
 # ---- kills, the command, training -----------------------------------------------------------------------------------
-
-
-class Kill(BaseException):
-    pass
-
-
-def test_a_run_killed_twice_equals_one_that_was_not(tmp_path, monkeypatch, capsys):
-    source, _ = write_lightningdit(tmp_path)
-    import_latents(str(source), tmp_path / "whole", shard_size=2)
-    real = script.convert
-    for calls_left in (7, 3):  # three shards of two sides and half of another; then one more
-        def stopping(form, values, left=[calls_left + 2 * COUNT]):  # the probe's calls are not counted  # noqa: B006
-            left[0] -= 1
-            if left[0] < 0:
-                raise Kill
-            return real(form, values)
-
-        monkeypatch.setattr(script, "convert", stopping)
-        with pytest.raises(Kill):
-            import_latents(str(source), tmp_path / "out", shard_size=2)
-        with pytest.raises(ValueError, match="not finished"):
-            open_latents(tmp_path / "out")
-    (tmp_path / "out" / ".latents-00005.npy.1.tmp").write_bytes(b"half")  # as a kill leaves it
-    monkeypatch.setattr(script, "convert", real)
-    with pytest.raises(ValueError, match="begun with other settings: shard_size=2 then and 3 now"):
-        import_latents(str(source), tmp_path / "out", shard_size=3)
-    import_latents(str(source), tmp_path / "out", shard_size=2)
-    assert "going on" in capsys.readouterr().out
-    names = sorted(os.listdir(tmp_path / "whole"))
-    assert names == sorted(os.listdir(tmp_path / "out"))
-    for name in names:
-        assert (tmp_path / "whole" / name).read_bytes() == (tmp_path / "out" / name).read_bytes(), name
-    import_latents(str(source), tmp_path / "out", shard_size=2)
-    assert "already whole" in capsys.readouterr().out
-    (source / "latents_stats.pt").unlink()
-    with pytest.raises(ValueError, match="what the source holds has changed"):
-        import_latents(str(source), tmp_path / "out", shard_size=2, latent_norm=False, autoencoder="none", scale=1)
 
 
 def test_what_is_imported_trains(tmp_path, fresh_accelerator):

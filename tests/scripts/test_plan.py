@@ -11,9 +11,8 @@ from omegaconf import OmegaConf
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dit
-from runtime import clocks
 from runtime.schema import read
-from scripts import plan
+from scripts import clocks, plan
 from scripts.studies import benchmark_official
 
 

@@ -2,17 +2,14 @@
 
 import io
 import json
-import subprocess
-import sys
 import tarfile
 import zipfile
-from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 from PIL import Image
 
-SCRIPT = Path(__file__).resolve().parents[2] / "scripts/prepare_emoji.py"
 MAKERS = ("google", "twitter")
 
 
@@ -45,7 +42,7 @@ def packages(tmp_path):
 
 
 def prepare(*arguments):
-    return subprocess.run([sys.executable, SCRIPT, *map(str, arguments)], capture_output=True, text=True)
+    return forked.run("scripts/prepare_emoji.py", *arguments)
 
 
 def names(path):

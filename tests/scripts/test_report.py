@@ -4,13 +4,11 @@ import io
 import json
 import math
 import shutil
-import sys
 import time
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from conftest import ROOT, run_command
+from conftest import PATIENCE, ROOT, run_command
 from PIL import Image
 
 from runtime.files import read_rows
@@ -175,7 +173,7 @@ def browser(tmp_path_factory):
             return self.execute_script(HELPERS + code)
 
         def wait(self, code, wanted):
-            end = time.monotonic() + 30
+            end = time.monotonic() + PATIENCE
             while (found := self.js(code)) != wanted and time.monotonic() < end:
                 time.sleep(0.05)
             assert found == wanted and not [entry for entry in self.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
@@ -226,29 +224,3 @@ def test_what_is_chosen_changes_the_page(browser, tab, seen, before, act, after)
     if hasattr(element := browser.js(act), "click"):
         element.click()
     browser.wait(seen, after)
-
-
-def test_a_hundred_thousand_rows_open_condensed_and_download_whole(browser, tmp_path):
-    path, draw = browser.folder / "run.csv", np.random.default_rng(0).random
-    rows = [{"step": 10 * i, "images": 2560 * i, **{name: draw() for name in ("loss", "lr", "grad_norm", "img_per_sec")}} for i in range(1, 100_001)]
-    (tmp_path / "run").mkdir()
-    write_rows(tmp_path / "run/metrics.jsonl", rows)
-    report.build(cfg(tmp_path / "out", tmp_path / "run"))
-    browser.visit(index := tmp_path / "out/index.html", "Training")
-    print(f"100,000 rows: {index.stat().st_size / 1e6:.1f} MB, drawn after {browser.js('performance.now()') / 1000:.1f} s")
-    browser.wait("[...new Set(models('GlyphRenderer').map(drawn => drawn.data_source.get_length()))]", [report.STRETCHES])
-    browser.js("visible('button').find(button => button.innerText == 'run.csv')").click()
-    while not path.is_file():
-        time.sleep(0.05)
-    saved = [[*map(float, line.split(","))] for line in path.read_text().splitlines()[1:]]
-    assert np.allclose(saved, [[*row.values()] for row in rows], rtol=1e-6, atol=0) and index.stat().st_size < 6e6  # seven digits
-
-
-def test_a_watched_run_is_shown_again_on_the_open_tab(browser, tmp_path, monkeypatch):
-    run, seen = make_run(tmp_path / "run"), "[models('Figure')[0].renderers[0].data_source.get_length(), models('Tabs')[0].active]"
-    between_builds = iter([
-        lambda: (browser.visit(tmp_path / "out/index.html", "Training"), write_rows(run / "metrics.jsonl", [{"step": 8, "loss": 0.1}])),
-        lambda: browser.wait(f"window.Bokeh?.documents[0]?.is_idle && {seen}", [1, 1])])
-    monkeypatch.setattr(report, "time", SimpleNamespace(sleep=lambda _: next(between_builds, sys.exit)(), strftime=time.strftime))
-    with pytest.raises(SystemExit):
-        run_command(report.main, "report.py", runs=[run], out=tmp_path / "out", watch=True, every=0.5)

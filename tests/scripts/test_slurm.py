@@ -8,14 +8,10 @@ import signal
 import socket
 import subprocess
 import sys
-import tarfile
 import time
 
 import pytest
-from conftest import ROOT
-
-from scripts.benchmark import write_latents
-from weights import checkpoint as checkpoints
+from conftest import PATIENCE, ROOT
 
 # Starts the tasks, hands TERM on to each, and ends all where one leaves with another code than 0, as it is asked to;
 # returns the largest exit code.
@@ -81,8 +77,8 @@ def free_job() -> str:
             return str(job)
 
 
-def wait_for(condition, seconds=120):
-    end = time.monotonic() + seconds
+def wait_for(condition):
+    end = time.monotonic() + PATIENCE
     while not condition():
         assert time.monotonic() < end
         time.sleep(0.01)
@@ -107,7 +103,7 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(s
         given_to(tmp_path, 0, 1)
         job.send_signal(number)  # which Slurm gives to the batch script alone
         job.send_signal(number)
-    output = job.communicate(timeout=60)[0]
+    output = job.communicate(timeout=PATIENCE)[0]
     assert job.returncode == code and printed in output, output
     requeued = tmp_path / "requeued"
     assert (requeued.read_text() == f"{slurm.job}\n") if words[0] == "wait" and "unsaved" not in words else not requeued.exists()
@@ -115,7 +111,7 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(s
 
 def test_ranks_of_two_nodes_know_their_place_on_each(slurm, tmp_path):
     job = slurm(4, tmp_path / "program.py", "done", SLURM_NNODES="2", SLURM_CPUS_PER_TASK="8")
-    assert job.wait(60) == 0, job.stdout.read()
+    assert job.wait(PATIENCE) == 0, job.stdout.read()
     ranks, port = given_to(tmp_path, *range(4)), str(20_000 + int(slurm.job) % 20_000)
     assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in ranks] == [
         ("0", "2", "4"), ("1", "2", "4"), ("0", "2", "4"), ("1", "2", "4")]
@@ -124,78 +120,6 @@ def test_ranks_of_two_nodes_know_their_place_on_each(slurm, tmp_path):
 
 def test_a_task_of_an_array_gets_its_part_and_one_task_is_no_world(slurm, tmp_path):
     job = slurm(1, tmp_path / "program.py", "done", SLURM_ARRAY_TASK_ID="5", SLURM_ARRAY_TASK_MIN="4", SLURM_ARRAY_TASK_COUNT="3")
-    assert job.wait(60) == 0, job.stdout.read()
+    assert job.wait(PATIENCE) == 0, job.stdout.read()
     [given] = given_to(tmp_path, "none")
     assert given["given"] == ["done", "part=2/3"] and given["WORLD_SIZE"] is None
-
-
-def test_train_py_saves_on_two_nodes_when_its_time_is_up(slurm, tmp_path):
-    (tmp_path / "data").mkdir()
-    write_latents(tmp_path / "data", 64, (3, 8, 8), 4)
-    job = slurm(2, "train.py", "experiment=quickstart", f"data.path={tmp_path}/data", f"run_dir={tmp_path}/run", "batch_size=8", "steps=100000", "log.every=1",
-                "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "samples.every=0", "data.channels=3", "data.input_size=8",
-                "data.num_classes=4", "cpu=true", "model.patch_size=2", SLURM_NNODES="2")
-    rows = tmp_path / "run/metrics.jsonl"
-    wait_for(lambda: rows.is_file() or job.poll() is not None)
-    job.send_signal(signal.SIGUSR1)
-    output = job.communicate(timeout=120)[0]
-    assert "Stopped by SIGTERM" in output and (tmp_path / "requeued").read_text() == f"{slurm.job}\n", output
-    saved = checkpoints.latest(tmp_path / "run")
-    assert checkpoints.step_of(saved) == json.loads(rows.read_text().splitlines()[-1])["step"] and not checkpoints.problem(saved)
-
-
-# ---- the GPU study's calls -------------------------------------------------------------------------------------------
-
-
-# Stands for Python: notes what is run; the study's training takes three calls, in each until it is stopped.
-STUB = f"""#!{sys.executable}
-import os, pathlib, signal, sys, time
-home = pathlib.Path(os.environ["STUB"])
-with open(home / "calls", "a") as calls:
-    print(*sys.argv[1:], file=calls)
-given = dict(text.split("=", 1) for text in sys.argv[2:] if "=" in text)
-if sys.argv[1].endswith("study.py"):
-    out = pathlib.Path(given["out"])
-    out.mkdir(parents=True, exist_ok=True)
-    if "report" in given["tasks"]:
-        (out / "study.md").write_text("table")
-    elif "time" in given["tasks"]:
-        (out / "timing.json").write_text(given["only"])
-    else:
-        (out / "runs").mkdir(exist_ok=True)
-        (out / "runs/weights").write_text("heavy")
-        calls = len((home / "calls").read_text().split("train,score")) - 1
-        if calls < 3:
-            signal.signal(signal.SIGTERM, lambda *_: ((home / "saved").write_text(str(calls)), sys.exit(143)))
-            time.sleep(60)
-elif "out" in given:
-    pathlib.Path(given["out"]).parent.mkdir(parents=True, exist_ok=True)
-    sys.exit("official" in sys.argv[1])
-"""
-
-
-def test_calls_of_the_gpu_study_stop_in_time_go_on_and_bring_back_what_is_small(tmp_path):
-    (tmp_path / "python").write_text(STUB)
-    (tmp_path / "python").chmod(0o755)
-
-    def call(state, **more):
-        env = os.environ | {"STUB": str(tmp_path), "PYTHON": str(tmp_path / "python"), "STATE": str(tmp_path / state), "OUT": str(tmp_path / "out"),
-                            "STUDY": "rehearsal", "LIMIT": "30", "RESERVE": "23", "LEAST": "1", "OFFICIAL": str(tmp_path), **more}
-        began = time.monotonic()
-        ended = subprocess.run(["bash", ROOT / "scripts/studies/gpu_study.sh", "also=['steps=9']"], env=env, capture_output=True, text=True)
-        return ended.returncode, ended.stdout + ended.stderr, time.monotonic() - began
-
-    code, output, took = call("one", PARTS="data official timing study")
-    assert code == 1 and took < 30 and (tmp_path / "saved").read_text() == "1", output
-    assert "Failed or not at their end: official study" in output
-    with tarfile.open(tmp_path / "out/gpu_study.tar.gz") as packed:
-        names = {name.removeprefix("./") for name in packed.getnames()}
-    assert {"study/study.md", "study/timing.json", "done/data", "done/timing", "study.txt"} <= names and "study/runs" not in names and "done/official" not in names
-    # A bare machine: the data are made anew, what is recorded is there.
-    code, output, _ = call("two", PARTS="study", PREVIOUS=str(tmp_path / "out/gpu_study.tar.gz"))
-    assert code == 1 and (tmp_path / "two/results/done/data").is_file(), output
-    code, output, _ = call("one", PARTS="study")
-    assert code == 0 and (tmp_path / "one/results/done/study").is_file(), output
-    calls = (tmp_path / "calls").read_text().splitlines()
-    assert sum("tasks=[report]" in line for line in calls) == 3 and all("also=['steps=9']" in line for line in calls if "study.py" in line)
-    assert call("one", PARTS="studies")[0] == 2

@@ -347,19 +347,6 @@ def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
     assert curve_of(runs, "b") == []
 
 
-def test_a_figure_has_a_panel_of_each_comparison_and_of_all_variants_where_none_is(tmp_path, monkeypatch):
-    drawn = {}
-    monkeypatch.setattr(comparison, "save_figure", lambda figure, path: drawn.update({path.name: [
-        [(line.get_label(), list(line.get_ydata())) for line in panel.get_lines()] for panel in figure.axes]}))
-    runs = [of("a", 0, (10, 5), (20, 3)), of("b", 0, (10, 7), (20, 2)), of("c", 0, (10, 8), (20, 9))]
-    a, b, c = ("a, n=1", [5, 3]), ("b, n=1", [7, 2]), ("c, n=1", [8, 9])
-    crossings = [{"between": pair} for pair in (["a", "b"], ["a", "b"], ["a", "c"])]  # one for each axis and metric
-    comparison.draw_figures({"name": "x", "runs": runs, "crossings": crossings}, tmp_path)
-    assert drawn == {"score-over-images.png": [[a, b], [a, c]], "score-over-flops.png": [[a, b], [a, c]]}  # nothing was timed
-    comparison.draw_figures({"name": "x", "runs": runs, "crossings": []}, tmp_path)
-    assert drawn["score-over-images.png"] == [[a, b, c]]
-
-
 @pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
 def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
     """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
@@ -400,15 +387,6 @@ def test_no_two_ways_to_guide_have_the_same_name():
             plain | {"weak": {"checkpoint": "x", "step": 5, "weights_sha256": "abcdef0123"}}]
     assert len({study.guidance_name(way) for way in ways}) == len(ways)
     assert study.guidance_name(ways[4]) == "scale 1.5, gamma2 0.7, on 2→-4"
-
-
-def test_a_guided_score_stands_beside_the_unguided_one_with_its_cost():
-    run = of("a", 0, (16, 4.0)) | {"step": 2, "steps": 2}
-    [plain] = run["scores"]
-    plain["multiply_adds_an_image"] = 100
-    run["scores"].append(plain | {"guidance": "label, scale 2", "value": 3.5, "multiply_adds_an_image": 172})
-    [row] = [line for line in "\n".join(comparison.guided_scores({"runs": [run]})).splitlines() if "scale 2" in line]
-    assert row == "| a | 2 | label, scale 2 | 3.500 (n=1) | -0.500, lower: guided in 1 of 1 seed, no verdict | 1.72 |"
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), RF()])
