@@ -178,7 +178,8 @@ class DiT(nn.Module):
         `routes` are resolved routes, as in `self.routes`; without them every token passes through every block. Which
         tokens take them is drawn here, or decided by mask_noise (B, len(routes), N) (see `Router.get_mask`).
         """
-        x = self.x_embedder(x) + self.pos_embed                                                   # (B, N, D)
+        # In this order the sum is laid out as pos_embed is, contiguous, and block 0 meets no strides of its own.
+        x = self.pos_embed + self.x_embedder(x)                                                   # (B, N, D)
         c = self.t_embedder(t) + self.y_embedder(y)                                               # (B, D)
         raster = torch.arange(x.shape[1], device=x.device).unsqueeze(0)                           # (1, N)
         before = {}                                      # by the first block of a stretch, the tokens before it

@@ -287,7 +287,7 @@ def main(cfg: TrainSettings) -> None:
     # ---- speed, applied from outside: `run.model` stays the plain network, which is saved
     if cfg.activation_checkpointing:
         speed.recompute_activations(run.model)
-    speed.compile_network(run.model, cfg.compile)
+    speed.compile_blocks(run.model, cfg.compile)
     # This makes DDP's replicas, unless FSDP has sharded the parts already.
     called = accelerator.prepare_model(run.objective, evaluation_mode=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)

@@ -16,12 +16,11 @@ def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor
     """Makes each pass of a DiT leave what the given blocks return: tokens (B, K, D) and their positions (1 or B, K).
 
     The returned dictionary is filled anew in each pass. Inside a route K counts the tokens that stayed, and positions
-    are their places in raster order. Call this before the network is compiled. Negative indices count from the last
-    block; raises ValueError for blocks that the network does not have.
+    are their places in raster order. Negative indices count from the last block; raises ValueError for blocks that the
+    network does not have.
     """
-    # Not empty at first, or torch.compile would guard on that and compile the network anew in the second step.
-    taken: dict[int, tuple[Tensor, Tensor]] = dict.fromkeys(blocks)
-    for i in taken:
+    taken: dict[int, tuple[Tensor, Tensor]] = {}
+    for i in blocks:
         if not -len(net.blocks) <= i < len(net.blocks):
             raise ValueError(f"Block {i} is not in this network, which has {len(net.blocks)} blocks.")
 

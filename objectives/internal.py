@@ -31,8 +31,7 @@ class InternalHead(FinalLayer):
         for p in (*self.linear.parameters(), *self.adaLN_modulation.parameters()):
             nn.init.zeros_(p)
         self.patch_size, self.input_size, self.out_channels = net.patch_size, net.input_size, net.out_channels
-        # Of the last pass. Not empty at first, or torch.compile would guard on that.
-        self.last: dict[str, Tensor | None] = {"tokens": None, "positions": None}
+        self.last: dict[str, Tensor] = {}   # tokens and positions of the last pass
         # A method, and no function, so that a copy of the network calls the copy of the head.
         net.blocks[block].register_forward_hook(self.read)
 

@@ -174,7 +174,7 @@ class Variant:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if cfg.activation_checkpointing:
             speed.recompute_activations(self.model)
-        speed.compile_network(self.model, not name.endswith("-eager") and cfg.compile)
+        speed.compile_blocks(self.model, not name.endswith("-eager") and cfg.compile)
         self.called, self.optimizer = accelerator.prepare(self.objective, optimizer)
 
         self.first_step = sum(self.measure(1).values())
@@ -300,7 +300,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 
     for name in dict.fromkeys(name.replace("tread", "dit") for name in cfg.variants):
         nets[name] = copy.deepcopy(net)
-        speed.compile_network(nets[name], not name.endswith("-eager") and cfg.compile)
+        speed.compile_blocks(nets[name], not name.endswith("-eager") and cfg.compile)
         first[name] = sum(measure(name).values())
     works = {name: partial(measure, name) for name in nets}
     rounds, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)

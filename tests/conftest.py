@@ -70,6 +70,18 @@ def fresh_accelerator():
 
 
 @pytest.fixture
+def graphs(monkeypatch):
+    """Counts what speed.compile_blocks traces, as `graphs.frame_count`, without making kernels; a break is an error."""
+    import torch
+    from torch._dynamo.testing import CompileCounterWithBackend
+
+    torch._dynamo.reset()
+    counter, compiled = CompileCounterWithBackend("aot_eager"), torch.compile
+    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend=counter, fullgraph=True, **how))
+    return counter
+
+
+@pytest.fixture
 def real_data() -> Path:
     """The folder of real images; the test is skipped where it is absent."""
     folder = Path(os.environ.get("TREAD_REAL_DATA", ROOT.parent / "shared" / "data"))

@@ -335,12 +335,13 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     assert files.read_rows(tmp_path / "moved/results.jsonl") == before
 
 
-def test_the_networks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
+def test_the_blocks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
     asked = []
-    monkeypatch.setattr(DiT, "compile", lambda model, **how: asked.append(how))
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how) or forward)
+    net = TINY()
     for how in (True, "reduce-overhead", False):
-        speed.compile_network(TINY(), how)
-    assert asked == [{"dynamic": False, "mode": None}, {"dynamic": False, "mode": "reduce-overhead"}]
+        speed.compile_blocks(net, how)
+    assert asked == [{"dynamic": False, "mode": mode} for mode in (None, "reduce-overhead") for _ in net.blocks]
 
 
 @pytest.fixture
@@ -375,7 +376,7 @@ def test_a_run_that_cannot_compile_ends_before_it_begins(nothing_installed, shap
 
 
 def test_compiling_is_told_until_the_first_step_has_been_taken(shapes, tmp_path, monkeypatch):
-    monkeypatch.setattr(DiT, "compile", lambda model, **how: None)
+    monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
     out = train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout
     assert re.search(r"compiling \(compile=true\): .*\n(.*\n)*step 2/2", out)
     assert "compiling (" not in train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout  # it has finished
@@ -553,18 +554,23 @@ def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_s
 
 
 @pytest.mark.parametrize(("selection", "how"), [("random", {"x_T": 1.0}), ("l1", {})], ids=["version 1", "l1"])
-def test_the_routed_network_is_one_graph_and_is_not_compiled_again(fresh_accelerator, selection, how):
-    from torch._dynamo.testing import CompileCounter
-
+def test_each_number_of_tokens_is_one_graph_and_is_not_compiled_again(fresh_accelerator, graphs, selection, how):
     model = build_network(dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
                                selection=selection, routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2, **how)]))
-    counter = CompileCounter()
-    model.compile(backend=counter, dynamic=False, fullgraph=True)
+    speed.compile_blocks(model, True)
     net = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
     for seed in range(3):
         torch.manual_seed(seed)
         net(torch.randn(4, 3, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
-    assert counter.frame_count == 1
+    assert graphs.frame_count == 2
+
+
+def test_routes_of_many_lengths_are_all_compiled(graphs):
+    net = DiT(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4)
+    speed.compile_blocks(net, True)
+    for kept in range(1, 12):  # torch would stop compiling at 8
+        net(torch.randn(2, 3, 8, 8), torch.randn(2), torch.arange(2), routes=(Route(1, 1, 1 - kept / 16),))
+    assert graphs.frame_count == 12
 
 
 @pytest.mark.parametrize("environment, project", [({}, "tread"), ({"WANDB_PROJECT": "faces"}, "faces")])

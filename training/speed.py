@@ -17,7 +17,7 @@ from torch import nn
 
 from dit import DiT
 from objectives import DiffusionLoss, Objective, own_state, trained_parameters
-from runtime import ranks, sharding
+from runtime import ranks
 from runtime.device import require_plain_launch, set_float32
 from runtime.schema import as_text
 
@@ -34,17 +34,17 @@ def recompute_activations(model: DiT) -> None:
         block.forward = functools.partial(torch.utils.checkpoint.checkpoint, block.forward, use_reentrant=False)
 
 
-def compile_network(model: DiT, how: bool | str) -> None:
-    """Compiles the forward pass in place, as one graph with static shapes; `how` is a bool or one of COMPILE_MODES.
+def compile_blocks(model: DiT, how: bool | str) -> None:
+    """Compiles the forward pass of each block in place, with static shapes; `how` is a bool or one of COMPILE_MODES.
 
-    Each block of a sharded network is one graph, since FSDP gathers and frees weights between blocks.
+    Blocks share their graphs: one for each number of tokens, whatever the depth. Hooks on a block run outside of them:
+    FSDP's, which gather and free its weights, and those that take hidden states.
     """
-    options = {"dynamic": False, "mode": None if how is True else how}
-    if how and sharding.is_sharded(next(model.parameters())):
+    # torch gives up after 8 graphs of one function. Routes of many lengths have more, and so do runs in one notebook.
+    torch._dynamo.config.recompile_limit = 64
+    if how:
         for block in model.blocks:
-            block.forward = torch.compile(block.forward, **options)
-    elif how:
-        model.compile(**options)
+            block.forward = torch.compile(block.forward, dynamic=False, mode=None if how is True else how)
 
 
 def check_compiler(how: bool | str, device: torch.device) -> None:

@@ -125,16 +125,14 @@ def test_gradients_reach_every_parameter_and_are_those_of_recomputed_activations
 
 
 @every_block
-def test_the_routed_network_is_one_graph_and_is_not_compiled_again(block, fresh_accelerator):
-    from torch._dynamo.testing import CompileCounter
-
-    net, counter = network(block), CompileCounter()
-    net.compile(backend=counter, dynamic=False, fullgraph=True)
+def test_each_number_of_tokens_is_one_graph_and_is_not_compiled_again(block, fresh_accelerator, graphs):
+    net = network(block)
+    speed.compile_blocks(net, True)
     called = Accelerator(mixed_precision="bf16", cpu=True).prepare(net)
     for seed in range(3):
         torch.manual_seed(seed)
         called(*batch(), routes=net.routes).sum().backward()
-    assert counter.frame_count == 1
+    assert graphs.frame_count == 2
 
 
 def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):

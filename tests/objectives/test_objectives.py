@@ -16,6 +16,7 @@ from objectives.hidden import take_hidden
 from objectives.version1 import Version1
 from rf import RF
 from routing_module import Route, Router
+from training.speed import compile_blocks
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 
@@ -199,14 +200,12 @@ def test_a_frozen_part_of_the_network_is_saved_with_it():
 
 
 @pytest.mark.parametrize("how", [False, True])
-def test_hidden_states_are_those_of_the_tokens_that_stayed_compiled_or_not(how):
+def test_hidden_states_are_those_of_the_tokens_that_stayed_compiled_or_not(graphs, how):
     net, noise = routed_net(), torch.rand(4, 2, 16)
     whole = []
     net.blocks[1].register_forward_hook(lambda _, args, output: whole.append((output, args[2])))
     hidden = take_hidden(net, [1, 2])
-    if how:
-        torch._dynamo.reset()
-        net.compile(backend="aot_eager", fullgraph=True)
+    compile_blocks(net, how)
     for seed in (0, 1):
         torch.manual_seed(seed)
         whole.clear()

@@ -80,15 +80,13 @@ def test_what_is_emulated_is_what_products_of_float8_give(batch):
         torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
 
 
-def test_the_compiled_routed_network_is_one_graph_in_float8_too():
-    from torch._dynamo.testing import CompileCounter
-
-    model, counter = network(), CompileCounter()
+def test_each_number_of_tokens_is_one_graph_in_float8_too(graphs):
+    model = network()
     speed.multiply_in_float8(model, emulate=True)
-    model.compile(backend=counter, dynamic=False, fullgraph=True)
+    speed.compile_blocks(model, True)
     for _ in range(2):
         model(torch.randn(4, 4, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
-    assert counter.frame_count == 1
+    assert graphs.frame_count == 2
 
 
 def test_layers_that_do_not_divide_by_16_are_a_sentence():
