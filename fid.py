@@ -242,8 +242,8 @@ def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool 
     """Scores what the settings, completed by `as_published`, name, or the checkpoint that was found there.
 
     Returns the row, which it appends to the results. Several networks have a row each, and what is returned has the
-    scores of them all. With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see it gets it without
-    its numbers. Raises ValueError or OSError for settings and files that cannot work.
+    scores of them all. With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see
+    it gets it without its numbers. Raises ValueError or OSError for settings and files that cannot work.
     """
     state, started = PartialState(), time.perf_counter()
     check_settings(cfg)
