@@ -13,8 +13,6 @@ configs/drawing.yaml; what the numbers mean and why they differ from somebody el
 """
 
 import time
-from collections.abc import Callable
-from dataclasses import dataclass
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Literal
@@ -28,21 +26,19 @@ from runtime.command import command
 from runtime.device import describe_device, join_ranks
 from runtime.schema import Location, Number, Size, Steps, Whole, as_text, one_of
 from sampling.opening import open_sampling
-from sampling.options import UNGUIDED, DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
-from scoring.drawing import DRAWN_RULE, H100, Drawing, derived_hours
-from scoring.evaluation import Judge, score_on
+from sampling.options import NO_GUIDANCE, DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
+from scoring.drawing import H100, Drawing, derived_hours, describe_weights
+from scoring.evaluation import Judge, Subject, score_on
 from scoring.feature_cache import FeatureCache
 from scoring.features import Extractor, are_known
 from scoring.features import load as load_extractor
-from scoring.image_sets import Images, Indexed, are_files, open_images, read_over_ranks
+from scoring.image_sets import Images, are_files, open_images, read_over_ranks
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
 from scoring.published import as_published, compare_published, is_drawn_as
 from scoring.results import (
     AtLeastTwo,
     Metrics,
     Published,
-    describe_autoencoder,
-    describe_classes,
     describe_extractor,
     result_row,
     scored_before,
@@ -138,38 +134,26 @@ def check_settings(cfg: ScoringSettings) -> None:
 # ---- what is scored -------------------------------------------------------------------------------------------------
 
 
-@dataclass
-class Subject:
-    """Images to score, drawn or stored."""
-
-    count: int
-    record: dict                                # what they are; drawn ones add their size
-    rule: str                                   # how uint8 was made
-    read: Callable[[np.ndarray], Indexed]       # indices to do, of all ranks -> this rank's images
-    results: Path                               # where the row goes, unless results= says
-    published: Published | None                 # scores of images that were made the same way
+# Images to score, where their row goes unless results= says, and published scores of images that were made alike.
+Opened = tuple[Subject, Path, Published | None]
 
 
-def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Checkpoint | None) -> Subject:
+def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Checkpoint | None) -> Opened:
     sampling = open_sampling(cfg, state, checkpoint=checkpoint)
     trained, given = sampling.trained, Path(cfg.checkpoint)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
     drawing = Drawing(
         trained.net, trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
         batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=sampling.guidance, precision=cfg.precision,
-        sampler=sampling.sampler,
+        sampler=sampling.sampler, guidance_record=sampling.guidance_record,
+        weights=describe_weights(
+            str(trained.checkpoint.folder or given), trained.step, trained.weights, trained.autoencoder,
+            cfg.decode_precision, sampling.classes, trained.net.num_classes, weights_sha256=trained.checkpoint.sha256,
+            **({"family": trained.family} if trained.family else {})),  # how bare weights were read
     )
-    drawing.record = {
-        "checkpoint": str(trained.checkpoint.folder or given), "step": trained.step, "weights": trained.weights,
-        "weights_sha256": trained.checkpoint.sha256, "ema": trained.weights == "ema",
-        "classes": describe_classes(sampling.classes, trained.net.num_classes),
-        **({"family": trained.family} if trained.family else {}),  # how bare weights were read
-        **describe_autoencoder(trained.autoencoder, cfg.decode_precision), **drawing.record,
-        "guidance": sampling.guidance_record,
-    }
     published = cfg.published if cfg.published and is_drawn_as(cfg.published, cfg, trained) else None
     home = trained.checkpoint.run or (given if given.is_dir() else given.parent)
-    return Subject(len(seeds), drawing.record, DRAWN_RULE, drawing.draw, home / "results.jsonl", published)
+    return drawing, home / "results.jsonl", published
 
 
 def open_stored(cfg: ScoringSettings, state: PartialState, key: str) -> tuple[Images, np.ndarray]:
@@ -181,11 +165,12 @@ def open_stored(cfg: ScoringSettings, state: PartialState, key: str) -> tuple[Im
     return images, images.choose(cfg.num_samples or images.count)
 
 
-def open_image_set(cfg: ScoringSettings, state: PartialState) -> Subject:
+def open_image_set(cfg: ScoringSettings, state: PartialState) -> Opened:
     images, chosen = open_stored(cfg, state, "images")
     published = cfg.published if cfg.published and cfg.published.num_samples == len(chosen) else None
-    return Subject(len(chosen), {**images.record, "images": images.count}, "as stored",
-                   lambda todo: read_over_ranks(images, chosen, todo, cfg.batch_size), Path("results.jsonl"), published)
+    subject = Subject(len(chosen), {**images.record, "images": images.count}, "as stored",
+                      lambda todo: read_over_ranks(images, chosen, todo, cfg.batch_size))
+    return subject, Path("results.jsonl"), published
 
 
 def open_extractors(cfg: ScoringSettings, state: PartialState) -> list[Extractor]:
@@ -249,25 +234,23 @@ def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool 
     check_settings(cfg)
 
     # ---- everything that can be wrong, before anything slow
-    subject = open_checkpoint(cfg, state, checkpoint) if cfg.checkpoint is not None else None
+    opened = open_checkpoint(cfg, state, checkpoint) if cfg.checkpoint is not None else None
     judges = open_judges(cfg, state)  # reads all files of the references
     choose_metrics(judges, cfg.metrics)
-    subject = subject or open_image_set(cfg, state)
+    subject, home, published = opened or open_image_set(cfg, state)
     choose_metrics(judges, cfg.metrics, subject.count)
     if cfg.published and cfg.checkpoint is not None:
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
-    results = Path(cfg.results or subject.results)
+    results = Path(cfg.results or home)
     files.open_rows(results).close()  # fails now rather than after hours of drawing
 
-    def row(judge: Judge, scores: dict[str, float | None], resumed_images: int = 0) -> dict:
-        return result_row(
-            scores, subject.count, subject.record, judge.extractor, judge.reference, floor=judge.floor,
-            seconds=time.perf_counter() - started, batch_size=cfg.batch_size, image_rule=subject.rule,
-            resolution=cfg.resolution, resumed_images=resumed_images)
+    def row(judge: Judge, scores: dict[str, float] | None = None) -> dict:
+        return result_row(subject, judge, scores, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,
+                          resolution=cfg.resolution, resumed_images=judge.keep.count if judge.keep else 0)
 
     if reuse:
-        wanted = [row(judge, dict.fromkeys(judge.names)) for judge in judges]
+        wanted = [row(judge) for judge in judges]
         old = [scored_before(one, results) for one in wanted]
         if ranks.broadcast_from_main(state, None not in old):
             return with_mean_fdr([before or one for before, one in zip(old, wanted, strict=True)])
@@ -284,10 +267,9 @@ def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool 
         judge.keep = kept(judge.extractor, subject.record, subject.count)
     missing = [judge.keep.missing() if judge.keep else np.arange(subject.count) for judge in judges]
     scores = score_on(judges, subject.read(reduce(np.union1d, missing)), subject.count, "scoring")
-    rows = [row(judge, found, judge.keep.count if judge.keep else 0)
-            for judge, found in zip(judges, scores, strict=True)]
+    rows = [row(*judged) for judged in zip(judges, scores, strict=True)]
     for scored in rows:
-        scored["published"] = subject.published and subject.published.model_dump(include={"where", "scores"})
+        scored["published"] = published and published.model_dump(include={"where", "scores"})
         if state.is_main_process:
             report(scored, results)
             files.append_row(results, scored)
@@ -318,7 +300,7 @@ def main(cfg: ScoringSettings) -> None:
     checkpoint = None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, cfg.weights)
     cfg, rows = as_published(cfg, checkpoint), []
     for scale in cfg.guidance_scales or [cfg.scale]:
-        change = {} if not cfg.guidance_scales else UNGUIDED if scale is None else {"scale": scale}
+        change = {} if not cfg.guidance_scales else NO_GUIDANCE if scale is None else {"scale": scale}
         row = run(cfg.model_copy(update=change), checkpoint, reuse=cfg.guidance_scales is not None)
         rows.append(row)
         if cfg.published:

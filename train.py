@@ -35,9 +35,9 @@ from runtime.schema import as_argument, as_text
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
-from scoring.drawing import DRAWN_RULE, Drawing
-from scoring.evaluation import score_images
-from scoring.results import describe_autoencoder, describe_classes, result_row, scored_before
+from scoring.drawing import Drawing, describe_weights
+from scoring.evaluation import score_on
+from scoring.results import result_row, scored_before
 from training import speed
 from training.optimizers import step_unless
 from training.run import Run, make_run
@@ -229,28 +229,25 @@ def draw(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Scores the EMA weights at each guidance scale at which this step has no row in results.jsonl."""
-    cfg, accelerator, evaluation = run.cfg.evaluate, run.accelerator, run.evaluation
-    extractor, reference, metrics = evaluation.extractor, evaluation.reference, evaluation.metrics
+    cfg, accelerator, judge = run.cfg.evaluate, run.accelerator, run.evaluation.judge
     results = run.folder / "results.jsonl"
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
     with torch.device("meta"):
         outline = build_network(run.record["network"])  # which a shard is not
+    weights = describe_weights(str(run.folder), run.step, "ema", run.autoencoder, run.cfg.decode_precision,
+                               run.latents.classes, run.model.num_classes, in_training=True)
     for scale in cfg.guidance_scales:
         began = time.perf_counter()
-        drawing = Drawing(run.ema, run.diffusion, evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
-                          num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline,
+        drawing = Drawing(run.ema, run.diffusion, run.evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
+                          num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline, weights=weights,
                           guidance=None if scale is None else Guidance(scale))
-        source = {"checkpoint": str(run.folder), "step": run.step, "weights": "ema", "ema": True, "in_training": True,
-                  "classes": describe_classes(run.latents.classes, run.model.num_classes),
-                  **describe_autoencoder(run.autoencoder, run.cfg.decode_precision), **drawing.record}
-        row = result_row(dict.fromkeys(metrics), len(seeds), source, extractor, reference, seconds=0.0,
-                         batch_size=cfg.batch_size, image_rule=DRAWN_RULE)
+        row = result_row(drawing, judge, batch_size=cfg.batch_size)
         if not ranks.broadcast_from_main(accelerator, scored_before(row, results, any_version=True) is None):
             continue
-        scores = score_images(drawing.draw(np.arange(len(seeds))), len(seeds), reference, extractor, metrics=metrics)
+        [scores] = score_on([judge], drawing.draw(np.arange(len(seeds))), len(seeds))
         if accelerator.is_main_process:
-            row |= {"metrics": scores, "source": source | drawing.record, "seconds": time.perf_counter() - began}
+            row = result_row(drawing, judge, scores, batch_size=cfg.batch_size, seconds=time.perf_counter() - began)
             files.append_row(results, row)
             written = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
             how = "unguided" if scale is None else f"guidance scale {scale:g}"

@@ -60,8 +60,8 @@ class GuidanceSettings(Settings):
 
 
 # What only guidance looks at, where there is none.
-UNGUIDED = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None, "channels": None,
-            "internal": False}
+NO_GUIDANCE = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None,
+               "channels": None, "internal": False}
 
 
 class DrawingSettings(GuidanceSettings):
@@ -147,7 +147,7 @@ def build_guidance(
     Raises ValueError, with the numbers and the setting, where they cannot work with `trained`.
     """
     if settings.scale is None:
-        if changed := [f"{key}={getattr(settings, key)}" for key, value in UNGUIDED.items()
+        if changed := [f"{key}={getattr(settings, key)}" for key, value in NO_GUIDANCE.items()
                        if getattr(settings, key) != value]:
             raise ValueError(f"{', '.join(changed)} guides nothing without a scale: give scale=1.5, or none of these.")
         settings.refuse("drop_label", why="nothing is guided without a scale; give scale=1.5")

@@ -14,13 +14,24 @@ from guidance import Guidance
 from rf import RF
 from sampling.generate import DRAWING_VERSION, generate, sampling_cost
 from sampling.options import sampler_settings
+from scoring.evaluation import Subject
 from scoring.image_sets import Indexed
+from scoring.results import describe_autoencoder, describe_classes
 
 DRAWN_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
 H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}  # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
 
 
-class Drawing:
+def describe_weights(
+    checkpoint: str, step: int | None, weights: str, autoencoder: str, decode_precision: str, classes: list[int],
+    num_classes: int, **more: object,
+) -> dict:
+    """Records which weights draw, of which classes, and what decodes them."""
+    return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": weights == "ema", **more,
+            "classes": describe_classes(classes, num_classes), **describe_autoencoder(autoencoder, decode_precision)}
+
+
+class Drawing(Subject):
     """Images that a network draws of `seeds`, and the record of how: what a result must say to be compared.
 
     The record gets the images' size when the first are drawn.
@@ -40,6 +51,8 @@ class Drawing:
         precision: str = "fp32",                # of the network, under autocast
         sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
         outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
+        weights: dict | None = None,            # what `describe_weights` records of the network's
+        guidance_record: dict | None = None,    # None: what guidance says of itself
     ):
         self.seeds, self.labels = seeds, labels
         sampler = sampler_settings(diffusion, sampler or {})
@@ -48,14 +61,16 @@ class Drawing:
         passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
         # JSON has no infinity.
         finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
-        self.record = {
-            "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
-            "num_steps": num_steps, "guidance": guidance and guidance.record(), "precision": precision,
+        record = {
+            **(weights or {}), "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
+            "num_steps": num_steps, "guidance": guidance_record or (guidance and guidance.record()),
+            "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
             "labels": "class seed % number of classes", "order": "of the seeds",
             "drawing_version": DRAWING_VERSION,  # and of one image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
+        super().__init__(len(seeds), record, DRAWN_RULE, self.draw)
 
     def draw(self, todo: np.ndarray) -> Indexed:
         """Draws this rank's share of the images at the indices `todo`, those of all ranks in rounds."""

@@ -1,8 +1,9 @@
 """Images of any origin, and a reference -> scores, over ranks."""
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 
+import numpy as np
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
 
@@ -25,6 +26,16 @@ def score_images(
     that cannot be measured.
     """
     return score_on([Judge(extractor, reference, metrics, keep)], batches, count, progress)[0]
+
+
+@dataclass
+class Subject:
+    """Images to score, drawn or stored."""
+
+    count: int
+    record: dict                            # what they are; drawn ones add their size
+    rule: str                               # how uint8 was made
+    read: Callable[[np.ndarray], Indexed]   # indices to do, of all ranks -> this rank's images
 
 
 @dataclass

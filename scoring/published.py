@@ -3,12 +3,12 @@
 import json
 
 from runtime.schema import read
-from sampling.options import UNGUIDED, DrawingSettings, sampler_settings
+from sampling.options import NO_GUIDANCE, DrawingSettings, sampler_settings
 from scoring.results import Published
 from weights.loading import Checkpoint, Trained
 
 
-def as_published(cfg: DrawingSettings, checkpoint: Checkpoint | None) -> DrawingSettings:
+def as_published(cfg: DrawingSettings, checkpoint: Checkpoint | None = None) -> DrawingSettings:
     """Completes fid.py's settings by those of the gauge or, with sampler=published, by those in a checkpoint's record.
 
     What is given goes first. Scores in the record come along in any case, to be compared with ours. Raises ValueError
@@ -38,7 +38,7 @@ def as_published(cfg: DrawingSettings, checkpoint: Checkpoint | None) -> Drawing
 def is_drawn_as(published: Published, cfg: DrawingSettings, trained: Trained) -> bool:
     """Tells whether a checkpoint's images are drawn as those of the published scores were."""
     ours, theirs = (sampler_settings(trained.diffusion, dict(one.sampler)) for one in (cfg, published))
-    guidance = {key: getattr(published, key, unguided) for key, unguided in UNGUIDED.items()} | {"drop_label": True}
+    guidance = {key: getattr(published, key, unguided) for key, unguided in NO_GUIDANCE.items()} | {"drop_label": True}
     return (ours == theirs and all(getattr(cfg, key) == value for key, value in guidance.items())
             and cfg.num_steps == published.num_steps and (cfg.num_samples or 50_000) == published.num_samples
             and published.step in (None, trained.step) and cfg.classes is None and trained.weights != "model")

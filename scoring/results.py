@@ -13,9 +13,9 @@ from runtime.command import commit
 from runtime.device import describe_device
 from runtime.schema import Number, Settings, Size, Steps, Whole, one_of
 from sampling.options import Pair, SamplerSettings
+from scoring.evaluation import Judge, Subject
 from scoring.feature_cache import SCORING_VERSION
-from scoring.features import Extractor, describe_extractor, versions
-from scoring.statistics import Reference
+from scoring.features import describe_extractor, versions
 from weights.records import DIFFUSIONS
 
 BALANCED = "class seed % number of classes"  # how a drawing's record puts it
@@ -55,29 +55,25 @@ def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | 
 
 
 def result_row(
-    scores: dict[str, float | None],    # None: not measured yet
-    count: int,                         # of images
-    source: dict,                       # what the images are, or how they were drawn
-    extractor: Extractor,
-    reference: Reference,
+    subject: Subject,
+    judge: Judge,
+    scores: dict[str, float] | None = None,  # None: not measured yet
     *,
-    floor: Reference | None = None,     # a second real set, whose distance is the unit of FDr
-    seconds: float,
+    seconds: float = 0.0,
     batch_size: int,
-    image_rule: str,                    # how uint8 was made
     resolution: int | None = None,      # to which images were scaled
     resumed_images: int = 0,            # those whose features were kept
 ) -> dict:
     """Makes a row of results.jsonl: scores, and all that they depend on."""
     state = PartialState()
     return {
-        "metrics": scores, "images": count, "source": source, "summary": summary(source, count),
-        "resumed_images": resumed_images,
-        "extractor": describe_extractor(extractor), "reference": reference.record,
-        **({"floor": floor.record} if floor else {}), "image_rule": image_rule,
+        "metrics": scores or dict.fromkeys(judge.names), "images": subject.count, "source": subject.record,
+        "summary": summary(subject.record, subject.count), "resumed_images": resumed_images,
+        "extractor": describe_extractor(judge.extractor), "reference": judge.reference.record,
+        **({"floor": judge.floor.record} if judge.floor else {}), "image_rule": subject.rule,
         "resolution": resolution, "batch_size": batch_size, "processes": state.num_processes,
         **describe_device(state.device),
-        "versions": versions(extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
+        "versions": versions(judge.extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
         "seconds": seconds, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 

@@ -26,6 +26,7 @@ from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds
 from scoring import features, statistics
+from scoring.evaluation import Judge
 from training import speed
 from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
@@ -72,9 +73,7 @@ class Evaluation:
     """What the EMA weights are scored with."""
 
     decode: Callable[[Tensor], Tensor]
-    extractor: features.Extractor
-    reference: statistics.Reference
-    metrics: list[str]
+    judge: Judge
 
 
 @dataclass
@@ -252,7 +251,7 @@ def open_drawing(
         reference = statistics.open_reference(cfg.evaluate.reference, extractor, side, accelerator.device)
         metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
-        evaluation = Evaluation(decoder.decode, extractor, reference, metrics)
+        evaluation = Evaluation(decoder.decode, Judge(extractor, reference, metrics))
     return grid, evaluation
 
 
