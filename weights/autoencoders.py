@@ -1,20 +1,16 @@
 """Names -> autoencoders: pixel space, diffusers' folders, LDM's files such as VA-VAE's, and users' own decoders."""
 
-import argparse
-import contextlib
 import importlib
 import json
 import re
-import zipfile
 from collections.abc import Callable
-from functools import partial
 from pathlib import Path
 
 import torch
-from safetensors.torch import load_file
 
 from autoencoder import SAMPLES_ONLY, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.schema import first_line
+from weights.reading import from_hub, is_torchscript, load_torchscript, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
 # Diffusers' classes for images in [-1, 1] whose config has the scale of their latents.
@@ -50,8 +46,12 @@ def load(
                              f"to it.")
         convention = convention or read_statistics(statistics)
         return DiffusersAutoencoder(name, vae, device, convention)
-    vae = _from_hub(name, dtype) if name in HUB_NAMES else _from_folder(name, dtype)
-    return DiffusersAutoencoder(name, vae, device, convention)
+    folder = name
+    if repo := HUB_NAMES.get(name):
+        folder = from_hub(repo, "config.json", "diffusion_pytorch_model.safetensors", remedy=(
+            f"where there is network, run `hf download {repo} config.json diffusion_pytorch_model.safetensors "
+            f"--local-dir {name}`, copy that folder here, and set autoencoder=path/to/{name}."))
+    return DiffusersAutoencoder(name, _from_folder(str(folder), dtype), device, convention)
 
 
 def load_decoder(
@@ -71,7 +71,7 @@ def load_decoder(
     if not runs_code(name):
         loaded = load(name, device, dtype, convention)
     elif asked:
-        function = _python(name) if name.startswith(PYTHON) else _torchscript(name, device)
+        function = _python(name) if name.startswith(PYTHON) else load_torchscript(Path(name), device)
         loaded = OwnDecoder(name, function, shape, device)
         loaded.convention = convention or loaded.convention
     else:
@@ -86,7 +86,7 @@ def load_decoder(
 
 def runs_code(name: str) -> bool:
     """Tells whether loading an autoencoder of this name runs code: a Python callable or a TorchScript file."""
-    return name.startswith(PYTHON) or (Path(name).is_file() and _is_torchscript(Path(name)))
+    return name.startswith(PYTHON) or (Path(name).is_file() and is_torchscript(Path(name)))
 
 
 def samples_only(name: str) -> bool:
@@ -100,24 +100,6 @@ def samples_only(name: str) -> bool:
 
 
 # ---- diffusers ------------------------------------------------------------------------------------------------------
-
-
-def _from_hub(name: str, dtype: torch.dtype) -> torch.nn.Module:
-    from diffusers import AutoencoderKL
-
-    repo = HUB_NAMES[name]
-    load = partial(AutoencoderKL.from_pretrained, repo, use_safetensors=True, torch_dtype=dtype)
-    with contextlib.suppress(Exception):  # not cached, or not whole
-        return load(local_files_only=True)
-    try:
-        return load()
-    except Exception as error:  # diffusers, huggingface_hub and the HTTP client each have their own exceptions
-        raise ValueError(
-            f"autoencoder={name} needs {repo} from the Hugging Face hub, which could not be fetched "
-            f"({type(error).__name__}). Where there is network, run `hf download {repo} config.json "
-            f"diffusion_pytorch_model.safetensors --local-dir {name}`, copy that folder here, and set "
-            f"autoencoder=path/to/{name}."
-        ) from error
 
 
 def _read_config(folder: str) -> dict:
@@ -201,25 +183,6 @@ def _from_ldm(file: Path) -> torch.nn.Module:
     return vae
 
 
-# ---- files of tensors -----------------------------------------------------------------------------------------------
-
-
-def read_tensors(file: Path) -> object:
-    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
-
-    Raises ValueError for a file that is damaged or holds anything else.
-    """
-    try:
-        if file.suffix == ".safetensors":
-            return load_file(file)
-        # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
-        with torch.serialization.safe_globals([argparse.Namespace]):
-            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
-    except Exception as error:  # torch, safetensors, zipfile and pickle each raise their own
-        raise ValueError(f"{file} cannot be read as weights: {first_line(error)}. Copy it again, or save its state "
-                         f"dict as .safetensors where it was made.") from error
-
-
 def read_statistics(file: Path) -> Convention:
     """Reads LightningDiT's latents_stats.pt, tensors mean and std; raises ValueError for anything else."""
     try:
@@ -229,24 +192,6 @@ def read_statistics(file: Path) -> Convention:
     except (AttributeError, KeyError, TypeError, ValueError) as error:
         raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: "
                          f"{first_line(error)}.") from error
-
-
-# ---- users' own code ------------------------------------------------------------------------------------------------
-
-
-def _is_torchscript(file: Path) -> bool:
-    """Tells TorchScript from weights: both are zips, and only the first holds code."""
-    if not zipfile.is_zipfile(file):
-        return False
-    with zipfile.ZipFile(file) as archive:
-        return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
-
-
-def _torchscript(name: str, device: torch.device | str) -> torch.nn.Module:
-    try:
-        return torch.jit.load(name, map_location=device).eval()
-    except Exception as error:  # torch has several
-        raise ValueError(f"autoencoder={name} is not a whole TorchScript file: {first_line(error)}") from error
 
 
 def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from dit import DiT, infer_architecture, sincos_2d, timestep_frequencies
 from runtime.schema import read_json
-from weights.autoencoders import read_tensors
+from weights.reading import read_tensors
 
 
 @dataclass(frozen=True)

