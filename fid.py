@@ -30,8 +30,7 @@ from sampling.options import NO_GUIDANCE, DrawingSettings, GuidanceSettings, Sam
 from scoring.drawing import H100, Drawing, derived_hours, describe_weights
 from scoring.evaluation import Judge, Subject, score_on
 from scoring.feature_cache import FeatureCache
-from scoring.features import Extractor, are_known
-from scoring.features import load as load_extractor
+from scoring.features import Extractor, are_known, load_extractor
 from scoring.image_sets import Images, are_files, open_images, read_over_ranks
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
 from scoring.published import as_published, compare_published, is_drawn_as
@@ -123,10 +122,6 @@ def check_settings(cfg: ScoringSettings) -> None:
                              f"is measured: name another.")
     elif cfg.reference is None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
-    for key in ("images", "reference_from", "reference", "floor"):
-        for path in as_list(getattr(cfg, key)):
-            if not Path(path).exists():
-                raise ValueError(f"{key}={path} does not exist.")
     for key, shared in (("reference", True), ("floor", True), ("features_weights", False), ("sha256", False)):
         of_each(cfg, key, shared)
 
@@ -243,7 +238,7 @@ def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool 
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
     results = Path(cfg.results or home)
-    files.open_rows(results).close()  # fails now rather than after hours of drawing
+    files.open_to_append(results).close()  # fails now rather than after hours of drawing
 
     def row(judge: Judge, scores: dict[str, float] | None = None) -> dict:
         return result_row(subject, judge, scores, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,

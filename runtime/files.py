@@ -97,7 +97,7 @@ def is_inside(path: Path, folder: Path) -> bool:
     return path.resolve().is_relative_to(folder.resolve())
 
 
-def open_rows(path: Path) -> BinaryIO:
+def open_to_append(path: Path) -> BinaryIO:
     """Opens a file of JSON lines to append to it.
 
     Raises OSError for a link, which in somebody else's run may lead anywhere.
@@ -110,7 +110,7 @@ def open_rows(path: Path) -> BinaryIO:
 
 def append_row(path: Path, row: dict) -> None:
     """Appends a JSON line, on a new line even where a kill has halved the last one."""
-    with naming_path(path), open_rows(path) as file:
+    with naming_path(path), open_to_append(path) as file:
         end = file.seek(0, os.SEEK_END)
         file.seek(max(0, end - 1))
         unfinished = file.read(1) not in (b"", b"\n")

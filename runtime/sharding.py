@@ -112,11 +112,6 @@ def part(tensor: Tensor, like: Tensor) -> Tensor:
     return distribute_tensor(tensor.to(like.device), like.device_mesh, like.placements, src_data_rank=None)
 
 
-def load(net: nn.Module, state: Mapping[str, Tensor]) -> None:
-    """Copies whole tensors into those of a network that have their names."""
-    copy_into(net.state_dict(), state)
-
-
 @torch.no_grad()
 def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Copies whole tensors into those of the same names; into a sharded one, each rank its part."""

@@ -15,19 +15,6 @@ from scoring.statistics import Reference, available_metrics
 from scoring.tally import Tally, fill
 
 
-def score_images(
-    batches: Indexed, count: int, reference: Reference, extractor: Extractor, *,
-    metrics: Iterable[str] | None = None, keep: FeatureCache | None = None, progress: str | None = None,
-) -> dict[str, float]:
-    """Scores `count` images against the reference; every rank brings its share and gets the same scores.
-
-    `batches` yields indices (B,), each of 0 … count-1 once over all ranks (-1 for a copy that is dropped), and images
-    (B, H, W, 3) uint8, without those that `keep` has. Raises ValueError for fewer images than `count`, or for metrics
-    that cannot be measured.
-    """
-    return score_on([Judge(extractor, reference, metrics, keep)], batches, count, progress)[0]
-
-
 @dataclass
 class Subject:
     """Images to score, drawn or stored."""
@@ -55,7 +42,12 @@ class Judge:
 
 
 def score_on(judges: list[Judge], batches: Indexed, count: int, progress: str | None = None) -> list[dict[str, float]]:
-    """Scores images as `score_images` does, by several judges in one pass; returns the scores of each."""
+    """Scores `count` images by each judge in one pass; every rank brings its share and gets the same scores.
+
+    `batches` yields indices (B,), each of 0 … count-1 once over all ranks (-1 for a copy that is dropped), and images
+    (B, H, W, 3) uint8, without those that every judge keeps features of. Raises ValueError for fewer images than
+    `count`, or for metrics that cannot be measured.
+    """
     state, parts = PartialState(), []
     for judge in judges:
         judge.metrics = available_metrics(judge.extractor, judge.reference, judge.metrics, count)

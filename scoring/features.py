@@ -80,7 +80,7 @@ def describe_extractor(extractor: Extractor) -> dict:
     return {key: getattr(extractor, key) for key in ("name", "space", "input", "weights", "sha256")}
 
 
-def load(
+def load_extractor(
     name: str, weights: str | Path | None = None, sha256: str | None = None, device: torch.device | str = "cpu",
 ) -> Extractor:
     """Loads one of EXTRACTORS, or `timm:<name>`.

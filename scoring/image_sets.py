@@ -13,6 +13,7 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
@@ -140,29 +141,35 @@ def open_decoded(
 
 
 def open_files(key: str, path: str, resolution: int | None) -> Images:
-    """Opens a folder or zip; reads each file once, for its size and for the hash of them all.
+    """Opens a folder or zip of images, which are scored in the order of their hashes, whatever their names are.
 
-    They are scored in the order of their hashes, whatever their names and folders are.
+    The hash of all and their size must be known before the first is scored: ranks share out that reading.
     """
     try:
         source = open_source(path, labels="none")
     except ValueError as error:
         raise ValueError(str(error).replace("source=", f"{key}=")) from error
-    if source.not_images and PartialState().is_main_process:
+    state, pool = PartialState(), ThreadPoolExecutor(8)
+    if source.not_images and state.is_main_process:
         print(f"{key}={path}: {len(source.not_images)} files have no image's name and are skipped: "
               f"{', '.join(source.not_images[:5])}.")
-    digests, sizes, broken = [], Counter(), []
-    for index in tqdm(range(len(source)), desc="looking at files", unit="img", delay=2, leave=False,
-                      disable=is_hidden(not PartialState().is_main_process)):
+
+    def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None]:
         try:
             data = source.read(index)
             with open_image(data) as image:  # the header only
-                sizes[image.size] += 1
+                return index, hashlib.sha256(data).digest(), image.size, None
         except (UnreadableImage, OSError) as error:
-            broken.append(f"{source.names[index]} ({error})")
-            continue
-        digests.append(hashlib.sha256(data).digest())
-    if broken:
+            return index, b"", (0, 0), f"{source.names[index]} ({error})"
+
+    mine = range(state.process_index, len(source), state.num_processes)
+    found = []
+    for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
+                      disable=is_hidden(not state.is_main_process)):
+        found += pool.map(look, mine[start : start + 256])
+    found = sorted(gather_object(found))
+    digests, sizes = [digest for _, digest, *_ in found], Counter(size for *_, size, _ in found)
+    if broken := [why for *_, why in found if why]:
         raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, {broken[0]} "
                          f"first: replace them.")
     if len(sizes) > 1 and resolution is None:
@@ -179,7 +186,6 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
     def read(indices: np.ndarray) -> Tensor:
         return torch.from_numpy(np.stack(list(pool.map(pixels, indices.tolist()))))
 
-    pool = ThreadPoolExecutor(8)
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
               "not_images": len(source.not_images), "order": "shuffled by the files' SHA-256"}

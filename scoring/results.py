@@ -97,6 +97,7 @@ def read_results(path: Path) -> list[dict]:
 
 # What another version of the code changes in a row. Older rows lack the last two, and have a hash of all code instead.
 OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
+COMPARED = ("images", "extractor", "reference", "floor", "image_rule", "resolution", "versions", "scoring_version")
 # Where a file lies, and the hash that tells what it holds wherever that is.
 PLACES = {"checkpoint": "weights_sha256", "autoencoder": "autoencoder_sha256", "path": "sha256", "weights": "sha256"}
 
@@ -107,26 +108,28 @@ def without_places(record: dict) -> dict:
             if not (key in PLACES and record.get(PLACES[key]))}
 
 
+def facts_of(row: dict, any_version: bool) -> dict:
+    """Names all that a row's scores depend on: files by their content, and the code by its versions."""
+    row = without_places(row)
+    # The size is known once the first images are drawn, `origin` is in training's rows of older versions, and a run
+    # that trains may lie anywhere.
+    ignored = ("size", "origin", *(["checkpoint"] if row["source"].get("in_training") else []))
+    facts = {f"source.{key}": value for key, value in row["source"].items() if key not in ignored}
+    facts |= {key: row[key] for key in COMPARED if key in row}
+    return {key: value for key, value in facts.items() if not (any_version and key in OF_THE_CODE)}
+
+
 def scored_before(row: dict, path: Path, any_version: bool = False) -> dict | None:
-    """Finds in results.jsonl a row with the scores that `row`, which has none yet, is going to have.
+    """Finds in results.jsonl a row that has the scores which `row` asks for and has not measured yet.
 
-    With `any_version` it may be of another version. A fact that an old row lacks is taken to be the same, and so are
-    files of the same content wherever they lie; rows of a run in training lie in its folder.
+    Both must depend on the same facts. One that an old row lacks is taken to be the same, unless it is a version of the
+    code. With `any_version` versions may differ.
     """
-    def facts(row: dict) -> dict:
-        row = without_places(row)
-        # The size is known once the first images are drawn; `origin` is in training's rows of older versions.
-        ignored = ("size", "origin", *(["checkpoint"] if row["source"].get("in_training") else []))
-        found = {f"source.{key}": value for key, value in row["source"].items() if key not in ignored}
-        compared = ("images", "extractor", "reference", "floor", "image_rule", "resolution", "versions",
-                    "scoring_version")
-        found |= {key: row[key] for key in compared if key in row}
-        return {key: value for key, value in found.items() if not (any_version and key in OF_THE_CODE)}
-
-    wanted = facts(json.loads(json.dumps(row)))
+    wanted = facts_of(json.loads(json.dumps(row)), any_version)  # as it would be read back
     for old in read_results(path):
-        found = facts(old)
-        same = all(found.get(key, None if key in OF_THE_CODE else value) == value for key, value in wanted.items())
-        if found and same and found.keys() <= wanted.keys() and row["metrics"].keys() <= old["metrics"].keys():
+        found = facts_of(old, any_version)
+        lacking = wanted.keys() - found.keys()
+        same = found and found.items() <= wanted.items() and not lacking & {*OF_THE_CODE}
+        if same and row["metrics"].keys() <= old["metrics"].keys():
             return old
     return None

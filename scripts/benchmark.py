@@ -51,7 +51,7 @@ from runtime.schema import Classes, Count, Location, Positive, Size, Steps, Toke
 from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
-from scoring.features import Features, extract, load
+from scoring.features import Features, extract, load_extractor
 from scripts import presentation
 from scripts.clocks import Mark, marked, seconds, seconds_of_parts, take_turns, wait
 from training import speed
@@ -278,7 +278,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
             vae = stable_diffusion_autoencoder()
         decoder = autoencoders.DiffusersAutoencoder("untrained", vae.to(dtype), device)
     else:
-        decoder = autoencoders.load(cfg.autoencoder, device, dtype)
+        decoder = autoencoders.load_autoencoder(cfg.autoencoder, device, dtype)
     net = make_network(cfg, "tread", device).eval()
     trained = SimpleNamespace(net=net, diffusion=diffusion, recorded={"diffusion": cfg.diffusion})
     guidance, _ = build_guidance(cfg.model_copy(update={"routes": None}), trained, device)
@@ -342,7 +342,7 @@ def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times the extractor on noise, and the distances on random features of two sets."""
     device, rows = accelerator.device, []
-    extractor = load(cfg.features, cfg.features_weights, device=device)
+    extractor = load_extractor(cfg.features, cfg.features_weights, device=device)
     images = torch.randint(0, 256, (cfg.batch_size, cfg.image_size, cfg.image_size, 3), dtype=torch.uint8).to(device)
     # Variances over six orders, as of Inception's features. The distance of two Gaussians is computed on the CPU.
     scale, gaussians = torch.logspace(0, -3, cfg.feature_size, dtype=torch.float64), []

@@ -200,7 +200,7 @@ def prepare(cfg: PrepareSettings) -> None:
         return
 
     with state.main_process_first():  # one rank downloads, the others find it in the cache
-        vae = autoencoders.load(autoencoder, state.device, DTYPES[cfg.precision])
+        vae = autoencoders.load_autoencoder(autoencoder, state.device, DTYPES[cfg.precision])
     if resolution % vae.downsample:
         raise ValueError(f"resolution={resolution} is not divisible by {vae.downsample}, the factor by which "
                          f"{autoencoder} shrinks images.")

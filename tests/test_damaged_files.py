@@ -18,7 +18,7 @@ from runtime.command import compose
 from scoring import feature_cache
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
-from weights.loading import read_weights
+from weights.others import read_weights
 
 
 def refusal(call, *arguments) -> str:

@@ -19,7 +19,7 @@ import fid
 from runtime import files
 from scoring import drawing, evaluation, feature_cache, image_sets, metrics
 from scoring import statistics as statistics_module
-from scoring.features import EXTRACTORS, Extractor, load
+from scoring.features import EXTRACTORS, Extractor, load_extractor
 from scoring.results import read_results, scored_before
 from scoring.statistics import Tally, available_metrics, open_reference
 from weights import checkpoint as checkpoints
@@ -172,23 +172,23 @@ def test_mind_is_the_mean_over_directions_of_the_cheapest_transport(monkeypatch)
 
 
 def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monkeypatch):
-    pixels, images = load("pixels"), shapes(60, seed=5)
+    pixels, images = load_extractor("pixels"), shapes(60, seed=5)
     reference = open_reference(reference_npz, pixels)
     batches = [(torch.arange(60), images)]
     with pytest.raises(ValueError, match="kd_pixels cannot be measured, as its subsets have 1000 images, and there are 60"):
-        evaluation.score_images(batches, 60, reference, pixels, metrics=["kd_pixels"])
+        evaluation.score_on([evaluation.Judge(pixels, reference, ["kd_pixels"])], batches, 60)[0]
     for module in (metrics, statistics_module):
         monkeypatch.setattr(module, "SUBSET", 50)
-    found = evaluation.score_images(batches, 60, reference, pixels, metrics="all")
+    found = evaluation.score_on([evaluation.Judge(pixels, reference, "all")], batches, 60)[0]
     assert list(found) == ["fd_pixels", "precision", "recall", "kd_pixels", "mind_pixels"]
     pools = pixels.compute(images)["pool"], pixels.compute(shapes(120))["pool"]
     assert found["kd_pixels"] == pytest.approx(metrics.kernel_distance(*pools), rel=1e-6)
     assert found["mind_pixels"] == pytest.approx(metrics.monge_distance(*pools), rel=1e-6)
-    assert list(evaluation.score_images(batches, 60, reference, pixels)) == ["fd_pixels", "precision", "recall"]
+    assert list(evaluation.score_on([evaluation.Judge(pixels, reference)], batches, 60)[0]) == ["fd_pixels", "precision", "recall"]
 
 
 def test_kid_is_inceptions_and_kdd_dinov2s():
-    names = [(named.kernel, named.monge) for named in (replace(load("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
+    names = [(named.kernel, named.monge) for named in (replace(load_extractor("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
     assert names == [("kid", "mind"), ("kdd", "mind_dinov2"), ("kd_x", "mind_x")]
 
 
@@ -210,26 +210,26 @@ def reference_npz(tmp_path_factory):
 
 
 def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(reference_npz):
-    pixels, images = load("pixels"), shapes(60, seed=5)
+    pixels, images = load_extractor("pixels"), shapes(60, seed=5)
     reference = open_reference(reference_npz, pixels)
     before = torch.get_rng_state()
-    straight = evaluation.score_images([(torch.arange(60), images)], 60, reference, pixels)
+    straight = evaluation.score_on([evaluation.Judge(pixels, reference)], [(torch.arange(60), images)], 60)[0]
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]  # a copy in each
-    again = evaluation.score_images(parts, 60, reference, pixels)
+    again = evaluation.score_on([evaluation.Judge(pixels, reference)], parts, 60)[0]
     assert list(straight) == ["fd_pixels", "precision", "recall"] and again == pytest.approx(straight, rel=1e-9)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 def test_fewer_images_than_asked_are_a_sentence(reference_npz):
-    pixels = load("pixels")
+    pixels = load_extractor("pixels")
     with pytest.raises(ValueError, match="60 images were asked for and 10 came"):
-        evaluation.score_images([(torch.arange(10), shapes(10))], 60, open_reference(reference_npz, pixels), pixels)
+        evaluation.score_on([evaluation.Judge(pixels, open_reference(reference_npz, pixels))], [(torch.arange(10), shapes(10))], 60)[0]
 
 
 def inception_like():
     """Features with the names and sizes of Inception's, from pixels."""
-    pixels = load("pixels").compute
+    pixels = load_extractor("pixels").compute
 
     def compute(images):
         pool = pixels(images)["pool"]
@@ -245,7 +245,7 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     (mu, sigma), (mu_s, sigma_s) = (tally.moments[name].mean_and_covariance() for name in ("pool", "spatial"))
     np.savez(tmp_path / "ref.npz", mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s, arr_0=shapes(50, seed=9).numpy())
     reference = open_reference(tmp_path / "ref.npz", adm)
-    found = evaluation.score_images([(torch.arange(80), images)], 80, reference, adm)
+    found = evaluation.score_on([evaluation.Judge(adm, reference)], [(torch.arange(80), images)], 80)[0]
     features = adm.compute(images)
     assert list(found) == ["fid", "sfid", "inception_score", "precision", "recall"]
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(features["pool"]), mu, sigma), rel=1e-9)
@@ -258,7 +258,7 @@ def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
     adm, own = inception_like(), shapes(50, seed=9)
     np.savez(tmp_path / "ref.npz", mu_s=np.zeros(24), sigma_s=np.eye(24), arr_0=own.numpy())  # no mu and sigma
     reference = open_reference(tmp_path / "ref.npz", adm)
-    found = evaluation.score_images([(torch.arange(80), shapes(80, seed=3))], 80, reference, adm, metrics=["fid", "sfid"])
+    found = evaluation.score_on([evaluation.Judge(adm, reference, ["fid", "sfid"])], [(torch.arange(80), shapes(80, seed=3))], 80)[0]
     mu, sigma = statistics(adm.compute(own)["pool"])
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(adm.compute(shapes(80, seed=3))["pool"]), mu, sigma), rel=1e-9)
     torch.testing.assert_close(reference.statistics["spatial"][0], torch.zeros(24, dtype=torch.float64))
@@ -277,7 +277,7 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
 def test_a_reference_of_other_weights_is_a_sentence(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc")
     with pytest.raises(ValueError, match="weights of SHA-256 abc"):
-        open_reference(tmp_path / "ref.npz", load("pixels"))
+        open_reference(tmp_path / "ref.npz", load_extractor("pixels"))
 
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
@@ -344,7 +344,7 @@ def test_the_inception_score_of_a_folder_is_that_of_shuffled_images(tmp_path, mo
 
 def count_measured(monkeypatch):
     """Counts the images that go through the features of pixels."""
-    counted, pixels = [], load("pixels")
+    counted, pixels = [], load_extractor("pixels")
     monkeypatch.setitem(EXTRACTORS, "pixels", lambda *_: replace(pixels, compute=lambda images: counted.append(len(images)) or pixels.compute(images)))
     return lambda: [sum(counted), counted.clear()][0]
 
@@ -451,7 +451,7 @@ def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(
         assert {"mu", "sigma", "arr_0"} <= set(one.files) == set(two.files)
         assert np.allclose(one["sigma"], two["sigma"], rtol=1e-10) and one["arr_0"].shape == (20, 16, 16, 3)
         assert np.array_equal(one["arr_0"], two["arr_0"]) and np.array_equal(one["arr_0"], shapes(60).numpy()[::3])
-        x = load("pixels").compute(shapes(60))["pool"].double()
+        x = load_extractor("pixels").compute(shapes(60))["pool"].double()
         assert np.allclose(one["mu"], x.mean(0)) and np.allclose(one["sigma"], torch.cov(x.T))
     row = command(tmp_path, images=tmp_path / "images.npz", reference=tmp_path / "latents.ref.npz", metrics=["fd_pixels"])
     assert abs(row["metrics"]["fd_pixels"]) < 1e-6
@@ -601,7 +601,7 @@ def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_set
     command(tmp_path, **options, **networks)
     ratios = []
     for row, name, weights in zip(rows_of(tmp_path), networks["features"], networks["features_weights"], strict=True):
-        network = load(name, weights)
+        network = load_extractor(name, weights)
         own, real, floor = (statistics(network.compute(images)["pool"].double()) for images in (
             shapes(70, seed=4) // 2, shapes(120), shapes(90, seed=8)))
         unit = fid.frechet_distance(*floor, *real)

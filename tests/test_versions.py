@@ -90,16 +90,16 @@ def inception_score_of_a_folder() -> float:
         images, extractor = image_sets.open_images("images", folder), in_full()
         reference = statistics.Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
         batches = image_sets.read_over_ranks(images, images.choose(60), np.arange(60), 20)
-        return evaluation.score_images(batches, 60, reference, extractor, metrics=["inception_score", "fid"])["inception_score"]
+        return evaluation.score_on([evaluation.Judge(extractor, reference, ["inception_score", "fid"])], batches, 60)[0]["inception_score"]
 
 
 def scored() -> dict[str, float]:
     """Scores 60 images against 40 others, and more parts by themselves."""
     found = {}
-    for extractor, asked in ((in_full(), None), (features.load("pixels"), ["fd_pixels"])):
+    for extractor, asked in ((in_full(), None), (features.load_extractor("pixels"), ["fd_pixels"])):
         reference = statistics.Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
         batches = ((torch.arange(first, first + 20), pictures(60, 1)[first : first + 20]) for first in (0, 20, 40))
-        found |= {f"{extractor.name} {metric}": value for metric, value in evaluation.score_images(batches, 60, reference, extractor, metrics=asked).items()}
+        found |= {f"{extractor.name} {metric}": value for metric, value in evaluation.score_on([evaluation.Judge(extractor, reference, asked)], batches, 60)[0].items()}
     splits = metrics.ScoreSums(6000, 4)
     splits.add(torch.arange(6000), (wave((6000, 4), 2, 3) * torch.linspace(0, 2, 6000)[:, None]).softmax(1))
     ordered = image_sets.Images(1000, None, {}, np.arange(1000)[::-1])

@@ -245,8 +245,8 @@ def open_drawing(
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
                              f"docs/evaluation.md says where to get or how to make one.")
         with accelerator.local_main_process_first():  # which downloads weights for the others
-            extractor = features.load(cfg.evaluate.features, cfg.evaluate.features_weights, cfg.evaluate.sha256,
-                                      accelerator.device)
+            extractor = features.load_extractor(cfg.evaluate.features, cfg.evaluate.features_weights,
+                                                cfg.evaluate.sha256, accelerator.device)
         side = latents.shape[1] * decoder.downsample  # to which photographs are scaled
         reference = statistics.open_reference(cfg.evaluate.reference, extractor, side, accelerator.device)
         metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)

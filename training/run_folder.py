@@ -245,8 +245,8 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         start_adapter(run, base)
         for net in (run.model, run.ema):
             adapters.load_base(net, base.net.state_dict())
-    adapters.load(run.model, checkpoints.load(folder, "model"))
-    adapters.load(run.ema, checkpoints.load(folder, "ema"))
+    adapters.restore(run.model, checkpoints.load(folder, "model"))
+    adapters.restore(run.ema, checkpoints.load(folder, "ema"))
     training = checkpoints.load(folder, "training")
     run.sums.values.copy_(training.pop("sums"))
     own = own_state(run.objective)

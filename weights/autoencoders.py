@@ -20,7 +20,7 @@ PYTHON = "python:"      # python:module.function
 STATISTICS = "latents_stats.pt"  # LightningDiT's, with the mean and standard deviation of each channel
 
 
-def load(
+def load_autoencoder(
     name: str, device: torch.device | str = "cpu", dtype: torch.dtype = torch.float32,
     convention: Convention | None = None,
 ) -> Autoencoder:
@@ -64,12 +64,14 @@ def load_decoder(
     batch_size: int | None = None,          # images decoded at once; None: as many as have PIXELS_AT_ONCE
     asked: bool = False,                    # whether the user has named it, not a file that somebody made
 ) -> Autoencoder:
-    """Loads what decodes latents of `shape` that were made by `convention`, whatever its own is.
+    """Loads an autoencoder, or a decoder of the user's own, to decode latents of `shape` that exist already.
 
-    Raises ValueError as `load` does, for other channels, and for a decoder that runs code where no user has named it.
+    They are brought back by `convention`, which made them, not by the one that the decoder was published with. A
+    decoder of one's own is code, so it is loaded only where `asked`. Raises ValueError as `load_autoencoder` does, for
+    latents of other channels, and for code that no user has named.
     """
     if not runs_code(name):
-        loaded = load(name, device, dtype, convention)
+        loaded = load_autoencoder(name, device, dtype, convention)
     elif asked:
         function = _python(name) if name.startswith(PYTHON) else load_torchscript(Path(name), device)
         loaded = OwnDecoder(name, function, shape, device)

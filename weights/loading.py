@@ -26,15 +26,10 @@ from weights import lora as adapters
 from weights.others import (
     FAMILIES,
     as_ours,
-    check_tensors,
-    choose,
-    detect_family,
     files_of,
     find_in_folder,
     pipeline_of,
-    plain_keys,
-    read_content,
-    settings_in,
+    read_weights,
     unknown_family,
     with_positions,
 )
@@ -259,33 +254,6 @@ def read_bare(
     record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
                               weights=held.which)
     return state, record, {"family": family, "said": held.said}
-
-
-@dataclass
-class Weights:
-    """What a weights file holds: one state dict, under our keys and without the prefixes of wrappers."""
-
-    state: dict[str, Tensor]
-    which: str              # ema, model, or file where the file does not say
-    said: str               # which, for people
-    family: str | None      # that the file shows
-    num_classes: int | None  # that it names
-
-
-def read_weights(path: Path, weights: str | None = None) -> Weights:
-    """Reads a file of weights: .safetensors, the index of shards, or a .pt or .ckpt, of which tensors alone are read.
-
-    A file may hold several networks. `weights` says which is taken: ema, model or, with None, the average if there is
-    one. Raises ValueError for a file that holds no state dict or not that one, and for values that are not finite.
-    """
-    content = read_content(path)
-    try:
-        held, which, said = choose(content, weights)
-        check_tensors(held.tensors)
-        family = detect_family(held.tensors, held.name, content)
-        return Weights(plain_keys(held.tensors), which, said, family, settings_in(content).get("num_classes"))
-    except ValueError as error:
-        raise ValueError(f"{path} is not read: {error}.") from None
 
 
 def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:

@@ -70,18 +70,18 @@ def tensors(net: nn.Module) -> dict[str, Tensor]:
     return {saved: state[name] for saved, name in trained_names(net).items()}
 
 
-def load(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
+def restore(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Restores what `tensors` returned."""
     names = trained_names(net)
     assert names.keys() == saved.keys()
-    sharding.load(net, {names[name]: value for name, value in saved.items()})
+    sharding.copy_into(net.state_dict(), {names[name]: value for name, value in saved.items()})
 
 
 def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads a plain network's state dict into one that may have an adapter, which does not change."""
     names = {name: name.replace(".base_layer.", ".") for name in net.state_dict() if ".lora_" not in name}
     assert {*names.values()} == state.keys()
-    sharding.load(net, {name: state[plain] for name, plain in names.items()})
+    sharding.copy_into(net.state_dict(), {name: state[plain] for name, plain in names.items()})
 
 
 @torch.no_grad()

@@ -38,6 +38,36 @@ FAMILIES = {
 }
 
 
+# ---- a file of weights ----------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Weights:
+    """What a weights file holds: one state dict, under our keys and without the prefixes of wrappers."""
+
+    state: dict[str, Tensor]
+    which: str              # ema, model, or file where the file does not say
+    said: str               # which, for people
+    family: str | None      # that the file shows
+    num_classes: int | None  # that it names
+
+
+def read_weights(path: Path, weights: str | None = None) -> Weights:
+    """Reads a file of weights: .safetensors, the index of shards, or a .pt or .ckpt, of which tensors alone are read.
+
+    A file may hold several networks. `weights` says which is taken: ema, model or, with None, the average if there is
+    one. Raises ValueError for a file that holds no state dict or not that one, and for values that are not finite.
+    """
+    content = read_content(path)
+    try:
+        held, which, said = choose(content, weights)
+        check_tensors(held.tensors)
+        family = detect_family(held.tensors, held.name, content)
+        return Weights(plain_keys(held.tensors), which, said, family, settings_in(content).get("num_classes"))
+    except ValueError as error:
+        raise ValueError(f"{path} is not read: {error}.") from None
+
+
 # ---- the files of others' folders -----------------------------------------------------------------------------------
 
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index\.json)?")

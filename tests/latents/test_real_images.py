@@ -25,7 +25,7 @@ def test_cifar10_goes_through_the_identity_unchanged(real_data, tmp_path):
     assert np.bincount(labels).tolist() == [1000] * 10
 
     latents = np.load(tmp_path / "latents-00000.npy")[:50]
-    images = autoencoders.load("identity").decode(torch.from_numpy(latents)).numpy()
+    images = autoencoders.load_autoencoder("identity").decode(torch.from_numpy(latents)).numpy()
     with zipfile.ZipFile(path) as archive:
         names = sorted(name for name in archive.namelist() if name.endswith(".jpg"))[:50]
         expected = np.stack([np.array(Image.open(io.BytesIO(archive.read(name))).convert("RGB")) for name in names])
@@ -44,7 +44,7 @@ def test_imagenette_goes_through_a_local_autoencoder(real_data, tmp_path):
     images = torch.from_numpy(np.stack([source.pixels(index, 64) for index in picked]))
     for name, side in (("latents", images), ("mirrored", images.flip(2))):
         rows = torch.from_numpy(np.load(tmp_path / "out" / f"{name}-00000.npy")[picked]).float()
-        torch.testing.assert_close(rows, torch.cat(autoencoders.load(folder).encode(side), dim=1), atol=2e-3, rtol=2e-3)
+        torch.testing.assert_close(rows, torch.cat(autoencoders.load_autoencoder(folder).encode(side), dim=1), atol=2e-3, rtol=2e-3)
 
 
 def test_grey_photographs_become_rgb(real_data):

