@@ -114,7 +114,7 @@ def trained_parameters(objective: Objective | DiffusionLoss) -> dict[str, nn.Par
 
 
 def own_modules(objective: Objective | DiffusionLoss) -> Iterator[tuple[str, nn.Module]]:
-    """Goes through the modules beside the network, without those that are frozen, as a teacher is."""
+    """Yields the objective's modules by name, but for the network and for frozen ones, as a teacher is."""
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         parameters = list(module.parameters())
         if module is objective.net or (parameters and not any(p.requires_grad for p in parameters)):

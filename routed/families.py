@@ -405,21 +405,22 @@ def names_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def takes_any(module: nn.Module) -> bool:
-    """Tells whether a module takes arguments of any name."""
+    """True if a module takes arguments of any name."""
     return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(type(module).forward).parameters.values())
 
 
+def bare(block: nn.Module) -> nn.Module:
+    """Returns the block inside the wrappers of compile and of a checkpoint."""
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
+        block = getattr(block, wrapper, block)
+    return block
+
+
 def fits(family: Family, network: nn.Module) -> bool:
-    """Tells whether a network has the lists of blocks of an original code, with the arguments that it knows."""
-    for spec in family.lists:
-        blocks = getattr(network, spec.path, None)
-        if not isinstance(blocks, nn.ModuleList):
-            return False
-        for block in blocks:
-            block = getattr(block, "_orig_mod", block)
-            if not {*names_of(getattr(block, "_checkpoint_wrapped_module", block))} <= {*spec.takes.split()}:
-                return False
-    return True
+    """True if a network has the lists of blocks of an original code, with the arguments that it knows."""
+    lists = [(getattr(network, spec.path, None), {*spec.takes.split()}) for spec in family.lists]
+    return all(isinstance(blocks, nn.ModuleList) and all({*names_of(bare(block))} <= takes for block in blocks)
+               for blocks, takes in lists)
 
 
 def family_of(network: nn.Module) -> Family:

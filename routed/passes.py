@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routed.families import REFUSED, Blocks, Family, encoder_depths, family_of, names_of, network_of, takes_any
+from routed.families import REFUSED, Blocks, Family, bare, encoder_depths, family_of, names_of, network_of, takes_any
 from routing_module import Route, Router, resolve_routes
 
 
@@ -128,7 +128,7 @@ class Stay:
 
     def rows(self, value: Tensor, axis: int) -> Tensor:
         """Keeps the rows of these tokens along an axis that follows one of the samples, or of size 1."""
-        return self.run.kept(value, axis, "", self.index, self.length)
+        return self.run.rows(value, axis, "", self.index, self.length)
 
 
 class Pass:
@@ -252,19 +252,24 @@ class Pass:
         return self.index[r, length]
 
     def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
-        """Keeps the rows of the tokens that stay along an axis of a tensor."""
-        r, by_ndim = self.routing.route_of[block], isinstance(axis, Mapping)
+        """Returns what a block on a route is given of an argument along the tokens; of the same value once."""
+        r = self.routing.route_of[block]
         key, version = (name, r, self.routing.specs[block].path), version_of(value)
         source, seen, result = self.along.get(key, (None, 0, None))
-        if source is value and seen == version and name:
+        if source is value and seen == version:
             return result
         if callable(axis):
-            ids = self.ids_keep[r]
-            stay = Stay(self, self.routing.blocks[block], block, stream, self.free - ids.shape[1])
-            result = axis(value, stay)
+            gone = self.free - self.ids_keep[r].shape[1]
+            result = axis(value, Stay(self, self.routing.blocks[block], block, stream, gone))
+        else:
+            result = self.rows(value, axis, name, block, stream)
+        if callable(axis) or not value.requires_grad:  # a recomputation must record the same operations
             self.along[key] = value, version, result
-            return result
-        ndim = value.ndim
+        return result
+
+    def rows(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
+        """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`); all where it has none."""
+        r, ndim, by_ndim = self.routing.route_of[block], value.ndim, isinstance(axis, Mapping)
         axis = axis.get(ndim) if by_ndim else axis
         axis, rank = axis if isinstance(axis, tuple) else (axis, ndim)
         if axis is None or axis > 0 and value.shape[axis] == 1:         # the same for all tokens
@@ -282,13 +287,9 @@ class Pass:
                              f"{' or '.join(lengths)}, behind an axis of {batch} samples or of size 1.")
         index = self.stayed(r, value.shape[axis])
         if bare and rank == ndim:
-            result = value[index[0]] if ndim == 1 else PerSample(value[index])
-        else:
-            table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
-            result = table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
-        if not value.requires_grad:  # a recomputation must record the same operations
-            self.along[key] = value, version, result
-        return result
+            return value[index[0]] if ndim == 1 else PerSample(value[index])
+        table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
+        return table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
 
     def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Returns a block's arguments, on a route those of the tokens that stay."""
@@ -321,8 +322,7 @@ class Pass:
         if starts and routing.own:
             self.check_named(block, given, {argument(names, key) for key in (tokens, spec.text, spec.front)}, stream)
         self.given = dict(given)
-        for key, axis in spec.along.items():
-            name, _, part = (argument(names, key), "", "") if isinstance(key, int) else key.partition(".")
+        for name, part, axis in routing.along[block]:
             value = given.get(name)
             if axis is None and value is not None:
                 raise ValueError(f"{routing.place(block)}: {name} relates the tokens in a way that a route would "
@@ -338,15 +338,13 @@ class Pass:
     def check_named(self, block: int, given: dict[str | int, Any], streams: set, stream: int) -> None:
         """Raises ValueError for a value as long as the tokens that is not named: a block might cut it to its own."""
         routing, batch = self.routing, len(self.ids_keep[self.routing.route_of[block]])
-        named = {argument(routing.names[block], key) if isinstance(key, int) else key.partition(".")[0]
-                 for key in routing.specs[block].along}
-        values = [(name, part) for name in given.keys() - named - streams
-                  for part in (given[name] if isinstance(given[name], tuple | list) else [given[name]])]
-        for name, value in values:
-            lengths = value.shape[int(len(value) == batch):-1] if isinstance(value, Tensor) and value.ndim > 1 else ()
-            if any(length in (self.free, stream) for length in lengths):
-                raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. Name "
-                                 f"its axis in along=, or write along={{{name!r}: {{}}}} if it is not theirs.")
+        for name in given.keys() - {name for name, _, _ in routing.along[block]} - streams:
+            for value in given[name] if isinstance(given[name], tuple | list) else [given[name]]:
+                is_wide = isinstance(value, Tensor) and value.ndim > 1
+                lengths = value.shape[int(len(value) == batch):-1] if is_wide else ()
+                if any(length in (self.free, stream) for length in lengths):
+                    raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. "
+                                     f"Name its axis in along=, or write along={{{name!r}: {{}}}} if it is not theirs.")
 
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
@@ -419,10 +417,14 @@ class Routing:
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
             found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
-            self.blocks += (inside(block, "_orig_mod") for block in found) if compiled else found
+            self.blocks += (getattr(block, "_orig_mod", block) for block in found) if compiled else found
             self.specs += [spec] * len(found)
-        inner = [inside(inside(block, "_orig_mod"), "_checkpoint_wrapped_module") for block in self.blocks]
+        inner = [bare(block) for block in self.blocks]
         self.names = [names_of(block) for block in inner]
+        self.along = []                         # of each block: arguments along its tokens, parts of tuples, axes
+        for names, spec in zip(self.names, self.specs, strict=True):
+            keys = [key.split(".") if isinstance(key, str) else [argument(names, key)] for key in spec.along]
+            self.along.append([(*key, "")[:2] + (axis,) for key, axis in zip(keys, spec.along.values(), strict=True)])
         if repeated := len(self.blocks) - len({*self.blocks}):
             raise ValueError(f"{repeated} of {len(self.blocks)} blocks are one that came before, and a route needs "
                              f"blocks that are called once.")
@@ -614,10 +616,6 @@ def check_torch() -> None:
     if seen != [("torch.utils.checkpoint", True), ("torch.utils.checkpoint", False)]:
         raise RuntimeError(f"routed() cannot tell passes apart in torch {torch.__version__}, whose saved tensors or "
                            f"checkpoints work in another way ({seen}). It is tested with torch 2.11.")
-
-
-def inside(module: nn.Module, name: str) -> nn.Module:
-    return getattr(module, name, module)
 
 
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:

@@ -37,9 +37,9 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
 
 def shard_rest(objective: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:
-    """Shares out what an objective trains besides its network, which is sharded already, as one more unit.
+    """Shards what an objective trains besides its network, which is sharded already, as one more unit.
 
-    Without this its gradients would not be added up over ranks. What is frozen stays whole on each rank.
+    Without this each rank would step by its own gradients. Frozen parts, as a teacher, are replicated.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

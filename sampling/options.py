@@ -100,9 +100,10 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
 
     own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
     given = {name: value for name, value in given.items() if value is not None}
-    if "solver" in own and hasattr(diffusion, f"sample_{given.get('solver')}"):  # one with other settings
-        own = {"solver": None} | settings_of(getattr(diffusion, f"sample_{given['solver']}"))
-        sampler += f" with solver={given['solver']}"
+    # A solver may be a method with settings of its own, sample_ancestral for instance.
+    solver = getattr(diffusion, f"sample_{given['solver']}", None) if {"solver"} <= own.keys() & given.keys() else None
+    if solver is not None:
+        own, sampler = {"solver": None, **settings_of(solver)}, f"{sampler} with solver={given['solver']}"
     for name, value in given.items():
         if name not in own:
             raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(own)}.")
@@ -135,7 +136,7 @@ def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: 
 
 
 def is_idle(settings: GuidanceSettings) -> bool:
-    """Tells whether the weak pass would be the strong one."""
+    """True if the weak pass would be the strong one."""
     return not (settings.drop_label or settings.weak or settings.internal) and settings.gamma1 == settings.gamma2
 
 

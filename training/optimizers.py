@@ -13,7 +13,7 @@ def adamw(trained: Mapping[str, nn.Parameter], **settings: object) -> torch.opti
 
 
 def is_matrix(name: str, p: nn.Parameter) -> bool:
-    """Tells the weights of a block's linear layers from what has other names or shapes, as norms, biases and decays."""
+    """True for the weight of a linear layer within a block, and not for its biases, norms and decays."""
     return name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2
 
 
