@@ -1,7 +1,7 @@
 """Shards a network over ranks by torch's FSDP2, block by block; takes its tensors out whole and puts whole ones in.
 
 A sharded tensor is a DTensor, which has the whole's shape and on each rank some of its rows. Every function here that
-handles tensors leaves plain ones as they are, so that its callers need not ask which they have.
+handles tensors returns plain ones unchanged, so that its callers need not ask which they have.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""The settings of commands that draw: a sampler's, guidance, seeds and classes."""
+"""The settings of commands that sample: a sampler's, guidance, seeds and classes."""
 
 import inspect
 import math
@@ -41,7 +41,7 @@ class SamplerSettings(Settings):
 
 Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]  # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
-# Where tokens leave and rejoin; the ratios are gamma1 and gamma2.
+# Where tokens are routed and rejoin; the ratios are gamma1 and gamma2.
 GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, path_drop=None, drop_batch=None)
 
 
@@ -65,7 +65,7 @@ UNGUIDED = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": N
 
 
 class DrawingSettings(GuidanceSettings):
-    """configs/drawing.yaml, which every command that draws has."""
+    """configs/drawing.yaml, which every command that samples has."""
 
     checkpoint: Location | None
     weights: one_of(["ema", "model"]) | None
@@ -246,7 +246,7 @@ def empty_classes(present: list[int], num_classes: int) -> str | None:
     if not (empty := sorted({*range(num_classes)} - {*present})):
         return None
     first = ", ".join(map(str, empty[:5])) + (" …" if len(empty) > 5 else "")
-    return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}); they are drawn only if named."
+    return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}), which are sampled if named."
 
 
 def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:

@@ -1,4 +1,4 @@
-"""Images that a network draws to be scored, and the record of how."""
+"""Images that a network samples to be scored, and the record of how."""
 
 import math
 from collections.abc import Callable
@@ -21,9 +21,9 @@ H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}  # FLOP/s: 30 % of a lar
 
 
 class Drawing:
-    """Images that a network draws of `seeds`, and the record of how: what a result must say to be compared.
+    """Images that a network samples of `seeds`, and the record of how: what a result must say to be compared.
 
-    The record gets the images' size when the first are drawn.
+    The record gets the images' size when the first are sampled.
     """
 
     def __init__(
@@ -34,7 +34,7 @@ class Drawing:
         seeds: list[int],                       # of all ranks; each is one image
         labels: list[int],                      # one a seed
         *,
-        batch_size: int,                        # images a rank draws at once
+        batch_size: int,                        # images a rank samples at once
         num_steps: int,
         guidance: Guidance | None = None,
         precision: str = "fp32",                # of the network, under autocast
@@ -58,7 +58,7 @@ class Drawing:
         }
 
     def draw(self, todo: np.ndarray) -> Indexed:
-        """Draws this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
+        """Samples this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
         seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
         place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # the seed of a copy
         for drawn, _, images in self.generate(seeds, labels):
@@ -67,5 +67,5 @@ class Drawing:
 
 
 def derived_hours(drawn: dict, count: int, precision: str) -> float:
-    """Derives the hours of one H100 that drawing `count` images takes, by the FLOPs of the network alone."""
+    """Derives the hours of one H100 that sampling `count` images takes, by the FLOPs of the network alone."""
     return 2 * sum(drawn["multiply_adds"].values()) * count / H100[precision] / 3600

@@ -89,7 +89,7 @@ def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: torch.opti
 def load_optimizer(
     trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
 ) -> None:
-    """Restores what `optimizer_tensors` flattened; learning rate and the other settings stay as they are.
+    """Restores what `optimizer_tensors` flattened; learning rate and the other settings are kept.
 
     Raises ValueError for a tensor of a parameter that is not trained here, or of another shape than its parameter.
     """

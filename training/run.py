@@ -60,7 +60,7 @@ class Sums:
 
 @dataclass
 class Grid:
-    """What a sample grid is drawn of."""
+    """What a sample grid is made of."""
 
     decode: Callable[[Tensor], Tensor]
     seeds: list[int]
@@ -114,7 +114,7 @@ class Run(Progress):
     objective: Objective | DiffusionLoss  # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
-    paused: float = 0.0                     # seconds since the last report in which it saved, drew or scored
+    paused: float = 0.0                     # seconds since the last report in which it saved, sampled or scored
     reported_loss: float = 0.0              # of the last report
     lock: object = None                     # on the folder, until the process ends; on the main rank
 
@@ -238,7 +238,7 @@ def open_drawing(
     """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
         if autoencoder == autoencoders.NONE:
-            accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are drawn; "
+            accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are sampled; "
                               "sample.py writes latents with latents=true.")
         return None, None
     try:
@@ -288,12 +288,12 @@ def check_kept(latents: Latents, model: DiT) -> None:
     most, image = latents.most_kept(model.patch_size)
     for route in model.routes:
         if route.path_drop:
-            raise ValueError(f"keep_masked=true: route {route} takes all tokens of some samples along, so none is sure "
-                             f"to stay. Set path_drop to 0 in model.routes, or keep_masked=false.")
+            raise ValueError(f"keep_masked=true: route {route} routes all tokens of some samples, so none is sure "
+                             f"to be kept. Set path_drop to 0 in model.routes, or keep_masked=false.")
         room = num_tokens - int(num_tokens * route.selection_ratio)
         if most > room:
             raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
-                             f"route {route} leaves only {room}. Set selection_ratio to {1 - most / num_tokens:.4g} or "
+                             f"route {route} keeps only {room}. Set selection_ratio to {1 - most / num_tokens:.4g} or "
                              f"less in model.routes, or keep_masked=false.")
 
 
@@ -325,7 +325,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked,
                                 shapes)
     if lacking := [name for name in objective.arrays if name not in (*latents.arrays, "weight")]:
-        raise ValueError(f"The objective {', '.join(cfg.objective)} needs {lacking[0]}-*.npy beside the latents, and "
+        raise ValueError(f"The objective {', '.join(cfg.objective)} needs the extra array {lacking[0]}-*.npy, and "
                          f"{latents.where} has no such array in its metadata.json (docs/data.md).")
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":

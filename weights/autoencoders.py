@@ -85,12 +85,12 @@ def load_decoder(
 
 
 def runs_code(name: str) -> bool:
-    """Tells whether loading an autoencoder of this name runs code: a Python callable or a TorchScript file."""
+    """True if loading an autoencoder of this name runs code: a Python callable or a TorchScript file."""
     return name.startswith(PYTHON) or (Path(name).is_file() and _is_torchscript(Path(name)))
 
 
 def samples_only(name: str) -> bool:
-    """Tells, without loading weights, whether an autoencoder gives values and no distributions.
+    """True if an autoencoder, whose weights are not loaded, gives values and no distributions.
 
     Raises ValueError for a name without an autoencoder.
     """
@@ -235,7 +235,7 @@ def read_statistics(file: Path) -> Convention:
 
 
 def _is_torchscript(file: Path) -> bool:
-    """Tells TorchScript from weights: both are zips, and only the first holds code."""
+    """True for TorchScript, and not for weights: both are zips, and only the first holds code."""
     if not zipfile.is_zipfile(file):
         return False
     with zipfile.ZipFile(file) as archive:
