@@ -5,7 +5,7 @@
     python fid.py images=FOLDER|ZIP|NPZ|NPY reference=FOLDER|ZIP|NPZ|NPY               # what somebody else made
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
     python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # somebody's, as published
-    python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # ours, as theirs was drawn
+    python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # ours, as theirs was sampled
     python fid.py --multirun checkpoint=runs/x reference=… scale=1.5,2 gamma2=0.3,0.5  # each scale at each ratio
 
 Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml and
@@ -129,7 +129,7 @@ def check_settings(cfg: ScoringSettings) -> None:
 # ---- what is scored -------------------------------------------------------------------------------------------------
 
 
-# Images to score, where their row goes unless results= says, and published scores of images that were made alike.
+# Images to score, where their row goes without results=, and published scores of images that were made the same way.
 Opened = tuple[Subject, Path, Published | None]
 
 
@@ -238,7 +238,7 @@ def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool 
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
     results = Path(cfg.results or home)
-    files.open_to_append(results).close()  # fails now rather than after hours of drawing
+    files.open_to_append(results).close()  # fails now rather than after hours of sampling
 
     def row(judge: Judge, scores: dict[str, float] | None = None) -> dict:
         return result_row(subject, judge, scores, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,

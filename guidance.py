@@ -40,7 +40,7 @@ class Guidance:
     net2        the weak network, if it is another one (AutoGuidance)
     interval    the lowest and the highest noise level (sigma of EDM, t of flow matching) outside which only the
                 strong pass runs; None: everywhere both do
-    routes      where tokens leave and rejoin, their ratios not used; None: on each network's own routes
+    routes      where tokens are routed and rejoin, their ratios not used; None: on each network's own routes
     channels    how many channels are guided, the first ones; the others are the strong pass's (3 in the code of DiT,
                 SiT and LightningDiT); None: all
     internal    whether the weak prediction is that of the network's internal head, of the strong pass itself
@@ -98,8 +98,8 @@ class Guidance:
             if self.routes is not None:
                 network.router.taken(resolve_routes(self.routes, len(network.blocks)), network.routes)
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
-                raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens leave and "
-                                 f"rejoin, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
+                raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens are "
+                                 f"routed, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
                                  f"label (guidance=cfg).")
         if self.internal and not hasattr(net, "internal_head"):
             raise ValueError("guidance=internal needs the head in the middle of a network that objective=internal "

@@ -17,11 +17,12 @@ Selection = Literal["random", "grid", "l1"]     # of the tokens that are kept, s
 class Route:
     """A road around blocks start_layer_idx..end_layer_idx, both inclusive, that a share of the tokens takes.
 
-    Before block `start_layer_idx`, `selection_ratio` of the tokens leave; after block `end_layer_idx` they rejoin at
-    their own positions with the value they had before block `return_from`; None is the start, so that they return as
-    they left. Indices may be negative and then count from the last block. In the recipe of the paper's first version
+    Before block `start_layer_idx`, `selection_ratio` of the tokens are routed; after block `end_layer_idx` they rejoin
+    at their own positions with the value they had before block `return_from`; None is the start, so that they return as
+    they were. Indices may be negative and then count from the last block. In the recipe of the paper's first version
     x_T is 1: a token rejoins as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`).
-    In a share `path_drop` of the samples, or with drop_batch of the batches, all tokens return as if they had left.
+    In a share `path_drop` of the samples, or with drop_batch of the batches, all tokens return as if
+    they had been routed.
     """
 
     start_layer_idx: int
@@ -43,7 +44,7 @@ class Route:
 
     @property
     def is_identity(self) -> bool:
-        """Tells whether tokens rejoin as they left."""
+        """True if tokens rejoin with the value they were routed with."""
         return (self.x_T, self.x_D_last, self.return_from) == (0, 1, None)
 
     def returning(self, before: Mapping[int, Tensor]) -> Tensor:
@@ -82,11 +83,11 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
                              f"{start} and ends at block {end}. The end may not come before the start.")
         if source is not None and not 0 <= source <= start:
             raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} must be "
-                             f"a block up to its start, {start}, where tokens leave.")
+                             f"a block up to its start, {start}, where tokens are routed.")
         if not 0 <= route.selection_ratio < 1:
             raise ValueError(f"Route {route} in a network of {depth} blocks: selection_ratio="
                              f"{route.selection_ratio} is the share of tokens that skip and must lie in [0, 1); at 1 "
-                             f"no token would be left.")
+                             f"no token would be kept.")
         if not 0 <= route.path_drop < 1:
             raise ValueError(f"Route {route} in a network of {depth} blocks: path_drop="
                              f"{route.path_drop} is the share of samples that skip and must lie in [0, 1); at 1 its "
@@ -127,11 +128,11 @@ def stretches(taken: Mapping[int, Route], depth: int) -> Iterator[tuple[range, i
 
 @dataclass(eq=False)
 class Router:
-    """Chooses the tokens that stay, takes them out, and puts them back. It has no parameters and no state.
+    """Chooses the tokens that are kept, takes them out, and puts them back. It has no parameters and no state.
 
-    `selection` is "random"; "grid": of 2 × 2 neighbours none is second to stay before one of each four does; or "l1":
+    `selection` is "random"; "grid": of 2 × 2 neighbours none is the second kept before one of each four is; or "l1":
     then a share `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest uniform noise, and tokens of large
-    norm stay, or with `inverse` those of small norm. Raises ValueError for others.
+    norm are kept, or with `inverse` those of small norm. Raises ValueError for others.
     """
 
     selection: Selection = "random"
@@ -158,15 +159,15 @@ class Router:
     def get_mask(
         self, x: Tensor, selection_ratio: float, noise: Tensor | None = None, keep_mask: Tensor | None = None,
     ) -> Tensor:
-        """Draws, for each sample anew, the tokens that stay: without replacement, uniform where selection is "random".
+        """Draws, for each sample anew, the kept tokens: without replacement, uniform where selection is "random".
 
         x is (B, N, D); the result is ids_keep (B, K) int64 with K = N - int(N * selection_ratio), ascending, so that
-        raster order survives. Where all stay nothing is drawn. `noise` (B, N) float32, uniform in [0, 1), decides
-        instead of a fresh draw: the tokens of its K lowest values stay, so of two ratios on the same noise the higher
-        keeps a subset of the lower's.
-        Tokens where keep_mask (B, N) bool is True stay in any case, as do those whose noise is negative (see `keep`).
+        raster order survives. Where all are kept nothing is drawn. `noise` (B, N) float32, uniform in [0, 1), decides
+        instead of a fresh draw: the tokens of its K lowest values are kept, so of two ratios on the same noise the
+        higher keeps a subset of the lower's.
+        Tokens where keep_mask (B, N) bool is True are kept in any case, as are those of negative noise (see `keep`).
         K does not change: raises ValueError for a keep_mask on the CPU with more than K tokens in a sample. On a GPU
-        that would make the step wait, so there some of them leave.
+        that would make the step wait, so there some of them are routed.
         """
         batch, num_tokens, _ = x.shape
         num_keep = num_tokens - int(num_tokens * selection_ratio)
@@ -181,18 +182,18 @@ class Router:
                                  f"{num_tokens} tokens: it must be {tuple(noise.shape)}.")
             if keep_mask.device.type == "cpu" and (most := int(keep_mask.sum(dim=1).max())) > num_keep:
                 raise ValueError(f"keep_mask keeps {most} tokens of a sample, but at selection ratio {selection_ratio} "
-                                 f"only {num_keep} of {num_tokens} stay: lower the ratio to "
+                                 f"only {num_keep} of {num_tokens} are kept: lower the ratio to "
                                  f"{1 - most / num_tokens:.4g} or less, or keep fewer.")
             noise = self.keep(noise, keep_mask)
         score = torch.where(noise < 0, noise * 1e30, self.score(x, noise))      # below every score
         return score.argsort(dim=1)[:, :num_keep].sort(dim=1).values
 
     def keep(self, noise: Tensor, keep_mask: Tensor) -> Tensor:
-        """Lowers the noise of tokens that must stay below 0, and so below that of all others."""
+        """Lowers the noise of tokens that must be kept below 0, and so below that of all others."""
         return torch.where(keep_mask, noise - 1, noise)
 
     def score(self, x: Tensor, noise: Tensor) -> Tensor:
-        """Returns a number for each token (B, N); those of the lowest stay, after those whose noise is negative."""
+        """Returns a number for each token (B, N); those of the lowest are kept, after those whose noise is negative."""
         if self.selection == "random":
             return noise
         if self.selection == "grid":
@@ -203,7 +204,7 @@ class Router:
         return (1 - self.l1_reg) * noise + self.l1_reg * (norm if self.inverse else 1 - norm)
 
     def start_route(self, x: Tensor, ids_keep: Tensor) -> Tensor:
-        """Keeps the tokens that stay: (B, N, D) and ids (B, K) to (B, K, D)."""
+        """Takes the kept tokens out: (B, N, D) and ids (B, K) to (B, K, D)."""
         return x.gather(1, ids_keep.unsqueeze(-1).expand(-1, -1, x.shape[-1]))
 
     def end_route(

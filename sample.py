@@ -49,7 +49,7 @@ def default_grid(given: Path, trained: Trained) -> Path:
 
 
 def draw(cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None) -> Iterator[Batch]:
-    """Draws the gathered batches of all ranks."""
+    """Samples the gathered batches of all ranks."""
     return gathered(generate(
         sampling.trained.net, sampling.trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
         batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
@@ -102,7 +102,7 @@ def main(cfg: SampleSettings) -> None:
 
 @command("rf", GridSettings)
 def compare_guided(cfg: GridSettings) -> None:
-    """Draws a flow-matching network guided and unguided, and says what each costs: `python rf.py`."""
+    """Samples a flow-matching network guided and unguided, and says what each costs: `python rf.py`."""
     state = join_ranks(cfg.cpu, cfg.tf32)
     if cfg.out and Path(cfg.out).suffix != ".png":
         raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")

@@ -82,7 +82,7 @@ def train_step(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `called` is `objective` after casting and replication. `arrays` (B, …) are those beside the latents. Returns the
+    `called` is `objective` after casting and replication. `arrays` (B, …) are the extra ones. Returns the
     loss, the gradient's norm, whether the step was skipped because it was not finite, and the terms of the loss, as
     tensors on the device and outside of a graph's memory.
     """
@@ -308,7 +308,7 @@ def main(cfg: TrainSettings) -> None:
         # Right after resuming, too: a kill may have come between a save and its grid.
         due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and ranks.broadcast_from_main(accelerator, not run.grid_path.exists()):
-            with paused(run, bar, "drawing"):
+            with paused(run, bar, "sampling"):
                 draw(run)
         # The untrained network, too, for comparison.
         if run.evaluation and (due(run.step, cfg.evaluate.every) or finished):

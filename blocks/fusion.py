@@ -11,7 +11,7 @@ from routing_module import Route, Router
 class FusingRouter(Router, nn.Module):
     """A router whose tokens rejoin through a linear layer, in dense passes too; its network has one route.
 
-    All tokens go around the route. Out of it come those that stayed, and a fixed random mask token in the places of the
+    All tokens go around the route. Out of it come the kept ones, and a fixed random mask token in the places of the
     others; the layer fuses the two values of each place.
     """
 

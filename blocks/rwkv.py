@@ -66,7 +66,7 @@ def shift_tokens(x: Tensor, positions: Tensor, grid_size: int) -> Tensor:
     """Gives each token a quarter of the channels of its left, right, upper and lower neighbour (Vision-RWKV's Q-Shift).
 
     x is (batch, K, D) and positions (1 or batch, K) are places in the raster of grid_size². A neighbour that is not
-    there gives zeros, whether it left on a route or lies beyond the border.
+    there gives zeros, whether it is routed or lies beyond the border.
     """
     places = positions.unsqueeze(-1).expand_as(x)
     grid = x.new_zeros(x.shape[0], grid_size**2, x.shape[-1]).scatter(1, places, x).unflatten(1, (grid_size, -1))

@@ -367,7 +367,7 @@ def recognize(source: str) -> tuple[str, str]:
 
 
 def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
-    """Tells a set with a dataset.json by the names of its files; REPA's and EDM2's are the same."""
+    """Returns the form of a set with a dataset.json, by its files' names; REPA's and EDM2's are the same."""
     for name in names:
         if "vae-sd" in (parts := name.split("/")) and name.endswith(".npy"):
             return [("repa", f"{name} lies in vae-sd")]

@@ -60,7 +60,7 @@ def clean(name: str) -> str:
 
 
 def is_hidden(name: str) -> bool:
-    """Tells hidden files and folders, and a system's copies and thumbnails such as __MACOSX/._cat.jpg."""
+    """True for hidden files and folders, and a system's copies and thumbnails such as __MACOSX/._cat.jpg."""
     return any(part.startswith(".") or part in OF_A_SYSTEM for part in name.split("/"))
 
 
@@ -69,7 +69,7 @@ def has_image_suffix(name: str) -> bool:
 
 
 def looks_like_image(name: str) -> bool:
-    """Tells by the name alone."""
+    """True by the name alone."""
     return has_image_suffix(name) and not is_hidden(name)
 
 

@@ -77,7 +77,7 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
 
 
 def is_sound(index: dict[str, np.ndarray], sizes: list[int]) -> bool:
-    """Tells whether an index, which may be anybody's, leads to latents inside of tars of these sizes."""
+    """True if an index, which may be anybody's, leads to latents inside of tars of these sizes."""
     starts, offsets, labels, shape = (index[name] for name in ("starts", "offsets", "labels", "shape"))
     if str(index["dtype"]) not in ("<f2", "<f4") or shape.shape != (3,) or starts.shape != (len(sizes) + 1,):
         return False

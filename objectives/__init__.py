@@ -29,7 +29,7 @@ def build_objective(
 ) -> Objective | DiffusionLoss:
     """Puts `parts`, names of files here and their keywords, around the plain diffusion loss, in their order.
 
-    `array_shapes` are those of a row of each array beside the latents. Raises ValueError for a name that is not there.
+    `array_shapes` are those of a row of each extra array. Raises ValueError for a name that is not there.
     """
     objective: Objective | DiffusionLoss = DiffusionLoss(net, diffusion, keep_masked, array_shapes)
     for name, keywords in (parts or {}).items():

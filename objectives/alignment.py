@@ -19,11 +19,11 @@ class Alignment(Objective):
     """Adds weight · the mean over tokens and blocks of −cos(projected hidden state, the teacher's token).
 
     The hidden states are those after `blocks`, counted from 0; None is REPA's choice, the eighth block, or the one at a
-    third of a shallower network. Inside a route they are the tokens that stayed, and the teacher's are gathered at the
+    third of a shallower network. Inside a route they are the kept tokens, and the teacher's are gathered at the
     same places. One projector serves all blocks: "mlp" is REPA's, "conv" iREPA's 3 × 3 convolution, which needs the
     whole grid. `normalise` = α makes of each of the teacher's tokens z, over the image's whole grid,
     (z − α · mean) / (std + 1e-6). From `end_step` on nothing is added. The teacher's tokens (B, N, Z) are the array
-    "teacher" beside the latents, or what `teacher` makes of the array "image" in each step. Raises ValueError for
+    "teacher" of the latent folder, or what `teacher` makes of the array "image" in each step. Raises ValueError for
     settings out of range, and for an array that is not there or does not fit the network's grid.
     """
 
@@ -43,11 +43,11 @@ class Alignment(Objective):
         self.own_arrays = ("teacher",) if teacher is None else ("image",)
         shape = self.array_shapes.get(self.own_arrays[0])
         if shape is None:
-            raise ValueError(f"objective=alignment needs {self.own_arrays[0]}-*.npy beside the latents: prepare them "
+            raise ValueError(f"objective=alignment needs the extra array {self.own_arrays[0]}-*.npy: prepare latents "
                              f"with teacher=<name>, or with images=true and train with objective.alignment.teacher=.")
         self.teacher = None if teacher is None else load_teacher(teacher, math.isqrt(num_tokens))
         if teacher is None and (len(shape) != 2 or shape[0] != num_tokens):
-            raise ValueError(f"The teacher's tokens beside the latents have the shape {tuple(shape)}, but the network "
+            raise ValueError(f"The teacher's tokens have the shape {tuple(shape)}, but the network "
                              f"has {num_tokens} tokens: prepare latents with the patch size of this network, or set "
                              f"model.patch_size to theirs.")
         self.projector = PROJECTORS[projector](width, shape[1] if self.teacher is None else self.teacher.width)

@@ -15,11 +15,11 @@ class DiffusionLoss(nn.Module):
     """Minimises `diffusion.loss` of a network on its routes.
 
     With keep_masked, no route takes a token over whose patch the mean of `weight` is above 0.5. `array_shapes` are
-    those of a row of each array beside the latents, by name.
+    those of a row of each extra array, by name.
     """
 
     terms: tuple[str, ...] = ()
-    arrays: tuple[str, ...] = ("weight",)      # of those beside the latents, where they are there
+    arrays: tuple[str, ...] = ("weight",)      # extra ones that it reads, where there are any
     step: int = 0                              # of the run, as the loop sets it
     drawn: tuple[Tensor, Tensor] | None = None  # noise levels (B,) and noise like x of the last call
 
@@ -43,7 +43,7 @@ class DiffusionLoss(nn.Module):
 class Objective(nn.Module):
     """An objective around another one, to whose loss it adds a term or which it replaces.
 
-    Its call takes x (B, C, h, w), y (B,) and the arrays that lie beside the latents, by name; it returns the loss of
+    Its call takes x (B, C, h, w), y (B,) and the extra arrays of the latent folder, by name; it returns the loss of
     each sample (B,) and, by name, the terms (B,) that are logged beside it. `own_terms` names those that it adds, and
     `own_arrays` the arrays that it needs.
     """
@@ -114,7 +114,7 @@ def trained_parameters(objective: Objective | DiffusionLoss) -> dict[str, nn.Par
 
 
 def own_modules(objective: Objective | DiffusionLoss) -> Iterator[tuple[str, nn.Module]]:
-    """Yields by name what an objective has besides its network: itself and its modules, unless they are frozen."""
+    """Yields the objective's modules by name, but for the network and for frozen ones, as a teacher is."""
     def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
         parameters = list(module.parameters())
         if module is objective.net or (parameters and not any(p.requires_grad for p in parameters)):

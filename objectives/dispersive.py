@@ -27,8 +27,6 @@ class Dispersive(Objective):
         self.block = max(0, len(self.net.blocks) // 4 - 1) if block is None else block
         self.weight, self.temperature, self.pooled = weight, temperature, pooled
         self.hidden = take_hidden(self.net, [self.block])
-        if weight < 0:
-            raise ValueError(f"objective.dispersive.weight={weight} would pull images together: give 0 or more.")
         if temperature <= 0:
             raise ValueError(f"objective.dispersive.temperature={temperature} divides distances: give more than 0.")
         route = route_at(self.net, self.block)

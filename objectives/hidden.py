@@ -1,4 +1,4 @@
-"""Hidden states, taken from a network's blocks by hooks from outside, with the places of the tokens that stayed."""
+"""Hidden states, taken from a network's blocks by hooks from outside, with the places of the kept tokens."""
 
 from collections.abc import Iterable
 
@@ -13,9 +13,9 @@ def early_block(depth: int) -> int:
 
 
 def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
-    """Makes each pass of a DiT leave what the given blocks return: tokens (B, K, D) and their positions (1 or B, K).
+    """Records in each pass of a DiT what the given blocks return: tokens (B, K, D) and their positions (1 or B, K).
 
-    The returned dictionary is filled anew in each pass. Inside a route K counts the tokens that stayed, and positions
+    The returned dictionary is filled anew in each pass. Inside a route K counts the kept tokens, and positions
     are their places in raster order. Negative indices count from the last block; raises ValueError for blocks that the
     network does not have.
     """

@@ -39,8 +39,8 @@ class InternalHead(FinalLayer):
         _, c, positions = arguments
         self.last["tokens"], self.last["positions"] = self(output, c), positions
 
-    def stayed(self) -> Tensor:
-        """Tells which pixels' tokens the head saw in the last pass: (1 or B, 1, h, w), 1 or 0."""
+    def kept(self) -> Tensor:
+        """Returns 1 for pixels whose tokens the head saw in the last pass, else 0: (1 or B, 1, h, w)."""
         positions, side = self.last["positions"], self.input_size // self.patch_size
         mask = torch.zeros(len(positions), side * side, device=positions.device).scatter(1, positions, 1.0)
         mask = mask.view(-1, 1, side, side)
@@ -60,10 +60,10 @@ class InternalHead(FinalLayer):
 class Internal(Objective):
     """Adds weight · the diffusion's loss of the internal head's answer, at the same noise levels, noise and masks.
 
-    Inside a route the head sees the tokens that stayed, and its loss is the mean over their patches. `block`, counted
+    Inside a route the head sees the kept tokens, and its loss is the mean over their patches. `block`, counted
     from 0, is the one that the head reads; None is the paper's choice, the eighth, or the one at a third of a shallower
     network. An adapter (LoRA) leaves the head of its base as it is. Raises ValueError for a network without a head, and
-    around a loss that draws its own noise.
+    around a loss that samples its own noise.
     """
 
     own_terms = ("internal",)
@@ -79,10 +79,10 @@ class Internal(Objective):
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, terms = self.inner(x, y, **arrays)
         if self.drawn is None:
-            raise ValueError("objective=internal adds to the diffusion's own loss, and the one inside it draws its "
-                             "noise by itself: leave version1 out.")
+            raise ValueError("objective=internal adds to the diffusion's own loss, and the one inside it samples "
+                             "its own noise: leave version1 out.")
         head = self.net.internal_head
-        stayed = head.stayed()
-        weight = arrays.get("weight", 1.0) * stayed / stayed.mean()
+        kept = head.kept()
+        weight = arrays.get("weight", 1.0) * kept / kept.mean()
         internal = self.diffusion.loss(head.answer, x, y, (), *self.drawn, weight=weight)
         return loss + self.weight * internal, {**terms, "internal": internal}

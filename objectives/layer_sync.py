@@ -13,7 +13,7 @@ class LayerSync(Objective):
 
     No gradient flows into the deeper block's tokens. `block` and `deeper` are counted from 0; None are the paper's for
     XL/2, the eighth block and the sixteenth, or those at a third and two thirds of a shallower network. Where one block
-    alone lies on a route, the other's tokens are gathered at the places of those that stayed. Raises ValueError for
+    alone lies on a route, the other's tokens are gathered at the places of the kept ones. Raises ValueError for
     settings out of range, and for blocks on two routes, whose tokens differ.
     """
 
@@ -28,8 +28,6 @@ class LayerSync(Objective):
         if self.block % depth >= self.deeper % depth:
             raise ValueError(f"objective.layer_sync.deeper={self.deeper} does not come after block={self.block} in a "
                              f"network of {depth} blocks: give a later one.")
-        if weight < 0:
-            raise ValueError(f"objective.layer_sync.weight={weight} would push the two apart: give 0 or more.")
         routes = [route_at(self.net, i) for i in (self.block, self.deeper)]
         if None not in routes and routes[0] != routes[1]:
             raise ValueError(f"objective.layer_sync compares the same tokens, but block {self.block} lies on route "

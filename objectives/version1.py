@@ -1,4 +1,4 @@
-"""The loss of TREAD's first version (arXiv 2501.04765v1, nano256/tread-nano): over the patches whose tokens stayed."""
+"""The loss of TREAD's first version (arXiv 2501.04765v1, nano256/tread-nano): over the patches of kept tokens."""
 
 import math
 from functools import partial
@@ -16,8 +16,8 @@ class Version1(Objective):
     """Minimises the mean over routes of the error of a route's kept patches, plus mae_weight times the MAE term.
 
     That term is the squared error of D_x against the noised input, which is normalised in each patch by its mean and
-    unbiased variance, over the patches that left (arXiv 2306.09305, as in the code of TREAD's first version). Raises
-    ValueError for another diffusion than EDM, no routes, or tokens that are not chosen at random.
+    unbiased variance, over the patches of routed tokens (arXiv 2306.09305, as in the code of TREAD's first version).
+    Raises ValueError for another diffusion than EDM, no routes, or tokens that are not chosen at random.
     """
 
     def __init__(self, inner: Objective, mae_weight: float = 0.0):
@@ -28,10 +28,10 @@ class Version1(Objective):
         if type(self.diffusion) is not EDM:
             raise ValueError("objective=version1 is a loss of EDM: set diffusion=edm.")
         if not self.net.routes:
-            raise ValueError("objective=version1 counts the patches whose tokens stay, but model.routes is empty, so "
-                             "all stay: give model=tread_v1, or leave the objective out for a dense network.")
+            raise ValueError("objective=version1 counts the patches of kept tokens, but model.routes is empty, so "
+                             "all are kept: give model=tread_v1, or leave the objective out for a dense network.")
         if self.net.router.selection != "random":
-            raise ValueError(f"objective=version1 must know which tokens stay, but with "
+            raise ValueError(f"objective=version1 must know which tokens are kept, but with "
                              f"model.selection={self.net.router.selection} the network alone does: set "
                              f"model.selection=random.")
         self.mae_weight = mae_weight
@@ -45,7 +45,7 @@ class Version1(Objective):
         self, x: Tensor, y: Tensor, weight: Tensor, mask_noise: Tensor,
         sigma: Tensor | None = None, eps: Tensor | None = None,
     ) -> Tensor:
-        """Returns each sample's loss (B,); mask_noise (B, R, N) decides which tokens stay."""
+        """Returns each sample's loss (B,); mask_noise (B, R, N) decides which tokens are kept."""
         edm, net, routes = self.diffusion, self.net, self.net.routes
         sigma = (edm.draw_sigma(len(x), x.device) if sigma is None else sigma).view(-1, 1, 1, 1)
         x_noised = x + sigma * (torch.randn_like(x) if eps is None else eps)
@@ -65,8 +65,8 @@ class Version1(Objective):
             auxiliary = self.mae_weight * auxiliary.mean(dim=2)                      # (B, N)
         for r, route in enumerate(routes):
             ids_keep = Router().get_mask(patches(x_noised), route.selection_ratio, mask_noise[:, r])  # (B, K)
-            stayed = torch.zeros_like(per_patch).scatter(1, ids_keep, 1.0)
-            num_left = max(1, stayed.shape[1] - ids_keep.shape[1])
-            total = total + (per_patch * stayed).sum(dim=1) / ids_keep.shape[1]
-            total = total + (auxiliary * (1 - stayed)).sum(dim=1) / num_left
+            kept = torch.zeros_like(per_patch).scatter(1, ids_keep, 1.0)
+            num_routed = max(1, kept.shape[1] - ids_keep.shape[1])
+            total = total + (per_patch * kept).sum(dim=1) / ids_keep.shape[1]
+            total = total + (auxiliary * (1 - kept)).sum(dim=1) / num_routed
         return total / len(routes)

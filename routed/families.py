@@ -15,16 +15,16 @@ class Blocks:
     """A list of blocks, and what matters of the arguments of a block, each by its name or its number.
 
     `tokens` is the argument that is routed, the first if not said. `text` is the one with the text tokens, where text
-    has a stream of its own; `joined` blocks have tokens that never leave in the same sequence as the others. `out` is
-    the place of the tokens in a tuple that a block returns.
+    has a stream of its own; `joined` blocks have tokens that are never routed in the same sequence as the others. `out`
+    is the place of the tokens in a tuple that a block returns.
 
     `along` has the arguments that run along the tokens, each with its axis of tokens, which follows an axis of the
     samples, or of size 1; "name.0" is the first of a tuple. {ndim: axis} says it for tensors of so many axes only, and
     {ndim: (axis, rank)} for tables without an axis of the samples, which the block broadcasts to `rank` axes. An axis
-    that has size 1 stays. None is for what a block may not be given. A function gets the argument and a `Stay`, and
-    returns what the block is given instead: `fewer`, `by_place(axis)` and others below.
+    that has size 1 is left as it is. None is for what a block may not be given. A function gets the argument and a
+    `Stay`, and returns what the block is given instead: `fewer`, `by_place(axis)` and others below.
 
-    `front` is the argument that counts the first tokens of the stream, where they never leave. Where the network
+    `front` is the argument that counts the first tokens of the stream, where they are never routed. Where the network
     changes all tokens between two blocks they must be `whole` there: each block then takes its own out, and puts them
     back. `takes` has the arguments that a block of an original code may have, by which it is known.
     """
@@ -42,12 +42,12 @@ class Blocks:
 
 @dataclass(frozen=True)
 class Family:
-    """A network's lists of blocks in the order of their call, and which tokens of a joined sequence never leave.
+    """A network's lists of blocks in the order of their call, and which tokens of a joined sequence are never routed.
 
     `text` counts them from the network and its arguments: a number, or one for each sample (B,). Where it is absent,
-    an earlier block's text counts, or `free` says from the arguments how many tokens may leave. They stand before the
-    others, or after them if `text_last`. `never` names them for the reader. `alone` has arguments of the call that no
-    route may meet. `reads` tells after which blocks the network itself reads all tokens: {block: its setting}.
+    an earlier block's text counts, or `free` says from the arguments how many tokens may be routed. They stand before
+    the others, or after them if `text_last`. `never` names them for the reader. `alone` has arguments of the call that
+    no route may meet. `reads` returns the blocks after which the network itself reads all tokens: {block: its setting}.
     """
 
     lists: tuple[Blocks, ...]
@@ -79,7 +79,7 @@ def first_image(call: dict) -> int:
     first = of_image == of_image[0]
     if torch.compiler.is_compiling():
         torch._assert_async(first.all(), "With condition images compile the blocks (compile_repeated_blocks), not the "
-                            "network: how many tokens may leave depends on img_ids.")
+                            "network: how many tokens may be routed depends on img_ids.")
         return len(first)
     return int(first.cumprod(dim=0).sum())
 
@@ -129,7 +129,7 @@ def pairs(mask: Tensor, stay: Any) -> Tensor:
 
 def by_place(axis: int) -> Callable:
     """For a module or function that turns tokens by their places: it gets all tokens, those away as 0."""
-    def for_those_that_stay(turn: Callable, stay: Any) -> Callable:
+    def for_kept(turn: Callable, stay: Any) -> Callable:
         def turned(x: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             length = x.shape[axis] + stay.gone      # of the stream, or of the image in it
             shape, places = [1] * x.ndim, stay.places(length)
@@ -138,7 +138,7 @@ def by_place(axis: int) -> Callable:
             whole = x.new_zeros(*x.shape[:axis], length, *x.shape[axis + 1:]).scatter(axis, index, x)
             return turn(whole, *args, **kwargs).gather(axis, index)
         return turned
-    return for_those_that_stay
+    return for_kept
 
 
 class OfSample(int):
@@ -148,7 +148,7 @@ class OfSample(int):
 
 
 class Line:
-    """Grids (B, 3) of the tokens that stay: of each sample a line of `count` of them."""
+    """Grids (B, 3) of the kept tokens: of each sample a line of `count` of them."""
 
     def __init__(self, batch: int, count: int):
         self.counts = [OfSample(count) for _ in range(batch)]
@@ -405,21 +405,22 @@ def names_of(module: nn.Module) -> tuple[str, ...]:
 
 
 def takes_any(module: nn.Module) -> bool:
-    """Tells whether a module takes arguments of any name."""
+    """True if a module takes arguments of any name."""
     return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(type(module).forward).parameters.values())
 
 
+def bare(block: nn.Module) -> nn.Module:
+    """Returns the block inside the wrappers of compile and of a checkpoint."""
+    for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
+        block = getattr(block, wrapper, block)
+    return block
+
+
 def fits(family: Family, network: nn.Module) -> bool:
-    """Tells whether a network has the lists of blocks of an original code, with the arguments that it knows."""
-    for spec in family.lists:
-        blocks = getattr(network, spec.path, None)
-        if not isinstance(blocks, nn.ModuleList):
-            return False
-        for block in blocks:
-            block = getattr(block, "_orig_mod", block)
-            if not {*names_of(getattr(block, "_checkpoint_wrapped_module", block))} <= {*spec.takes.split()}:
-                return False
-    return True
+    """True if a network has the lists of blocks of an original code, with the arguments that it knows."""
+    lists = [(getattr(network, spec.path, None), {*spec.takes.split()}) for spec in family.lists]
+    return all(isinstance(blocks, nn.ModuleList) and all({*names_of(bare(block))} <= takes for block in blocks)
+               for blocks, takes in lists)
 
 
 def family_of(network: nn.Module) -> Family:

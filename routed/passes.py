@@ -20,7 +20,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routed.families import REFUSED, Blocks, Family, encoder_depths, family_of, names_of, network_of, takes_any
+from routed.families import REFUSED, Blocks, Family, bare, encoder_depths, family_of, names_of, network_of, takes_any
 from routing_module import Route, Router, resolve_routes
 
 
@@ -102,7 +102,7 @@ LIFT = "hand it over with a batch axis of size 1, and name its axis of tokens in
 
 @dataclass(frozen=True)
 class Stay:
-    """The tokens that stay in a block, for a function in `along`: it gets an argument of the block and this.
+    """The kept tokens of a block, for a function in `along`: it gets an argument of the block and this.
 
     `length` counts the block's stream with the tokens that are away, `gone` these tokens.
     """
@@ -115,7 +115,7 @@ class Stay:
 
     @property
     def given(self) -> dict:
-        """The block's arguments, by name or number, before tokens left."""
+        """The block's arguments, by name or number, before tokens were taken out."""
         return self.run.given
 
     @property
@@ -123,19 +123,19 @@ class Stay:
         return self.run.routing.modules[0]
 
     def places(self, length: int | None = None) -> Tensor:
-        """Returns where the tokens that stay are (B, length - gone), in the stream or in a sequence of a length."""
+        """Returns where the kept tokens are (B, length - gone), in the stream or in a sequence of a length."""
         return self.run.stayed(self.run.routing.route_of[self.index], self.length if length is None else length)
 
     def rows(self, value: Tensor, axis: int) -> Tensor:
         """Keeps the rows of these tokens along an axis that follows one of the samples, or of size 1."""
-        return self.run.kept(value, axis, "", self.index, self.length)
+        return self.run.rows(value, axis, "", self.index, self.length)
 
 
 class Pass:
     """One forward pass: its masks, and the tokens that are away.
 
-    Of a sequence, `free` tokens may leave, in one run behind `front` and `text` others. Blocks whose text has a stream
-    of its own see their stream without the text, and some of their tables run along the whole sequence.
+    Of a sequence, `free` tokens may be routed, in one run behind `front` and `text` others. Blocks whose text has a
+    stream of its own see their stream without the text, and some of their tables run along the whole sequence.
     """
 
     def __init__(self, routing: "Routing"):
@@ -143,12 +143,12 @@ class Pass:
         # A number, one for each sample (B,), or places in the sequence; None until `free` or a block says it.
         self.text: Any = None if routing.family.free else routing.keep
         self.free = 0
-        self.keep_mask: Tensor | None = None    # (B, free) bool: these stay
+        self.keep_mask: Tensor | None = None    # (B, free) bool: these are kept
         # Of the block at hand: the whole sequence with the tokens that are away; of these, text and others in front.
         self.length, self.before, self.front = 0, 0, 0
         self.given: dict[str | int, Any] = {}
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        self.index: dict[tuple[int, int], Tensor] = {}  # of a route and a length: where the tokens that stay are
+        self.index: dict[tuple[int, int], Tensor] = {}  # of a route and a length: where the kept tokens are
         self.away: dict[int, Tensor] = {}  # the tokens before its start
         # The latest table of a name, a route and a list of blocks, its version, and what is kept of it.
         self.along: dict[tuple[str, int, str], tuple[Any, int, Any]] = {}
@@ -166,7 +166,7 @@ class Pass:
         family, mask = self.routing.family, self.routing.keep_mask
         for name in family.alone:
             if given.get(name) is not None and not (isinstance(given[name], tuple) and not given[name]):
-                raise ValueError(f"{name} goes to blocks inside a route, past the tokens that left: call the network "
+                raise ValueError(f"{name} goes to blocks inside a route, past the routed tokens: call the network "
                                  f"without {name}, or without routed().")
         if family.text:
             self.text = family.text(network, given)
@@ -192,17 +192,17 @@ class Pass:
             self.free = length - self.front - (len(text) if isinstance(text, list) else
                                                int(text.max()) if isinstance(text, Tensor) else text)
         if self.free < 1:
-            raise ValueError(f"{routing.place(block)}: {length - self.free} of {length} tokens never leave, so none "
-                             f"may; see keep=.")
+            raise ValueError(f"{routing.place(block)}: {length - self.free} of {length} tokens are never routed, so "
+                             f"none may be; see keep=.")
         noise, shape = routing.mask_noise, (batch, len(routing.routes), self.free)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
-                             f"routes, and {self.free} tokens that may leave.")
+                             f"routes, and {self.free} tokens that may be routed.")
         if routing.router.selection == "grid":
             side = math.isqrt(self.free)
             if side ** 2 != self.free:
-                raise ValueError(f"selection=grid is for square images, and {self.free} tokens may leave: set another "
-                                 f"selection of the Router.")
+                raise ValueError(f"selection=grid is for square images, and {self.free} tokens may be routed: set "
+                                 f"another selection of the Router.")
             routing.router.check(routing.routes, side)
         ratio, noise = self.forced(r, x, None if noise is None else noise[:, r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
@@ -217,10 +217,10 @@ class Pass:
             return ratio, noise
         if mask.dtype != torch.bool or mask.shape != (len(x), self.free):
             raise ValueError(f"keep_mask is {mask.dtype} {tuple(mask.shape)}, but it must be torch.bool "
-                             f"{(len(x), self.free)}: {len(x)} samples, and {self.free} tokens that may leave.")
+                             f"{(len(x), self.free)}: {len(x)} samples, and {self.free} tokens that may be routed.")
         stay, most = self.free - int(self.free * ratio), mask.sum(dim=1).max()
-        reason = (f"than the {stay} of {self.free} that stay at selection ratio {ratio}: lower the ratio, keep fewer, "
-                  f"or set grow=True.")
+        reason = (f"than the {stay} of {self.free} that are kept at selection ratio {ratio}: lower the ratio, keep "
+                  f"fewer, or set grow=True.")
         if self.routing.grow:               # on a GPU this waits
             ratio = Fraction(self.free - max(stay, int(most)), self.free)
         elif mask.device.type != "cpu" or torch.compiler.is_compiling():
@@ -231,7 +231,7 @@ class Pass:
         return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
     def places(self, like: Tensor, length: int) -> Tensor:
-        """Returns where the tokens that may leave are (B, n), in a sequence or stream of a length."""
+        """Returns where the tokens that may be routed are (B, n), in a sequence or stream of a length."""
         if isinstance(self.text, list):
             free = torch.tensor([[i for i in range(length) if i not in self.text]], device=like.device)
         else:
@@ -241,7 +241,7 @@ class Pass:
         return free.expand(len(like), -1)
 
     def stayed(self, r: int, length: int) -> Tensor:
-        """Returns the places (B, …) of the tokens that stay on route r, in a sequence or stream of a length."""
+        """Returns the places (B, …) of the tokens kept on route r, in a sequence or stream of a length."""
         ids = self.ids_keep[r]
         if length == self.free:
             return ids
@@ -252,19 +252,24 @@ class Pass:
         return self.index[r, length]
 
     def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
-        """Keeps the rows of the tokens that stay along an axis of a tensor."""
-        r, by_ndim = self.routing.route_of[block], isinstance(axis, Mapping)
+        """Returns what a block on a route is given of an argument along the tokens; of the same value once."""
+        r = self.routing.route_of[block]
         key, version = (name, r, self.routing.specs[block].path), version_of(value)
         source, seen, result = self.along.get(key, (None, 0, None))
-        if source is value and seen == version and name:
+        if source is value and seen == version:
             return result
         if callable(axis):
-            ids = self.ids_keep[r]
-            stay = Stay(self, self.routing.blocks[block], block, stream, self.free - ids.shape[1])
-            result = axis(value, stay)
+            gone = self.free - self.ids_keep[r].shape[1]
+            result = axis(value, Stay(self, self.routing.blocks[block], block, stream, gone))
+        else:
+            result = self.rows(value, axis, name, block, stream)
+        if callable(axis) or not value.requires_grad:  # a recomputation must record the same operations
             self.along[key] = value, version, result
-            return result
-        ndim = value.ndim
+        return result
+
+    def rows(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
+        """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`); all where it has none."""
+        r, ndim, by_ndim = self.routing.route_of[block], value.ndim, isinstance(axis, Mapping)
         axis = axis.get(ndim) if by_ndim else axis
         axis, rank = axis if isinstance(axis, tuple) else (axis, ndim)
         if axis is None or axis > 0 and value.shape[axis] == 1:         # the same for all tokens
@@ -275,23 +280,19 @@ class Pass:
         # `in` would not tell that sizes which a compiled graph leaves open are equal.
         sizes = self.free, stream, self.length
         if all(value.shape[axis] != size for size in sizes) or not (has_batch or bare or rank > ndim):
-            whose = dict(zip(sizes, ("the tokens that may leave", "the blocks' stream", "the whole sequence"),
+            whose = dict(zip(sizes, ("the tokens that may be routed", "the blocks' stream", "the whole sequence"),
                              strict=True))
             lengths = [f"{length} long ({of})" for length, of in whose.items()]
             raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
                              f"{' or '.join(lengths)}, behind an axis of {batch} samples or of size 1.")
         index = self.stayed(r, value.shape[axis])
         if bare and rank == ndim:
-            result = value[index[0]] if ndim == 1 else PerSample(value[index])
-        else:
-            table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
-            result = table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
-        if not value.requires_grad:  # a recomputation must record the same operations
-            self.along[key] = value, version, result
-        return result
+            return value[index[0]] if ndim == 1 else PerSample(value[index])
+        table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
+        return table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
 
     def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Returns a block's arguments, on a route those of the tokens that stay."""
+        """Returns a block's arguments, on a route those of the kept tokens."""
         routing, spec, names = self.routing, self.routing.specs[block], self.routing.names[block]
         given, r = dict(enumerate(args)) | kwargs, routing.route_of[block]
         given = {argument(names, key): value for key, value in given.items()}
@@ -321,8 +322,7 @@ class Pass:
         if starts and routing.own:
             self.check_named(block, given, {argument(names, key) for key in (tokens, spec.text, spec.front)}, stream)
         self.given = dict(given)
-        for key, axis in spec.along.items():
-            name, _, part = (argument(names, key), "", "") if isinstance(key, int) else key.partition(".")
+        for name, part, axis in routing.along[block]:
             value = given.get(name)
             if axis is None and value is not None:
                 raise ValueError(f"{routing.place(block)}: {name} relates the tokens in a way that a route would "
@@ -338,15 +338,13 @@ class Pass:
     def check_named(self, block: int, given: dict[str | int, Any], streams: set, stream: int) -> None:
         """Raises ValueError for a value as long as the tokens that is not named: a block might cut it to its own."""
         routing, batch = self.routing, len(self.ids_keep[self.routing.route_of[block]])
-        named = {argument(routing.names[block], key) if isinstance(key, int) else key.partition(".")[0]
-                 for key in routing.specs[block].along}
-        values = [(name, part) for name in given.keys() - named - streams
-                  for part in (given[name] if isinstance(given[name], tuple | list) else [given[name]])]
-        for name, value in values:
-            lengths = value.shape[int(len(value) == batch):-1] if isinstance(value, Tensor) and value.ndim > 1 else ()
-            if any(length in (self.free, stream) for length in lengths):
-                raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. Name "
-                                 f"its axis in along=, or write along={{{name!r}: {{}}}} if it is not theirs.")
+        for name in given.keys() - {name for name, _, _ in routing.along[block]} - streams:
+            for value in given[name] if isinstance(given[name], tuple | list) else [given[name]]:
+                is_wide = isinstance(value, Tensor) and value.ndim > 1
+                lengths = value.shape[int(len(value) == batch):-1] if is_wide else ()
+                if any(length in (self.free, stream) for length in lengths):
+                    raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. "
+                                     f"Name its axis in along=, or write along={{{name!r}: {{}}}} if it is not theirs.")
 
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
@@ -377,7 +375,7 @@ class Pass:
             if recomputable or spec.whole:
                 self.away[r] = away.detach()
             self.along.clear()
-        if joins:                           # they left before others, such as text, were in their sequence
+        if joins:                           # they were taken out before text, say, was in their sequence
             before = self.before if spec.joined else 0
             away = nn.functional.pad(away, (0, 0, before, length - before - away.shape[1]))
         x = self.routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
@@ -388,13 +386,13 @@ class Uncalled(dict):
     """The arguments of a network whose blocks were reached by another method than its forward: none is known."""
 
     def __missing__(self, name: str) -> Any:
-        raise ValueError(f"Its blocks were reached without a call of the network, whose {name} says which tokens never "
-                         f"leave: call the network itself inside routed().")
+        raise ValueError(f"Its blocks were reached without a call of the network, whose {name} says which tokens are "
+                         f"never routed: call the network itself inside routed().")
 
 
 @dataclass
 class Taken:
-    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token leaves."""
+    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token is routed."""
 
     ids_keep: list[Tensor | None]
 
@@ -414,15 +412,19 @@ class Routing:
         else:
             self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),),
                                  reads=encoder_depths)
-        self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many never leave, or which
+        self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many are never routed, or which
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
             found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
-            self.blocks += (inside(block, "_orig_mod") for block in found) if compiled else found
+            self.blocks += (getattr(block, "_orig_mod", block) for block in found) if compiled else found
             self.specs += [spec] * len(found)
-        inner = [inside(inside(block, "_orig_mod"), "_checkpoint_wrapped_module") for block in self.blocks]
+        inner = [bare(block) for block in self.blocks]
         self.names = [names_of(block) for block in inner]
+        self.along = []                         # of each block: arguments along its tokens, parts of tuples, axes
+        for names, spec in zip(self.names, self.specs, strict=True):
+            keys = [key.split(".") if isinstance(key, str) else [argument(names, key)] for key in spec.along]
+            self.along.append([(*key, "")[:2] + (axis,) for key, axis in zip(keys, spec.along.values(), strict=True)])
         if repeated := len(self.blocks) - len({*self.blocks}):
             raise ValueError(f"{repeated} of {len(self.blocks)} blocks are one that came before, and a route needs "
                              f"blocks that are called once.")
@@ -434,7 +436,7 @@ class Routing:
         self.route_of: list[int | None] = [None] * len(self.blocks)
         for r, route in enumerate(self.routes):
             if not route.is_identity or route.path_drop:
-                raise ValueError(f"Route {route}: routed() gives tokens back as they left, without x_T, x_D_last, "
+                raise ValueError(f"Route {route}: routed() gives tokens back as they were, without x_T, x_D_last, "
                                  f"return_from and path_drop.")
             span = range(route.start_layer_idx, route.end_layer_idx + 1)
             for i, name in self.family.reads(network).items() if self.family.reads else ():
@@ -457,7 +459,7 @@ class Routing:
         self.router = router or (own if isinstance(own, Router) else Router())
         self.mask_noise, self.keep_mask, self.grow = mask_noise, keep_mask, grow
         if keep_mask is not None and grow and compiled:
-            raise ValueError("keep_mask may raise the number of tokens that stay, and so compile the network anew: set "
+            raise ValueError("keep_mask may raise the number of kept tokens, and so compile the network anew: set "
                              "grow=False, or compile its blocks instead (compile_repeated_blocks).")
         self.call = names_of(network)
         self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()
@@ -545,7 +547,7 @@ class Routing:
 
 
 def mark_checkpoint(run: Pass) -> bool:
-    """Tells whether a checkpoint is around this call, and has what it saves from here on remember the pass.
+    """True if a checkpoint is around this call, whose saved tensors then remember the pass.
 
     A checkpoint recomputes when backward first asks for something that it saved. So the pass is known there, wherever
     and in whatever order backward is called. Raises ValueError for two passes in one checkpoint.
@@ -616,10 +618,6 @@ def check_torch() -> None:
                            f"checkpoints work in another way ({seen}). It is tested with torch 2.11.")
 
 
-def inside(module: nn.Module, name: str) -> nn.Module:
-    return getattr(module, name, module)
-
-
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
     """Returns routes that may be mappings, alone or in a config as SimpleTuner's."""
     names, read = [part.name for part in fields(Route)], []
@@ -642,8 +640,8 @@ def routed(
     *,
     blocks: str | nn.Module | None = None,              # the list of blocks of a network that is not in FAMILIES
     along: Mapping[str | int, int] | None = None,       # argument of a block, by name or number -> axis of the tokens
-    keep: int | Iterable[int] | None = None,            # how many tokens in front never leave, or which
-    mask_noise: Tensor | None = None,                   # (B, routes, N) over the N tokens that may leave
+    keep: int | Iterable[int] | None = None,            # how many tokens in front are never routed, or which
+    mask_noise: Tensor | None = None,                   # (B, routes, N) over the N tokens that may be routed
     keep_mask: Tensor | Callable[..., Tensor] | None = None,    # (B, N) bool, or what makes it of the call
     grow: bool = True,                                  # K grows to the most tokens that keep_mask keeps of a sample
     router: Router | None = None,                       # how tokens are selected; the network's own, or at random
@@ -653,8 +651,8 @@ def routed(
 
     Indices of routes count the blocks of all lists of the network, routes are numbered in order of depth, and masks are
     drawn anew in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
-    are the tokens that stayed, over the N that may leave: text, class and register tokens and condition images never
-    do, and those of keep_mask do not in this pass. A callable keep_mask gets the arguments of the call, by name, in a
+    are the kept tokens, of the N that may be routed: text, class and register tokens and condition images never are,
+    and those of keep_mask are not in this pass. A callable keep_mask gets the arguments of the call, by name, in a
     dict. A block that a backward recomputes sees the masks of its pass, outside the `with` block too. Raises
     ValueError, with the reason, for a network or a call that cannot be routed exactly, and where a pass has not gone
     through the blocks.

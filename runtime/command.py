@@ -228,6 +228,6 @@ SAVES_MEMORY = ("batch_size", "grad_accum_steps", "activation_checkpointing", "s
 
 
 def is_full_memory(error: Exception) -> bool:
-    """Tells whether memory ran out: Python's, numpy's, a GPU's, or torch's on a CPU."""
+    """True if memory ran out: Python's, numpy's, a GPU's, or torch's on a CPU."""
     text = r"can't allocate memory|out of memory|CU[A-Z]+_\w*ALLOC\w*_FAILED"
     return isinstance(error, MemoryError) or isinstance(error, RuntimeError) and bool(re.search(text, str(error)))

@@ -93,7 +93,7 @@ def write_text(path: Path, text: str) -> None:
 
 
 def is_inside(path: Path, folder: Path) -> bool:
-    """Tells whether a path is of a folder, and no link leads out of it."""
+    """True if a path is of a folder, and no link leads out of it."""
     return path.resolve().is_relative_to(folder.resolve())
 
 

@@ -1,4 +1,4 @@
-"""What a command does otherwise in a notebook: its bars are drawn, and its pictures are shown."""
+"""What a command does otherwise in a notebook: its bars are shown, and its pictures are shown."""
 
 import sys
 from pathlib import Path
@@ -11,17 +11,17 @@ def shell() -> object | None:
 
 
 def is_kernel() -> bool:
-    """Tells whether what is printed here is shown in a notebook."""
+    """True if what is printed here is shown in a notebook."""
     return getattr(shell(), "kernel", None) is not None
 
 
 def has_command_line() -> bool:
-    """Tells whether sys.argv is a command's own: a notebook's holds the settings of its kernel."""
+    """True if sys.argv is a command's own: a notebook's holds the settings of its kernel."""
     return shell() is None or hasattr(sys.modules["__main__"], "__file__")  # as %run has it
 
 
 def is_hidden(silent: bool = False) -> bool | None:
-    """Returns tqdm's `disable`: bars are drawn in a terminal and in a notebook."""
+    """Returns tqdm's `disable`: bars are shown in a terminal and in a notebook."""
     return silent or (False if is_kernel() else None)
 
 

@@ -173,7 +173,7 @@ def nearest(key: str, known: typing.Iterable[str]) -> str | None:
 
 
 def abbreviates(short: str, long: str) -> bool:
-    """Tells whether the words of one name are those of the other, some left out, or its initials: lr, wd, precision."""
+    """True if a name is another's initials, or the other without its first word: lr, wd, precision."""
     words = long.split("_")
     return len(short) > 1 and (short == "".join(word[:1] for word in words) or
                                len(words) > 1 and "_".join(words[1:]) == short)
@@ -192,10 +192,14 @@ def dotted(plain: dict, prefix: str = "") -> list[str]:
 
 
 def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
-    """Follows one of pydantic's places, which also names the choices of a union; returns key and value there."""
+    """Follows one of pydantic's places through plain values; returns the key and the value there.
+
+    Parts of a place that are not in the values, as the name of a union's choice, are left out.
+    """
     key = []
     for part in place:
-        if part in plain if isinstance(plain, dict) else isinstance(plain, list | tuple) and part in range(len(plain)):
+        known = plain if isinstance(plain, dict) else range(len(plain)) if isinstance(plain, list | tuple) else ()
+        if part in known:
             key, plain = [*key, str(part)], plain[part]
     return ".".join(key), plain
 

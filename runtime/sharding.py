@@ -1,7 +1,7 @@
 """Shards a network over ranks by torch's FSDP2, block by block; takes its tensors out whole and puts whole ones in.
 
 A sharded tensor is a DTensor, which has the whole's shape and on each rank some of its rows. Every function here that
-handles tensors leaves plain ones as they are, so that its callers need not ask which they have.
+handles tensors returns plain ones unchanged, so that its callers need not ask which they have.
 """
 
 import contextlib
@@ -37,9 +37,9 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
 
 def shard_rest(objective: nn.Module, net: nn.Module, device: torch.device) -> nn.Module:
-    """Shares out what an objective trains besides its network, which is sharded already, as one more unit.
+    """Shards what an objective trains besides its network, which is sharded already, as one more unit.
 
-    Without this its gradients would not be added up over ranks. What is frozen stays whole on each rank.
+    Without this each rank would step by its own gradients. Frozen parts, as a teacher, are replicated.
     """
     from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 

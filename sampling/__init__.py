@@ -1,1 +1,1 @@
-"""Seeds -> images: how a network is drawn from, and what is written of it."""
+"""Seeds -> images: how a network is sampled, and what is written of it."""

@@ -89,14 +89,14 @@ def generate(
     seeds: list[int],                       # of all ranks; each is one image
     labels: list[int],                      # one a seed
     *,
-    batch_size: int,                        # images a rank draws at once, or fewer where its share is smaller
+    batch_size: int,                        # images a rank samples at once, or fewer where its share is smaller
     num_steps: int,
     guidance: Guidance | None = None,
     precision: str = "fp32",                # of the network, under autocast
     progress: str | None = None,            # the bar's name; None: no bar
     **sampler: float | str,                 # settings of `diffusion.sample`
 ) -> Iterator[Batch]:
-    """Draws this rank's images batch by batch: of every round of world · batch_size seeds, rank r takes the r-th part.
+    """Samples this rank's images batch by batch: of each round of world · batch_size seeds, rank r takes the r-th part.
 
     All batches are full, so that shapes, and with them the bits, are the same on one rank and on several. Where seeds
     run out, copies fill the batch, with -1 as their seed. `gathered` joins the ranks' parts in order and drops copies.

@@ -1,4 +1,4 @@
-"""What a command that draws has loaded before it draws: network, sampler, guidance, classes, decoder."""
+"""What a command that samples has loaded first: network, sampler, guidance, classes, decoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -16,7 +16,7 @@ from weights.loading import Checkpoint, Trained, load_trained
 
 @dataclass
 class Sampling:
-    """A network to draw with, and how."""
+    """A network to sample, and how."""
 
     trained: Trained
     sampler: dict[str, float | str]
@@ -32,7 +32,7 @@ def open_sampling(
 ) -> Sampling:
     """Loads what the settings name, or the checkpoint found there, before anything slow; every rank calls it.
 
-    Where no classes are named, at most the first `most_classes` that have images are drawn. With `as_latents` nothing
+    Where no classes are named, at most the first `most_classes` that have images are sampled. With `as_latents` nothing
     is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
@@ -65,6 +65,6 @@ def open_sampling(
 def finite(latents: Tensor) -> Tensor:
     """Returns latents as they are; raises ValueError where they are not finite."""
     if not latents.isfinite().all():
-        raise ValueError("The latents drawn are not finite: bring scale= and the sampler's settings nearer to "
+        raise ValueError("The sampled latents are not finite: bring scale= and the sampler's settings nearer to "
                          "their usual values, set precision=fp32, or choose an earlier checkpoint.")
     return latents

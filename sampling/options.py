@@ -1,4 +1,4 @@
-"""The settings of commands that draw: a sampler's, guidance, seeds and classes."""
+"""The settings of commands that sample: a sampler's, guidance, seeds and classes."""
 
 import inspect
 import math
@@ -41,7 +41,7 @@ class SamplerSettings(Settings):
 
 Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]  # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
-# Where tokens leave and rejoin; the ratios are gamma1 and gamma2.
+# Where tokens are routed and rejoin; the ratios are gamma1 and gamma2.
 GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, path_drop=None, drop_batch=None)
 
 
@@ -65,7 +65,7 @@ NO_GUIDANCE = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval"
 
 
 class DrawingSettings(GuidanceSettings):
-    """configs/drawing.yaml, which every command that draws has."""
+    """configs/drawing.yaml, which every command that samples has."""
 
     checkpoint: Location | None
     weights: one_of(["ema", "model"]) | None
@@ -100,9 +100,10 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
 
     own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
     given = {name: value for name, value in given.items() if value is not None}
-    if "solver" in own and hasattr(diffusion, f"sample_{given.get('solver')}"):  # one with other settings
-        own = {"solver": None} | settings_of(getattr(diffusion, f"sample_{given['solver']}"))
-        sampler += f" with solver={given['solver']}"
+    # A solver may be a method with settings of its own, sample_ancestral for instance.
+    solver = getattr(diffusion, f"sample_{given['solver']}", None) if {"solver"} <= own.keys() & given.keys() else None
+    if solver is not None:
+        own, sampler = {"solver": None, **settings_of(solver)}, f"{sampler} with solver={given['solver']}"
     for name, value in given.items():
         if name not in own:
             raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(own)}.")
@@ -135,7 +136,7 @@ def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: 
 
 
 def is_idle(settings: GuidanceSettings) -> bool:
-    """Tells whether the weak pass would be the strong one."""
+    """True if the weak pass would be the strong one."""
     return not (settings.drop_label or settings.weak or settings.internal) and settings.gamma1 == settings.gamma2
 
 
@@ -245,7 +246,7 @@ def empty_classes(present: list[int], num_classes: int) -> str | None:
     if not (empty := sorted({*range(num_classes)} - {*present})):
         return None
     first = ", ".join(map(str, empty[:5])) + (" …" if len(empty) > 5 else "")
-    return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}); they are drawn only if named."
+    return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}), which are sampled if named."
 
 
 def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:

@@ -107,9 +107,9 @@ def read_drawn(path: Path) -> dict | None:
 
 
 def check_file(path: Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, where there is a file that no command of ours has drawn."""
+    """Raises ValueError, ending in `remedy`, where there is a file that no command of ours has made."""
     if path.is_file() and read_drawn(path) is None:
-        raise ValueError(f"out={path} is there already and was not drawn by this code: {remedy}.")
+        raise ValueError(f"out={path} is there already and was not made by this code: {remedy}.")
 
 
 def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
@@ -124,7 +124,7 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
         named = file.parent == folder and re.fullmatch(r"\d{6,}_\d+\.png", file.name)
         drawn = read_drawn(file) if named else None
         if drawn is None:
-            raise ValueError(f"out={folder} holds pictures that were not drawn by this code, such as {file.name}: name "
+            raise ValueError(f"out={folder} holds pictures that were not made by this code, such as {file.name}: name "
                              f"another folder.")
         if drawn.get("set") == name:
             continue
@@ -156,10 +156,10 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
     """Consumes the gathered batches of all ranks; the main one streams them into an npz, by default in ADM's keys.
 
     The first of `keys` are the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, the second the labels
-    (N,), `seeds` the seeds (N,), both int64. The archive's comment says by which device they were drawn.
+    (N,), `seeds` the seeds (N,), both int64. The archive's comment says by which device they were sampled.
     """
     if not PartialState().is_main_process:
-        for _ in batches:  # every rank draws its share
+        for _ in batches:  # every rank samples its share
             pass
         return
     all_seeds, all_labels = [], []

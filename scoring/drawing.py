@@ -1,4 +1,4 @@
-"""Images that a network draws to be scored, and the record of how."""
+"""Images that a network samples to be scored, and the record of how."""
 
 import math
 from collections.abc import Callable
@@ -26,15 +26,15 @@ def describe_weights(
     checkpoint: str, step: int | None, weights: str, autoencoder: str, decode_precision: str, classes: list[int],
     num_classes: int, **more: object,
 ) -> dict:
-    """Records which weights draw, of which classes, and what decodes them."""
+    """Records which weights sample, of which classes, and what decodes them."""
     return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": weights == "ema", **more,
             "classes": describe_classes(classes, num_classes), **describe_autoencoder(autoencoder, decode_precision)}
 
 
 class Drawing(Subject):
-    """Images that a network draws of `seeds`, and the record of how: what a result must say to be compared.
+    """Images that a network samples of `seeds`, and the record of how: what a result must say to be compared.
 
-    The record gets the images' size when the first are drawn.
+    The record gets the images' size when the first are sampled.
     """
 
     def __init__(
@@ -45,7 +45,7 @@ class Drawing(Subject):
         seeds: list[int],                       # of all ranks; each is one image
         labels: list[int],                      # one a seed
         *,
-        batch_size: int,                        # images a rank draws at once
+        batch_size: int,                        # images a rank samples at once
         num_steps: int,
         guidance: Guidance | None = None,
         precision: str = "fp32",                # of the network, under autocast
@@ -73,7 +73,7 @@ class Drawing(Subject):
         super().__init__(len(seeds), record, DRAWN_RULE, self.draw)
 
     def draw(self, todo: np.ndarray) -> Indexed:
-        """Draws this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
+        """Samples this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
         seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
         place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # the seed of a copy
         for drawn, _, images in self.generate(seeds, labels):
@@ -82,5 +82,5 @@ class Drawing(Subject):
 
 
 def derived_hours(drawn: dict, count: int, precision: str) -> float:
-    """Derives the hours of one H100 that drawing `count` images takes, by the FLOPs of the network alone."""
+    """Derives the hours of one H100 that sampling `count` images takes, by the FLOPs of the network alone."""
     return 2 * sum(drawn["multiply_adds"].values()) * count / H100[precision] / 3600

@@ -18,8 +18,8 @@ SCORING_VERSION = 2  # raised by whoever changes a score of the same images: tes
 class FeatureCache:
     """Features of `count` images in a folder that is named by the hash of all that they depend on.
 
-    Another checkpoint, setting, extractor, library or version of what draws and scores is another folder. A file holds
-    one batch. Every rank makes one of these, and all of them together read and write the folder.
+    Another checkpoint, setting, extractor, library or version of what samples and scores is another folder. A file
+    holds one batch. Every rank makes one of these, and all of them together read and write the folder.
     """
 
     def __init__(self, root: Path, record: dict, total: int):

@@ -74,7 +74,7 @@ def open_images(
 
 
 def are_files(path: str) -> bool:
-    """Tells whether a path is a folder or zip of images, which can be scaled when they are read."""
+    """True if a path is a folder or zip of images, which can be scaled when they are read."""
     return Path(path).suffix not in (".npz", ".npy") and not (Path(path) / "metadata.json").is_file()
 
 

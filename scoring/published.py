@@ -36,7 +36,7 @@ def as_published(cfg: DrawingSettings, checkpoint: Checkpoint | None = None) -> 
 
 
 def is_drawn_as(published: Published, cfg: DrawingSettings, trained: Trained) -> bool:
-    """Tells whether a checkpoint's images are drawn as those of the published scores were."""
+    """True if a checkpoint's images are sampled as those of the published scores were."""
     ours, theirs = (sampler_settings(trained.diffusion, dict(one.sampler)) for one in (cfg, published))
     guidance = {key: getattr(published, key, unguided) for key, unguided in NO_GUIDANCE.items()} | {"drop_label": True}
     return (ours == theirs and all(getattr(cfg, key) == value for key, value in guidance.items())

@@ -18,19 +18,19 @@ from scoring.feature_cache import SCORING_VERSION
 from scoring.features import describe_extractor, versions
 from weights.records import DIFFUSIONS
 
-BALANCED = "class seed % number of classes"  # how a drawing's record puts it
+BALANCED = "class seed % number of classes"  # how a sample's record puts it
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
 Metrics = Annotated[list[str], Field(min_length=1)] | Literal["all"]
 
 
 class Published(Settings):
-    """Published scores, and how their images were drawn: of configs/gauge, or of an experiment."""
+    """Published scores, and how their images were sampled: of configs/gauge, or of an experiment."""
 
     where: str
     scores: dict[str, Number]
     tolerance: dict[str, Number] = {}               # how far from them ours may lie
     diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
-    step: Whole | None = None                       # after which they were drawn; None: whatever ours says
+    step: Whole | None = None                       # after which they were sampled; None: whatever ours says
     num_samples: AtLeastTwo = 50_000
     num_steps: Steps | None = None                  # None where the images themselves are published
     sampler: SamplerSettings = SamplerSettings()
@@ -46,7 +46,7 @@ def describe_autoencoder(name: str, decode_precision: str) -> dict:
 
 
 def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
-    """Records which classes are drawn: "all", a list, or in place of a long list its length and hash."""
+    """Records which classes are sampled: "all", a list, or in place of a long list its length and hash."""
     if classes == list(range(num_classes)):
         return "all"
     if len(classes) <= 100:
@@ -111,7 +111,7 @@ def without_places(record: dict) -> dict:
 def facts_of(row: dict, any_version: bool) -> dict:
     """Names all that a row's scores depend on: files by their content, and the code by its versions."""
     row = without_places(row)
-    # The size is known once the first images are drawn, `origin` is in training's rows of older versions, and a run
+    # The size is known once the first images are sampled, `origin` is in training's rows of older versions, and a run
     # that trains may lie anywhere.
     ignored = ("size", "origin", *(["checkpoint"] if row["source"].get("in_training") else []))
     facts = {f"source.{key}": value for key, value in row["source"].items() if key not in ignored}

@@ -146,7 +146,7 @@ def open_reference(
 
 
 def is_replaceable(path: Path) -> bool:
-    """Tells whether `path` is free, or holds what `write_reference` has written."""
+    """True if `path` is free, or holds what `write_reference` has written."""
     try:
         with np.load(path, allow_pickle=False) as arrays:
             return {"space", "count", "weights_sha256"} <= {*arrays.files}

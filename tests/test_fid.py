@@ -480,7 +480,7 @@ def test_classes_that_had_no_images_are_drawn_only_if_they_are_named(tmp_path, r
         (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}), (run_folder, {})))
     assert [row["source"]["classes"] for row in (default, named, absent, every, old)] == [[0, 2], [0, 2], [1], "all", "all"]
     assert default["metrics"] == named["metrics"] != absent["metrics"] and every["metrics"] == old["metrics"] != default["metrics"]
-    assert capsys.readouterr().out.count("1 of 3 classes have no training images (1); they are drawn only if named.") == 4
+    assert capsys.readouterr().out.count("1 of 3 classes have no training images (1), which are sampled if named.") == 4
 
 
 def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_npz):

@@ -120,7 +120,7 @@ def test_tokens_that_must_stay_do_and_no_more_stay_for_it(router):
 
 
 def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_is_a_sentence():
-    with pytest.raises(ValueError, match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 stay: lower the ratio to 0.4375"):
+    with pytest.raises(ValueError, match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the ratio to 0.4375"):
         router.get_mask(tokens(), 0.5, keep_mask=torch.arange(16).expand(4, 16) < 9)
     with pytest.raises(ValueError, match=r"shape \(4, 8\), but there are 4 samples of 16 tokens"):
         router.get_mask(tokens(), 0.5, keep_mask=torch.zeros(4, 8, dtype=torch.bool))

@@ -295,7 +295,7 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     result = train(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9", "samples.num_steps=2", "evaluate.every=2",
                    f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2")
     assert result.returncode == 0, result.stderr
-    assert "3 of 8 classes have no training images (2, 6, 7); they are drawn only if named." in result.stdout
+    assert "3 of 8 classes have no training images (2, 6, 7), which are sampled if named." in result.stdout
     here = [0, 1, 3, 4, 5]
     assert checkpoints.read_meta(checkpoints.latest(run))["data"]["classes"] == here
     assert "classes" not in checkpoints.read_meta(checkpoints.latest(reference))["data"]
@@ -518,7 +518,7 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
 @pytest.mark.parametrize(("overrides", "says"), [
     (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "with model.selection=l1 the network alone does"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
-     "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 leaves only 4. Set selection_ratio to 0.5 or less"),
+     "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
     (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples takes all tokens of some samples along"),
 ])
 def test_masks_and_routed_losses_that_cannot_be_are_a_sentence(masked, tmp_path, fresh_accelerator, overrides, says):

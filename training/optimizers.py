@@ -13,7 +13,7 @@ def adamw(trained: Mapping[str, nn.Parameter], **settings: object) -> torch.opti
 
 
 def is_matrix(name: str, p: nn.Parameter) -> bool:
-    """Tells the weights of a block's linear layers from what has other names or shapes, as norms, biases and decays."""
+    """True for the weight of a linear layer within a block, and not for its biases, norms and decays."""
     return name.startswith("blocks.") and name.endswith(".weight") and p.ndim == 2
 
 
@@ -89,7 +89,7 @@ def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: torch.opti
 def load_optimizer(
     trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
 ) -> None:
-    """Restores what `optimizer_tensors` flattened; learning rate and the other settings stay as they are.
+    """Restores what `optimizer_tensors` flattened; learning rate and the other settings are kept.
 
     Raises ValueError for a tensor of a parameter that is not trained here, or of another shape than its parameter.
     """

@@ -61,7 +61,7 @@ class Sums:
 
 @dataclass
 class Grid:
-    """What a sample grid is drawn of."""
+    """What a sample grid is made of."""
 
     decode: Callable[[Tensor], Tensor]
     seeds: list[int]
@@ -76,9 +76,30 @@ class Evaluation:
     judge: Judge
 
 
+@dataclass(kw_only=True)
+class Progress:
+    """Where a run stands, which its checkpoints record."""
+
+    step: int = 0
+    images: int = 0
+    elapsed_before: float = 0.0             # seconds of training until this process resumed it
+    started: float = 0.0                    # this process's clock at its first step
+    run_id: str = ""
+    lowest_loss: float = math.inf           # of all reports
+
+    @property
+    def elapsed(self) -> float:
+        return self.elapsed_before + time.perf_counter() - self.started
+
+    def progress(self) -> dict:
+        """Returns it as meta.json has it."""
+        return {"step": self.step, "images": self.images, "elapsed_s": self.elapsed, "run_id": self.run_id,
+                "lowest_loss": self.lowest_loss if math.isfinite(self.lowest_loss) else None}
+
+
 @dataclass
-class Run:
-    """A training run: its parts and where it stands."""
+class Run(Progress):
+    """A training run: its parts, beside its progress."""
 
     cfg: TrainSettings
     accelerator: Accelerator
@@ -92,19 +113,9 @@ class Run:
     objective: Objective | DiffusionLoss  # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
-    step: int = 0
-    images: int = 0
-    elapsed_before: float = 0.0             # seconds of training until this process went on
-    paused: float = 0.0                     # seconds since the last report in which it saved, drew or scored
-    started: float = 0.0
-    run_id: str = ""
+    paused: float = 0.0                     # seconds since the last report in which it saved, sampled or scored
     reported_loss: float = 0.0              # of the last report
-    lowest_loss: float = math.inf           # of all reports
     lock: object = None                     # on the folder, until the process ends; on the main rank
-
-    @property
-    def elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.started
 
     @property
     def diffusion(self) -> EDM | RF:
@@ -123,7 +134,7 @@ class Run:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
     def is_diverging(self, total: dict[str, float]) -> bool:
-        """Tells from sums whether steps are being skipped, or the loss is far above its lowest.
+        """True if, by the sums, steps are being skipped or the loss is far above its lowest.
 
         Far is ten times the lowest. A term may bring the loss near 0 or below it; then 0.9 above it is far, as the
         diffusion's loss begins near 1.
@@ -196,23 +207,25 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
     network = describe_network(cfg.model, latent_shape(cfg, latents), num_classes)
     for name, settings in objective.items():
         network |= class_of(name).network_keywords(network["depth"], **settings)
-    return {
-        "network": network,
-        "diffusion": diffusion, **({"objective": objective} if objective else {}),
-        "data": {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
-                 "convention": latents.convention.record(),
-                 "class_names": latents.class_names, "display_names": latents.display_names,
-                 **({} if len(latents.classes) == num_classes else {"classes": latents.classes})},
-        "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "init_from": cfg.init_from,
-        "optimizer": cfg.optimizer.name,
+    data = {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
+            "convention": latents.convention.record(), "class_names": latents.class_names,
+            "display_names": latents.display_names}
+    begun = {"step": 0, "commit": commit(), "device": device_name(device), "torch": torch.__version__,
+             "tf32": multiplies_in_tf32(device)}
+    record = {
+        "network": network, "diffusion": diffusion, "data": data,
+        "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "optimizer": cfg.optimizer.name,
+        "init_from": cfg.init_from, "parent": None, "null_label": cfg.label_dropout > 0,
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
-        "parent": None, **({} if cfg.lora.rank is None else
-           {"lora": {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}}),
-        "null_label": cfg.label_dropout > 0,
-        "config": cfg.model_dump(mode="json"),
-        "history": [{"step": 0, "commit": commit(), "device": device_name(device),
-                     "torch": torch.__version__, "tf32": multiplies_in_tf32(device)}],
+        "config": cfg.model_dump(mode="json"), "history": [begun],
     }
+    if objective:
+        record["objective"] = objective
+    if len(latents.classes) != num_classes:
+        data["classes"] = latents.classes
+    if cfg.lora.rank is not None:
+        record["lora"] = {**cfg.lora.model_dump(), "alpha": cfg.lora.alpha or float(cfg.lora.rank)}
+    return record
 
 
 def open_drawing(
@@ -224,7 +237,7 @@ def open_drawing(
     """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
         if autoencoder == autoencoders.NONE:
-            accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are drawn; "
+            accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are sampled; "
                               "sample.py writes latents with latents=true.")
         return None, None
     try:
@@ -274,12 +287,12 @@ def check_kept(latents: Latents, model: DiT) -> None:
     most, image = latents.most_kept(model.patch_size)
     for route in model.routes:
         if route.path_drop:
-            raise ValueError(f"keep_masked=true: route {route} takes all tokens of some samples along, so none is sure "
-                             f"to stay. Set path_drop to 0 in model.routes, or keep_masked=false.")
+            raise ValueError(f"keep_masked=true: route {route} routes all tokens of some samples, so none is sure "
+                             f"to be kept. Set path_drop to 0 in model.routes, or keep_masked=false.")
         room = num_tokens - int(num_tokens * route.selection_ratio)
         if most > room:
             raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
-                             f"route {route} leaves only {room}. Set selection_ratio to {1 - most / num_tokens:.4g} or "
+                             f"route {route} keeps only {room}. Set selection_ratio to {1 - most / num_tokens:.4g} or "
                              f"less in model.routes, or keep_masked=false.")
 
 
@@ -311,7 +324,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked,
                                 shapes)
     if lacking := [name for name in objective.arrays if name not in (*latents.arrays, "weight")]:
-        raise ValueError(f"The objective {', '.join(cfg.objective)} needs {lacking[0]}-*.npy beside the latents, and "
+        raise ValueError(f"The objective {', '.join(cfg.objective)} needs the extra array {lacking[0]}-*.npy, and "
                          f"{latents.where} has no such array in its metadata.json (docs/data.md).")
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":

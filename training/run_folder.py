@@ -110,7 +110,7 @@ def numbers(record: dict) -> dict[str, object]:
 
 
 def same_start(meta: dict, path: str | None) -> bool:
-    """Tells whether `init_from=path` is where a run of `meta` began: the same place, however spelled, or weights."""
+    """True if `init_from=path` is where a run of `meta` began: the same place, however spelled, or weights."""
     began = meta.get("init_from")
     if path is None or began is None or Path(path).resolve() == Path(began).resolve():
         return (path is None) == (began is None)
@@ -133,15 +133,16 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
 
     if same_start(meta, now.get("init_from")):
         meta = meta | {"init_from": now.get("init_from")}
-    for (fact, old), new in zip(facts(meta).items(), facts(now).values(), strict=True):
+    was, is_now = facts(meta), facts(now)
+    for fact in was:
+        old, new = differing(was[fact], is_now[fact])
         if old != new:
-            old, new = differing(old, new)
-            raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot go on: it has {old}, this "
+            raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot resume: it has {old}, this "
                              f"command {new}. Start another run with name=<another>, or give the settings that "
                              f"it began with.")
     was, is_now = numbers(meta), numbers(now)
-    return [f"{key} was {was[key]} and is now {value}"
-            for key, value in is_now.items() if key in was and was[key] != value]
+    changed = [key for key in is_now if key in was and was[key] != is_now[key]]
+    return [f"{key} was {was[key]} and is now {is_now[key]}" for key in changed]
 
 
 def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_table: bool = False) -> Trained:
@@ -263,10 +264,8 @@ def save(run: Run) -> None:
     sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
     training["sums"] = sums
-    meta = {"step": run.step, "images": run.images, "elapsed_s": run.elapsed, "run_id": run.run_id,
-            "scaler": accelerator.scaler and accelerator.scaler.state_dict(), "sound": not run.is_diverging(total),
-            "lowest_loss": run.lowest_loss if math.isfinite(run.lowest_loss) else None, **run.record,
-            "torch": torch.__version__}
+    meta = {**run.progress(), "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
+            "sound": not run.is_diverging(total), **run.record, "torch": torch.__version__}
     tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:

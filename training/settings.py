@@ -230,7 +230,7 @@ def check_effect(cfg: TrainSettings) -> None:
     if any(route.drop_batch and not route.path_drop for route in model.routes):
         raise ValueError("drop_batch=true drops the path of no batch at path_drop=0: set both in model.routes.")
     for is_read, names, why in (
-        (model.routes, ["model.selection"], "model.routes is empty, so all tokens stay"),
+        (model.routes, ["model.selection"], "model.routes is empty, so all tokens are kept"),
         (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
         (cfg.init_from, ["diffusion_name"], "it says whose weights init_from=<a weights file> has"),
         (cfg.evaluate.every or "evaluate.every" in cfg.typed, ["evaluate"],

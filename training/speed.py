@@ -95,7 +95,7 @@ def check_float8(device: torch.device) -> None:
 
 
 def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
-    """Makes the linear layers that tokens pass through in a block multiply in float8, both ways; the rest stays.
+    """Makes the linear layers that tokens pass through in a block multiply in float8, both ways, and no others.
 
     Parameters keep their names and float32 values. Weights, activations and gradients are cast in each pass, each
     tensor with one scale that brings its largest value to float8's (torchao's dynamic scaling, arXiv 2209.05433).

@@ -1,1 +1,1 @@
-"""Weights and their records: checkpoints, LoRA, other code bases' files -> a network that draws."""
+"""Weights and their records: checkpoints, LoRA, other code bases' files -> a network to sample."""

@@ -87,12 +87,12 @@ def load_decoder(
 
 
 def runs_code(name: str) -> bool:
-    """Tells whether loading an autoencoder of this name runs code: a Python callable or a TorchScript file."""
+    """True if loading an autoencoder of this name runs code: a Python callable or a TorchScript file."""
     return name.startswith(PYTHON) or (Path(name).is_file() and is_torchscript(Path(name)))
 
 
 def samples_only(name: str) -> bool:
-    """Tells, without loading weights, whether an autoencoder gives values and no distributions.
+    """True if an autoencoder, whose weights are not loaded, gives values and no distributions.
 
     Raises ValueError for a name without an autoencoder.
     """

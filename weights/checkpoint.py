@@ -138,7 +138,7 @@ def problem(folder: Path) -> str | None:
 
 
 def is_sound(folder: Path) -> bool:
-    """Tells whether training went well when a checkpoint was saved; one of an earlier version counts as sound."""
+    """True if training went well when a checkpoint was saved; one of an earlier version counts as sound."""
     try:
         return read_meta(folder).get("sound", True)
     except (OSError, ValueError):  # damaged

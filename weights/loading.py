@@ -1,4 +1,4 @@
-"""What a user names, a run, a checkpoint or anybody's weights -> a network, and all that drawing needs to know of it.
+"""What a user names, a run, a checkpoint or anybody's weights -> a network, and all that sampling needs to know of it.
 
 `find_checkpoint` finds the file and reads the record beside it, once; `load_trained` makes the network of them.
 """
@@ -151,7 +151,7 @@ def read_whole(folder: Path, name: str) -> dict:
 
 @dataclass
 class Trained:
-    """A network and what its checkpoint records about it: all that drawing needs."""
+    """A network and what its checkpoint records about it: all that sampling needs."""
 
     checkpoint: Checkpoint
     net: DiT

@@ -1,7 +1,7 @@
 """LoRA (arXiv 2106.09685), which PEFT attaches to a plain network from outside: trained, saved and merged.
 
 Only the adapter has gradients: each linear layer adds alpha / rank · B·A·x to its output, and B begins at zero.
-weights/loading.py merges the two, so that drawing and scoring do not see adapters.
+weights/loading.py merges the two, so that sampling and scoring do not see adapters.
 """
 
 import importlib.util

@@ -303,7 +303,7 @@ def detect_family(state: Mapping[str, Tensor], name: str, content: object) -> st
 
 
 def learns_variances(state: Mapping[str, Tensor]) -> bool:
-    """Tells whether a network has two output channels for each of its input."""
+    """True if a network has two output channels for each of its input."""
     first, last = state.get(MARKS[0]), state.get("final_layer.linear.bias")
     return first is not None and last is not None and last.numel() == 2 * first[0].numel()
 

@@ -75,7 +75,7 @@ class CheckpointRecord(Record):
 
     @property
     def null_label_untrained(self) -> bool:
-        """Tells whether the record says that no label was ever dropped; the first versions have the setting alone."""
+        """True if the record says that no label was ever dropped; the first versions have the setting alone."""
         if self.null_label is None:
             return self.parent is None and self.config.get("label_dropout") == 0
         return not self.null_label

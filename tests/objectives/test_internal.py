@@ -5,10 +5,10 @@ from functools import partial
 
 import pytest
 import torch
-from closed_forms import amplitude_of
+from closed_forms import amplitude_of, wave
 from conftest import run_command
 from safetensors.torch import load_file
-from test_published_parity import CountedNoise, assert_equal, published, wave
+from test_published_parity import CountedNoise, assert_equal, published
 from training_runs import train_here
 
 from dit import DiT

@@ -105,7 +105,7 @@ def test_under_autocast_the_angle_is_taken_in_float32():
 
 
 @pytest.mark.parametrize(("routes", "settings", "says"), [
-    ([], dict(weight=-1), "weight=-1 would push"), ([], dict(block=2, deeper=2), "deeper=2 does not come after block=2"),
+    ([], dict(block=2, deeper=2), "deeper=2 does not come after block=2"),
     ([], dict(block=-1), "does not come after block=-1"), ([], dict(deeper=9), "Block 9 is not in this network"),
     ([Route(0, 1, 0.5), Route(2, 3, 0.5)], dict(block=1, deeper=2), "block 1 lies on route 0→1 .* and block 2 on 2→3"),
 ])  # fmt: skip

@@ -56,7 +56,7 @@ def test_as_many_tokens_stay_as_the_mask_keeps_of_any_sample_or_the_call_is_refu
         assert taken.ids_keep[0].shape == (BATCH, most)
         assert set(mask[1].nonzero().flatten().tolist()) == set(taken.ids_keep[0][1].tolist())
         said = refused(case.model, ALL_BUT_A_QUARTER, case.call, keep_mask=mask, grow=False)
-        assert f"keeps {most} tokens of a sample, more than the {few} of {case.n} that stay at selection ratio 0.75" in said
+        assert f"keeps {most} tokens of a sample, more than the {few} of {case.n} that are kept at selection ratio 0.75" in said
 
 
 def test_k_grows_exactly_whatever_the_number_of_tokens():
@@ -188,8 +188,8 @@ def test_tokens_are_selected_by_the_router_that_is_given():
         assert torch.equal(taken.ids_keep[0], torch.arange(K).expand(BATCH, -1))
     hook.remove()
     net, x, condition = mine()
-    assert "9 tokens may leave" not in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
-    assert "8 tokens may leave" in refused(net, call=lambda: net(x, condition), router=Router("grid"), keep=1, **NAMED)
+    assert "9 tokens may be routed" not in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
+    assert "8 tokens may be routed" in refused(net, call=lambda: net(x, condition), router=Router("grid"), keep=1, **NAMED)
 
 
 # ---- the routes of a step -------------------------------------------------------------------------------------------

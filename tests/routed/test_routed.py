@@ -374,7 +374,7 @@ def refused(model, routes=TWO, call=lambda: None, **options):
     ("without x_T", {}, dict(routes=[Route(0, 1, 0.5, x_T=1.0)])),
     ("return_from", {}, dict(routes=[Route(1, 1, 0.5, return_from=0)])),
     ("names 'rop'", {}, dict(along={"rop": 0})),
-    ("9 of 9 tokens never leave", {}, dict(keep=9)),
+    ("9 of 9 tokens are never routed", {}, dict(keep=9)),
     ("mask_noise is (3, 1, 9), but it must be (3, 2, 9)", {}, dict(mask_noise=torch.rand(3, 1, 9))),
     ("rope is (8, 8). Its axis 0 must be 9 long", dict(table=torch.randn(8, 8)), {}),
     ("rope is (9, 1, 8). Its axis 0 must be 9 long", dict(table=torch.randn(9, 1, 8)), {}),

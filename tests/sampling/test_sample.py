@@ -220,7 +220,7 @@ def test_pictures_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_pat
     Image.new("RGB", (8, 8)).save(place)
     before = place.read_bytes()
     for options in ([], ["overwrite=true"]):
-        with pytest.raises(SystemExit, match=f"pictures that were not drawn by this code, such as {place.name}"):
+        with pytest.raises(SystemExit, match=f"pictures that were not made by this code, such as {place.name}"):
             pictures(run, tmp_path / "out", "seeds=0-3", *options)
     assert place.read_bytes() == before and [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
 
@@ -240,7 +240,7 @@ def test_a_grid_or_npz_of_ours_is_replaced_and_no_other_file(run, tmp_path):
     np.savez(tmp_path / "data.npz", arr_0=np.zeros(3))
     for name in ("photo.png", "data.npz"):
         before = (tmp_path / name).read_bytes()
-        with pytest.raises(SystemExit, match=f"{name} is there already and was not drawn by this code: .*overwrite=true"):
+        with pytest.raises(SystemExit, match=f"{name} is there already and was not made by this code: .*overwrite=true"):
             sample(tmp_path / name)
         assert (tmp_path / name).read_bytes() == before
         sample(tmp_path / name, "overwrite=true")

@@ -106,7 +106,7 @@ def test_a_run_by_muon_has_two_rates_on_one_schedule_and_its_moments_by_name(sha
     meta = json.loads((checkpoints.latest(tmp_path / "run") / "meta.json").read_text())
     assert (meta["optimizer"], meta["config"]["optimizer"]["matrix_lr"]) == ("muon", 1e-2)
     refused = train_here(tmp_path / "run", shapes, "steps=4")
-    assert refused.returncode == 1 and "was trained with another optimizer, so it cannot go on: it has muon, this command adamw" in refused.stderr
+    assert refused.returncode == 1 and "was trained with another optimizer, so it cannot resume: it has muon, this command adamw" in refused.stderr
 
 
 def test_the_schedule_scales_the_rate_of_each_group(fresh_accelerator):

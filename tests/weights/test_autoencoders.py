@@ -437,7 +437,7 @@ def test_latents_that_only_their_owner_can_decode_train_without_grids_and_are_sa
 ):
     train_on(folder, tmp_path / "run")
     out = capsys.readouterr().out
-    assert "autoencoder=none: only their owner can decode these latents, so no grids are drawn" in out
+    assert "autoencoder=none: only their owner can decode these latents, so no grids are sampled" in out
     assert not list((tmp_path / "run").glob("samples/*"))
     trained = load_trained(tmp_path / "run")
     assert trained.autoencoder == "none" and trained.convention == Convention(2.0, 0.5, (0.1,) * 4, (2.0,) * 4)

@@ -253,7 +253,7 @@ def test_a_run_goes_on_with_its_own_adapter_only(trained_run, parent, command):
     for rank in (2, None):
         with pytest.raises(SystemExit) as ended:
             command(trained_run, parent, steps=6, **{"lora.rank": rank, "lora.alpha": rank})
-        assert "was trained with another adapter, so it cannot go on: it has {'rank': 4" in str(ended.value)
+        assert "was trained with another adapter, so it cannot resume: it has {'rank': 4" in str(ended.value)
 
 
 def test_without_peft_there_is_a_sentence_and_drawing_goes_on(trained_run, monkeypatch):
