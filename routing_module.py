@@ -117,14 +117,14 @@ class RouteSchedule:
     """The routes of each step of training, a function of (seed, step): the same on all ranks and after resuming.
 
     `routes` are those of the start, and from the step of each of `changes` on, those that it gives. Before step
-    `dense_before` (on-ramp) and from step `dense_from` on (off-ramp) their selection ratio is 0, as it is where a
+    `dense_before` (on-ramp) and from step `dense_after` on (off-ramp) their selection ratio is 0, as it is where a
     change gives none; a path drop is kept. With `selection_ratios` each step samples one of them, for all its routes.
     Raises ValueError for changes that are not in order of their steps.
     """
 
     routes: tuple[Route, ...]
     dense_before: int | None = None
-    dense_from: int | None = None
+    dense_after: int | None = None
     selection_ratios: tuple[float, ...] = ()
     changes: tuple[tuple[int, tuple[Route, ...]], ...] = ()
     seed: int = 0
@@ -144,12 +144,12 @@ class RouteSchedule:
             latest = routes or at_ratio(latest, 0.0)
             sampled = tuple(at_ratio(latest, ratio) for ratio in self.selection_ratios) if routes else ()
             phases.append((start, sampled or (latest,)))
-        if self.dense_from is not None:
-            phases.append((self.dense_from, (at_ratio(latest, 0.0),)))
+        if self.dense_after is not None:
+            phases.append((self.dense_after, (at_ratio(latest, 0.0),)))
         starts = [start for start, _ in phases]
         if any(later <= start for start, later in pairwise(starts)):
             raise ValueError(f"The routes change at steps {', '.join(map(str, starts[1:]))}: each change must come "
-                             f"after the one before it. In order are dense_before, changes and dense_from.")
+                             f"after the one before it. In order are dense_before, changes and dense_after.")
         return dict(phases)
 
     @property

@@ -3,7 +3,7 @@
     python scripts/plan.py                                            # derived: FLOPs over an assumed FLOP/s
     python scripts/plan.py --mfu 0.4 --gpus 8
     python scripts/plan.py --measured bench/train_xl2.json bench/train_b2.json      # with what the benchmark measured
-    python scripts/plan.py --dense-from 0.85                          # TREAD with an off-ramp; --selection-ratios, too
+    python scripts/plan.py --dense-after 0.85                          # TREAD with an off-ramp; --selection-ratios, too
     python scripts/plan.py --memory                                   # of a GPU in training, by size and batch; FSDP's
 
 Derived hours are multiply-adds (two FLOPs each, the backward pass twice the forward one) over `mfu` of the FLOP/s of
@@ -178,15 +178,15 @@ def main() -> None:
     parser.add_argument("--measured", type=as_path, nargs="*", default=[],
                         help="JSON of scripts/benchmark.py mode=train")
     parser.add_argument("--memory", action="store_true", help="what a GPU holds in training, and no hours")
-    parser.add_argument("--dense-from", type=float, help="share of the steps after which TREAD is dense")
+    parser.add_argument("--dense-after", type=float, help="share of the steps after which TREAD is dense")
     parser.add_argument("--selection-ratios", type=float, nargs="+", default=[], help="of which a step samples one")
     given = parser.parse_args()
     if given.memory:
         print(memory() + "\n\n" + activations())
         return
-    if not (0 < (given.dense_from or 0.5) < 1 and all(0 <= ratio < 1 for ratio in given.selection_ratios)):
-        sys.exit("plan.py: --dense-from lies between 0 and 1, and --selection-ratios in [0, 1).")
-    schedule = RouteSchedule((ROUTE,), dense_from=given.dense_from and math.ceil(given.dense_from * PARTS),
+    if not (0 < (given.dense_after or 0.5) < 1 and all(0 <= ratio < 1 for ratio in given.selection_ratios)):
+        sys.exit("plan.py: --dense-after lies between 0 and 1, and --selection-ratios in [0, 1).")
+    schedule = RouteSchedule((ROUTE,), dense_after=given.dense_after and math.ceil(given.dense_after * PARTS),
                              selection_ratios=tuple(given.selection_ratios))
     if not (0 < given.mfu <= 1 and given.peak > 0 and given.gpus > 0 and 0 < given.efficiency <= 1):
         sys.exit("plan.py: --mfu and --efficiency lie in (0, 1], --peak and --gpus above 0.")

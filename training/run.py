@@ -203,7 +203,7 @@ def describe_schedule(cfg: TrainSettings) -> dict:
     given = cfg.route_schedule.model_dump(exclude_defaults=True) if cfg.model.routes else {}
     if "changes" in given:
         given["changes"] = [[step_of(when), routes] for when, routes in given["changes"]]
-    return {key: step_of(value) if key in ("dense_before", "dense_from") else value for key, value in given.items()}
+    return {key: step_of(value) if key in ("dense_before", "dense_after") else value for key, value in given.items()}
 
 
 def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:

@@ -41,7 +41,7 @@ class ScheduleSettings(Settings):
     """The keys of configs/route_schedule, and in a checkpoint's record of RouteSchedule, where steps are numbers."""
 
     dense_before: When | None = None
-    dense_from: When | None = None
+    dense_after: When | None = None
     selection_ratios: Annotated[list[Number], Field(min_length=1)] | None = None
     changes: list[Annotated[tuple[When, list[RouteSettings]], Field(strict=False)]] | None = None
 
