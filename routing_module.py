@@ -1,8 +1,11 @@
 """Token routing of TREAD (arXiv 2501.04765): a random share of the tokens skips a span of blocks and then rejoins."""
 
+import hashlib
 import math
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, fields, replace
+from functools import cached_property
 from itertools import pairwise, product
 from typing import Literal, get_args
 
@@ -103,6 +106,75 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
             raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} lies "
                              f"inside route {other}, where some tokens are absent.")
     return tuple(resolved)
+
+
+def describe_routes(routes: Iterable[Route]) -> str:
+    """Names the routes that some token takes, "none" where all pass through every block."""
+    return ", ".join(str(route) for route in routes if route.selection_ratio or route.path_drop) or "none"
+
+
+@dataclass(frozen=True)
+class RouteSchedule:
+    """The routes of each step of training, a function of (seed, step): the same on all ranks and after resuming.
+
+    `routes` are those of the start, and from the step of each of `changes` on, those that it gives. Before step
+    `dense_before` (on-ramp) and from step `dense_after` on (off-ramp) their selection ratio is 0, as it is where a
+    change gives none; a path drop is kept. With `selection_ratios` each step samples one of them, for all its routes.
+    Raises ValueError for changes that are not in order of their steps.
+    """
+
+    routes: tuple[Route, ...]
+    dense_before: int | None = None
+    dense_after: int | None = None
+    selection_ratios: tuple[float, ...] = ()
+    changes: tuple[tuple[int, tuple[Route, ...]], ...] = ()
+    seed: int = 0
+
+    def __post_init__(self) -> None:
+        self.phases  # noqa: B018, as it raises
+
+    @cached_property
+    def phases(self) -> dict[int, tuple[tuple[Route, ...], ...]]:
+        """The routes among which a step samples, by the first step of which this is true."""
+        def at_ratio(routes: tuple[Route, ...], ratio: float) -> tuple[Route, ...]:
+            return tuple(replace(route, selection_ratio=ratio) for route in routes)
+
+        changes, latest = [(self.dense_before or 0, self.routes), *self.changes], self.routes
+        phases = [(0, (at_ratio(latest, 0.0),))] if self.dense_before else []
+        for start, routes in changes:
+            latest = routes or at_ratio(latest, 0.0)
+            sampled = tuple(at_ratio(latest, ratio) for ratio in self.selection_ratios) if routes else ()
+            phases.append((start, sampled or (latest,)))
+        if self.dense_after is not None:
+            phases.append((self.dense_after, (at_ratio(latest, 0.0),)))
+        starts = [start for start, _ in phases]
+        if any(later <= start for start, later in pairwise(starts)):
+            raise ValueError(f"The routes change at steps {', '.join(map(str, starts[1:]))}: each change must come "
+                             f"after the one before it. In order are dense_before, changes and dense_after.")
+        return dict(phases)
+
+    @property
+    def every(self) -> tuple[tuple[Route, ...], ...]:
+        """All that some step may take."""
+        return tuple(routes for sampled in self.phases.values() for routes in sampled)
+
+    def at(self, step: int) -> tuple[Route, ...]:
+        """Returns the routes of a step, counted from 0."""
+        sampled = self.phases[max(start for start in self.phases if start <= step)]
+        number = int.from_bytes(hashlib.sha256(f"{self.seed} {step}".encode()).digest()[:8], "big")
+        return sampled[number % len(sampled)]
+
+    def counts(self, steps: int) -> Counter[tuple[Route, ...]]:
+        """Counts of the first `steps` those of each routes."""
+        return Counter(map(self.at, range(steps)))
+
+    def describe(self, start: int) -> str:
+        """Names the routes of the phase that begins at step `start`."""
+        sampled = self.phases[start]
+        return " or ".join(map(describe_routes, sampled)) + (", at random each step" if len(sampled) > 1 else "")
+
+    def __str__(self) -> str:
+        return "; ".join((f"from step {start} on " if start else "") + self.describe(start) for start in self.phases)
 
 
 def stretches(taken: Mapping[int, Route], depth: int) -> Iterator[tuple[range, int | None, Route | None]]:

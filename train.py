@@ -149,7 +149,7 @@ def summary(run: Run, resumed: tuple[Path, dict] | None) -> str:
     cfg, latents, accelerator = run.cfg, run.latents, run.accelerator
     return (
         f"{cfg.name}: {cfg.model.backbone_type}, {sharding.size(run.model) / 1e6:.1f}M parameters, "
-        f"routes {', '.join(map(str, run.model.routes)) or 'none'}; {latents.count:,} latents of {latents.shape} in "
+        f"routes {run.objective.schedule}; {latents.count:,} latents of {latents.shape} in "
         f"{latents.num_classes} classes; {accelerator.num_processes} × {accelerator.device.type}, {cfg.precision}; "
         + (f"resuming {resumed[0].name} of {cfg.steps}" if resumed else f"{cfg.steps} steps of {cfg.batch_size}"))
 
@@ -186,6 +186,13 @@ def tell_compiling(run: Run, bar: tqdm) -> None:
     if bar.disable:
         run.accelerator.print(f"compiling (compile={as_text(run.cfg.compile)}): the first step takes minutes")
     first = run.optimizer.optimizer.register_step_post_hook(lambda *_: (bar.set_postfix_str(""), first.remove()))
+
+
+def begin_step(run: Run) -> None:
+    """Sets the step of the objective, and writes a line where its routes change."""
+    run.objective.step, schedule = run.step, run.objective.schedule
+    if run.step in schedule.phases and run.step > 0 and run.accelerator.is_main_process:
+        tqdm.write(f"step {run.step}/{run.cfg.steps}  routes {schedule.describe(run.step)}")
 
 
 def report(run: Run, num_steps: int, since: float) -> None:
@@ -321,7 +328,7 @@ def main(cfg: TrainSettings) -> None:
             tell_compiling(run, bar)
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
-        run.objective.step = run.step
+        begin_step(run)
         set_learning_rates(run.optimizer, run.step, cfg.steps, cfg.optimizer.warmup_steps, cfg.optimizer.schedule)
         stored, y, arrays = send_to_device(next(loader), device, non_blocking=True)
         loss, grad_norm, skipped, terms = train_step(

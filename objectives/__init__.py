@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from torch import nn
 
 from objectives.diffusion import DiffusionLoss, Objective, own_state, trained_parameters
+from routing_module import RouteSchedule
 
 __all__ = ["DiffusionLoss", "Objective", "build_objective", "class_of", "own_state", "trained_parameters"]
 
@@ -25,13 +26,14 @@ def class_of(name: str) -> type[Objective]:
 
 def build_objective(
     net: nn.Module, diffusion: object, parts: Mapping[str, Mapping] | None = None, keep_masked: bool = False,
-    array_shapes: Mapping[str, tuple[int, ...]] | None = None,
+    array_shapes: Mapping[str, tuple[int, ...]] | None = None, schedule: RouteSchedule | None = None,
 ) -> Objective | DiffusionLoss:
     """Puts `parts`, names of files here and their keywords, around the plain diffusion loss, in their order.
 
-    `array_shapes` are those of a row of each extra array. Raises ValueError for a name that is not there.
+    `array_shapes` are those of a row of each extra array, and `schedule` gives the routes of a step. Raises ValueError
+    for a name that is not there.
     """
-    objective: Objective | DiffusionLoss = DiffusionLoss(net, diffusion, keep_masked, array_shapes)
+    objective: Objective | DiffusionLoss = DiffusionLoss(net, diffusion, keep_masked, array_shapes, schedule)
     for name, keywords in (parts or {}).items():
         objective = class_of(name)(objective, **keywords)
     return objective

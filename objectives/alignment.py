@@ -4,6 +4,7 @@ The options are iREPA's normalisation and convolutional projector (arXiv 2512.10
 """
 
 import math
+from itertools import chain
 from typing import Literal
 
 import torch
@@ -58,7 +59,7 @@ class Alignment(Objective):
             raise ValueError(f"objective.alignment.normalise={self.normalise} objective.alignment.end_step="
                              f"{self.end_step}: the first is a share of the mean, from 0 to 1, and the second a step.")
         for block in self.blocks:
-            if projector == "conv" and (route := route_at(self.net, block)):
+            if projector == "conv" and (route := route_at(chain(*self.schedule.every), block % len(self.net.blocks))):
                 raise ValueError(f"objective.alignment.projector=conv needs the whole grid of tokens, but block "
                                  f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
 

@@ -8,11 +8,11 @@ from torch import Tensor, nn
 from dit import DiT
 from edm import EDM
 from rf import RF
-from routing_module import kept_tokens
+from routing_module import Route, RouteSchedule, kept_tokens
 
 
 class DiffusionLoss(nn.Module):
-    """Minimises `diffusion.loss` of a network on its routes.
+    """Minimises `diffusion.loss` of a network on the routes of its step: those of `schedule`, or else the network's.
 
     With keep_masked, no route takes a token over whose patch the mean of `weight` is above 0.5. `array_shapes` are
     those of a row of each extra array, by name.
@@ -25,18 +25,22 @@ class DiffusionLoss(nn.Module):
 
     def __init__(
         self, net: DiT, diffusion: EDM | RF, keep_masked: bool = False,
-        array_shapes: Mapping[str, tuple[int, ...]] | None = None,
+        array_shapes: Mapping[str, tuple[int, ...]] | None = None, schedule: RouteSchedule | None = None,
     ):
         super().__init__()
         self.net, self.diffusion, self.keep_masked = net, diffusion, keep_masked
-        self.array_shapes = array_shapes or {}
+        self.array_shapes, self.schedule = array_shapes or {}, schedule or RouteSchedule(net.routes)
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        return self.schedule.at(self.step)
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; it is 1 where it is not given."""
         weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight.float()
-        mask_noise = draw_mask_noise(self.net, weight, True) if self.keep_masked else None
+        mask_noise = draw_mask_noise(self.net, self.routes, weight, True) if self.keep_masked else None
         self.drawn = self.diffusion.draw(x)
-        loss = self.diffusion.loss(self.net, x, y, self.net.routes, *self.drawn, weight=weight, mask_noise=mask_noise)
+        loss = self.diffusion.loss(self.net, x, y, self.routes, *self.drawn, weight=weight, mask_noise=mask_noise)
         return loss, {}
 
 
@@ -89,6 +93,14 @@ class Objective(nn.Module):
         return self.inner.array_shapes
 
     @property
+    def schedule(self) -> RouteSchedule:
+        return self.inner.schedule
+
+    @property
+    def routes(self) -> tuple[Route, ...]:
+        return self.inner.routes
+
+    @property
     def step(self) -> int:
         return self.inner.step
 
@@ -97,9 +109,9 @@ class Objective(nn.Module):
         self.inner.step = step
 
 
-def draw_mask_noise(net: DiT, weight: Tensor, keep_masked: bool) -> Tensor:
+def draw_mask_noise(net: DiT, routes: tuple[Route, ...], weight: Tensor, keep_masked: bool) -> Tensor:
     """Draws the noise (B, R, N) that decides the masks of all routes; with keep_masked, heavy tokens take none."""
-    noise = torch.rand(len(weight), len(net.routes), net.pos_embed.shape[1], device=weight.device)
+    noise = torch.rand(len(weight), len(routes), net.pos_embed.shape[1], device=weight.device)
     return net.router.keep(noise, kept_tokens(weight, net.patch_size)[:, None]) if keep_masked else noise
 
 

@@ -1,6 +1,7 @@
 """Repulsion between the hidden states of different images: dispersive loss (arXiv 2506.09027)."""
 
 import math
+from itertools import chain
 
 from torch import Tensor
 
@@ -29,7 +30,7 @@ class Dispersive(Objective):
         self.hidden = take_hidden(self.net, [self.block])
         if temperature <= 0:
             raise ValueError(f"objective.dispersive.temperature={temperature} divides distances: give more than 0.")
-        route = route_at(self.net, self.block)
+        route = route_at(chain(*self.schedule.every), self.block % len(self.net.blocks))
         if route and not pooled:
             raise ValueError(f"objective.dispersive compares images token by token, but block {self.block} lies on "
                              f"route {route}, where each keeps others: set objective.dispersive.pooled=true, or a "

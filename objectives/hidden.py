@@ -31,7 +31,6 @@ def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor
     return taken
 
 
-def route_at(net: nn.Module, block: int) -> Route | None:
-    """Returns the route of a DiT that leads around a block, which may count from the last one."""
-    block %= len(net.blocks)
-    return next((route for route in net.routes if route.start_layer_idx <= block <= route.end_layer_idx), None)
+def route_at(routes: Iterable[Route], block: int) -> Route | None:
+    """Returns the first of resolved routes that leads around a block."""
+    return next((route for route in routes if route.start_layer_idx <= block <= route.end_layer_idx), None)

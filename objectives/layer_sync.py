@@ -28,10 +28,11 @@ class LayerSync(Objective):
         if self.block % depth >= self.deeper % depth:
             raise ValueError(f"objective.layer_sync.deeper={self.deeper} does not come after block={self.block} in a "
                              f"network of {depth} blocks: give a later one.")
-        routes = [route_at(self.net, i) for i in (self.block, self.deeper)]
-        if None not in routes and routes[0] != routes[1]:
-            raise ValueError(f"objective.layer_sync compares the same tokens, but block {self.block} lies on route "
-                             f"{routes[0]} and block {self.deeper} on {routes[1]}: choose two on one route.")
+        for routes in self.schedule.every:
+            one, other = (route_at(routes, i % depth) for i in (self.block, self.deeper))
+            if one and other and one != other:
+                raise ValueError(f"objective.layer_sync compares the same tokens, but block {self.block} lies on route "
+                                 f"{one} and block {self.deeper} on {other}: choose two on one route.")
         self.weight = weight
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:

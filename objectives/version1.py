@@ -38,7 +38,7 @@ class Version1(Objective):
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         weight = x.new_ones(len(x), 1, 1, 1) if weight is None else weight.float()
-        mask_noise = draw_mask_noise(self.net, weight, self.keep_masked)
+        mask_noise = draw_mask_noise(self.net, self.routes, weight, self.keep_masked)
         return self.loss(x, y, weight, mask_noise), {}
 
     def loss(
@@ -46,7 +46,7 @@ class Version1(Objective):
         sigma: Tensor | None = None, eps: Tensor | None = None,
     ) -> Tensor:
         """Returns each sample's loss (B,); mask_noise (B, R, N) decides which tokens are kept."""
-        edm, net, routes = self.diffusion, self.net, self.net.routes
+        edm, net, routes = self.diffusion, self.net, self.routes
         sigma = (edm.draw_sigma(len(x), x.device) if sigma is None else sigma).view(-1, 1, 1, 1)
         x_noised = x + sigma * (torch.randn_like(x) if eps is None else eps)
         D_x = edm.denoise(partial(net, mask_noise=mask_noise), x_noised, sigma, y, routes)

@@ -3,6 +3,7 @@
     python scripts/plan.py                                            # derived: FLOPs over an assumed FLOP/s
     python scripts/plan.py --mfu 0.4 --gpus 8
     python scripts/plan.py --measured bench/train_xl2.json bench/train_b2.json      # with what the benchmark measured
+    python scripts/plan.py --dense-after 0.85                          # TREAD with an off-ramp; --selection-ratios, too
     python scripts/plan.py --memory                                   # of a GPU in training, by size and batch; FSDP's
 
 Derived hours are multiply-adds (two FLOPs each, the backward pass twice the forward one) over `mfu` of the FLOP/s of
@@ -13,6 +14,8 @@ import argparse
 import json
 import math
 import sys
+from collections import Counter
+from dataclasses import replace
 from functools import cache
 from pathlib import Path
 
@@ -22,7 +25,7 @@ from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import DiT, DiT_models, multiply_adds
-from routing_module import Route
+from routing_module import Route, RouteSchedule
 from runtime import sharding
 from runtime.command import program
 from runtime.schema import as_path
@@ -39,6 +42,7 @@ KEPT = 7                                 # checkpoints: the newest two, those at
 IMAGES_A_GPU = (32, 256)
 RANKS = (1, 2, 8, 16, 64)
 LARGE = {"3B (model.hidden_size=2048 model.depth=40)": dict(hidden_size=2048, depth=40)}  # 16 heads, patch 2
+PARTS = 10_000                           # steps as which a schedule of routes is counted
 BYTES_A_LATENT = 8 * 32 * 32 * 2         # mean and deviation, float16
 
 
@@ -48,9 +52,9 @@ def network(size: str, routed: bool) -> DiT:
 
 
 @cache
-def forward_flops(size: str, routed: bool) -> int:
-    net = network(size, routed)
-    return 2 * sum(multiply_adds(net, net.routes))
+def forward_flops(size: str, ratio: float) -> int:
+    net = network(size, True)
+    return 2 * sum(multiply_adds(net, tuple(replace(route, selection_ratio=ratio) for route in net.routes)))
 
 
 def encoder_flops() -> int:
@@ -66,8 +70,8 @@ def encoder_flops() -> int:
     return counter.get_total_flops()
 
 
-def measured_rates(files: list[Path]) -> dict[tuple[str, bool], tuple[float, str]]:
-    """Reads images/s a GPU, and the device, by size and whether routed, from files of benchmark.py mode=train.
+def measured_rates(files: list[Path]) -> dict[tuple[str, float], tuple[float, str]]:
+    """Reads images/s a GPU, and the device, by size and selection ratio, from files of benchmark.py mode=train.
 
     Raises ValueError for a file that has none of patch 2 at 256 tokens.
     """
@@ -76,9 +80,9 @@ def measured_rates(files: list[Path]) -> dict[tuple[str, bool], tuple[float, str
         record = json.loads(file.read_text(encoding="utf-8"))
         size = record.get("settings", {}).get("backbone_type", "")
         rows = {row["variant"]: row for row in record.get("rows", ()) if size.endswith("/2") and row["tokens"] == 256}
-        found = {(size.removeprefix("DiT-").removesuffix("/2"), variant == "tread"):
+        found = {(size.removeprefix("DiT-").removesuffix("/2"), ratio):
                  (rows[variant]["images/s"] / rows[variant]["ranks"], record["device"])
-                 for variant in ("dit", "tread") if variant in rows}
+                 for variant, ratio in (("dit", 0.0), ("tread", ROUTE.selection_ratio)) if variant in rows}
         if not found:
             raise ValueError(f"{file} times no DiT of patch 2 at 256 tokens: give the JSON of scripts/benchmark.py "
                              f"mode=train.")
@@ -86,12 +90,20 @@ def measured_rates(files: list[Path]) -> dict[tuple[str, bool], tuple[float, str
     return rates
 
 
-def training(rates: dict, flops_a_second: float, gpus: int, efficiency: float) -> str:
-    rows = []
+def training(rates: dict, flops_a_second: float, gpus: int, efficiency: float, schedule: RouteSchedule) -> str:
+    """`schedule` is of PARTS steps. Measured is what it takes where each of its ratios was."""
+    rows, ratios = [], Counter()
+    for (route,), count in schedule.counts(PARTS).items():
+        ratios[route.selection_ratio] += count / PARTS
     for size in SIZES:
         for routed in (False, True):
-            flops = 3 * forward_flops(size, routed)
-            rate, device = rates.get((size, routed), (flops_a_second / flops, None))
+            shares = ratios if routed else {0.0: 1.0}
+            costs = {ratio: 3 * forward_flops(size, ratio) for ratio in shares}
+            known = {ratio: rates.get((size, ratio)) for ratio in shares}
+            device = None if None in known.values() else known[max(known)][1]
+            flops = sum(share * costs[ratio] for ratio, share in shares.items())
+            rate = 1 / sum(share * (1 / known[ratio][0] if device else costs[ratio] / flops_a_second)
+                           for ratio, share in shares.items())
             hours = STEPS * BATCH / rate / 3600
             parameters = sum(p.numel() for p in network(size, routed).parameters())
             rows.append([
@@ -103,7 +115,7 @@ def training(rates: dict, flops_a_second: float, gpus: int, efficiency: float) -
 
 
 def sampling(flops_a_second: float) -> str:
-    rows = [[f"{size}/2", *(f"{SAMPLES * count * forward_flops(size, False) / flops_a_second / 60:,.1f}"
+    rows = [[f"{size}/2", *(f"{SAMPLES * count * forward_flops(size, 0.0) / flops_a_second / 60:,.1f}"
                             for count in EVALUATIONS.values())] for size in SIZES]
     return table([f"{SAMPLES:,} images, minutes on 1 GPU [derived]", *EVALUATIONS], rows)
 
@@ -166,10 +178,16 @@ def main() -> None:
     parser.add_argument("--measured", type=as_path, nargs="*", default=[],
                         help="JSON of scripts/benchmark.py mode=train")
     parser.add_argument("--memory", action="store_true", help="what a GPU holds in training, and no hours")
+    parser.add_argument("--dense-after", type=float, help="share of the steps after which TREAD is dense")
+    parser.add_argument("--selection-ratios", type=float, nargs="+", default=[], help="of which a step samples one")
     given = parser.parse_args()
     if given.memory:
         print(memory() + "\n\n" + activations())
         return
+    if not (0 < (given.dense_after or 0.5) < 1 and all(0 <= ratio < 1 for ratio in given.selection_ratios)):
+        sys.exit("plan.py: --dense-after lies between 0 and 1, and --selection-ratios in [0, 1).")
+    schedule = RouteSchedule((ROUTE,), dense_after=given.dense_after and math.ceil(given.dense_after * PARTS),
+                             selection_ratios=tuple(given.selection_ratios))
     if not (0 < given.mfu <= 1 and given.peak > 0 and given.gpus > 0 and 0 < given.efficiency <= 1):
         sys.exit("plan.py: --mfu and --efficiency lie in (0, 1], --peak and --gpus above 0.")
     flops_a_second = given.mfu * given.peak * 1e12
@@ -179,7 +197,7 @@ def main() -> None:
         sys.exit(f"plan.py: {error}")
     print(f"{STEPS:,} steps of {BATCH}; [derived] at {given.mfu:g} of {given.peak:g} TFLOP/s, {given.gpus} GPUs at "
           f"{given.efficiency:g} of {given.gpus} times one.\n")
-    print(training(rates, flops_a_second, given.gpus, given.efficiency) + "\n")
+    print(training(rates, flops_a_second, given.gpus, given.efficiency, schedule) + "\n")
     print(sampling(flops_a_second) + "\n")
     hours = 2 * IMAGES * encoder_flops() / flops_a_second / 3600
     print(f"Latents of {IMAGES:,} images and their mirror images: {2 * IMAGES * BYTES_A_LATENT / 1e9:.0f} GB, "

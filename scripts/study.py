@@ -19,6 +19,7 @@ import statistics
 import subprocess
 import sys
 from collections.abc import Iterable
+from functools import cache
 from pathlib import Path
 from typing import Annotated
 
@@ -37,7 +38,7 @@ from runtime.schema import Count, Location, Positive, Record, Settings, Text, Wh
 from scoring.results import read_results
 from scripts.comparison import AXES, crossing, draw_figures, metrics_of, tables
 from weights import checkpoint as checkpoints
-from weights.records import RouteSettings, build_network
+from weights.records import RouteSettings, build_network, build_schedule
 
 Setting = Annotated[str, Field(pattern="=")]  # key=value
 # Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
@@ -288,16 +289,25 @@ def point_of(row: dict) -> list[str] | None:
     return row.get("study", [] if row["source"].get("in_training") and not row["source"]["guidance"] else None)
 
 
+def changes_route(run: Run) -> bool:
+    """Tells whether a run's routes change at some step, so that no one time is that of its steps."""
+    schedule = {key: value for key, value in settings_of(run.train).items() if key.startswith("route_schedule")}
+    return bool(schedule.keys() - {"route_schedule", "route_schedule.selection_ratios"}
+                or schedule.get("route_schedule") == "off_ramp")
+
+
 def time_in_turns(cfg: StudySettings) -> None:
     """Times the training step of each variant, one after the other, again and again, and writes timing.json.
 
-    Turns from before count where machine, code and length are the same.
+    Turns from before count where machine, code and length are the same. Variants whose steps are not all alike, as
+    before and after an off-ramp, are left out.
     """
-    path, names, timing = Path(cfg.out) / "timing.json", cfg.only or list(cfg.study.variants), read_timing(cfg)
+    path, timing = Path(cfg.out) / "timing.json", read_timing(cfg)
     firsts = {run.variant: run for run in reversed(runs_of(cfg))}
+    names = [name for name in cfg.only or cfg.study.variants if not changes_route(firsts[name])]
     rounds = {name: list(timing.rounds.get(name, ())) if timing else [] for name in names}
     before = timing and timing.model_dump(exclude={"rounds"})
-    while len(rounds[name := min(names, key=lambda each: len(rounds[each]))]) < cfg.rounds:
+    while names and len(rounds[name := min(names, key=lambda each: len(rounds[each]))]) < cfg.rounds:
         folder = Path(cfg.out).resolve() / "timing" / name
         remove(folder)
         call(cfg, "train.py", [
@@ -374,14 +384,17 @@ def from_disk(run: Run) -> dict | None:
         return None
     with torch.device("meta"):
         net = build_network(meta["network"])
-    flops = 3 * 2 * sum(multiply_adds(net, net.routes))  # of an image: forward, and twice that backward
+    schedule = build_schedule(net, meta.get("route_schedule", {}), meta["seed"])
+    flops = cache(lambda routes: 3 * 2 * sum(multiply_adds(net, routes)))  # of an image: forward, and twice backward
     results, scores = run.folder / "results.jsonl", []
     for row in read_results(results):
         source = row["source"]
         seen = source.get("step", 0) * meta["batch_size"]
         if source.get("in_training") or "study" in row:
             scores.append({
-                "step": source["step"], "images": seen, "flops": seen * flops, **score_of(row, results),
+                "step": source["step"], "images": seen,
+                "flops": meta["batch_size"] * sum(count * flops(routes) for routes, count
+                                                  in schedule.counts(source["step"]).items()), **score_of(row, results),
                 "seeds": source["seeds"], "guidance": guidance_name(source["guidance"]),
                 "sampling_precision": source["precision"],
                 "multiply_adds_an_image": sum(source["multiply_adds"].values()),

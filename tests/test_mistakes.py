@@ -50,6 +50,17 @@ TYPED = {
         ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, return_from: 2}]", "return_from=2"),
         ("model=sprint", "model.routes=[]", "0 routes"), ("model=sprint", "model.routes.0.path_drop=1", "path_drop=1"),
         ("model.selection=grid", "model.patch_size=8", "selection=grid"),
+        # routes that change
+        ("route_schedule.dense_after=1.5", "route_schedule.dense_after=1.5"), ("route_schedule.dense_after=0", "dense_after=0"),
+        ("route_schedule.dense_before=-0.1", "dense_before=-0.1"), ("route_schedule.dense_after=5000", "at step 5000, and steps="),
+        ("steps=9", "route_schedule.dense_before=6", "route_schedule.dense_after=0.5", "at steps 6, 4"),
+        ("steps=9", "route_schedule.changes=[[5,[]],[3,[]]]", "at steps 5, 3"),
+        ("steps=9", "route_schedule.changes=[[5,[{start_layer_idx: 1, end_layer_idx: 9, selection_ratio: 0.5}]]]", "with 7 blocks"),
+        ("steps=9", "route_schedule.changes=[5]", "changes.0=5"), ("route_schedule.selection_ratios=[]", "selection_ratios=[]"),
+        ("route_schedule.selection_ratios=[0.3,1.2]", "selection_ratio=1.2"), ("route_schedule.selection_ratios=0.3", "selection_ratios=0.3"),
+        ("model=sprint", "steps=9", "route_schedule.changes=[[5,[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5}]]]", "fuses after route"),
+        ("model=dit", "route_schedule=off_ramp", "model.routes is empty"), ("route_schedule=of_ramp", "did you mean off_ramp?"),
+        ("model=dit", "route_schedule.selection_ratios=[0.3]", "model.routes is empty"), ("route_schedule.dense_from=0.8", "did you mean"),
         ("model.selection=l2", "model.selection=l2"), ("model=dit", "diffusion=edm_v1", "model.routes"),
         ("+diffusion.mae_weight=0.1", "mae_weight=0.1"),
         # the data

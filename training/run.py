@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from itertools import chain
 from pathlib import Path
 
 import torch
@@ -21,6 +22,7 @@ from latents.folder import Latents, open_latents
 from latents.loader import check_batch_size
 from objectives import DiffusionLoss, Objective, build_objective, class_of, trained_parameters
 from rf import RF
+from routing_module import RouteSchedule
 from runtime import sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
@@ -32,7 +34,7 @@ from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
 from weights import autoencoders
 from weights import lora as adapters
-from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, with_objective
+from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, build_schedule, with_objective
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
@@ -200,10 +202,24 @@ def describe_network(model: ModelSettings, shape: tuple[int, int, int], num_clas
     }
 
 
+def describe_schedule(cfg: TrainSettings) -> dict:
+    """Returns what changes the routes in a run, shares of its steps as steps; {} where nothing does."""
+    def step_of(when: float) -> int:
+        if when >= cfg.steps:
+            raise ValueError(f"route_schedule changes the routes at step {when}, and steps={cfg.steps} ends before it: "
+                             f"give an earlier step, a share of the steps as 0.85, or more steps.")
+        return max(1, int(when * cfg.steps)) if when < 1 else when
+
+    given = cfg.route_schedule.model_dump(exclude_defaults=True) if cfg.model.routes else {}
+    if "changes" in given:
+        given["changes"] = [[step_of(when), routes] for when, routes in given["changes"]]
+    return {key: step_of(value) if key in ("dense_before", "dense_after") else value for key, value in given.items()}
+
+
 def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
     """Returns what a checkpoint records of its run."""
     diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
-    num_classes = cfg.data.num_classes or latents.num_classes
+    num_classes, schedule = cfg.data.num_classes or latents.num_classes, describe_schedule(cfg)
     network = describe_network(cfg.model, latent_shape(cfg, latents), num_classes)
     for name, settings in objective.items():
         network |= class_of(name).network_keywords(network["depth"], **settings)
@@ -219,6 +235,8 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
         "config": cfg.model_dump(mode="json"), "history": [begun],
     }
+    if schedule:
+        record["route_schedule"] = schedule
     if objective:
         record["objective"] = objective
     if len(latents.classes) != num_classes:
@@ -275,7 +293,7 @@ def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> D
     return sharding.shard(net, device, DTYPES[cfg.precision]) if cfg.sharding == "fsdp" else net.to(device)
 
 
-def check_kept(latents: Latents, model: DiT) -> None:
+def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
     """Raises ValueError where keep_masked=true cannot keep what it should; reads all masks."""
     if "weight" not in latents.arrays:
         raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
@@ -285,7 +303,7 @@ def check_kept(latents: Latents, model: DiT) -> None:
                          "keep_masked=false. Masks weigh the loss in any case.")
     num_tokens = model.pos_embed.shape[1]
     most, image = latents.most_kept(model.patch_size)
-    for route in model.routes:
+    for route in chain(*schedule.every):
         if route.path_drop:
             raise ValueError(f"keep_masked=true: route {route} routes all tokens of some samples, so none is sure "
                              f"to be kept. Set path_drop to 0 in model.routes, or keep_masked=false.")
@@ -309,8 +327,9 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     check_warmup(cfg, accelerator)
     record = describe(cfg, latents, accelerator.num_processes, accelerator.device)
     model = initial_network(cfg, record, accelerator.device)
+    schedule = build_schedule(model, record.get("route_schedule", {}), cfg.seed)
     if cfg.keep_masked:
-        check_kept(latents, model)
+        check_kept(latents, model, schedule)
     if cfg.lora.rank is not None:
         layers = adapters.attach(model, **cfg.lora.model_dump())
         trained = sum(p.numel() for p in model.parameters() if p.requires_grad)
@@ -322,7 +341,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         speed.multiply_in_float8(model)
     shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
     objective = build_objective(model, build_diffusion(record["diffusion"]), record.get("objective"), cfg.keep_masked,
-                                shapes)
+                                shapes, schedule)
     if lacking := [name for name in objective.arrays if name not in (*latents.arrays, "weight")]:
         raise ValueError(f"The objective {', '.join(cfg.objective)} needs the extra array {lacking[0]}-*.npy, and "
                          f"{latents.where} has no such array in its metadata.json (docs/data.md).")

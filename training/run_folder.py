@@ -43,7 +43,7 @@ class TrainedData(DataRecord):
 
 
 class Meta(CheckpointRecord):
-    """What meta.json must hold for a run to resume; older versions lack the last six."""
+    """What meta.json must hold for a run to resume; older versions lack the last seven."""
 
     step: Whole
     images: Whole
@@ -59,6 +59,7 @@ class Meta(CheckpointRecord):
     lowest_loss: Number | None = None
     objective: dict[str, dict] = {}
     optimizer: str = "adamw"
+    route_schedule: dict = {}
 
 
 # ---- may it resume? -------------------------------------------------------------------------------------------------
@@ -104,7 +105,8 @@ def numbers(record: dict) -> dict[str, object]:
     length = {"steps": config.get("steps")} if flat(config).get("optimizer.schedule") == "cosine" else {}
     return {
         **{key: record[key] for key in ("world", "seed", "batch_size")},
-        **{key: network[key] for key in ("routes", *ROUTER_DEFAULTS)}, **length, **flat(config),
+        **{key: network[key] for key in ("routes", *ROUTER_DEFAULTS)},
+        "route_schedule": record.get("route_schedule", {}), **length, **flat(config),
         **flat(diffusion_keywords(diffusion), "diffusion."), **flat(objective, "objective."),
     }
 

@@ -30,7 +30,7 @@ from scoring import results
 from scoring.features import Features
 from training import speed
 from weights.others import FAMILIES
-from weights.records import RouteSettings, check_objective, keywords
+from weights.records import RouteSettings, ScheduleSettings, check_objective, keywords
 
 # Of an objective, whose own signature says which are paths.
 Keyword = Annotated[Any, AfterValidator(lambda value: os.path.expanduser(value) if isinstance(value, str) else value)]
@@ -129,8 +129,8 @@ class EvaluateSettings(Settings):
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "published", "decode_precision", "decode_batch_size",
     "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "lora", "seed",
-    "batch_size", "steps", "model", "diffusion", "objective", "data.name", "data.path", "data.channels",
-    "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
+    "batch_size", "steps", "model", "diffusion", "objective", "route_schedule", "data.name", "data.path",
+    "data.channels", "data.input_size", "data.num_classes", "data.on_device", "data.autoencoder", "data.grid_classes",
 }
 
 
@@ -160,6 +160,7 @@ class TrainSettings(Settings):
     data: DataSettings
     diffusion: dict
     objective: dict[str, dict[str, Keyword]]
+    route_schedule: ScheduleSettings
     optimizer: Annotated[AdamWSettings | MuonSettings, Field(discriminator="name")]
     ema: EMASettings
     log: LogSettings
@@ -230,7 +231,7 @@ def check_effect(cfg: TrainSettings) -> None:
     if any(route.drop_batch and not route.path_drop for route in model.routes):
         raise ValueError("drop_batch=true drops the path of no batch at path_drop=0: set both in model.routes.")
     for is_read, names, why in (
-        (model.routes, ["model.selection"], "model.routes is empty, so all tokens are kept"),
+        (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
         (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
         (cfg.init_from, ["diffusion_name"], "it says whose weights init_from=<a weights file> has"),
         (cfg.evaluate.every or "evaluate.every" in cfg.typed, ["evaluate"],

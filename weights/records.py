@@ -13,8 +13,8 @@ from edm import DDPM, EDM
 from objectives import class_of
 from objectives.internal import InternalHead
 from rf import RF, CleanRF
-from routing_module import Route, Router
-from runtime.schema import Record, Settings, Whole, read
+from routing_module import Route, Router, RouteSchedule, resolve_routes
+from runtime.schema import Count, Number, Record, Settings, Whole, read
 from weights import lora as adapters
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
@@ -34,6 +34,18 @@ def keywords(*kinds: type, **others: Any) -> type[Keywords]:
 
 
 RouteSettings = keywords(Route)  # whose ranges `resolve_routes` checks
+When = Annotated[float, Field(gt=0, lt=1)] | Count  # a share of a run's steps, or a step
+
+
+class ScheduleSettings(Settings):
+    """The keys of configs/route_schedule, and in a checkpoint's record of RouteSchedule, where steps are numbers."""
+
+    dense_before: When | None = None
+    dense_after: When | None = None
+    selection_ratios: Annotated[list[Number], Field(min_length=1)] | None = None
+    changes: list[Annotated[tuple[When, list[RouteSettings]], Field(strict=False)]] | None = None
+
+
 # The router's keywords are left out of a record where tokens are chosen at random, fusion and the block of an internal
 # head where there is none.
 NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False),
@@ -99,6 +111,20 @@ def build_network(network: dict) -> DiT:
     if head_block is not None:
         net.internal_head = InternalHead(net, head_block)
     return net
+
+
+def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
+    """Builds the schedule of a network's routes from its record, {} where they stay.
+
+    Raises ValueError for routes that do not fit the network, and for changes that are not in order.
+    """
+    given = read(ScheduleSettings, record, "route_schedule: ").model_dump(exclude_none=True)
+    changes = [(at, resolve_routes([Route(**route) for route in routes], len(net.blocks)))
+               for at, routes in given.pop("changes", ())]
+    schedule = RouteSchedule(net.routes, **given, changes=changes, seed=seed)
+    for routes in schedule.every:
+        net.router.taken(resolve_routes(routes, len(net.blocks)), net.routes)
+    return schedule
 
 
 def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:

@@ -74,7 +74,7 @@ def test_a_masked_loss_takes_the_tokens_that_our_own_keep_masked_takes(name):
     ours = SimpleNamespace(routes=TWO, pos_embed=torch.empty(1, N, 16), patch_size=2, router=Router())
 
     def trained(keep_masked, **options):
-        noise = draw_mask_noise(ours, weight, keep_masked)
+        noise = draw_mask_noise(ours, ours.routes, weight, keep_masked)
         with routed(case.model, TWO, mask_noise=noise, **options) as taken:
             error = case.call().square()
         (error * (weight if error.ndim == 4 else per_token[..., None])).mean().backward()
