@@ -31,6 +31,7 @@ from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
 from weights import autoencoders
 from weights import lora as adapters
+from weights.averages import kinds
 from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, with_objective
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -89,7 +90,7 @@ class Run:
     evaluation: Evaluation | None
     record: dict                            # of network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
-    ema: DiT
+    averages: dict[str, DiT]                # of its weights, by name; the first is ema
     objective: Objective | DiffusionLoss  # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
@@ -106,6 +107,10 @@ class Run:
     @property
     def elapsed(self) -> float:
         return self.elapsed_before + time.perf_counter() - self.started
+
+    @property
+    def ema(self) -> DiT:
+        return self.averages["ema"]
 
     @property
     def diffusion(self) -> EDM | RF:
@@ -305,7 +310,10 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         accelerator.print(f"LoRA of rank {cfg.lora.rank} on {layers} layers: {trained / 1e6:.3g}M parameters are "
                           f"trained.")
     # FSDP cannot copy. Not frozen: autocast keeps its casts of trainable weights only.
-    ema = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
+    averages = {}
+    for name in kinds(cfg.ema.decay, cfg.ema.std):
+        net = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
+        averages[name] = net.eval()
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
     shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
@@ -322,5 +330,5 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
     grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])  # which may take minutes
-    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(), objective,
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, averages, objective,
                optimizer, Sums(accelerator.device, objective.terms))
