@@ -46,6 +46,7 @@ from scoring.results import (
 from scoring.statistics import available_metrics, is_replaceable, open_references, write_reference
 from scoring.table import FORMS, as_table, with_mean_fdr
 from scoring.tally import measure
+from weights.averages import WeightsName
 from weights.loading import Checkpoint, find_checkpoint
 
 Networks = Annotated[str | Annotated[list[str], Field(min_length=1)], AfterValidator(are_known)]
@@ -71,6 +72,7 @@ class ScoringSettings(DrawingSettings):
     keep_features: bool
     results: Location | None
     seed: Whole
+    weights: WeightsName | Annotated[list[WeightsName], Field(min_length=1)] | None
     guidance_scales: Annotated[list[Number | None], Field(min_length=1)] | None
     table: one_of(FORMS)
     published: Published | None
@@ -292,14 +294,16 @@ def main(cfg: ScoringSettings) -> None:
     if cfg.reference_from is not None:
         write_statistics(cfg, state)
         return
-    checkpoint = None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, cfg.weights)
-    cfg, rows = as_published(cfg, checkpoint), []
-    for scale in cfg.guidance_scales or [cfg.scale]:
-        change = {} if not cfg.guidance_scales else NO_GUIDANCE if scale is None else {"scale": scale}
-        row = run(cfg.model_copy(update=change), checkpoint, reuse=cfg.guidance_scales is not None)
-        rows.append(row)
-        if cfg.published:
-            state.print(compare_published(row, cfg.published))
+    rows, several = [], isinstance(cfg.weights, list) or cfg.guidance_scales is not None
+    for weights in cfg.weights if isinstance(cfg.weights, list) else [cfg.weights]:
+        checkpoint = None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, weights)
+        of_one = as_published(cfg.model_copy(update={"weights": weights}), checkpoint)
+        for scale in cfg.guidance_scales or [of_one.scale]:
+            change = {} if not cfg.guidance_scales else NO_GUIDANCE if scale is None else {"scale": scale}
+            row = run(of_one.model_copy(update=change), checkpoint, reuse=several)
+            rows.append(row)
+            if of_one.published:
+                state.print(compare_published(row, of_one.published))
     if len(rows) > 1 or cfg.table != "text" or isinstance(cfg.features, list):
         state.print("\n" + as_table(rows, cfg.table))
 

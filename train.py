@@ -9,6 +9,7 @@ The same command resumes what was stopped or killed. Options: configs/config.yam
 """
 
 import contextlib
+import itertools
 import math
 import os
 import resource
@@ -44,6 +45,7 @@ from training.run import Run, make_run
 from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save
 from training.settings import TrainSettings, check_settings
 from weights import checkpoint as checkpoints
+from weights.averages import decays
 from weights.records import build_network
 
 # ---- one step -------------------------------------------------------------------------------------------------------
@@ -69,10 +71,6 @@ def set_learning_rates(
     for group in optimizer.param_groups:
         lr = group.setdefault("initial_lr", group["lr"])
         group["lr"] = learning_rate(step, steps, lr, warmup_steps, schedule)
-
-
-def ema_decay(step: int, decay: float, warmup: bool) -> float:
-    return min(decay, (1 + step) / (10 + step)) if warmup else decay
 
 
 def train_step(
@@ -225,8 +223,8 @@ def report(run: Run, num_steps: int, since: float) -> None:
 
 def draw(run: Run) -> None:
     grid, cfg = run.grid, run.cfg.samples
-    pictures = generate(run.ema, run.diffusion, grid.decode, grid.seeds, grid.labels, batch_size=cfg.batch_size,
-                        num_steps=cfg.num_steps, precision=run.drawing_precision)
+    pictures = generate(run.averages[cfg.weights], run.diffusion, grid.decode, grid.seeds, grid.labels,
+                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.drawing_precision)
     picture = write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
     for tracker in run.accelerator.trackers if picture else ():
         # TensorBoard would take the first axis after the batch for the channels.
@@ -235,20 +233,20 @@ def draw(run: Run) -> None:
 
 
 def evaluate(run: Run) -> None:
-    """Scores the EMA weights at each guidance scale at which this step has no row in results.jsonl."""
+    """Scores averages of the weights at each guidance scale at which this step has no row in results.jsonl."""
     cfg, accelerator, judge = run.cfg.evaluate, run.accelerator, run.evaluation.judge
     results = run.folder / "results.jsonl"
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
     with torch.device("meta"):
         outline = build_network(run.record["network"])  # which a shard is not
-    weights = describe_weights(str(run.folder), run.step, "ema", run.autoencoder, run.cfg.decode_precision,
-                               run.latents.classes, run.model.num_classes, in_training=True)
-    for scale in cfg.guidance_scales:
+    for name, scale in itertools.product(cfg.weights, cfg.guidance_scales):
         began = time.perf_counter()
-        drawing = Drawing(run.ema, run.diffusion, run.evaluation.decode, seeds, labels, batch_size=cfg.batch_size,
-                          num_steps=cfg.num_steps, precision=run.drawing_precision, outline=outline, weights=weights,
-                          guidance=None if scale is None else Guidance(scale))
+        weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
+                                   run.latents.classes, run.model.num_classes, in_training=True)
+        drawing = Drawing(run.averages[name], run.diffusion, run.evaluation.decode, seeds, labels, outline=outline,
+                          batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.drawing_precision,
+                          weights=weights, guidance=None if scale is None else Guidance(scale))
         row = result_row(drawing, judge, batch_size=cfg.batch_size)
         if not ranks.broadcast_from_main(accelerator, scored_before(row, results, any_version=True) is None):
             continue
@@ -256,12 +254,12 @@ def evaluate(run: Run) -> None:
         if accelerator.is_main_process:
             row = result_row(drawing, judge, scores, batch_size=cfg.batch_size, seconds=time.perf_counter() - began)
             files.append_row(results, row)
-            written = "  ".join(f"{name} {value:.4g}" for name, value in scores.items())
-            how = "unguided" if scale is None else f"guidance scale {scale:g}"
+            written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
+            how = f"{name}, " + ("unguided" if scale is None else f"guidance scale {scale:g}")
             tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {how}, "
                        f"in {row['seconds']:.0f} s")
-        suffix = "" if scale is None else f"_guided_{scale:g}"
-        accelerator.log({f"{name}{suffix}": value for name, value in scores.items()}, step=run.step)
+        suffix = ("" if name == "ema" else f"_{name}") + ("" if scale is None else f"_guided_{scale:g}")
+        accelerator.log({f"{metric}{suffix}": value for metric, value in scores.items()}, step=run.step)
 
 
 # ---- the story ------------------------------------------------------------------------------------------------------
@@ -336,7 +334,8 @@ def main(cfg: TrainSettings) -> None:
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
             num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
         )
-        update_ema(run.ema, run.model, ema_decay(run.step, cfg.ema.decay, cfg.ema.warmup))
+        for name, decay in decays(run.step, cfg.ema.decay, cfg.ema.std, cfg.ema.warmup).items():
+            update_ema(run.averages[name], run.model, decay)
         run.sums.add(loss, grad_norm, skipped, terms)
         run.step, run.images = run.step + 1, run.images + cfg.batch_size
         bar.update()

@@ -42,7 +42,7 @@ class Dispersive(Objective):
                              "batch_size, or lower grad_accum_steps.")
         loss, terms = self.inner(x, y, **arrays)
         tokens, _ = self.hidden[self.block]
-        dispersive = self.dispersion(tokens.float().mean(dim=1) if self.pooled else tokens.flatten(1)).expand(len(x))
+        dispersive = self.dispersion(tokens.mean(dim=1) if self.pooled else tokens.flatten(1)).expand(len(x))
         return loss + self.weight * dispersive, {**terms, "dispersive": dispersive}
 
     def dispersion(self, z: Tensor) -> Tensor:

@@ -42,5 +42,5 @@ class LayerSync(Objective):
             target = torch.take_along_dim(target, positions.unsqueeze(-1), dim=1)                   # (B, K, D)
         elif tokens.shape[1] > target.shape[1]:
             tokens = torch.take_along_dim(tokens, target_positions.unsqueeze(-1), dim=1)
-        sync = -F.cosine_similarity(tokens.float(), target.detach().float(), dim=-1).mean(dim=1)
+        sync = -F.cosine_similarity(tokens, target.detach(), dim=-1).mean(dim=1)
         return loss + self.weight * sync, {**terms, "layer_sync": sync}

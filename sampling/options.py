@@ -14,6 +14,7 @@ from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
 from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Share, Size, Steps, one_of
+from weights.averages import WeightsName
 from weights.loading import Trained, load_trained
 from weights.others import FAMILIES
 from weights.records import keywords
@@ -68,7 +69,7 @@ class DrawingSettings(GuidanceSettings):
     """configs/drawing.yaml, which every command that samples has."""
 
     checkpoint: Location | None
-    weights: one_of(["ema", "model"]) | None
+    weights: WeightsName | None
     classes: Selection | None
     num_steps: Steps
     sampler: SamplerSettings

@@ -27,7 +27,7 @@ def describe_weights(
     num_classes: int, **more: object,
 ) -> dict:
     """Records which weights sample, of which classes, and what decodes them."""
-    return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": weights == "ema", **more,
+    return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": weights.startswith("ema"), **more,
             "classes": describe_classes(classes, num_classes), **describe_autoencoder(autoencoder, decode_precision)}
 
 

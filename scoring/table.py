@@ -29,18 +29,22 @@ def with_mean_fdr(rows: list[dict]) -> dict:
 def as_table(rows: list[dict], form: str = "text") -> str:
     """Writes rows as a table with a line each, and below it what a paper has to say of them."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    lines = [["guidance", *(TITLES.get(name, name) for name in names)]]
-    for row in rows:
+    weights = [row["source"].get("weights", "") for row in rows]
+    lines = [["weights", "guidance", *(TITLES.get(name, name) for name in names)]]
+    for row, which in zip(rows, weights, strict=True):
         values = [row["metrics"].get(name) for name in names]
-        lines.append([guided(row), *("" if value is None else f"{value:.5g}" for value in values)])
+        lines.append([which, guided(row), *("" if value is None else f"{value:.5g}" for value in values)])
+    if len({*weights}) == 1:  # which stands below the table
+        lines = [cells[1:] for cells in lines]
     said = list(dict.fromkeys(summary(row["source"], row["images"]) for row in rows))
+    columns = f"{'l' * (len(lines[0]) - len(names))}{'r' * len(names)}"
     if form == "latex":
         head, *body = (" & ".join(cells).replace("_", r"\_") + r" \\" for cells in lines)
         below = [f"% {line}" for line in said]
-        return "\n".join([rf"\begin{{tabular}}{{l{'r' * len(names)}}}", r"\toprule", head, r"\midrule", *body,
+        return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
                           r"\bottomrule", r"\end{tabular}", *below])
     if form == "markdown":
-        lines.insert(1, ["---", *["---:"] * len(names)])
+        lines.insert(1, ["---:" if column == "r" else "---" for column in columns])
         return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *said])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))

@@ -31,6 +31,7 @@ from scoring.results import read_results
 from scripts.presentation import table
 from weights import autoencoders
 from weights import checkpoint as checkpoints
+from weights.averages import WeightsName
 from weights.loading import EXPORTED, Trained, fit, load_trained
 from weights.others import FAMILIES, to_diffusers
 from weights.records import build_diffusion
@@ -46,7 +47,7 @@ class ExportSettings(Settings):
     to: one_of(["diffusers", "dit", "hub"]) | None
     out: Location | None
     overwrite: bool
-    weights: one_of(["ema", "model"]) | None
+    weights: WeightsName | None
     diffusion_name: one_of(FAMILIES) | None
     num_heads: Size | None
     num_classes: Size | None

@@ -34,7 +34,8 @@ def main(cfg: MergeSettings) -> None:
     folder, meta = checkpoint.folder, checkpoint.meta or {}
     if not meta.get("lora"):
         raise ValueError(f"checkpoint={cfg.checkpoint} holds whole weights and no adapter to merge.")
-    nets = {weights: load_trained(folder, weights).net for weights in ("ema", "model")}
+    held = {Path(file).stem for file in meta["files"]} - {"training"}
+    nets = {weights: load_trained(folder, weights).net for weights in sorted(held)}
     merged = {key: value for key, value in meta.items() if key not in ("lora", "files")} | {"merged": meta["lora"]}
     checkpoints.save(out, {weights: net.state_dict() for weights, net in nets.items()}, merged)
     print(f"{folder} on {meta['lora']['base']}: {out}. Next: python sample.py {as_argument('checkpoint', out)}")

@@ -112,6 +112,16 @@ def taught(shapes, tmp_path_factory) -> Path:
     return folder
 
 
+@pytest.fixture(scope="session")
+def pixel_reference(shapes, tmp_path_factory) -> Path:
+    """Statistics of the built-in shapes' pixels, as an npz."""
+    import fid
+
+    out = tmp_path_factory.mktemp("reference") / "pixels.npz"
+    run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={out}")
+    return out
+
+
 def change_record(folder: Path, **changes) -> None:
     """Changes what the metadata.json of a latent folder says."""
     file = folder / "metadata.json"

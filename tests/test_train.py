@@ -194,13 +194,6 @@ def test_activation_checkpointing_changes_no_bit(shapes, reference, tmp_path):
     assert_same_end(tmp_path / "run", reference)
 
 
-@pytest.fixture(scope="module")
-def pixel_reference(shapes, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("reference") / "pixels.npz"
-    run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={out}")
-    return out
-
-
 def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_reference, tmp_path):
     def drawn(checkpoint, *options):
         try:

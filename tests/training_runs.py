@@ -78,10 +78,12 @@ def wait_until(condition, process):
 
 
 def assert_same_end(run: Path, reference: Path):
-    """Weights, EMA, optimizer and metrics are equal to the last bit."""
+    """Weights, averages, optimizer and metrics are equal to the last bit."""
     ends = [checkpoints.latest(folder) for folder in (run, reference)]
     assert ends[0].name == ends[1].name
-    for name in ("model", "ema", "training"):
-        one, other = (load_file(end / f"{name}.safetensors") for end in ends)
+    files = [sorted(path.name for path in end.glob("*.safetensors")) for end in ends]
+    assert files[0] == files[1]
+    for name in files[0]:
+        one, other = (load_file(end / name) for end in ends)
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
     assert rows(run) == rows(reference)

@@ -34,6 +34,7 @@ from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
 from weights import autoencoders
 from weights import lora as adapters
+from weights.averages import kinds
 from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, build_schedule, with_objective
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
@@ -111,13 +112,17 @@ class Run(Progress):
     evaluation: Evaluation | None
     record: dict                            # of network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
-    ema: DiT
+    averages: dict[str, DiT]                # of its weights, by name; the first is ema
     objective: Objective | DiffusionLoss  # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
     paused: float = 0.0                     # seconds since the last report in which it saved, sampled or scored
     reported_loss: float = 0.0              # of the last report
     lock: object = None                     # on the folder, until the process ends; on the main rank
+
+    @property
+    def ema(self) -> DiT:
+        return self.averages["ema"]
 
     @property
     def diffusion(self) -> EDM | RF:
@@ -336,7 +341,10 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         accelerator.print(f"LoRA of rank {cfg.lora.rank} on {layers} layers: {trained / 1e6:.3g}M parameters are "
                           f"trained.")
     # FSDP cannot copy. Not frozen: autocast keeps its casts of trainable weights only.
-    ema = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
+    averages = {}
+    for name in kinds(cfg.ema.decay, cfg.ema.std):
+        net = initial_network(cfg, record, accelerator.device) if cfg.sharding == "fsdp" else copy.deepcopy(model)
+        averages[name] = net.eval()
     if cfg.precision == "fp8":
         speed.multiply_in_float8(model)
     shapes = {name: array.shards[0].shape[1:] for name, array in latents.arrays.items()}
@@ -353,5 +361,5 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
     grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])  # which may take minutes
-    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, ema.eval(), objective,
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, averages, objective,
                optimizer, Sums(accelerator.device, objective.terms))

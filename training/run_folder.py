@@ -17,8 +17,10 @@ from runtime.schema import Count, NotNegative, Number, Whole, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import WITHOUT_EFFECT
+from weights import averages
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
+from weights.averages import kinds
 from weights.loading import (
     Checkpoint,
     Trained,
@@ -221,7 +223,7 @@ def begin(run: Run) -> None:
         run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
         if "lora" in run.record:
             start_adapter(run, parent)
-        for net in (run.model, run.ema):
+        for net in (run.model, *run.averages.values()):
             adapters.load_base(net, parent.net.state_dict())
 
 
@@ -246,10 +248,11 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         run.record["lora"] = meta.lora.model_dump()
         base = load_base(Checkpoint(folder / "ema.safetensors", folder, content), cfg.init_from)
         start_adapter(run, base)
-        for net in (run.model, run.ema):
+        for net in (run.model, *run.averages.values()):
             adapters.load_base(net, base.net.state_dict())
     adapters.restore(run.model, checkpoints.load(folder, "model"))
-    adapters.restore(run.ema, checkpoints.load(folder, "ema"))
+    for name, file in stored_averages(meta, run).items():
+        adapters.restore(run.averages[name], checkpoints.load(folder, file))
     training = checkpoints.load(folder, "training")
     run.sums.values.copy_(training.pop("sums"))
     own = own_state(run.objective)
@@ -257,6 +260,25 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     load_optimizer(trained_parameters(run.objective), run.optimizer, training)
     if accelerator.scaler is not None and meta.scaler:
         accelerator.scaler.load_state_dict(meta.scaler)
+
+
+def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
+    """Returns the files of a checkpoint with which the averages of its run resume, by their names.
+
+    One of a decay that was not tracked begins with the weights that are trained. Raises ValueError for a new
+    power-function average, whose profile begins with the run.
+    """
+    was = {kind: name for name, kind in kinds(**{"decay": [None], **meta.config.get("ema", {})}).items()}
+    found = {}
+    for name, kind in kinds(run.cfg.ema.decay, run.cfg.ema.std).items():
+        found[name] = was.get(kind, "ema" if name == "ema" else "model")
+        if kind not in was and kind[0] == "std":
+            raise ValueError(f"ema.std={run.cfg.ema.std}: {name} averages over a whole run, and {run.folder} took its "
+                             f"first {meta.step} steps without it: leave it out, or start another run with "
+                             f"name=<another>.")
+        if found[name] == "model":
+            run.accelerator.print(f"{name} begins at step {meta.step} with the weights of that step.")
+    return found
 
 
 def save(run: Run) -> None:
@@ -268,10 +290,12 @@ def save(run: Run) -> None:
     training["sums"] = sums
     meta = {**run.progress(), "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
             "sound": not run.is_diverging(total), **run.record, "torch": torch.__version__}
-    tensors = {"ema": adapters.tensors(run.ema), "model": adapters.tensors(run.model), "training": training}
+    tensors = {**{name: adapters.tensors(net) for name, net in run.averages.items()},
+               "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
+            averages.keep_snapshots(run.folder, cfg.ema.snapshot_every or 1)
             checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
 
@@ -312,13 +336,14 @@ def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
     # A kill may have come between the last save and its pruning, which the settings of that save decide.
     saved = resumed[1].get("config", {}) if resumed else {}
     kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
+    averages.keep_snapshots(run.folder, run.cfg.ema.snapshot_every or 1)
     checkpoints.prune(run.folder, kept["keep_last"], kept["keep_every"])
     if resumed is None:  # a run that begins again evaluates its first network again
         drop_after(run.folder, -1)
         write_settings(run)
     if run.step < run.cfg.steps:
         size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
-        needed = 4 * size  # the average, the weights, and the optimizer's two moments
+        needed = (3 + len(run.averages)) * size  # the averages, the weights, and the optimizer's two moments
         files.require_room(run.folder, needed, "a checkpoint: make room, or set run_dir= to another disk.")
 
 
@@ -339,6 +364,7 @@ def write_settings(run: Run) -> None:
 def drop_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
+    averages.drop_after(run_dir, step)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()

@@ -24,11 +24,13 @@ from runtime.schema import (
     Steps,
     Text,
     Whole,
+    as_text,
     one_of,
 )
 from scoring import results
 from scoring.features import Features
 from training import speed
+from weights.averages import WIDEST, WeightsName, kinds
 from weights.others import FAMILIES
 from weights.records import RouteSettings, ScheduleSettings, check_objective, keywords
 
@@ -87,8 +89,10 @@ class MuonSettings(AdamWSettings):
 
 
 class EMASettings(Settings):
-    decay: Decay  # at 1 the average would stay at the untrained network
+    decay: Decay | Annotated[list[Decay], Field(min_length=1)]  # at 1 it would stay at the untrained network
     warmup: bool
+    std: list[Annotated[float, Field(gt=0, lt=WIDEST)]]
+    snapshot_every: Count | None
 
 
 class LogSettings(Settings):
@@ -108,6 +112,7 @@ class SamplesSettings(Settings):
     classes: Selection | None
     num_steps: Steps
     batch_size: Count
+    weights: WeightsName
 
 
 class EvaluateSettings(Settings):
@@ -120,6 +125,7 @@ class EvaluateSettings(Settings):
     num_samples: results.AtLeastTwo
     seed: Whole
     guidance_scales: Annotated[list[Number | None], Field(min_length=1)]
+    weights: Annotated[list[WeightsName], Field(min_length=1)]
     num_steps: Steps
     batch_size: Count
 
@@ -175,6 +181,7 @@ def check_settings(cfg: TrainSettings) -> None:
     check_run_dir(cfg)
     check_effect(cfg)
     check_objective(cfg.objective)
+    check_averages(cfg)
     lora = cfg.lora
     if cfg.new_label_table and (cfg.init_from is None or lora.rank is not None):
         raise ValueError("new_label_table=true is for init_from=<weights> on other classes, all of whose weights are "
@@ -198,6 +205,18 @@ def check_settings(cfg: TrainSettings) -> None:
         if cfg.compile in speed.CUDA_GRAPHS:
             raise ValueError(f"compile={cfg.compile} records CUDA graphs, which need weights at fixed addresses, and "
                              f"sharding=fsdp gathers them in each pass: set compile=true.")
+
+
+def check_averages(cfg: TrainSettings) -> None:
+    """Raises ValueError for averages that are one and the same, and for names of others than the run tracks."""
+    tracked = kinds(cfg.ema.decay, cfg.ema.std)
+    if len({*tracked.values()}) < len(cfg.ema.std) + (len(cfg.ema.decay) if isinstance(cfg.ema.decay, list) else 1):
+        raise ValueError(f"ema.decay={as_text(cfg.ema.decay)} ema.std={as_text(cfg.ema.std)} name an average twice: "
+                         f"leave one out.")
+    for key, names in (("samples.weights", [cfg.samples.weights]), ("evaluate.weights", cfg.evaluate.weights)):
+        if others := [name for name in names if name not in tracked]:
+            raise ValueError(f"{key} names {others[0]}, and this run tracks {', '.join(tracked)}: choose among these, "
+                             f"or set ema.decay and ema.std.")
 
 
 def check_run_dir(cfg: TrainSettings) -> None:
@@ -236,6 +255,10 @@ def check_effect(cfg: TrainSettings) -> None:
         (cfg.init_from, ["diffusion_name"], "it says whose weights init_from=<a weights file> has"),
         (cfg.evaluate.every or "evaluate.every" in cfg.typed, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
+        (cfg.ema.std, ["ema.snapshot_every"], "only power-function averages have snapshots; give ema.std=[0.05,0.10]"),
+        (not cfg.ema.snapshot_every or cfg.ema.snapshot_every % cfg.checkpoint.every == 0, ["ema.snapshot_every"],
+         f"they are of checkpoints, and there is one every checkpoint.every={cfg.checkpoint.every} steps; give a "
+         f"multiple of that"),
         (cfg.checkpoint.keep_every % cfg.checkpoint.every == 0, ["checkpoint.keep_every"],
          f"it keeps checkpoints, and there is one every checkpoint.every={cfg.checkpoint.every} steps; give a "
          f"multiple of that"),

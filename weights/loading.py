@@ -23,6 +23,7 @@ from runtime import files, ranks
 from runtime.schema import read_record
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
+from weights.averages import place_of, power_name, reconstruct, width_of
 from weights.others import (
     FAMILIES,
     as_ours,
@@ -79,15 +80,17 @@ class Checkpoint:
     @property
     def run(self) -> Path | None:
         """The run that the checkpoint is of, if any."""
-        return self.folder.parent.parent if self.folder and self.folder.parent.name == "checkpoints" else None
+        places = ("checkpoints", "averages")
+        return self.folder.parent.parent if self.folder and self.folder.parent.name in places else None
 
 
 def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     """Finds the weights at a path: of a run the newest, of a checkpoint folder, of others' folders, or a file of them.
 
-    A checkpoint holds several, each in `<weights>.safetensors`: ema, the average (also where `weights` is None), and
-    model. The main rank reads the file for its hash and tells the others, so all ranks call this together. Raises
-    ValueError where there are no such weights, or only damaged ones.
+    A checkpoint holds several, each in `<weights>.safetensors`: ema, the average (also where `weights` is None), other
+    averages, and model. A power-function average of another width is made of those that its run has stored. The main
+    rank reads the file for its hash and tells the others, so all ranks call this together. Raises ValueError where
+    there are no such weights, or only damaged ones.
     """
     path, name, meta = Path(path), weights or "ema", None
     folder = path.parent if path.is_file() else path
@@ -108,6 +111,8 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     exported = (folder / file for file in EXPORTED)
     file = path if path.is_file() else next(filter(Path.is_file, exported), folder / f"{name}.safetensors")
     found = Checkpoint(file, folder, meta or read_whole(folder, file.stem))
+    if not file.is_file() and found.run and (std := width_of(name)):
+        return find_checkpoint(reconstruct_once(folder, found.meta, std), name)
     if not file.is_file():
         raise ValueError(f"{folder} holds no weights={name}, but {', '.join(sorted(found.meta['files']))}.")
     return found
@@ -146,6 +151,19 @@ def read_whole(folder: Path, name: str) -> dict:
     return meta or checkpoints.read_meta(folder)
 
 
+def reconstruct_once(folder: Path, meta: dict, std: float) -> Path:
+    """Makes a power-function average of another width, on the main rank, and returns its folder (see `reconstruct`)."""
+    state, made, why = PartialState(), False, "the main rank says why"
+    if state.is_main_process:
+        try:
+            made = reconstruct(folder, meta, std)
+        except (ValueError, OSError) as error:
+            why = error
+    if not ranks.broadcast_from_main(state, made):
+        raise ValueError(f"{folder} has no {power_name(std)}: {why}.")
+    return place_of(folder, std)
+
+
 # ---- loaded ---------------------------------------------------------------------------------------------------------
 
 
@@ -180,7 +198,7 @@ class Trained:
 
 def load_trained(
     path: str | Path | Checkpoint,          # a run, a checkpoint folder, a weights file, or what was found there
-    weights: str | None = None,             # ema | model; None: the average, or what the file holds
+    weights: str | None = None,             # ema, model, ema-0.999 …; None: the average, or what the file holds
     diffusion: str | None = None,           # of weights without a record, FAMILIES' name
     autoencoder: str | None = None,         # overrules what is recorded
     device: torch.device | str = "cpu",

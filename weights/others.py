@@ -205,6 +205,8 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     Returns it with its tensors by name; which it is: ema, model, or file where the file does not say; and words for
     people. Raises ValueError for a file without a network, or without the one asked for.
     """
+    if weights not in (None, "ema", "model"):
+        raise ValueError(f"weights={weights} is an average of a run of this code, and this file holds one at most")
     found = networks_in(content)
     if not found:
         raise ValueError("it does not hold a state dict, that is, a dictionary of tensors by name")

@@ -17,7 +17,6 @@ from forked import Ended, Life
 from PIL import Image
 from training_runs import assert_same_end, command, rows, train_here
 
-import fid
 import train
 from edm import EDM
 from latents.folder import open_latents
@@ -140,13 +139,6 @@ def tell_what_is_taken(home: Path, rank: int) -> None:
 
 
 # ---- the same run ---------------------------------------------------------------------------------------------------
-
-
-@pytest.fixture(scope="module")
-def pixel_reference(shapes, tmp_path_factory) -> Path:
-    out = tmp_path_factory.mktemp("reference") / "pixels.npz"
-    run_command(fid.main, "fid.py", reference_from=str(shapes), features="pixels", out=str(out))
-    return out
 
 
 @pytest.fixture(scope="module")
