@@ -7,6 +7,7 @@ from functools import partial
 import numpy as np
 import pytest
 import torch
+from accelerate import PartialState
 from conftest import run_command
 from PIL import Image
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -156,6 +157,7 @@ def test_several_scales_and_ratios_are_scored_by_one_command_and_the_report_name
 def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, monkeypatch):
     training = write_flow(shutil.copytree(run, tmp_path / "training"), step=6)
     assert load_trained(training).step == 6
+    monkeypatch.setattr(PartialState, "is_main_process", False)
     monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 5)
     assert load_trained(training).step == 5
     monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 7)

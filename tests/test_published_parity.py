@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from closed_forms import checksum, fill, wave
+from closed_forms import amplitude_of, checksum, fill, wave  # noqa: F401      (others import them from here)
 from torch import Tensor, nn
 
 from dit import DiT, DiT_models

@@ -137,7 +137,7 @@ def test_each_number_of_tokens_is_one_graph_and_is_not_compiled_again(block, fre
 
 def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
     line = ["examples/custom_block.py", *command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]]
-    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True)
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True)  # not forked: it is known before train.py is
     assert ended.returncode == 0, ended.stderr
     trained = load_trained(tmp_path / "run")
     assert type(trained.net.blocks[0]).__name__ == "ParallelBlock" and trained.step == 2

@@ -39,7 +39,7 @@ def settings_of(gauge):
     """The settings with which a gauge draws."""
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         cfg = compose("fid", overrides=[f"gauge={gauge}", "checkpoint=x", "reference=x"])
-    return fid.as_published(read(fid.ScoringSettings, OmegaConf.to_container(cfg, resolve=True)))
+    return fid.as_published(read(fid.ScoringSettings, OmegaConf.to_container(cfg, resolve=True)), None)
 
 
 @pytest.mark.parametrize("gauge", GAUGES)

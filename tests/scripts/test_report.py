@@ -94,7 +94,9 @@ def test_folders_are_given_on_the_command_line_without_a_key(tmp_path, capsys):
     assert report.as_settings(["runs/a", "out=x", "it's", "--cfg", "job", "study=b"]) == ["out=x", "--cfg", "job", "study_dir=b", 'runs=["runs/a", "it\'s"]']
     runs = [str(make_run(tmp_path / place)) for place in ("x/it's 1", "y/run", "z/run")]
     run_command(report.main, "report.py", *report.as_settings([*runs, f"out={tmp_path / 'out'}"]))
-    assert capsys.readouterr().out == f"{tmp_path}/out/index.html: it's 1, {runs[1]}, {runs[2]}\n"  # two have one name
+    line, best = capsys.readouterr().out.splitlines()
+    assert line == f"{tmp_path}/out/index.html: it's 1, {runs[1]}, {runs[2]}"  # two have one name
+    assert best == "best fd_pixels: 76, it's 1 at step 4, unguided"
 
 
 def test_a_long_curve_keeps_its_extremes_its_means_and_its_gaps():

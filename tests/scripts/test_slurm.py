@@ -1,4 +1,4 @@
-"""scripts/slurm.sh and scripts/studies/gpu_study.sh, against stand-ins for Slurm and for Python that do what those do to a job."""
+"""scripts/slurm.sh, against stand-ins for Slurm that do to a job what it does."""
 
 import contextlib
 import json
