@@ -104,8 +104,10 @@ def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
     assert not [line for line in text.splitlines() if len(line) > 120]
 
 
-def test_the_readmes_python_runs_in_another_folder(tmp_path):
-    code = [block for language, block in FENCED.findall((ROOT / "README.md").read_text(encoding="utf-8")) if language == "python"]
+def test_the_python_of_the_readme_and_of_a_forward_pass_runs_in_another_folder(tmp_path):
+    pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/trainers.md"))
+    code = [block for language, block in FENCED.findall(pages) if language == "python" and block.startswith("import torch")]
+    assert len(code) == 2
     (tmp_path / "notebook.py").write_text("\n".join(code) + "\nassert taken.ids_keep[0].shape == (8, 32) and loss.isfinite()\n")
     result = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True,
                             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
