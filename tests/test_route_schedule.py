@@ -171,7 +171,7 @@ def test_what_a_later_route_would_break_is_said_before_the_first_step():
         build_objective(net, EDM(), {"dispersive": {"block": 1}}, schedule=later)
     masked = SimpleNamespace(arrays={"weight": None}, most_kept=lambda patch_size: (5, "a.png"))
     check_kept(masked, net, RouteSchedule(net.routes))
-    with pytest.raises(ValueError, match="keeps 5 of 16 tokens, but route 1→1 at selection ratio 0.75 leaves only 4"):
+    with pytest.raises(ValueError, match="keeps 5 of 16 tokens, but route 1→1 at selection ratio 0.75 keeps only 4"):
         check_kept(masked, net, later)
 
 
