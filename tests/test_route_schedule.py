@@ -11,11 +11,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from test_sharding import all_well, assert_same_losses, on_ranks
-from torch._dynamo.testing import CompileCounterWithBackend
 from training_runs import assert_same_end, command, train_here
 
 import train
-from dit import DiT, multiply_adds
+from dit import multiply_adds
 from edm import EDM
 from guidance import Guidance
 from objectives import build_objective
@@ -136,20 +135,17 @@ def test_what_was_trained_is_recorded_and_guidance_takes_the_route_of_the_start(
     assert "route_schedule was {'dense_after': 5, " in printed and "and is now {'dense_after': 10, " in printed
 
 
-def test_each_ratio_is_one_graph_dense_steps_are_another_and_nothing_is_compiled_again(monkeypatch):
-    counter = CompileCounterWithBackend("eager")
-    monkeypatch.setattr(torch._dynamo.config, "recompile_limit", 8)  # torch's own, and what is set is taken back
-    monkeypatch.setattr(DiT, "compile", lambda net, **how: torch.nn.Module.compile(net, backend=counter, fullgraph=True, dynamic=how["dynamic"]))
+def test_each_number_of_tokens_is_one_graph_and_nothing_is_compiled_again(graphs):
     net = small_net(depth=3, routes=[vars(Route(1, 1, 0.5))])
-    speed.compile_network(net, True)
+    speed.compile_blocks(net, True)
     schedule = RouteSchedule(net.routes, dense_after=45, selection_ratios=tuple(n / 10 for n in range(1, 10)))
     objective = build_objective(net, EDM(), schedule=schedule)
     for objective.step in range(50):
         objective(torch.randn(2, 3, 8, 8), torch.tensor([0, 1]))
-    assert counter.frame_count == len({*ratios_of(schedule, 50)}) == 10
+    assert graphs.frame_count == len({*ratios_of(schedule, 50)}) == 10  # more than torch's own limit
 
 
-@pytest.mark.parametrize("parts", [[], ["version1"], ["internal", "alignment"]])
+@pytest.mark.parametrize("parts", [[], ["version1"], ["internal", "alignment", "layer_sync"]])
 def test_every_objective_takes_the_routes_of_its_step(parts):
     """All that a network is called with is the step's: none asks for those that the network was built with."""
     net = small_net(**({"head_block": 1} if "internal" in parts else {}))
@@ -168,9 +164,14 @@ def test_what_a_later_route_would_break_is_said_before_the_first_step():
     later = RouteSchedule(net.routes, changes=((9, (Route(1, 1, 0.75),)),))
     with pytest.raises(ValueError, match="projector=conv needs the whole grid .* block 1 lies on route 1→1"):
         build_objective(net, EDM(), {"alignment": {"blocks": [1], "projector": "conv"}}, False, {"teacher": (16, 5)}, later)
+    two = RouteSchedule(net.routes, changes=((9, (Route(1, 1, 0.5), Route(3, 3, 0.5))),))
+    with pytest.raises(ValueError, match="block 1 lies on route 1→1 .* and block 3 on 3→3"):
+        build_objective(net, EDM(), {"layer_sync": {"block": 1, "deeper": 3}}, schedule=two)
+    with pytest.raises(ValueError, match="block 1 lies on route 1→1 at selection ratio 0.75"):
+        build_objective(net, EDM(), {"dispersive": {"block": 1}}, schedule=later)
     masked = SimpleNamespace(arrays={"weight": None}, most_kept=lambda patch_size: (5, "a.png"))
     check_kept(masked, net, RouteSchedule(net.routes))
-    with pytest.raises(ValueError, match="keeps 5 of 16 tokens, but route 1→1 at selection ratio 0.75 leaves only 4"):
+    with pytest.raises(ValueError, match="keeps 5 of 16 tokens, but route 1→1 at selection ratio 0.75 keeps only 4"):
         check_kept(masked, net, later)
 
 
