@@ -355,3 +355,30 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
         save_figure(figure, path)
         drawn.append(path)
     return drawn
+
+
+def draw_differences(result: dict, path: Path) -> Path | None:
+    """Draws the difference of each comparison, with its interval where there is one: a panel an axis, a row a place."""
+    panels = {}
+    for (first, second), axis in dict.fromkeys((tuple(f["between"]), f["axis"]) for f in result["crossings"]):
+        name = f"{second} − {first}:  "  # at the first place of a comparison
+        for place, by_seed in compared(result["runs"], first, second, axis):
+            panels.setdefault(axis, []).append((f"{name}{place_of(place, axis)}", paired(by_seed.values())))
+            name = ""
+    if not panels:
+        path.unlink(missing_ok=True)  # of an earlier report
+        return None
+    height = max(map(len, panels.values()))
+    figure = Figure(figsize=(4.8 * len(panels), 1.2 + 0.16 * height), layout="constrained", dpi=110)
+    figure.suptitle("mean difference over seeds; bar: 95 % interval; open: fewer than 3 seeds", size=9)
+    plots = figure.subplots(1, len(panels), squeeze=False, sharex=True)[0]
+    for plot, (axis, rows) in zip(plots, panels.items(), strict=True):
+        plot.axvline(0, color="gray", linewidth=0.8)
+        for row, (_, found) in enumerate(rows):
+            verdict = found["interval"] is not None
+            plot.plot(found["difference"], row, "o", color="C0", markersize=4, fillstyle="full" if verdict else "none")
+            plot.plot(found["interval"] or [], [row, row] if verdict else [], color="C0")
+        plot.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
+        plot.set(ylim=(height - 0.5, -0.5), xlabel=f"at equal {AXES[axis].partition(',')[0]}")
+    save_figure(figure, path)
+    return path

@@ -6,8 +6,8 @@
     python scripts/study.py study=cifar10_cpu tasks=[report]   # table and figures of what is there so far
 
 Each run is `train.py` and each later score `fid.py`, with the settings that configs/study/<name>.yaml lists, so that
-any of them can be repeated by hand. Writes <out>/study.json, study.md, score-over-*.png, and report/index.html to look
-at. study.json keeps the scores of runs whose folders are gone, and `rows` takes those of other machines.
+any of them can be repeated by hand. Writes <out>/study.json, study.md, score-over-*.png, differences.png and
+report/index.html. study.json keeps the scores of runs whose folders are gone, and `rows` takes those of other machines.
 """
 
 import json
@@ -36,7 +36,7 @@ from runtime.command import command, commit
 from runtime.files import read_rows, remove, write_text
 from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, as_setting, one_of, read_record
 from scoring.results import read_results
-from scripts.comparison import AXES, crossing, draw_figures, metrics_of, tables
+from scripts.comparison import AXES, crossing, draw_differences, draw_figures, metrics_of, tables
 from weights import checkpoint as checkpoints
 from weights.records import RouteSettings, build_network, build_schedule
 
@@ -498,6 +498,7 @@ def report(cfg: StudySettings) -> None:
     write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
     write_text(out / "study.md", page)
     figures = draw_figures(result, out) if any(run["scores"] for run in result["runs"]) else []
+    figures += filter(None, [draw_differences(result, out / "differences.png")])
     print(page)
     print("\n".join(map(str, (out / "study.json", out / "study.md", *figures))))
     call(cfg, "scripts/report.py", [as_setting("study_dir", out), as_setting("out", out / "report")])
