@@ -95,7 +95,8 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert [score["guidance"] for score in told["runs"][0]["scores"]] == ["unguided"] * 3 + [GUIDED]
     dense, routed = ({score["step"]: score["flops"] for score in run["scores"]} for run in told["runs"][:2])
     assert dense[4] == 2 * dense[2] > routed[4] > 0
-    assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
+    assert all((tmp_path / "study" / name).is_file() for name in ("score-over-images.png", "differences.png"))
+    assert "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
     assert "## Real images, the floor\n\n* fd_pixels of 4 images of shapes: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
