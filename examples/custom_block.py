@@ -1,8 +1,8 @@
-"""A custom block, trained by train.py: attention and MLP side by side, as in ViT-22B (arXiv 2302.05442).
+"""A custom block, trained by train.py: attention and MLP in parallel, as in ViT-22B (arXiv 2302.05442).
 
     python examples/custom_block.py experiment=quickstart model.backbone_type=Parallel-S/2 name=parallel
 
-Move the class to a file of blocks/ and its row to the table there, and sample.py and the other commands know it, too.
+Move the class to a file of blocks/ and its row to the table there, and all commands know it.
 """
 
 import sys

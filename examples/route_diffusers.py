@@ -1,10 +1,10 @@
-"""Trains a LoRA by diffusers' own training script, with two of its lines changed: a route around its transformer.
+"""Trains a LoRA with diffusers' own training script and two changed lines: a route around its transformer.
 
     python examples/route_diffusers.py <train_dreambooth_lora_sd3.py> --output_dir=lora --max_train_steps=1000
 
-The script is one of diffusers/examples at the version that is installed, as it is; all that follows it are its own
-arguments. --route=2,-4,0.5 (before the script) is the route, --dense_after=0.85 the share of the steps after which
-training is dense. The changed lines are printed, so that they can be made in the script instead.
+The script is an unmodified one of diffusers/examples, of the installed version; what follows it are its arguments.
+--route=2,-4,0.5 (before the script) is the route, --dense_after=0.85 the fraction of steps after which training is
+dense. The changed lines are printed, so that you can make them in the script instead.
 """
 
 import argparse

@@ -7,7 +7,7 @@
     python scripts/benchmark.py mode=scaling 'ranks=[1,2]'          # tokens 64 to 4096, and ranks
     torchrun --standalone --nproc_per_node 8 scripts/benchmark.py mode=train …
 
-Variants take turns, round after round. The table has the medians of the rounds; ratios are of the same round.
+Variants take turns. The table has the medians over rounds; ratios compare variants within a round.
 Prints a table and writes <out>.json and <out>.png. Options: configs/benchmark.yaml.
 """
 

@@ -1,11 +1,11 @@
-"""What the presets of routes= can save, and which routes near the paper's can reach a speed-up.
+"""What the presets of routes= save, and which routes near the paper's reach a speed-up.
 
     python scripts/choose_routes.py model.backbone_type=DiT-XL/2
     python scripts/choose_routes.py model.backbone_type=DiT-XL/2 speedup=1.6
     python scripts/choose_routes.py speedup=1.4 measure=true benchmark.batch_size=4
 
-The FLOP ratio is that of the dense network to the routed one. How good a route is follows from the paper's ablations
-of DiT-B/2 after 400,000 steps. Options: configs/choose_routes.yaml.
+The FLOP ratio is dense over routed. Routes are ranked by the paper's ablations of DiT-B/2 after 400,000 steps.
+Options: configs/choose_routes.yaml.
 """
 
 import functools

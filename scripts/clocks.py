@@ -1,4 +1,4 @@
-"""Seconds of work on a device and of its parts, the rate of matrix products, and works that take turns."""
+"""Times work on a device and its parts, measures the rate of matrix products, and runs variants in turn."""
 
 import contextlib
 import itertools

@@ -1,6 +1,6 @@
-"""A study's runs set against one another: who scores lower, where they cross, by how much; as tables and figures.
+"""Compares a study's runs: which scores lower, by how much, and where they cross; as tables and figures.
 
-All of it is a function of what study.json holds, so that scores of other machines are compared alike. Lower is better.
+Everything is computed from study.json, so scores from other machines are treated the same. Lower is better.
 """
 
 import itertools

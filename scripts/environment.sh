@@ -1,5 +1,5 @@
-# Sourced by the other scripts with the requirements file to install: makes .venv where there is none and puts it on
-# the PATH. TREAD_VENV names another folder (its whole path); PYTHON another interpreter.
+# Sourced by the other scripts with the requirements file to install: creates .venv if it does not exist and puts it
+# on the PATH. TREAD_VENV names another folder (full path); PYTHON another interpreter.
 requirements=$1
 venv=${TREAD_VENV:-$PWD/.venv}
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # absent, or half made when it was interrupted
@@ -11,7 +11,7 @@ if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # absent, or
     echo "Making $venv with $("$python" --version)"
     "$python" -m venv --clear "$venv"
 fi
-# The stamp holds what was installed last, so that a second call costs nothing and a changed file is installed again.
+# The stamp records what was installed last: a second call costs nothing, and a changed file is installed again.
 stamp="$venv/.installed-$(basename "$requirements")"
 if ! cat requirements*.txt | cmp -s - "$stamp"; then
     echo "Installing $requirements (a few GB the first time)"

@@ -4,8 +4,7 @@
     python scripts/export.py checkpoint=runs/x to=dit out=x.pt
     python scripts/export.py checkpoint=runs/x to=hub repo=user/x out=exported/x license=mit      # and upload=true
 
-What is written is read back by `sample.py checkpoint=`. Options: configs/export.yaml; what each form holds and what it
-cannot say: docs/interop.md.
+`sample.py checkpoint=` reads each of them. Options: configs/export.yaml; what each format contains: docs/interop.md.
 """
 
 import contextlib

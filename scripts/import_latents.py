@@ -1,10 +1,10 @@
-"""Latents that another code base has stored -> a folder of latents that train.py reads, resumable after a kill.
+"""Latents from other code -> a latent folder that train.py reads, resumable after a kill.
 
     python scripts/import_latents.py source=imagenet_256_latent_lmdb out=data/maskdit
     python scripts/import_latents.py source=img512-sd.zip out=data/edm2 format=edm2
 
-The options are in configs/import_latents.yaml; docs/interop.md says which form is whose, latents/forms.py how each
-is read. Nothing is unpickled.
+The options are in configs/import_latents.yaml; docs/interop.md lists the formats, latents/forms.py reads
+them. Nothing is unpickled.
 """
 
 import hashlib

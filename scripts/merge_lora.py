@@ -3,7 +3,7 @@
     python scripts/merge_lora.py checkpoint=runs/mine out=merged/mine
     python sample.py checkpoint=merged/mine
 
-Both the average and the trained weights are merged. Every command that takes a checkpoint takes the folder.
+Both the average and the trained weights are merged. Every command that accepts a checkpoint accepts the folder.
 """
 
 import sys

@@ -1,10 +1,10 @@
-"""What the paper's table takes on real machines, counted from the networks: hours of training, sampling and encoding.
+"""What reproducing the paper's table takes: hours of training, sampling and encoding, computed from the networks.
 
     python scripts/plan.py                                            # derived: FLOPs over an assumed FLOP/s
     python scripts/plan.py --mfu 0.4 --gpus 8
     python scripts/plan.py --measured bench/train_xl2.json bench/train_b2.json      # with what the benchmark measured
     python scripts/plan.py --dense-after 0.85                          # TREAD with an off-ramp; --selection-ratios, too
-    python scripts/plan.py --memory                                   # of a GPU in training, by size and batch; FSDP's
+    python scripts/plan.py --memory                                   # GPU memory in training, by size and batch; FSDP
 
 Derived hours are multiply-adds (two FLOPs each, the backward pass twice the forward one) over `mfu` of the FLOP/s of
 a large bf16 matrix product. Both are assumptions until measured. Prints Markdown.

@@ -4,9 +4,9 @@
     python scripts/prepare_emoji.py emoji-datasource-*-16.0.0.tgz --out data/emoji.zip
     python scripts/prepare_latents.py source=data/emoji.zip resolution=32 autoencoder=identity out=data/emoji
 
-The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, here on white; name them where
+The images are Noto Emoji (Google, Apache-2.0) and Twemoji (Twitter, CC-BY 4.0), 64×64, on white; credit them where
 you show them. Classes are the ten categories of the packages' emoji.json. --skin-tones adds the five tones of people
-and hands: 3,750 more images of much the same pictures.
+and hands: 3,750 more, very similar images.
 """
 
 import argparse

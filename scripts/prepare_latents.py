@@ -1,4 +1,4 @@
-"""Images -> a folder of latents that train.py reads, over all ranks, resumable after a kill.
+"""Images -> a latent folder that train.py reads, over all ranks, resumable after a kill.
 
     python scripts/prepare_latents.py source=shapes out=data/shapes16
     python scripts/prepare_latents.py source=cifar10-train.zip out=data/cifar10 resolution=32 autoencoder=identity

@@ -1,6 +1,6 @@
 #!/usr/bin/env bash
-# From nothing to pictures in minutes, on a CPU and without data: installs, writes the built-in shapes as latents,
-# trains a TREAD-routed DiT on them, scores it, draws a grid, one row a class, and builds a page. Run again, it resumes.
+# From install to images in minutes, on a CPU and without data: installs, writes the built-in shapes as latents, trains
+# a routed DiT on them, scores it, samples a grid with one row per class, and builds a report. Rerun it to resume.
 #   bash scripts/quickstart.sh [model=dit]
 set -euo pipefail
 cd "$(dirname "$0")/.."

@@ -1,13 +1,13 @@
 #!/usr/bin/env bash
-# Runs a command of this project as a Slurm job, on one node or several. It saves before its time is up, goes back into
-# the queue, and resumes.
+# Runs a command of this project as a Slurm job, on one node or several. It saves before the time limit, requeues itself
+# and resumes.
 #   sbatch --nodes=2 --gpus-per-node=8 --ntasks-per-node=8 scripts/slurm.sh train.py experiment=xl2_tread name=xl2
 #   sbatch --array=1-6 --gpus-per-node=1 scripts/slurm.sh scripts/study.py study=cifar10 'tasks=[train,score]'
-#                                                        a part of the study each; then tasks=[time,report], once.
-#                                                        For parts that were lost, the same numbers 1-6 again
+#                                                        one part of the study each; then tasks=[time,report], once.
+#                                                        For lost parts submit the same numbers 1-6 again
 #   sbatch --gpus-per-node=1 scripts/slurm.sh fid.py checkpoint=runs/xl2 reference=ref.npz keep_features=true
 # One task is one process with one GPU. Folders (data, runs, the code) must be the same on all nodes. The options below
-# are defaults: options on sbatch's line, as --time, --partition or --account, replace them.
+# are defaults: options on sbatch's command line, such as --time, --partition or --account, override them.
 #SBATCH --job-name=tread
 #SBATCH --time=24:00:00
 #SBATCH --signal=B:USR1@300
@@ -21,7 +21,7 @@ cd "${SLURM_SUBMIT_DIR:-.}" || exit 1
 [ $# -gt 0 ] || { echo "slurm.sh: give a command to run, as train.py experiment=b2_tread." >&2; exit 2; }
 
 # Five minutes before the end Slurm sends USR1 (to this script alone), before a preemption TERM. The processes get one
-# TERM, as a second one would end them at once; they save and leave with 143.
+# TERM, as a second would end them at once; they save and exit with 143.
 stopping=
 stop() {
     [ -z "$stopping" ] || return 0
@@ -41,8 +41,8 @@ export MASTER_ADDR MASTER_PORT
 # Since Slurm 22.05 srun does not take over what sbatch was given, and each task would have a single core.
 [ -z "${SLURM_CPUS_PER_TASK:-}" ] || export SRUN_CPUS_PER_TASK="${SRUN_CPUS_PER_TASK:-$SLURM_CPUS_PER_TASK}"
 
-# The ranks are Slurm's own tasks, with no launcher between, which would kill them 30 s after a signal. Where one fails
-# or is killed, srun ends the others.
+# The ranks are Slurm's own tasks, without a launcher, which would kill them 30 s after a signal. If one fails or is
+# killed, srun ends the others.
 srun --kill-on-bad-exit=1 bash -c '
     if [ "$SLURM_NTASKS" -gt 1 ]; then
         export RANK=$SLURM_PROCID LOCAL_RANK=$SLURM_LOCALID WORLD_SIZE=$SLURM_NTASKS
@@ -53,8 +53,8 @@ step=$!
 # A signal ends a wait, not the step.
 while wait "$step"; code=$?; kill -0 "$step" 2>/dev/null; do :; done
 
-# A process that TERM has stopped and that has saved leaves with 143. Any other end, such as a mistake or a full disk,
-# would be the same the next time. A job that a lost node ended is requeued by Slurm (--requeue).
+# A process that saved after TERM exits with 143. Any other failure, such as a mistake or a full disk, would happen
+# again. Slurm requeues a job that a lost node ended (--requeue).
 if [ -n "$stopping" ] && [ "$code" -eq 143 ]; then
     echo "slurm.sh: stopped by $stopping; job $SLURM_JOB_ID goes back into the queue."
     scontrol requeue "$SLURM_JOB_ID" && exit 0

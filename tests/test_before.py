@@ -28,7 +28,7 @@ def run(tmp_path):
     return shutil.copytree(BEFORE / "run", tmp_path / "run")
 
 
-def test_an_old_checkpoint_draws_the_images_that_it_drew(run, tmp_path):
+def test_an_old_checkpoint_samples_the_same_images(run, tmp_path):
     run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/images.npz")
     with np.load(BEFORE / "images.npz") as before, np.load(tmp_path / "images.npz") as now:
         assert before.files == now.files == ["arr_0", "arr_1", "seeds"]
@@ -38,7 +38,7 @@ def test_an_old_checkpoint_draws_the_images_that_it_drew(run, tmp_path):
         assert away.max() <= 1 and (away > 0).mean() < 0.01  # another processor rounds otherwise
 
 
-def test_an_old_checkpoint_says_what_it_said():
+def test_an_old_checkpoint_is_read_as_before():
     trained = load_trained(BEFORE / "run")
     assert trained.step == 4 and trained.weights == "ema" and trained.autoencoder == "identity"
     assert trained.class_names == trained.display_names == ["circle", "ring", "square", "triangle", "diamond", "cross"]
@@ -83,7 +83,7 @@ def test_rows_are_found_by_content_wherever_run_weak_network_reference_and_featu
         "guidance": {"scale": 1.5, "weak": {"weights_sha256": "2"}}, "extractor": {"sha256": "3"}}
 
 
-def test_training_goes_on_from_an_old_run(run, fresh_accelerator):
+def test_training_resumes_from_an_old_run(run, fresh_accelerator):
     old = checkpoints.load(run / "checkpoints/step-00000004", "model")
     run_command(train.main, "train.py", *SETTINGS, "steps=6", "checkpoint.keep_last=1", f"run_dir={run}")
     assert [folder.name for folder in checkpoints.all_steps(run)] == ["step-00000006"]

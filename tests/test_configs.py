@@ -193,7 +193,7 @@ def test_every_model_fits_every_data_set(model, data):
     assert (built.in_channels, built.input_size, built.num_classes) == expected
 
 
-def test_an_experiment_takes_either_model_from_the_command_line():
+def test_an_experiment_accepts_either_model_on_the_command_line():
     for experiment in ("quickstart", "cifar10"):
         for model in ("dit", "tread"):
             cfg = load(f"experiment={experiment}", f"model={model}")

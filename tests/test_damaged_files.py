@@ -126,7 +126,7 @@ def test_a_record_names_files_of_its_folder_alone(tmp_path, where, part):
 # ---- checkpoints and records ----------------------------------------------------------------------------------------
 
 
-def test_a_link_in_a_checkpoints_place_is_passed_over_and_set_aside(tmp_path):
+def test_a_link_instead_of_a_checkpoint_is_skipped_and_set_aside(tmp_path):
     checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(1)}}, {"step": 2})
     place = checkpoints.step_folder(tmp_path, 4)
     place.symlink_to("nothing")

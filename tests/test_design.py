@@ -33,7 +33,7 @@ def imported(name: str, tree: ast.Module, modules: dict) -> set[str]:
     return {module for module in found if module in modules and module != name}
 
 
-def test_imports_point_down_and_the_science_knows_no_carrier():
+def test_imports_point_down_and_the_core_imports_no_supporting_code():
     modules = files()
     for name, tree in modules.items():
         for other in imported(name, tree, modules):
@@ -42,7 +42,7 @@ def test_imports_point_down_and_the_science_knows_no_carrier():
                 assert room(other) != "commands", f"{name} imports {other}"
 
 
-def test_no_circle_of_imports():
+def test_imports_have_no_cycle():
     modules = files()
     graph, done = {name: imported(name, tree, modules) for name, tree in modules.items()}, set()
 
@@ -65,7 +65,7 @@ def test_a_reader_of_latents_imports_no_network():
     assert {room(name) for name in found} <= {"latents", "runtime", "autoencoder", "routing_module"}
 
 
-def test_at_most_ten_files_at_the_top_and_the_page_names_each_file_and_room():
+def test_at_most_ten_files_at_the_top_level_and_the_page_names_each_file_and_package():
     top = sorted(path.name for path in ROOT.glob("*.py"))
     tree = re.search(r"```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL)[1]
     assert len(top) <= 10

@@ -42,7 +42,7 @@ def test_the_architecture_is_read_off_the_weights(size, options):
     assert again.blocks[0].attn.num_heads == model.blocks[0].attn.num_heads
 
 
-def test_weights_that_are_not_a_dits_are_refused_in_a_sentence():
+def test_weights_that_are_not_a_dits_raise_a_one_line_error():
     with pytest.raises(ValueError, match="not a DiT's"):
         infer_architecture({"conv1.weight": torch.zeros(1)})
     with pytest.raises(ValueError, match="width 32 and depth 3"):

@@ -72,7 +72,7 @@ def composed(line):
 
 
 @pytest.mark.parametrize("page", [*PAGES, *CODE], ids=lambda page: str(page.relative_to(ROOT)))
-def test_every_command_on_a_page_takes_its_settings(page):
+def test_every_command_on_a_page_accepts_its_settings(page):
     for line in command_lines(page):
         try:
             composed(line)

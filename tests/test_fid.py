@@ -73,7 +73,7 @@ def test_the_same_features_through_other_peoples_distance_agree():
 
 
 @pytest.mark.parametrize("batch", [1, 7, 64, 500])
-def test_statistics_of_batches_are_those_of_the_whole(batch):
+def test_statistics_of_batches_equal_those_of_the_full_set(batch):
     features = normal(500, 20) @ normal(20, 20, seed=1) + 3
     mu, sigma = statistics(features, batch)
     assert torch.allclose(mu, features.mean(0), rtol=1e-12) and torch.allclose(sigma, torch.cov(features.T), rtol=1e-10)
@@ -127,7 +127,7 @@ def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, 
     assert 0.05 < found[0] < 0.95 or 0.05 < found[1] < 0.95  # a test of something
 
 
-def test_too_few_images_for_neighbours_are_a_sentence():
+def test_too_few_images_for_neighbours_raise_a_one_line_error():
     with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images against 50 are too few"):
         metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
@@ -221,7 +221,7 @@ def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(referenc
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_fewer_images_than_asked_are_a_sentence(reference_npz):
+def test_fewer_images_than_asked_raise_a_one_line_error(reference_npz):
     pixels = load_extractor("pixels")
     with pytest.raises(ValueError, match="60 images were asked for and 10 came"):
         evaluation.score_on([evaluation.Judge(pixels, open_reference(reference_npz, pixels))], [(torch.arange(10), shapes(10))], 60)[0]
@@ -274,14 +274,14 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
             available_metrics(adm, reference, [name])
 
 
-def test_a_reference_of_other_weights_is_a_sentence(tmp_path):
+def test_a_reference_of_other_weights_raises_a_one_line_error(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc")
     with pytest.raises(ValueError, match="weights of SHA-256 abc"):
         open_reference(tmp_path / "ref.npz", load_extractor("pixels"))
 
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
-def test_an_npz_is_read_in_any_order_and_damage_is_a_sentence(write, tmp_path):
+def test_an_npz_is_read_in_any_order_and_damage_raises_a_one_line_error(write, tmp_path):
     images, path = shapes(40).numpy(), tmp_path / "images.npz"
     write(path, arr_0=images)
     opened = image_sets.open_npz("images", str(path))
@@ -390,7 +390,7 @@ def test_a_kept_reference_is_never_that_of_other_images_or_another_size(tmp_path
     assert measured() == 60, "a damaged file is measured again"
 
 
-def test_of_a_large_reference_precision_and_recall_look_at_as_many_images_as_adms_have(tmp_path, monkeypatch):
+def test_precision_and_recall_use_as_many_images_of_a_large_reference_as_adms_has(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "torch/hub"))
     monkeypatch.setattr("scoring.statistics.NEIGHBOURS", 30)
     np.save(tmp_path / "drawn.npy", shapes(40, seed=2).numpy())
@@ -470,7 +470,7 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance"] is None
 
 
-def test_classes_that_had_no_images_are_drawn_only_if_they_are_named(tmp_path, run_folder, reference_npz, capsys):
+def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run_folder, reference_npz, capsys):
     run = shutil.copytree(run_folder, tmp_path / "run")
     last = checkpoints.step_folder(run, 7)
     meta = checkpoints.read_meta(last)
@@ -493,7 +493,7 @@ def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_
 # ---- kept features, and many processes
 
 
-def test_scores_that_could_not_be_kept_are_refused_before_anything_is_drawn(tmp_path, run_folder, reference_npz, monkeypatch):
+def test_scores_that_could_not_be_saved_are_refused_before_anything_is_sampled(tmp_path, run_folder, reference_npz, monkeypatch):
     monkeypatch.setattr(drawing.Drawing, "draw", lambda *_: pytest.fail("drawn"))
     results = tmp_path / "results.jsonl"
     for spoil in (results.mkdir, lambda: results.symlink_to(tmp_path / "elsewhere")):
@@ -503,7 +503,7 @@ def test_scores_that_could_not_be_kept_are_refused_before_anything_is_drawn(tmp_
         files.remove(results)
 
 
-def test_scores_of_a_checkpoint_that_lies_alone_stay_in_its_folder(tmp_path, run_folder, reference_npz):
+def test_scores_of_a_checkpoint_without_a_run_are_kept_in_its_folder(tmp_path, run_folder, reference_npz):
     alone = shutil.copytree(checkpoints.latest(run_folder), tmp_path / "models/hub")
     run_command(fid.main, "fid.py", checkpoint=alone, reference=reference_npz, features="pixels", num_samples=4, num_steps=1, cpu=True)
     assert [path.parent for path in tmp_path.rglob("results.jsonl")] == [alone]
@@ -538,7 +538,7 @@ def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, refer
 # ---- the record
 
 
-def test_a_row_after_a_half_row_is_found_again(tmp_path, reference_npz):
+def test_a_row_after_a_truncated_row_is_found_again(tmp_path, reference_npz):
     np.savez(tmp_path / "images.npz", arr_0=shapes(20).numpy())
     options = dict(images=tmp_path / "images.npz", reference=reference_npz)
     first = command(tmp_path, **options)
@@ -572,7 +572,7 @@ def rows_of(tmp_path):
     return read_results(tmp_path / "results.jsonl")
 
 
-def test_several_networks_score_images_that_are_drawn_once(tmp_path, run_folder, reference_npz, networks, monkeypatch):
+def test_several_networks_score_images_that_are_sampled_once(tmp_path, run_folder, reference_npz, networks, monkeypatch):
     drawn, draw = [], drawing.Drawing.draw
 
     def counted(self, todo):

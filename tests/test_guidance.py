@@ -91,7 +91,7 @@ def test_different_ratios_are_two_calls_and_the_weak_ones_tokens_are_among_the_s
 
 
 @pytest.mark.parametrize("sample", [EDM_.sample, lambda *args, **kw: RF_.sample(*args, solver="heun", **kw)], ids=["edm", "rf"])
-def test_each_step_draws_masks_that_heuns_two_evaluations_share(sample):
+def test_each_step_samples_masks_that_heuns_two_evaluations_share(sample):
     net, (noise, y) = small_dit(), noise_and_labels()
     seen = watch(net)
     sample(net, noise, y, num_steps=4, guidance=Guidance(1.5, 0.3, 0.7))
@@ -170,6 +170,6 @@ def test_routes_given_with_the_guidance_go_before_the_networks_own(diffusion, pr
     (dict(), lambda: dict(net2=small_dit(input_size=16)), r"\(4, 16, 10\) of the weak"),
     (dict(), lambda: dict(net2=small_dit(num_classes=9)), r"\(4, 8, 9\) of the weak"),
 ])
-def test_guidance_that_does_not_fit_the_networks_is_a_sentence_before_the_first_step(own, wrong, sentence):
+def test_guidance_that_does_not_fit_the_networks_raises_a_one_line_error_before_the_first_step(own, wrong, sentence):
     with pytest.raises(ValueError, match=sentence):
         Guidance(1.5, **wrong()).guide(None, small_dit(**own), *noise_and_labels(), num_steps=4)

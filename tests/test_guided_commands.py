@@ -52,7 +52,7 @@ def command(name, *overrides):
     run_command(entry, f"{name}.py", "cpu=true", *overrides)
 
 
-def test_rf_draws_sample_treads_pictures_guided_and_unguided_one_row_a_class(run, tmp_path, capsys):
+def test_rf_samples_sample_treads_images_guided_and_unguided_one_row_per_class(run, tmp_path, capsys):
     command("rf", f"checkpoint={run}", "guidance=tread", "gamma1=0.3", "gamma2=0.7", "scale=1.8", "num_steps=4", f"out={tmp_path}/g.png")
     trained, seeds = load_trained(run), list(range(24))  # eight a class
     y = torch.tensor([seed % 3 for seed in seeds])

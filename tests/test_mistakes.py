@@ -443,14 +443,14 @@ def test_without_a_mistake_the_command_works(place, command, typed):
 
 @pytest.mark.parametrize(("command", "row"), [(command, row) for command, rows in TYPED.items() for row in rows],
                          ids=lambda part: " ".join(part[:-1]) if isinstance(part, tuple) else part)
-def test_what_is_typed_wrong_is_a_sentence(place, command, row):
+def test_a_wrong_setting_raises_a_one_line_error(place, command, row):
     *typed, words = row
     check_refusal(place, command, typed, words)
 
 
 @pytest.mark.parametrize(("where", "spoil", "words"), [(where, *row) for where, rows in SPOILT.items() for row in rows],
                          ids=lambda part: " ".join(part) if isinstance(part, tuple) else "" if callable(part) else part)
-def test_a_file_that_is_wrong_is_a_sentence(place, where, spoil, words):
+def test_a_wrong_file_raises_a_one_line_error(place, where, spoil, words):
     line, setting, source = where
     command, *typed = line.split()
     copy = place / f"new-{source}"

@@ -154,7 +154,7 @@ def test_the_loss_of_version_1_equals_the_code_of_january(case):
     assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
 
 
-def test_as_many_tokens_stay_as_in_compvis_tread():
+def test_as_many_tokens_are_kept_as_in_compvis_tread():
     for num_tokens, ratio, num_keep in TREAD["num_keep"]:
         assert Router().get_mask(torch.empty(2, num_tokens, 4), ratio).shape == (2, num_keep)
 

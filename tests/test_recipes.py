@@ -50,7 +50,7 @@ def run_of(folder, data, *settings):
 
 
 @pytest.mark.parametrize(("settings", "of_its_own"), RECIPES.values(), ids=RECIPES)
-def test_a_recipe_resumes_bit_for_bit_and_leaves_a_network_that_draws(taught, tmp_path, settings, of_its_own):
+def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, settings, of_its_own):
     for folder, last_steps in (("whole", [4]), ("parts", [2, 4])):
         for last in last_steps:
             end = run_of(tmp_path / folder, taught, *settings, f"steps={last}")

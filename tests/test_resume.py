@@ -53,7 +53,7 @@ def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was
     assert not list((run / "checkpoints").glob(".*.tmp"))
 
 
-def test_a_signal_saves_and_leaves_with_a_clear_line_and_the_run_goes_on_unchanged(shapes, reference, tmp_path):
+def test_a_signal_saves_and_exits_with_a_clear_line_and_the_run_resumes_unchanged(shapes, reference, tmp_path):
     run, number = tmp_path / "run", signal.SIGTERM
     process = start(run, shapes)
     wait_until(lambda: (run / "metrics.jsonl").is_file() and (run / "metrics.jsonl").stat().st_size > 0, process)
@@ -66,7 +66,7 @@ def test_a_signal_saves_and_leaves_with_a_clear_line_and_the_run_goes_on_unchang
     assert_same_end(run, reference)
 
 
-def test_a_truncated_newest_checkpoint_is_named_and_the_run_goes_on_from_the_one_before(shapes, reference, tmp_path):
+def test_a_truncated_newest_checkpoint_is_named_and_the_run_resumes_from_the_previous_one(shapes, reference, tmp_path):
     run = tmp_path / "run"
     assert train(run, shapes, "steps=8").returncode == 0
     broken = run / "checkpoints/step-00000008/training.safetensors"
@@ -88,7 +88,7 @@ def test_a_run_whose_checkpoints_were_deleted_keeps_its_record(shapes, tmp_path,
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
-def test_a_full_disk_ends_the_run_with_a_sentence_and_leaves_the_last_good_checkpoint(shapes, tmp_path):
+def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good_checkpoint(shapes, tmp_path):
     run = tmp_path / "run"
     assert train(run, shapes, "steps=4").returncode == 0
     good = checkpoints.latest(run)
@@ -123,7 +123,7 @@ def contents(run) -> dict:
     return {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
 
 
-def test_a_command_that_takes_no_step_deletes_no_checkpoint_and_no_row_and_sets_none_aside(shapes, reference, tmp_path):
+def test_a_command_that_takes_no_step_deletes_and_renames_no_checkpoint_and_no_row(shapes, reference, tmp_path):
     run = shutil.copytree(reference, tmp_path / "run")
     before = contents(run)
     assert train_here(run, shapes, "checkpoint.keep_last=1", "checkpoint.every=1").returncode == 0 and contents(run) == before
@@ -160,7 +160,7 @@ def test_every_changed_setting_that_changes_numbers_is_announced_and_no_other(sh
     assert {"optimizer.lr was 0.001 and is now 0.002", "optimizer.betas was [0.5, 0.6] and is now [0.5, 0.7]", "seed was 0 and is now 5"} <= said
 
 
-def test_a_grid_that_a_kill_after_the_save_cost_is_drawn_on_the_next_start(shapes, tmp_path):
+def test_a_grid_lost_to_a_kill_after_the_save_is_sampled_on_resume(shapes, tmp_path):
     options = ("steps=4", "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2")
     assert train(tmp_path / "run", shapes, *options).returncode == 0
     grid = tmp_path / "run/samples/step-00000004.png"
@@ -170,7 +170,7 @@ def test_a_grid_that_a_kill_after_the_save_cost_is_drawn_on_the_next_start(shape
     assert grid.read_bytes() == drawn
 
 
-def test_what_a_kill_left_of_a_save_or_a_grid_and_did_not_prune_is_gone_after_the_next_start(shapes, tmp_path):
+def test_leftovers_of_a_killed_save_or_grid_are_removed_on_the_next_start(shapes, tmp_path):
     run = tmp_path / "run"
     assert train_here(run, shapes, "steps=8", "checkpoint.keep_last=1").returncode == 0
     older = shutil.copytree(checkpoints.latest(run), tmp_path / "older")
@@ -183,14 +183,14 @@ def test_what_a_kill_left_of_a_save_or_a_grid_and_did_not_prune_is_gone_after_th
     assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists() for file in left)
 
 
-def test_a_run_that_goes_on_knows_how_low_its_loss_has_been(shapes, tmp_path):
+def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):
     for more in (["steps=3"], ["steps=6", "optimizer.lr=0.5"]):
         assert train_here(tmp_path, shapes, "optimizer.warmup_steps=0", "checkpoint.every=3", *more).returncode == 0
     assert rows(tmp_path)[-1]["loss"] > 1000 and rows(tmp_path)[-1]["skipped"] == 0
     assert [checkpoints.is_sound(folder) for folder in checkpoints.all_steps(tmp_path)] == [True, False]
 
 
-def test_what_a_kill_left_of_a_row_costs_no_other_row(tmp_path):
+def test_a_row_truncated_by_a_kill_costs_no_other_row(tmp_path):
     results = [{"source": {"in_training": True, "step": step}, "metrics": {}} for step in (0, 10, 20)]
     text = "".join(json.dumps(row) + "\n" for row in results)
     (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])  # a half row, and a last one without its newline
@@ -225,7 +225,7 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
 RECORD = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"}, "world": 1, "seed": 0, "batch_size": 8}
 
 
-def test_a_change_of_selection_is_said_and_goes_on(tmp_path):
+def test_a_change_of_selection_is_announced_and_the_run_continues(tmp_path):
     now = {**RECORD, "network": {**RECORD["network"], "selection": "l1", "l1_reg": 0.5, "inverse": False}}
     assert check_resumable(RECORD, RECORD, tmp_path) == []
     assert check_resumable(RECORD, now, tmp_path) == ["selection was random and is now l1"]

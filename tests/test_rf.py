@@ -48,7 +48,7 @@ def noise_and_labels(n=3):
     return torch.randn(n, 4, 8, 8, generator=torch.Generator().manual_seed(1)), torch.arange(n) * 3 % 10
 
 
-def test_the_network_sees_the_line_the_noise_level_itself_and_the_label():
+def test_the_network_gets_the_interpolated_latent_the_noise_level_and_the_label():
     x, eps, t, y = torch.randn(4, 1, 2, 2), torch.randn(4, 1, 2, 2), torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
     net = ExactVelocity(0.5, means=[0.0] * 4)
     RF().loss(net, x, y, t=t, eps=eps)
@@ -124,7 +124,7 @@ def test_a_learned_variance_is_left_out():
     assert RF().sample(net, noise, y, num_steps=2, guidance=Guidance(1.5, 0.3, 0.7)).shape == noise.shape
 
 
-def test_unknown_noise_levels_and_solvers_are_sentences():
+def test_unknown_noise_levels_and_solvers_raise_one_line_errors():
     with pytest.raises(ValueError, match="timestep_sampling=cosine is none of logit_normal, uniform"):
         RF("cosine")
     with pytest.raises(ValueError, match="solver=rk4 is none of euler"):
@@ -223,7 +223,7 @@ def test_a_network_that_predicts_the_clean_latent_has_the_loss_of_its_velocity_a
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun"])
-def test_a_network_that_predicts_the_clean_latent_draws_what_its_velocity_draws(solver):
+def test_a_network_that_predicts_the_clean_latent_samples_what_its_velocity_samples(solver):
     net, clean = (net(0.5, means=(0.7,)) for net in (ExactVelocity, ExactClean))
     x, other = (loss.sample(one, LINE, labels(9), num_steps=20, solver=solver) for loss, one in ((RF(), net), (CleanRF(), clean)))
     torch.testing.assert_close(other, x, rtol=0, atol=1e-5)  # the least noise level is a twentieth

@@ -91,7 +91,7 @@ def test_a_sampled_ratio_is_a_function_of_seed_and_step_equally_often_each_and_d
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_path_drop_goes_on_where_a_network_is_dense():
+def test_path_drop_continues_where_a_network_is_dense():
     sprint = Route(2, 3, 0.75, path_drop=0.1)
     assert RouteSchedule((sprint,), dense_after=1).at(1) == (Route(2, 3, 0.0, path_drop=0.1),)
     assert str(RouteSchedule((sprint,), dense_after=1)).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of the samples")
@@ -123,7 +123,7 @@ def test_a_schedule_that_changes_nothing_is_the_plain_run_bit_for_bit_and_an_off
         assert_same_end(tmp_path / "off-ramp", tmp_path / "plain")
 
 
-def test_what_was_trained_is_recorded_and_guidance_takes_the_route_of_the_start(taught, tmp_path):
+def test_what_was_trained_is_recorded_and_guidance_uses_the_initial_route(taught, tmp_path):
     trained(tmp_path / "run", taught, "route_schedule=off_ramp", "route_schedule.selection_ratios=[0.25,0.75]")
     meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "run"))
     assert meta["route_schedule"] == {"dense_after": 5, "selection_ratios": [0.25, 0.75]}
@@ -159,7 +159,7 @@ def test_every_objective_takes_the_routes_of_its_step(parts):
     assert [given(*call) for call in seen] == [schedule.at(step) for step in range(3)]
 
 
-def test_what_a_later_route_would_break_is_said_before_the_first_step():
+def test_an_error_of_a_later_route_is_raised_before_the_first_step():
     net = small_net()
     later = RouteSchedule(net.routes, changes=((9, (Route(1, 1, 0.75),)),))
     with pytest.raises(ValueError, match="projector=conv needs the whole grid .* block 1 lies on route 1→1"):
@@ -231,7 +231,7 @@ def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
     ((), False), (("route_schedule=random_ratio",), False), (("route_schedule.selection_ratios=[0.3,0.5]",), False),
     (("route_schedule=off_ramp",), True), (("route_schedule.dense_after=0.7",), True), (("route_schedule.dense_before=9",), True),
 ])
-def test_a_study_times_no_variant_whose_steps_are_not_alike(settings, midway):
+def test_a_study_times_no_variant_whose_steps_differ(settings, midway):
     run = study.Run(variant="x", seed=0, folder=Path("x"), train=["model=tread", *settings], at_end=[], at_each=[], held_out=[])
     assert study.changes_route(run) == midway
 

@@ -21,7 +21,7 @@ def test_the_mask_keeps_the_right_number_of_distinct_tokens_in_raster_order(num_
     assert (ids[:, 1:] > ids[:, :-1]).all() and ids.min() >= 0 and ids.max() < num_tokens
 
 
-def test_every_token_is_kept_equally_often_and_each_sample_draws_its_own_mask():
+def test_every_token_is_kept_equally_often_and_each_sample_has_its_own_mask():
     torch.manual_seed(0)
     ids = router.get_mask(tokens(batch=8000, num_tokens=10, dim=1), 0.5)
     share = torch.zeros(10).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
@@ -29,7 +29,7 @@ def test_every_token_is_kept_equally_often_and_each_sample_draws_its_own_mask():
     assert len({tuple(row) for row in ids.tolist()}) > 240  # of 252 possible masks
 
 
-def test_masks_of_bfloat16_tokens_are_drawn_in_float32():
+def test_masks_of_bfloat16_tokens_are_sampled_in_float32():
     torch.manual_seed(0)
     expected = router.get_mask(tokens(num_tokens=256), 0.5)
     x = tokens(num_tokens=256)
@@ -69,7 +69,7 @@ def test_a_route_that_does_not_fit_is_refused_with_its_numbers(routes, says):
     assert str(routes[-1]) in str(error.value) and "12 blocks" in str(error.value)
 
 
-def test_as_few_tokens_stay_whatever_chooses_them_and_some_settings_choose_none():
+def test_as_few_tokens_are_kept_whatever_selects_them_and_some_settings_select_none():
     for selection in ("random", "l1"):
         assert Router(selection).get_mask(tokens(num_tokens=7), 0.5).shape == (4, 4)
     for wrong, says in ((dict(selection="l2"), "none of random, grid, l1"), (dict(l1_reg=1.5), r"outside \[0, 1\]"), (dict(l1_reg=-0.1), r"outside \[0, 1\]")):
@@ -77,7 +77,7 @@ def test_as_few_tokens_stay_whatever_chooses_them_and_some_settings_choose_none(
             Router(**wrong)
 
 
-def test_tokens_of_large_norm_stay_or_those_of_small_norm():
+def test_tokens_of_large_norm_are_kept_or_those_of_small_norm():
     scale = torch.rand(4, 16).argsort(dim=1) + 1.0
     x = torch.randn(4, 16, 8).sign() * scale[..., None]            # L1 norms 8, 16, … in any order
     for inverse, wanted in ((False, scale > 8), (True, scale <= 8)):
@@ -108,7 +108,7 @@ class LastRows(Router):
 
 
 @pytest.mark.parametrize("router", [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True), LastRows()])
-def test_tokens_that_must_stay_do_and_no_more_stay_for_it(router):
+def test_tokens_that_must_be_kept_are_and_no_more_are_kept_for_it(router):
     x, keep_mask = tokens(), torch.zeros(4, 16, dtype=torch.bool)
     keep_mask[0, :8] = keep_mask[1, 3] = keep_mask[3, 10:] = True
     for noise in (None, torch.rand(4, 16), torch.ones(4, 16) - 2**-24):
@@ -119,7 +119,7 @@ def test_tokens_that_must_stay_do_and_no_more_stay_for_it(router):
     assert torch.equal(router.get_mask(x, 0.5, folded), ids), "noise carries the tokens that must stay"
 
 
-def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_is_a_sentence():
+def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_raises_a_one_line_error():
     with pytest.raises(ValueError, match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the ratio to 0.4375"):
         router.get_mask(tokens(), 0.5, keep_mask=torch.arange(16).expand(4, 16) < 9)
     with pytest.raises(ValueError, match=r"shape \(4, 8\), but there are 4 samples of 16 tokens"):
@@ -127,7 +127,7 @@ def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_is_a_sentence():
 
 
 @pytest.mark.parametrize(("num_tokens", "kept"), [(256, 85), (4096, 1), (4096, 2)])
-def test_the_ratio_that_a_refused_mask_is_told_is_one_that_it_can_have(num_tokens, kept):
+def test_the_ratio_that_an_error_of_a_mask_suggests_works(num_tokens, kept):
     keep_mask = torch.arange(num_tokens)[None] < kept
     with pytest.raises(ValueError, match="lower the ratio to") as refused:
         router.get_mask(tokens(1, num_tokens), 1.0, keep_mask=keep_mask)
@@ -154,7 +154,7 @@ def test_the_call_alone_decides_on_routing():
         assert not torch.allclose(model(x, t, y, routes=model.routes), dense)
 
 
-def test_blocks_inside_a_route_see_only_the_tokens_that_stay():
+def test_blocks_inside_a_route_see_only_the_kept_tokens():
     model = net([Route(4, 5, 0.75), Route(1, 2, 0.5)])
     seen = []
     for block in model.blocks:
@@ -245,7 +245,7 @@ def test_the_gradient_of_a_token_that_left_reaches_the_block_that_it_returns_fro
     ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=3)], "return_from=3 lies inside route 1→4"),
     ([Route(1, 4, 0.5), Route(6, 8, 0.5, return_from=4)], "inside route 1→4"),
 ])
-def test_a_route_that_returns_from_where_no_token_is_whole_is_refused(routes, says):
+def test_a_route_that_returns_from_inside_another_route_is_refused(routes, says):
     with pytest.raises(ValueError, match=says) as error:
         resolve_routes(routes, 12)
     assert "12 blocks" in str(error.value)
@@ -253,7 +253,7 @@ def test_a_route_that_returns_from_where_no_token_is_whole_is_refused(routes, sa
     assert resolve_routes([Route(1, 4, 0.5, return_from=-12)], 12)[0].return_from == 0
 
 
-def test_the_default_route_gives_back_the_very_tensor_that_left_and_says_no_more_of_itself():
+def test_the_default_route_returns_the_very_tensor_that_left():
     before = {0: tokens(), 2: tokens()}
     assert Route(2, -4, 0.5).returning(before) is before[2] and Route(2, -4, 0.5, return_from=0).returning(before) is before[0]
     assert Route(2, -4, 0.5).plain() == {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}

@@ -72,7 +72,7 @@ def test_the_network_is_f_then_g_on_few_tokens_then_h_on_both(selection):
 
 
 @torch.no_grad()
-def test_a_dense_pass_fuses_too_draws_nothing_and_is_the_route_of_ratio_0_bit_for_bit():
+def test_a_dense_pass_fuses_too_samples_nothing_and_equals_the_route_of_ratio_0_bit_for_bit():
     model, (x, t, y) = net(path_drop=0.5), batch()
     before = torch.get_rng_state()
     dense = model(x, t, y)
@@ -81,7 +81,7 @@ def test_a_dense_pass_fuses_too_draws_nothing_and_is_the_route_of_ratio_0_bit_fo
     torch.testing.assert_close(dense, by_hand(model, x, t, y, torch.arange(16).expand(4, -1)))
 
 
-def test_mask_tokens_stand_where_tokens_left_and_both_halves_learn():
+def test_mask_tokens_replace_routed_tokens_and_both_halves_learn():
     model, (x, t, y), noise = net(), batch(), torch.rand(4, 1, 16)
     seen = fused(model)
     model(x, t, y, model.routes, noise).square().sum().backward()
@@ -97,7 +97,7 @@ def test_mask_tokens_stand_where_tokens_left_and_both_halves_learn():
 
 
 @torch.no_grad()
-def test_of_a_dropped_sample_mask_tokens_are_all_that_is_left_of_g_and_the_others_notice_nothing(monkeypatch):
+def test_a_dropped_sample_has_only_mask_tokens_from_g_and_the_others_are_unaffected(monkeypatch):
     model, (x, t, y), noise = net(path_drop=0.5), batch(), torch.rand(4, 1, 16)
     dropped = torch.tensor([True, False, False, True])
     monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: (dropped,))
@@ -143,7 +143,7 @@ def groups(ids, side=8):
 
 
 @pytest.mark.parametrize(("ratio", "each"), [(0.75, {1}), (0.5, {2}), (0.25, {3}), (0.875, {0, 1}), (0.6, {1, 2})])
-def test_of_each_2_by_2_tokens_as_many_stay_as_of_any_other(ratio, each):
+def test_as_many_of_each_2_by_2_tokens_are_kept_as_of_any_other(ratio, each):
     x = torch.empty(50, 64, 1)
     noise = torch.rand(50, 64)
     ids = Router("grid").get_mask(x, ratio, noise)
@@ -153,7 +153,7 @@ def test_of_each_2_by_2_tokens_as_many_stay_as_of_any_other(ratio, each):
     assert all(set(a) < set(b) for a, b in zip(fewer.tolist(), ids.tolist(), strict=True)), "of a higher ratio a subset stays"
 
 
-def test_each_token_of_a_group_stays_equally_often_whichever_stays_in_another():
+def test_each_token_of_a_group_is_kept_equally_often_whichever_is_kept_in_another():
     torch.manual_seed(0)
     ids = Router("grid").get_mask(torch.empty(8000, 16, 1), 0.75)
     share = torch.zeros(16).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
@@ -163,7 +163,7 @@ def test_each_token_of_a_group_stays_equally_often_whichever_stays_in_another():
 
 @pytest.mark.parametrize("ratio", [0.875, 0.625, 0.375, 0.125])
 @pytest.mark.parametrize("noise", [None, torch.rand(8000, 16, generator=torch.Generator().manual_seed(1))])
-def test_where_groups_cannot_all_keep_as_many_chance_decides_which_keep_more(ratio, noise):
+def test_if_groups_cannot_keep_equally_many_chance_decides_which_keep_more(ratio, noise):
     torch.manual_seed(0)
     ids = Router("grid").get_mask(torch.empty(8000, 16, 1), ratio, noise)
     share = torch.zeros(16).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
@@ -176,7 +176,7 @@ PATH_DROP = Guidance(3.0, gamma2=1)
 
 
 @torch.no_grad()
-def test_the_weak_pass_of_path_drop_guidance_sees_no_label_and_leaves_g_out():
+def test_the_weak_pass_of_path_drop_guidance_has_no_label_and_skips_g():
     model, (x, _, y) = net(path_drop=0.5), batch()
     calls = []
     for i, block in enumerate(model.blocks):
@@ -239,7 +239,7 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
     (lambda: routed(net(), [Route(2, 3, 0.5)]).__enter__(), "call it with routes=net.routes"),
     (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)], blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),
 ])
-def test_what_does_not_go_together_is_a_sentence(wrong, says):
+def test_what_does_not_go_together_raises_a_one_line_error(wrong, says):
     with pytest.raises(ValueError, match=says):
         wrong()
 

@@ -50,7 +50,7 @@ def flow(shapes, tmp_path_factory) -> Path:
     return run
 
 
-def test_a_run_starts_from_anothers_average_with_a_schedule_of_its_own_and_resumes_without_it(shapes, flow, tmp_path):
+def test_a_run_starts_from_anothers_ema_with_its_own_schedule_and_resumes_without_it(shapes, flow, tmp_path):
     parent, run = shutil.copytree(flow, tmp_path / "parent"), tmp_path / "run"
     options = ("diffusion=rf", "model=dit", f"init_from={parent}", "optimizer.lr=0")
     assert train(run, shapes, *options, "steps=1").returncode == 0
@@ -145,14 +145,14 @@ def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespa
 
 
 @pytest.mark.parametrize("parts", [1, 4])
-def test_a_step_in_parts_is_the_step_of_the_whole_batch(fresh_accelerator, parts):
+def test_a_step_in_parts_equals_the_step_of_the_full_batch(fresh_accelerator, parts):
     taken = step_of(parts)
     torch.testing.assert_close(taken.moved, 0.5 * taken.gradient)
     torch.testing.assert_close(taken.loss, taken.whole)
     torch.testing.assert_close(taken.terms, torch.stack([taken.whole / 2, taken.y.float().mean()]))  # means, not sums
 
 
-def test_a_gradient_is_clipped_to_the_norm_and_its_own_norm_is_told(fresh_accelerator):
+def test_a_gradient_is_clipped_to_the_norm_and_its_own_norm_is_logged(fresh_accelerator):
     free, clipped = step_of(), step_of(clip_norm=0.1)
     assert free.norm > 1 and torch.equal(clipped.norm, free.norm)
     torch.testing.assert_close(clipped.moved, free.moved * 0.1 / free.norm, rtol=1e-4, atol=1e-6)
@@ -296,7 +296,7 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     assert files.read_rows(run / "results.jsonl")[-1]["source"]["classes"] == here
 
 
-def test_trackers_are_told_the_settings_the_rows_the_grids_and_the_scores(shown):
+def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
     run, ((tracker, settings), *told) = shown
     assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
     before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
@@ -363,12 +363,12 @@ def test_without_pythons_headers_compiling_is_refused(tmp_path, monkeypatch):
         speed.check_compiler(True, torch.device("cpu"))
 
 
-def test_a_run_that_cannot_compile_ends_before_it_begins(nothing_installed, shapes, tmp_path):
+def test_a_run_that_cannot_compile_ends_before_it_starts(nothing_installed, shapes, tmp_path):
     result = train_here(tmp_path / "run", shapes, "compile=true")
     assert result.returncode == 1 and "C++ compiler" in result.stderr and not (tmp_path / "run").exists()
 
 
-def test_compiling_is_told_until_the_first_step_has_been_taken(shapes, tmp_path, monkeypatch):
+def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
     out = train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout
     assert re.search(r"compiling \(compile=true\): .*\n(.*\n)*step 2/2", out)
@@ -383,7 +383,7 @@ def test_compiling_is_told_until_the_first_step_has_been_taken(shapes, tmp_path,
         assert (before, bar.postfix) == ("compiling", "")
 
 
-def test_a_warmup_beyond_the_end_is_refused_where_typed_and_told_where_not(shapes, tmp_path):
+def test_a_warmup_beyond_the_end_is_refused_if_typed_and_warned_of_if_not(shapes, tmp_path):
     told = "at steps=4 the learning rate ends at 4% of optimizer.lr"
     assert f"optimizer.warmup_steps=100 is longer than the run: {told}." in train_here(tmp_path / "run", shapes, "steps=4").stdout
     refused = train_here(tmp_path / "other", shapes, "steps=4", "optimizer.warmup_steps=100")
@@ -429,7 +429,7 @@ def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_p
     assert files.read_rows(tmp_path / "metrics.jsonl")[-1]["sec_per_step"] == 4 and run.paused == 0
 
 
-def test_a_disk_with_no_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
+def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = train_here(tmp_path / "run", shapes, "steps=4").stderr
     assert re.search(r"run needs [1-9][.\d]* MB more and its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
@@ -514,14 +514,14 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
     (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples takes all tokens of some samples along"),
 ])
-def test_masks_and_routed_losses_that_cannot_be_are_a_sentence(masked, tmp_path, fresh_accelerator, overrides, says):
+def test_impossible_masks_and_routed_losses_raise_a_one_line_error(masked, tmp_path, fresh_accelerator, overrides, says):
     with pytest.raises(SystemExit) as stop:
         run_command(train_main, "train.py", *SMALL, f"data.path={masked}", f"run_dir={tmp_path / 'run'}", *overrides)
     assert says in str(stop.value) and "\n" not in str(stop.value)
     assert not list(tmp_path.glob("run/checkpoints/*"))
 
 
-def test_a_small_set_of_ones_own_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fresh_accelerator):
+def test_a_small_custom_set_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fresh_accelerator):
     source = tmp_path / "images"
     for number in range(60):  # three classes, as README's lines are followed
         path = source / ("ant", "bee", "sea lion")[number % 3] / f"{number}.png"

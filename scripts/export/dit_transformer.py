@@ -1,4 +1,4 @@
-"""diffusers' DiT with the two numbers that it has otherwise than the code that its weights were trained by."""
+"""diffusers' DiT with the two numbers in which it differs from the code that its weights were trained with."""
 
 from diffusers import DiTTransformer2DModel
 from diffusers.configuration_utils import register_to_config

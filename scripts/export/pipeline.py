@@ -5,7 +5,7 @@
     images = pipe([0, 1, 2, 3], [torch.Generator().manual_seed(seed) for seed in seeds]).images
     image = pipe(207, torch.Generator().manual_seed(0)).images[0]
 
-The files beside this one are those of the project that made the folder, taken as they are.
+The other files here are unmodified copies from the project that made the folder.
 """
 
 import json

@@ -1,1 +1,1 @@
-"""What serves one study or one machine."""
+"""Commands for one study or one machine."""

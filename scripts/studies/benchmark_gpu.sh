@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # Eight minutes of benchmarks on one GPU, the most important first: training at XL/2 and B/2 dense and routed, sampling,
 # data, and, if time is left, float8, tokens and CUDA graphs. Prints tables; JSON and plots go into $OUT. A part whose
-# JSON is there is not run again, and compiled code is kept until its part succeeds. Needs no data and no download.
+# JSON exists is not run again, and compiled code is kept until its part succeeds. Needs no data and no download.
 # LIMIT: seconds at most, of all parts.
 #   OUT=bench LIMIT=465 bash scripts/studies/benchmark_gpu.sh
 set -uo pipefail

@@ -4,10 +4,10 @@
     python scripts/studies/benchmark_official.py path=official batch_size=256 precision=bf16 compile=true \
         'variants=[dit,tread,dit-eager,tread-eager]'
 
-Their source is read from `path` and is not part of this project. As published its step cannot run on one GPU, so this
-much is done to it from outside: `model.module` is the network itself, as it is without DDP, and two modules that only
-its sampling needs (`utils.edm_helper`, which imports DeepSpeed, and `autoencoder`) are empty. Network, routes, loss,
-average and the order of calls are theirs; data come from our loader in both. Prints a table and writes <out>.json.
+Their source is read from `path` and is not part of this project. As published its step cannot run on one GPU, so two
+things are changed from outside: `model.module` is the network itself, as without DDP, and two modules that only its
+sampling needs (`utils.edm_helper`, which imports DeepSpeed, and `autoencoder`) are empty. Network, routes, loss, EMA
+and the order of calls are theirs; both use data from our loader. Prints a table and writes <out>.json.
 Options: configs/benchmark.yaml.
 """
 

@@ -1,20 +1,20 @@
 #!/usr/bin/env bash
-# All measurements on one GPU, in calls of at most nine minutes, each of which goes on where the last one stopped:
-#   benchmark  scripts/studies/benchmark_gpu.sh; without diffusers or torchao one part each is left out
+# All measurements on one GPU, in calls of at most nine minutes, each of which resumes where the last one stopped:
+#   benchmark  scripts/studies/benchmark_gpu.sh; without diffusers or torchao one part each is skipped
 #   data       the images in pixels, the features, the reference
 #   official   the official training step and ours, where OFFICIAL is a checkout of CompVis/tread at fccf77c
 #   timing     seconds of a step of dense and routed in turns, for the axis of the study's figures
-#   study      configs/study/cifar10.yaml, its runs in the order of their use; last, as it takes all the time
+#   study      configs/study/cifar10.yaml, its runs, most useful first; last, as it takes the longest
 # STUDY=emoji64 studies emoji at 64 px, with the two files of its head as TRAIN_ZIP and TEST_ZIP.
 #
 #   LIMIT=540 OUT=out TRAIN_ZIP=cifar10-train.zip WEIGHTS=resnet56.th \
 #       bash scripts/studies/gpu_study.sh [settings of study.py]
 #   STUDY=rehearsal PARTS="data study" LIMIT=180 bash scripts/studies/gpu_study.sh          a rehearsal on a CPU
 #
-# What is done stays in STATE (runs/gpu_<study>, some GB); after each part small files go into $OUT/gpu_study.tar.gz. A
-# new machine takes that file as PREVIOUS and repeats no finished part. A run that was stopped begins again there,
-# because its weights do not travel: choose runs that fit into a call, as "also=['steps=8000']" should.
-# TEST_ZIP=cifar10-test.zip scores the floor as well. TREAD_COMMIT names the commit where the machine has no repository.
+# Finished work is kept in STATE (runs/gpu_<study>, some GB); after each part small files go into $OUT/gpu_study.tar.gz.
+# A new machine takes that file as PREVIOUS and repeats no finished part. A stopped run starts over there, because its
+# weights are not in the file: choose runs that fit into a call, as "also=['steps=8000']" should.
+# TEST_ZIP=cifar10-test.zip also scores the floor. TREAD_COMMIT names the commit if the machine has no repository.
 # For a machine without network, `pip download` requirements-train.txt elsewhere and install it with --no-index
 # --find-links.
 set -uo pipefail

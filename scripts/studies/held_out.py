@@ -1,10 +1,10 @@
-"""The loss of a checkpoint's average on chosen images at fixed noise levels, dense, with the same noise for every run.
+"""The dense loss of a checkpoint's EMA on chosen images at fixed noise levels, with the same noise for every run.
 
     python scripts/studies/held_out.py runs/emoji-tread data/emoji data/emoji-held-out --out held_out.jsonl
 
-The first folder of latents is that of training: it numbers the classes, and where its loss falls while the others'
-rises, a network learns its images by heart. Of every folder as many images are taken, evenly spread, as the smallest
-one has. Appends a row {step, losses: {folder: {level: loss}}} to --out; a level is EDM's sigma or flow matching's t.
+The first folder is that of training: it numbers the classes, and if its loss falls while the others' rises, the
+network overfits. Every folder contributes as many images, evenly spread, as the smallest one has. Appends a row
+{step, losses: {folder: {level: loss}}} to --out; a level is EDM's sigma or flow matching's t.
 """
 
 import argparse

@@ -4,8 +4,8 @@
     git clone https://github.com/thunderInfy/imagenette       # ten classes of ImageNet, 224 px: train, val
     python scripts/studies/imagenette.py taesd imagenette/train data/imagenette
 
-TAEF2 gives 32 channels of 28×28; mean and spread of each channel, over 512 photographs, are taken off. The folder is
-that of docs/data.md, made by an encoder of one's own. Training and drawing take the decoder by its name:
+TAEF2 gives 32 channels of 28×28; each channel is normalised with its mean and standard deviation over 512 photographs.
+The folder has the format of docs/data.md, written by a custom encoder. Training and sampling load the decoder by name:
 data.autoencoder=data/imagenette/taef2.pt. Runs the Python of the first folder.
 """
 

@@ -1,9 +1,9 @@
-"""What each recipe of docs/recipes.md adds to a training step: its multiply-adds, and seconds in turns on this machine.
+"""What each recipe of docs/recipes.md adds to a training step: multiply-adds, and seconds measured on this machine.
 
     python scripts/studies/recipe_costs.py --backbone DiT-B/2 --batch 2 --rounds 5 --out recipes.json
 
-Each recipe takes turns with TREAD's own step; a ratio is the median of those within a round. The network is given
-random latents and tokens of a teacher of DINOv2-B's width, in float32. Multiply-adds are the forward pass's, of
+Each recipe takes turns with TREAD's own step; a ratio is the median of those within a round. The network gets
+random latents and teacher tokens of DINOv2-B's width, in float32. Multiply-adds are the forward pass's, of
 network, projector and head; an optimizer's are not counted. --rounds 0 times nothing.
 """
 

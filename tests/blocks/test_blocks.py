@@ -158,7 +158,7 @@ def test_a_run_of_another_block_resumes_bit_for_bit(shapes, tmp_path):
 
 
 @every_block
-def test_float8_takes_all_that_tokens_pass_through_and_leaves_the_modulation(block):
+def test_float8_converts_all_layers_that_tokens_pass_but_not_the_modulation(block):
     pytest.importorskip("torchao")
     net = network(block, hidden_size=96, num_heads=8)  # two thirds of four times 96 are 256
     speed.multiply_in_float8(net, emulate=True)

@@ -191,7 +191,7 @@ def test_the_scan_is_the_published_one():
     assert_equal(mamba.selective_scan(*inputs).permute(0, 2, 3, 4, 1), case["out"])
 
 
-def test_the_shift_on_a_whole_grid_is_the_published_one():
+def test_the_shift_on_a_full_grid_is_the_published_one():
     case = PUBLISHED["shift"]
     x = wave(tuple(case["shape"]))
     assert_equal(rwkv.shift_tokens(x, torch.arange(x.shape[1])[None], case["grid_size"]), case["out"])

@@ -84,7 +84,7 @@ def folder(tmp_path):
 # --- folders and batches
 
 
-def test_a_folder_says_what_it_holds(tmp_path):
+def test_a_folder_reports_what_it_contains(tmp_path):
     names = ["a", "b", "c", "d", "e", "f", "g"]
     latents = open_latents(write_folder(tmp_path / "set", numbered(), labels_of(), class_names=names))
     assert (latents.count, latents.shape, latents.kind, latents.mirrored) == (COUNT, (4, 4, 4), "sample", False)
@@ -125,7 +125,7 @@ def test_ranks_and_a_resumed_run_see_the_batches_of_one_rank_that_was_not_stoppe
 # --- mirrored copies
 
 
-def test_mirrored_copies_are_chosen_about_half_the_time_and_never_change_the_order(tmp_path):
+def test_mirrored_copies_are_sampled_about_half_the_time_and_never_change_the_order(tmp_path):
     plain, copies = numbered(1000), numbered(1000)
     plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
     alone = open_latents(write_folder(tmp_path / "a", plain, labels_of(1000), shard=300))
@@ -183,7 +183,7 @@ def test_moments_are_sampled_with_their_mean_and_standard_deviation_and_samples_
     assert x.dtype == torch.float32 and torch.equal(x, stored.float())
 
 
-def test_each_value_of_each_channel_and_sample_gets_noise_of_its_own():
+def test_each_value_of_each_channel_and_sample_gets_its_own_noise():
     torch.manual_seed(0)
     eps = to_latent(torch.cat([torch.zeros(3, 4, 8, 8), torch.ones(3, 4, 8, 8)], dim=1), "moments")
     for axis in range(4):
@@ -287,7 +287,7 @@ def test_a_mask_goes_with_its_image(folder, dtype, channel):
 
 
 @pytest.mark.parametrize(("mirror", "device"), [("same", None), ("flip", None), ("files", None), ("files", "cpu")])
-def test_a_further_array_goes_with_its_image_and_mirrors_as_its_record_says(tmp_path, mirror, device):
+def test_an_extra_array_follows_its_image_and_mirrors_as_its_metadata_says(tmp_path, mirror, device):
     plain, copies = numbered(), numbered()
     plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
     out = write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies)
@@ -391,7 +391,7 @@ def test_a_network_that_fits_is_accepted_and_another_refused_with_both_numbers(f
         refused(words, latents.require, shape=shape, num_classes=num_classes)
 
 
-def test_a_batch_that_cannot_be_is_refused_at_once(folder):
+def test_an_impossible_batch_is_refused_at_once(folder):
     for how, words in (({"batch_size": 104}, ["104", "103", "batch_size"]), ({"batch_size": 10, "world": 3}, ["10", "3 ranks"])):
         refused(words, batches, open_latents(folder), seed=0, **how)  # not at the first next()
 
@@ -484,7 +484,7 @@ BAD_TARS = {
 
 
 @pytest.mark.parametrize("case", BAD)
-def test_a_bad_folder_is_refused_in_a_sentence(folder, case):
+def test_a_bad_folder_raises_a_one_line_error(folder, case):
     damage, arguments, words = BAD[case]
     if damage:
         damage(folder)
@@ -492,7 +492,7 @@ def test_a_bad_folder_is_refused_in_a_sentence(folder, case):
 
 
 @pytest.mark.parametrize("case", BAD_TARS)
-def test_bad_tars_are_refused_in_a_sentence(tmp_path, case):
+def test_bad_tars_raise_a_one_line_error(tmp_path, case):
     damage, arguments, words = BAD_TARS[case]
     write_tars(tmp_path, numbered(), labels_of())
     if damage:
@@ -512,7 +512,7 @@ def test_tars_of_another_kind_than_they_are_read_as_do_not_fit_the_network(tmp_p
 
 
 @pytest.mark.parametrize("name", ["data/imagenet256", "s-{000..004}.tar", ""])
-def test_an_absent_data_set_says_how_to_prepare_it_and_how_to_go_without(tmp_path, name):
+def test_a_missing_data_set_says_how_to_prepare_it_and_how_to_do_without(tmp_path, name):
     refused([str(tmp_path / name), "scripts/prepare_latents.py source=", "bash scripts/quickstart.sh"], open_latents, tmp_path / name)
 
 
@@ -524,7 +524,7 @@ def test_arguments_that_agree_with_the_folder_are_accepted(folder):
     (numbered() * 0.1, "my/own_vae"),  # a local autoencoder may be so
     (np.clip(abs(numbered()), 0, 1), "identity"),  # light pictures may be so
 ])  # fmt: skip
-def test_what_may_be_right_is_only_warned_of(tmp_path, values, autoencoder):
+def test_what_may_be_right_only_warns(tmp_path, values, autoencoder):
     with pytest.warns(UserWarning, match="looks"):
         open_latents(write_folder(tmp_path / "set", values, labels_of(), autoencoder=autoencoder))
 

@@ -55,7 +55,7 @@ def test_folders_named_by_numbers_are_in_the_order_of_names_as_torchvisions_and_
     assert before.class_names == ["1", "9", "10"] and before.names == ["1/x.png", "9/x.png", "10/x.png"]
 
 
-def test_the_fingerprint_sees_names_labels_and_classes(tmp_path):
+def test_the_fingerprint_depends_on_names_labels_and_classes(tmp_path):
     pets = open_source(put_zip(tmp_path / "a.zip", PETS)).fingerprint()
     assert open_source(put_zip(tmp_path / "b.zip", dict(reversed(PETS.items())))).fingerprint() == pets
     more = PETS | {"cat/9.png": PETS["cat/1.png"]}
@@ -298,7 +298,7 @@ def test_a_shape_is_a_function_of_seed_and_index():
     assert len({open_source("shapes", count, seed).fingerprint() for count, seed in ((20, 3), (20, 4), (21, 4))}) == 3
 
 
-def test_other_resolutions_draw_the_same_picture():
+def test_other_resolutions_draw_the_same_image():
     for index in range(12):
         fine = draw_shape(0, index, 64).reshape(16, 4, 16, 4, 3).mean(axis=(1, 3))
         assert np.abs(fine - draw_shape(0, index, 16)).mean() < 6

@@ -130,7 +130,7 @@ def test_labels_are_read_from_a_file_of_any_usual_form(tmp_path, name, content):
     assert inside.labels.tolist() == source.labels.tolist() and not inside.not_images
 
 
-def test_numbers_are_the_labels_themselves_and_columns_of_numbers_are_told_from_names(tmp_path):
+def test_numbers_are_the_labels_themselves_and_columns_of_numbers_are_distinguished_from_names(tmp_path):
     folder = put(tmp_path / "set", numbered(*(f"{i}.png" for i in range(6))))
     put(tmp_path, {"a.txt": "".join(f"{i % 2} {i}\n" for i in range(6)), "b.csv": "label,id\n" + "".join(f"{i % 2 + 1},{i}\n" for i in range(6))})
     assert classes(open_source(folder, labels=str(tmp_path / "a.txt"))) == {i: str(i % 2) for i in range(6)}
@@ -173,7 +173,7 @@ def test_where_one_class_is_found_one_line_names_what_was_not_read(tmp_path, fil
         assert open_source(tmp_path / "set" / source, labels=place).class_names != found.class_names
 
 
-def test_captions_and_files_of_other_images_are_not_taken_for_labels(tmp_path):
+def test_captions_and_files_of_other_images_are_not_read_as_labels(tmp_path):
     put(tmp_path, {"other.csv": "9999.png,cat\n", "set/readme.txt": "two words\n", "set/0000.txt": "a caption"} | {f"set/{name}": data for name, data in FLAT.items()})
     found = open_source(tmp_path / "set")
     assert found.class_names == ["set"] and found.notes == [] and len(found) == 9
@@ -242,7 +242,7 @@ def test_a_tree_means_the_same_whichever_way_it_is_reached(tmp_path, monkeypatch
 
 
 @pytest.mark.parametrize("write", [put, put_zip, put_tar])
-def test_of_two_pictures_and_two_labels_one_is_chosen_and_said(tmp_path, write):
+def test_one_of_two_images_and_two_labels_is_chosen_and_announced(tmp_path, write):
     files = {"0.mask.png": png(9), "0.png": png(0), "0.cls": "2", "0.json": '{"label": 1}', "1.png": png(1), "1.cls": "0"}
     source = open_source(write(tmp_path / "set.zip" if write is put_zip else tmp_path / "set.tar", files))
     assert classes(source) == {0: "2", 1: "0"}

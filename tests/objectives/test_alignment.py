@@ -101,7 +101,7 @@ def with_places(objective) -> dict:
 
 
 @pytest.mark.parametrize(("block", "kept"), [(0, 16), (1, 8), (2, 8), (3, 16)])
-def test_tokens_meet_the_teachers_at_their_own_places_and_on_a_route_those_that_stayed_alone(block, kept):
+def test_tokens_are_compared_with_the_teachers_at_their_positions_and_on_a_route_only_the_kept_ones(block, kept):
     objective = aligned(blocks=[block], weight=0.7)
     seen = with_places(objective)
     loss, terms = loss_of(objective)
@@ -114,7 +114,7 @@ def test_tokens_meet_the_teachers_at_their_own_places_and_on_a_route_those_that_
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32])
-def test_under_autocast_the_angle_and_its_mean_are_taken_in_float32(dtype):
+def test_under_autocast_the_angle_and_its_mean_are_computed_in_float32(dtype):
     objective = aligned(blocks=[1])
     objective.projector.register_forward_hook(lambda _, args, output: seen.update(tokens=output))
     seen = {}
@@ -133,7 +133,7 @@ def plain_loss(routes=ROUTED):
     return objective(x, y)
 
 
-def test_the_mean_that_is_taken_off_is_that_of_the_whole_grid():
+def test_the_subtracted_mean_is_that_of_the_complete_grid():
     objective = aligned(blocks=[1], normalise=0.6)
     seen = with_places(objective)
     _, terms = loss_of(objective)
@@ -227,12 +227,12 @@ def test_a_run_whose_loss_falls_below_zero_is_sound_and_resumes(taught, tmp_path
 @pytest.mark.parametrize(("settings", "says"), [
     ({"shapes": {"teacher": (12, 4, 4)}}, r"the shape \(12, 4, 4\)"),
 ])
-def test_settings_and_arrays_that_do_not_fit_are_a_sentence(settings, says):
+def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(settings, says):
     with pytest.raises(ValueError, match=says):
         aligned(**settings)
 
 
-def test_a_convolution_projects_the_grid_of_blocks_that_lie_on_no_route():
+def test_a_convolution_projects_the_grid_of_blocks_on_no_route():
     objective = aligned(blocks=[0, 3], projector="conv")
     tokens = torch.randn(2, 16, 32)
     moved = tokens.clone()

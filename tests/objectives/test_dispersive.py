@@ -65,7 +65,7 @@ def test_its_gradient_is_that_of_the_differences_also_far_from_zero_and_under_au
         assert plain.grad.norm() > 0.05
 
 
-def test_images_that_are_alike_or_far_apart_have_finite_gradients():
+def test_images_that_are_equal_or_far_apart_have_finite_gradients():
     for z, value in ((torch.ones(3, 5), 0), (1e3 * torch.eye(3), -math.log(3))):
         z.requires_grad_()
         term = of().dispersion(z)
@@ -83,12 +83,12 @@ def test_the_default_block_is_the_last_of_the_first_quarter(depth, block):
     ([], dict(temperature=0), "temperature=0 divides"),
     ([], dict(block=4), "Block 4 is not in this network"), (ROUTED, dict(block=-2), "block -2 lies on route 1→2 .*pooled=true"),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_are_a_sentence(routes, settings, says):
+def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says):
     with pytest.raises(ValueError, match=says):
         of(routes, **settings)
 
 
-def test_a_part_of_one_image_is_a_sentence():
+def test_a_part_of_one_image_raises_a_one_line_error():
     with pytest.raises(ValueError, match="part of the batch is one: raise batch_size"):
         loss_of(of(), count=1)
 

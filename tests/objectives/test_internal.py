@@ -59,7 +59,7 @@ def batch(n=3):
 
 
 @torch.no_grad()
-def test_both_answers_and_both_losses_equal_the_published_codes():
+def test_both_outputs_and_both_losses_equal_the_published_implementations():
     net, shape, y = filled_as_theirs(), THEIRS["shape"], torch.tensor(THEIRS["y"])
     assert_equal(net(wave(shape, amplitude=1.4), torch.tensor(THEIRS["t"]), y), THEIRS["out"])
     assert_equal(net.internal_head.answer(), THEIRS["internal_out"])
@@ -71,7 +71,7 @@ def test_both_answers_and_both_losses_equal_the_published_codes():
 
 
 @pytest.mark.parametrize("scale", THEIRS["sampled"]["latents"])
-def test_samples_of_internal_guidance_equal_the_published_codes(scale):
+def test_samples_of_internal_guidance_equal_the_published_implementations(scale):
     case, guidance = THEIRS["sampled"], Guidance(float(scale), drop_label=False, internal=True)
     x = RF().sample(filled_as_theirs(), wave((2, 4, 8, 8), 2, 1.4), torch.tensor(case["y"]), case["num_steps"], solver="euler_maruyama",
                     guidance=guidance, randn_like=CountedNoise())
@@ -92,7 +92,7 @@ def test_the_head_starts_at_zero_and_the_network_around_it_as_without_one():
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), RF()], ids=["edm", "rf"])
-def test_on_a_route_the_head_answers_for_the_tokens_that_stayed_and_its_loss_is_their_mean(diffusion):
+def test_on_a_route_the_head_predicts_the_kept_tokens_and_its_loss_is_their_mean(diffusion):
     net, (x, y) = awake(with_head(routes=[dict(start_layer_idx=1, end_layer_idx=2, selection_ratio=0.5)])), batch(4)
     objective, ids, seen = Internal(DiffusionLoss(net, diffusion), weight=0.25), [], []
     get_mask, loss_of = net.router.get_mask, diffusion.loss
@@ -121,7 +121,7 @@ def test_the_head_learns_and_teaches_the_blocks_before_it_alone():
     assert moved == {"x_embedder", "t_embedder", "y_embedder", "blocks.0", "blocks.1", "internal_head"}
 
 
-def test_a_copy_of_the_network_has_a_head_of_its_own():
+def test_a_copy_of_the_network_has_its_own_head():
     net, (x, y) = awake(with_head()), batch()
     other = copy.deepcopy(net)
     with torch.no_grad():
@@ -168,7 +168,7 @@ def test_the_weak_prediction_is_the_heads_through_the_diffusions_own_preconditio
 @pytest.mark.parametrize(("wrong", "says"), [
     ({"drop_label": True}, "set drop_label=false"), ({"gamma2": 0.5}, "leave out weak, gamma1 and gamma2"), ({"net2": DiT(**TINY)}, "leave out weak"),
 ])
-def test_guidance_that_would_need_another_pass_is_a_sentence(wrong, says):
+def test_guidance_that_would_need_another_pass_raises_a_one_line_error(wrong, says):
     with pytest.raises(ValueError, match=says):
         Guidance(1.4, **{"drop_label": False, "internal": True} | wrong)
 
@@ -193,7 +193,7 @@ def test_the_head_is_a_part_of_the_weights_and_of_their_average(run):
     assert checkpoints.read_meta(last)["network"]["head_block"] == 1  # of six blocks the second
 
 
-def test_a_checkpoint_with_a_head_draws_with_and_without_its_guidance(run, tmp_path):
+def test_a_checkpoint_with_a_head_samples_with_and_without_its_guidance(run, tmp_path):
     draw = partial(run_command, sample_main, "sample.py", checkpoint=str(run), seeds="0-3", num_steps=2, cpu=True)
     draw(out=str(tmp_path / "plain.png"))
     draw("guidance=internal", out=str(tmp_path / "guided.png"))

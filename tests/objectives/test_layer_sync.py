@@ -54,7 +54,7 @@ def loss_of(objective):
     ([], 0, 3, 16), ([Route(1, 2, 0.5)], 1, 2, 8), ([Route(1, 2, 0.5)], 1, 3, 8), ([Route(1, 2, 0.5)], 0, 2, 8),
     ([Route(1, 1, 0.5), Route(2, 2, 0.25)], 0, 3, 16),
 ], ids=["dense", "both inside", "the deeper one after", "the first one before", "around two routes"])  # fmt: skip
-def test_each_token_meets_itself_and_on_a_route_those_that_stayed_alone(routes, block, deeper, kept):
+def test_each_token_is_aligned_with_itself_and_on_a_route_only_the_kept_ones(routes, block, deeper, kept):
     objective = of(routes, block=block, deeper=deeper)
     seen = with_places(objective)
     loss, terms = loss_of(objective)
@@ -95,7 +95,7 @@ def test_the_default_blocks_are_the_papers_or_a_third_and_two_thirds(depth, bloc
     assert (objective.block, objective.deeper, objective.weight) == (*blocks, 0.2)
 
 
-def test_under_autocast_the_angle_is_taken_in_float32():
+def test_under_autocast_the_angle_is_computed_in_float32():
     objective = of(block=1, deeper=2)
     with torch.autocast("cpu", torch.bfloat16):
         _, terms = loss_of(objective)
@@ -109,7 +109,7 @@ def test_under_autocast_the_angle_is_taken_in_float32():
     ([], dict(block=-1), "does not come after block=-1"), ([], dict(deeper=9), "Block 9 is not in this network"),
     ([Route(0, 1, 0.5), Route(2, 3, 0.5)], dict(block=1, deeper=2), "block 1 lies on route 0→1 .* and block 2 on 2→3"),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_are_a_sentence(routes, settings, says):
+def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says):
     with pytest.raises(ValueError, match=says):
         of(routes, **settings)
 

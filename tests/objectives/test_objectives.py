@@ -53,7 +53,7 @@ def stays(noise, ratio):
     return torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True).view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
 
 
-def test_the_loss_of_version_1_counts_the_patches_whose_tokens_stay():
+def test_the_loss_of_version_1_covers_the_patches_of_kept_tokens():
     net, noise = routed_net(), torch.rand(4, 2, 16)
     _, gradient = loss_and_output_gradient(version1(net), net, noise)
     weight = sum(stays(noise[:, r], route.selection_ratio) / (2 * 16 * (1 - route.selection_ratio)) for r, route in enumerate(net.routes))
@@ -94,12 +94,12 @@ def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_wher
 @pytest.mark.parametrize(("parts", "says"), [
     ({"version2": {}}, "there is no objectives/version2.py; choose one of"),
 ])
-def test_objectives_that_cannot_be_are_refused(parts, says):
+def test_impossible_objectives_are_refused(parts, says):
     with pytest.raises(ValueError, match=says):
         build_objective(routed_net(), EDM(), parts)
 
 
-def test_version_1_takes_the_place_of_the_plain_loss_and_comes_first():
+def test_version_1_replaces_the_plain_loss_and_comes_first():
     with pytest.raises(ValueError, match="so it comes first"):
         Version1(Objective(DiffusionLoss(routed_net(), EDM())))
 
@@ -177,7 +177,7 @@ def test_the_pages_loss_on_the_prediction_trains_and_is_edms_own_where_errors_ar
     assert (losses[1e-3] < 0.01 * losses["edm"]).all()
 
 
-def test_what_is_frozen_is_neither_saved_nor_taken_for_an_adapter_and_a_nan_skips_the_step(shapes, tmp_path):
+def test_frozen_weights_are_neither_saved_nor_treated_as_an_adapter_and_a_nan_skips_the_step(shapes, tmp_path):
     runs = {"good": "-1", "bad": "2"}
     for name, bad in runs.items():
         assert train_here(tmp_path / name, shapes, f"+objective.taught.bad_step={bad}", "steps=3", "log.every=1", "checkpoint.every=1",
@@ -200,7 +200,7 @@ def test_a_frozen_part_of_the_network_is_saved_with_it():
 
 
 @pytest.mark.parametrize("how", [False, True])
-def test_hidden_states_are_those_of_the_tokens_that_stayed_compiled_or_not(graphs, how):
+def test_hidden_states_are_those_of_the_kept_tokens_compiled_or_not(graphs, how):
     net, noise = routed_net(), torch.rand(4, 2, 16)
     whole = []
     net.blocks[1].register_forward_hook(lambda _, args, output: whole.append((output, args[2])))

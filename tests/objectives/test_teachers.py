@@ -79,12 +79,12 @@ def test_a_torchscript_file_gets_images_as_they_are(script):
     ("script", r"makes 16 tokens of an image, but the network's grid has 8 × 8"), (__file__, "is not a whole TorchScript file"),
     ("test_swin", "neither"),
 ])
-def test_a_teacher_that_cannot_be_had_is_a_sentence(hub, script, name, says):
+def test_an_unavailable_teacher_raises_a_one_line_error(hub, script, name, says):
     with pytest.raises(ValueError, match=says):
         load_teacher(script if name == "script" else name, 8)
 
 
-def test_a_teacher_in_the_step_says_what_its_stored_tokens_say():
+def test_a_teacher_in_the_step_gives_its_stored_tokens():
     x, y, _ = batch()
     images = torch.randint(0, 256, (4, 3, 8, 8), dtype=torch.uint8)
     online = aligned(shapes={"image": (3, 8, 8)}, teacher=LITE0, blocks=[1])
@@ -96,7 +96,7 @@ def test_a_teacher_in_the_step_says_what_its_stored_tokens_say():
     torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
 
 
-def test_a_teacher_is_frozen_in_eval_mode_and_no_part_of_what_is_trained_or_saved():
+def test_a_teacher_is_frozen_in_eval_mode_and_neither_trained_nor_saved():
     before = torch.get_rng_state()
     online = aligned(shapes={"image": (3, 8, 8)}, teacher=LITE0, blocks=[1])
     torch.set_rng_state(before)
@@ -112,7 +112,7 @@ def test_a_teacher_is_frozen_in_eval_mode_and_no_part_of_what_is_trained_or_save
     assert all(torch.equal(value, kept[key]) for key, value in online.teacher.state_dict().items())  # no running mean moved
 
 
-def test_damaged_weights_of_the_wheel_are_a_sentence(tmp_path, monkeypatch):
+def test_damaged_weights_of_the_wheel_raise_a_one_line_error(tmp_path, monkeypatch):
     (tmp_path / "models").mkdir()
     (tmp_path / "models/lite0.pth").write_bytes(b"<html>")
     monkeypatch.setattr("importlib.util.find_spec", lambda name: SimpleNamespace(submodule_search_locations=[str(tmp_path)]))

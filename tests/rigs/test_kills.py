@@ -339,7 +339,7 @@ def fail_each_write(task: Task, number: int, most: int, *meddle: Callable[[], No
 
 @pytest.mark.parametrize("number", [errno.ENOSPC, errno.EIO], ids=["ENOSPC", "EIO"])
 @pytest.mark.parametrize("name", COMMANDS)
-def test_after_each_write_that_fails_comes_a_sentence_and_the_next_life_leaves_equal_files(tasks, name, number):
+def test_each_failed_write_ends_in_a_one_line_error_and_the_next_run_leaves_equal_files(tasks, name, number):
     fail_each_write(tasks[name], number, WRITES)
 
 

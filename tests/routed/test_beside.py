@@ -61,7 +61,7 @@ def test_a_compiled_network_is_routed_at_every_size_of_image_and_batch():
 
 @pytest.mark.parametrize("name", [FLUX, "SD3Transformer2DModel", "WanTransformer3DModel"])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_lora_on_a_base_of_8_bits_trains_as_if_it_had_been_fed_the_tokens_that_stay(name, checkpointed):
+def test_lora_on_an_8_bit_base_trains_as_if_given_only_the_kept_tokens(name, checkpointed):
     pytest.importorskip("torchao", reason="8 bits are torchao's, which is optional")
     peft = pytest.importorskip("peft", reason="the LoRA is PEFT's, which is optional")
     from torchao.quantization import Int8WeightOnlyConfig, quantize_
@@ -89,7 +89,7 @@ def test_lora_on_a_base_of_8_bits_trains_as_if_it_had_been_fed_the_tokens_that_s
 
 
 @pytest.mark.parametrize("broken", [lambda: None, lambda _: None])
-def test_a_torch_whose_private_calls_are_others_is_named_on_entry(monkeypatch, broken):
+def test_a_torch_with_other_private_functions_is_named_on_entry(monkeypatch, broken):
     net = example("VisionTransformer").model
     passes.check_torch.cache_clear()
     with monkeypatch.context() as patch:

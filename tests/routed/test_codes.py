@@ -361,7 +361,7 @@ def test_a_network_like_an_original_code_is_routed_as_if_it_were_fed_fewer_token
     assert found.keys() == expected.keys() and all(torch.allclose(found[key], expected[key], atol=1e-4) for key in found)
 
 
-def test_the_small_networks_are_of_the_codes_that_are_known():
+def test_the_small_networks_are_of_known_implementations():
     alike = {"DiT": "SiT", "PixArt": "PixArtMS", "DiT_Llama": "SiT"}
     assert {alike.get(name, name) for name in CODES} == {name.partition(",")[0] for name in NETWORKS}
 
@@ -385,7 +385,7 @@ def test_blocks_of_two_streams_where_none_is_named_are_refused(make, named):
         called(net, torch.randn(BATCH, N, D), torch.arange(N))
 
 
-def test_a_network_of_ones_own_is_known_by_a_row_of_its_own():
+def test_a_custom_network_is_known_by_its_own_row():
     net, x, ids = min_rf(), torch.randn(BATCH, N, D), torch.arange(N)
     net.__class__.__name__ = "Mine"
     row = Family((Blocks("double_layers", tokens="x", text="c", out=1), Blocks("single_layers", joined=True)))
@@ -398,7 +398,7 @@ def test_a_network_of_ones_own_is_known_by_a_row_of_its_own():
     refused(net, "family= says all", family=row, blocks="double_layers")
 
 
-def test_a_function_of_places_is_named_in_along():
+def test_a_function_of_positions_is_named_in_along():
     net, x, ids = lightning(), torch.randn(BATCH, N, D), torch.arange(N)
     noise = torch.rand(BATCH, 1, N)
     with routed(net, [Route(0, -1, 0.5)], mask_noise=noise):

@@ -70,6 +70,6 @@ def test_pip_brings_one_package_and_one_module_that_need_torch_alone(tmp_path):
     assert not {"timm", "diffusers", "transformers"} & set(imported) and not list(empty.iterdir())
 
 
-def test_what_pip_brings_is_python_3_10():
+def test_what_pip_installs_runs_on_python_3_10():
     for path in [ROOT / "routing_module.py", *(ROOT / "routed").glob("*.py")]:
         ast.parse(path.read_text(), feature_version=(3, 10))

@@ -27,7 +27,7 @@ def mask_for(case, *counts):
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_tokens_of_keep_mask_stay_and_come_out_as_if_the_network_had_been_fed_with_those_that_stay(name):
+def test_tokens_of_keep_mask_are_kept_and_come_out_as_if_the_network_had_only_the_kept_ones(name):
     case, few = family(name), family(name).k
     noise, mask = noise_for(case), mask_for(case, 0, 1, few)
     with routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, mask_noise=noise) as taken:
@@ -47,7 +47,7 @@ def test_tokens_of_keep_mask_stay_and_come_out_as_if_the_network_had_been_fed_wi
 
 
 @pytest.mark.parametrize("name", FORCED)
-def test_as_many_tokens_stay_as_the_mask_keeps_of_any_sample_or_the_call_is_refused_with_the_numbers(name):
+def test_as_many_tokens_are_kept_as_the_mask_keeps_in_any_sample_or_an_error_has_the_numbers(name):
     case, few = family(name), family(name).k
     for most in (few + 1, few + 2, case.n - 1, case.n):
         mask = mask_for(case, 0, most, 2)
@@ -66,7 +66,7 @@ def test_k_grows_exactly_whatever_the_number_of_tokens():
 
 
 @pytest.mark.parametrize("name", [FLUX, SD3])
-def test_a_masked_loss_takes_the_tokens_that_our_own_keep_masked_takes(name):
+def test_a_masked_loss_keeps_the_tokens_that_keep_masked_keeps(name):
     """There, too, those over whose patch the mean weight is above 0.5 stay, by noise below that of all others."""
     case, weight = family(name), (randn(BATCH, 1, 8, 8, seed=8) > 0).float()
     keep, per_token = kept_tokens(weight, 2), F.pixel_unshuffle(weight, 2).flatten(2).mean(1)
@@ -113,7 +113,7 @@ def test_a_mask_of_another_kind_or_size_is_refused(mask, says):
     assert says in refused(family(FLUX).model, TWO, family(FLUX).call, keep_mask=mask)
 
 
-def test_gradient_checkpointing_sees_the_number_of_tokens_that_a_mask_has_raised():
+def test_gradient_checkpointing_uses_the_number_of_tokens_that_a_mask_raised():
     def trained(checkpointed):
         case = in_training(FLUX, checkpointed)
         with routed(case.model, TWO, keep_mask=mask_for(case, 3, 13, 1)) as taken:

@@ -44,7 +44,7 @@ def assert_close(a, b, tolerance=1e-5):
 
 
 @every_family
-def test_tokens_that_stay_come_out_as_if_the_network_had_been_fed_them_alone(name):
+def test_kept_tokens_come_out_as_if_the_network_had_been_given_only_them(name):
     case = family(name)
     weight = torch.randn(BATCH, case.k, case.tokens(case.call()).shape[-1])
     with routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise_for(case)) as taken:
@@ -124,7 +124,7 @@ def in_training(name, checkpointed):
 @pytest.mark.parametrize(("name", "fixed"), [
     # diffusers 0.42.1 hands Chroma's mask to no block that is checkpointed
     *((name, False) for name in NETWORKS if name != "ChromaTransformer2DModel, masked"), (FLUX, True), ("VisionTransformer", True)])
-def test_gradient_checkpointing_sees_the_masks_of_its_own_pass(name, fixed):
+def test_gradient_checkpointing_uses_the_masks_of_its_own_pass(name, fixed):
     """Two passes wait for one backward outside the `with` block."""
     def trained(checkpointed):
         case = in_training(name, checkpointed)
@@ -201,7 +201,7 @@ def batch():
     return torch.randn(4, 3, 8, 8, generator=generator), torch.rand(4, generator=generator), torch.tensor([0, 1, 4, 5])
 
 
-def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_draws_its_own_masks():
+def test_our_own_network_gives_the_same_bits_as_by_its_argument_and_every_pass_samples_its_own_masks():
     net, routes, noise = own(), resolve_routes([Route(-4, -2, 0.25), Route(1, 3, 0.5)], 8), torch.rand(4, 2, 16)
     with routed(net, [Route(-4, -2, 0.25), Route(1, 3, 0.5)], mask_noise=noise) as taken:
         out = net(*batch())
@@ -273,7 +273,7 @@ def test_ddp_routes_the_network_inside(tmp_path):
 
 
 @pytest.mark.parametrize("wrapped_by_accelerate", [False, True])
-def test_a_copy_made_on_the_way_is_dense_with_weights_of_its_own_and_may_be_routed_later(wrapped_by_accelerate):
+def test_a_copy_made_inside_a_route_is_dense_with_its_own_weights_and_may_be_routed_later(wrapped_by_accelerate):
     net = own()
     if wrapped_by_accelerate:
         net.forward = partial(type(net).forward, net)
@@ -329,7 +329,7 @@ NAMED = dict(blocks="transformer.h", along={"rope": 0, "condition": 1})
 
 @pytest.mark.parametrize(("keep", "places"), [(1, range(1, 9)), ((0, -1), range(1, 8))])
 @pytest.mark.parametrize("blocks", ["transformer.h", None], ids=["path", "list"])
-def test_a_network_of_ones_own_is_routed_by_three_words_about_it(keep, places, blocks):
+def test_a_custom_network_is_routed_by_blocks_along_and_keep(keep, places, blocks):
     net, x, condition = mine()
     blocks = blocks or net.transformer.h
     with routed(net, [Route(0, -1, 0.5)], blocks=blocks, along={"rope": 0, 1: 1}, keep=keep) as taken:
@@ -343,7 +343,7 @@ def test_a_network_of_ones_own_is_routed_by_three_words_about_it(keep, places, b
         assert len(left) == len(places) // 2 and torch.equal(out[b, left], x[b, left])
 
 
-def test_a_table_without_a_batch_axis_is_each_samples_own_or_refused_where_its_place_is_a_guess():
+def test_a_table_without_a_batch_axis_serves_each_sample_or_is_refused_if_its_axis_is_a_guess():
     rows = torch.randn(3, 4, 8)
     table = PerSample(rows)
     assert torch.equal(table[None, None], rows[:, None]) and torch.equal(table.unsqueeze(1), rows[:, :, None])
@@ -408,7 +408,7 @@ def test_a_checkpoint_whose_pass_is_not_known_is_refused():
 
 
 @pytest.mark.parametrize("name", families.REFUSED)
-def test_networks_whose_tokens_meet_by_other_ways_are_refused(name):
+def test_networks_that_mix_tokens_in_other_ways_are_refused(name):
     network = type(name, (nn.Module,), dict(forward=lambda _: None))()
     assert families.REFUSED[name] in refused(network) and families.REFUSED[name] in refused(network, blocks="blocks")
 

@@ -49,7 +49,7 @@ def tokens_by(case, way):
 
 
 @pytest.mark.parametrize(("name", "way"), [(name, way) for name in ENCODERS for way in BESIDE[name.partition(",")[0]]])
-def test_class_and_register_tokens_stay_by_every_way_into_an_encoder(name, way):
+def test_class_and_register_tokens_are_kept_by_every_entry_to_an_encoder(name, way):
     case, noise = family(name), noise_for(family(name))
     with torch.no_grad(), routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise) as taken:
         expected, ids = case.call(), taken.ids_keep[0]
@@ -58,7 +58,7 @@ def test_class_and_register_tokens_stay_by_every_way_into_an_encoder(name, way):
 
 
 @pytest.mark.parametrize("name", [name for name in NETWORKS if name.startswith("Dinov2")])
-def test_and_by_the_part_of_an_encoder_that_holds_the_blocks(name):
+def test_an_encoder_is_routed_by_the_part_that_holds_its_blocks(name):
     case, noise = family(name), noise_for(family(name))
     with torch.no_grad(), routed(case.model, [Route(0, -1, 0.75)], mask_noise=noise):
         tokens = case.model.encoder(case.model.embeddings(case.inputs["pixel_values"])).last_hidden_state

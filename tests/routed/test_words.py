@@ -47,7 +47,7 @@ def by_default(self, x, rope=None):
 
 
 @pytest.mark.parametrize("block", [by_keyword, by_any_keyword, by_default])
-def test_arguments_that_have_no_place_are_named_too(block):
+def test_arguments_without_a_position_are_named_too(block):
     net = network(block, lambda part, x, table: part(x=x, rope=table[None, None]))
     assert_as_if_fed_fewer(net, blocks="layers", along={"rope": 2})
 
@@ -65,7 +65,7 @@ def test_a_table_as_long_as_the_tokens_that_is_not_named_is_refused_as_a_block_m
         net(X)
 
 
-def test_a_table_that_is_changed_in_place_between_blocks_is_read_anew():
+def test_a_table_changed_in_place_between_blocks_is_read_again():
     def call(part, x, table):
         if part is net.layers[0]:
             call.table = table[None, None].clone()
@@ -78,7 +78,7 @@ def test_a_table_that_is_changed_in_place_between_blocks_is_read_anew():
 
 
 @pytest.mark.parametrize("whole", [False, True], ids=["of the image", "of all"])
-def test_a_function_of_places_turns_the_image_or_all_of_the_sequence_in_both_lists(whole):
+def test_a_function_of_positions_rotates_the_image_or_the_full_sequence_in_both_lists(whole):
     def turned(rope):
         return rope if whole else lambda q: torch.cat([q[:, :, :TEXT], rope(q[:, :, TEXT:])], dim=2)
 

@@ -24,12 +24,12 @@ def full(*_, **__):
     RuntimeError("cuDNN error: CUDNN_STATUS_INTERNAL_ERROR_DEVICE_ALLOCATION_FAILED"),
     RuntimeError("NCCL error: Cuda failure 2 'out of memory'"),
 ])
-def test_what_libraries_raise_for_memory_is_known(error):
+def test_what_libraries_raise_when_out_of_memory_is_recognised(error):
     assert is_full_memory(error)
 
 
 @pytest.mark.parametrize("error", [ValueError("images out of memory"), RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")])
-def test_other_errors_are_not_taken_for_full_memory(error):
+def test_other_errors_are_not_reported_as_out_of_memory(error):
     assert not is_full_memory(error)
 
 
@@ -41,7 +41,7 @@ def test_a_training_that_runs_out_of_memory_names_the_settings_that_help(shapes,
     assert f"train.py: Memory is full: {GPU} Settings that help: batch_size, grad_accum_steps, " in result.stderr
 
 
-def test_a_drawing_that_runs_out_of_memory_names_the_settings_that_help(monkeypatch):
+def test_sampling_that_runs_out_of_memory_names_the_settings_that_help(monkeypatch):
     monkeypatch.setattr(sample, "open_sampling", full)
     with pytest.raises(SystemExit, match=r"^sample.py: Memory is full.*help: batch_size, precision, decode_precision \(docs/"):
         run_command(sample.main, "sample.py", "checkpoint=x", "cpu=true")

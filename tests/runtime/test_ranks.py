@@ -24,7 +24,7 @@ def has_begun(run: Path) -> bool:
     return (run / "metrics.jsonl").is_file() and len((run / "metrics.jsonl").read_text().splitlines()) > 2
 
 
-def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step_and_one_rank_can_go_on(shapes, tmp_path):
+def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step_and_one_rank_can_resume(shapes, tmp_path):
     # A second group, of gloo, cannot be made where a node's name resolves to loopback.
     program = "import sys, torch.distributed, train; torch.distributed.new_group = None; sys.argv[0] = 'train.py'; train.main()"
     process = forked.Command("-c", program, *command(tmp_path, shapes, *LONG)[1:], ranks=2)

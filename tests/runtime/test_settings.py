@@ -83,7 +83,7 @@ GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "po
     ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."), ("size", 2**17, "size=131072: it should be less than or equal to 65536."),
     ("pick", 1.5, "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a valid list."),
 ])  # fmt: skip
-def test_a_value_of_another_type_or_range_is_a_sentence(key, value, sentence):
+def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, sentence):
     with pytest.raises(ValueError) as error:
         read(Everything, {**GOOD, key: value})
     assert str(error.value) == sentence
@@ -101,7 +101,7 @@ class Note(Record):
 @pytest.mark.parametrize(("text", "words"), [
     ("{", "is not JSON"), ("ÿþ", "is not JSON"), ("3", "note.json: The settings=3: "), ("{}", "note.json: count is missing."),
 ])  # fmt: skip
-def test_a_record_that_cannot_be_read_is_a_sentence_with_the_remedy(tmp_path, text, words):
+def test_invalid_metadata_raises_a_one_line_error_with_the_remedy(tmp_path, text, words):
     (tmp_path / "note.json").write_text(text, encoding="latin-1")
     with pytest.raises(ValueError) as error:
         read_record(Note, tmp_path / "note.json", "Write it again.")
@@ -155,7 +155,7 @@ def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line(call):
     ([], None), (["place=null"], None), (["steps=5"], "steps=5 would change nothing: there is none."),
     (["++steps=5", "place=sea"], "steps=5 place=sea would change nothing: there is none."),
 ])
-def test_what_is_typed_and_not_read_is_refused_and_what_a_file_says_is_not(call, arguments, told):
+def test_a_typed_setting_without_effect_is_refused_and_one_of_a_file_is_not(call, arguments, told):
     said = call(lambda cfg: cfg.model_copy(update={"steps": 9}).refuse("steps", "place", why="there is none"), *arguments)
     assert said == ((0, "") if told is None else (1, f"small.py: {told}"))
 
@@ -167,14 +167,14 @@ def fail_by(error):
     return main
 
 
-def test_what_the_sentence_says_of_quotes_is_so(call):
+def test_what_the_error_says_about_quotes_is_true(call):
     seen = []
     for written, value in (("aZ09 _-+./:%*?@$|", "aZ09 _-+./:%*?@$|"), ("'größe (1)'", "größe (1)"), ("['größe (1)',b]", ["größe (1)", "b"]),
                            ("größe (1)", "größe (1)"), ("it's", "it's"), ("a=b", "a=b"), ("[größe, it is]", ["größe", "it is"])):
         assert call(seen.append, f"place={written}") == (0, "") and seen[-1].place == value
 
 
-def test_what_goes_wrong_in_a_command_ends_in_a_sentence(call, tmp_path):
+def test_what_goes_wrong_in_a_command_ends_in_a_one_line_error(call, tmp_path):
     assert call(fail_by(ValueError("Too many."))) == (1, "small.py: Too many.")
     said = f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory."
     assert call(lambda cfg: (tmp_path / "absent").read_text()) == (1, said)
@@ -191,7 +191,7 @@ def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, erro
         call(main, argument)
 
 
-def test_a_rank_but_the_first_waits_before_it_says_the_same(call, monkeypatch):
+def test_other_ranks_wait_before_they_repeat_an_error(call, monkeypatch):
     waits = []
     monkeypatch.setattr(ranks.time, "sleep", waits.append)
     monkeypatch.setattr(ranks.signal, "signal", lambda *_: None)

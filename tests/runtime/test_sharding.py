@@ -167,7 +167,7 @@ def test_losses_and_norms_are_ddps_and_so_is_the_checkpoint(routed):
         assert difference.max() <= 1e-6, key
 
 
-def test_ranks_share_out_each_batch_and_draw_from_seeds_of_their_own(shapes, tmp_path):
+def test_ranks_divide_each_batch_and_sample_from_their_own_seeds(shapes, tmp_path):
     all_well(on_ranks(2, command(tmp_path / "run", shapes, *SMALL, "steps=4", "checkpoint.every=100")[1:],
                       before=partial(tell_what_is_taken, tmp_path)))
     first, second = (json.loads((tmp_path / f"taken-{rank}.json").read_text()) for rank in (0, 1))
@@ -193,7 +193,7 @@ def test_grids_and_scores_of_the_sharded_average_are_ddps(routed):
 # ---- memory ---------------------------------------------------------------------------------------------------------
 
 
-def test_a_rank_holds_its_part_and_no_more(routed):
+def test_a_rank_holds_only_its_part(routed):
     net = load_trained(routed / "fsdp").net
     held = [[sum(json.loads((routed / how / f"bytes-{rank}.json").read_text()).values()) for rank in (0, 1)] for how in ("none", "fsdp")]
     assert held[0] == 2 * [sharding.bytes_a_rank(net, 1)] == 2 * [20 * sharding.size(net)]
@@ -209,7 +209,7 @@ def test_the_table_of_the_page_is_what_the_command_prints():
 # ---- from one to the other ------------------------------------------------------------------------------------------
 
 
-def test_a_run_goes_on_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes, tmp_path):
+def test_a_run_resumes_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes, tmp_path):
     run = tmp_path / "run"
 
     def on(steps: int, sharded: str, run=run, *more: str) -> list[str]:
@@ -236,7 +236,7 @@ def test_a_run_goes_on_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     assert all(torch.equal(value, begun[key]) for key, value in parent.items())
 
 
-def test_muon_steps_by_sharded_matrices_as_by_whole_ones_and_resumes_bit_for_bit(shapes, tmp_path):
+def test_muon_steps_the_same_by_sharded_or_full_matrices_and_resumes_bit_for_bit(shapes, tmp_path):
     def on(name: str, sharded: str, steps: int) -> list[str]:
         return command(tmp_path / name, shapes, *SMALL, "optimizer=muon", f"sharding={sharded}", f"steps={steps}", "log.every=1",
                        "checkpoint.every=100")[1:]
@@ -247,7 +247,7 @@ def test_muon_steps_by_sharded_matrices_as_by_whole_ones_and_resumes_bit_for_bit
     assert_same_end(parts, whole)
 
 
-def test_a_recipes_own_layers_learn_sharded_as_they_do_whole(shapes, tmp_path):
+def test_a_recipes_own_layers_learn_the_same_sharded_or_not(shapes, tmp_path):
     all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, "model=sprint", "objective=internal", f"sharding={how}", "steps=6", "log.every=1",
                                    "checkpoint.every=100")[1:] for how in ("none", "fsdp"))))
     assert_same_losses(tmp_path / "none", tmp_path / "fsdp", 6)
@@ -291,7 +291,7 @@ def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(spoiled):
     assert all(torch.equal(value, initial[key]) for key, value in saved.items())  # those of DDP, too
 
 
-def test_a_disk_that_is_full_ends_all_ranks_and_earlier_checkpoints_stay(spoiled):
+def test_a_full_disk_ends_all_ranks_and_keeps_earlier_checkpoints(spoiled):
     run, (main, other) = spoiled
     assert main.code == 1 and "MiB are free" in main.printed and not main.has_traceback
     assert other.code != 0 and not (main.out_of_time or other.out_of_time)

@@ -60,7 +60,7 @@ def test_every_text_setting_of_every_command_is_what_was_typed(name):
     assert keys and [OmegaConf.select(OmegaConf.create(plain), key) for key in keys] == [f"1_{i}" for i in range(len(keys))]
 
 
-def test_a_list_of_names_is_what_was_typed_and_numbers_stay_numbers():
+def test_a_list_of_names_is_what_was_typed_and_numbers_remain_numbers():
     cfg = read(SampleSettings, compose("sample", SampleSettings, ["classes=[1e3,null,true,yes,007, 7,'8']", "checkpoint=null", "seeds=7"])[0])
     assert cfg.classes == ["1e3", "null", "true", "yes", "007", 7, "8"] and cfg.checkpoint is None and cfg.seeds == 7
     assert train_settings("samples.classes=[größe, klein (1)]").samples.classes == ["größe", "klein (1)"]
@@ -105,7 +105,7 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 
 
 @pytest.mark.parametrize("name", sorted(commands()))
-def test_a_default_of_a_group_is_taken_on_the_line(name):
+def test_a_default_of_a_group_can_be_set_on_the_command_line(name):
     declared = settings_of(name)
     given = [f"{key}=null" for key in ("objective", "routes", "experiment", "guidance", "gauge")
              if key in {"config": ("objective", "routes", "experiment"), "fid": ("guidance", "gauge"), "sample": ("guidance", "routes"),
@@ -154,14 +154,14 @@ MISTAKES = [
 
 
 @pytest.mark.parametrize(("content", "words"), MISTAKES)
-def test_a_mistake_in_a_yaml_file_is_a_sentence_with_file_and_line(preset, tmp_path, content, words):
+def test_a_mistake_in_a_yaml_file_raises_a_one_line_error_with_file_and_line(preset, tmp_path, content, words):
     for read_it in (lambda: train_settings(*preset(content)), lambda: read_yaml(tmp_path / "experiment/mine.yaml")):
         with pytest.raises(ValueError) as error:
             read_it()
         assert f"{tmp_path}/experiment/mine.yaml, line" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_damaged_config_of_a_run_is_a_sentence_of_the_report(tmp_path):
+def test_a_damaged_config_of_a_run_raises_a_one_line_error_of_the_report(tmp_path):
     (tmp_path / "run").mkdir()
     (tmp_path / "run/config.yaml").write_text("name: a\n\tb: 1\n")
     with pytest.raises(ValueError, match=r"run/config.yaml, line 2: "):
@@ -221,7 +221,7 @@ def test_in_a_notebook_the_kernels_own_arguments_are_not_read(tiny, monkeypatch)
     assert seen[-1].steps == 5 and notebook.is_hidden() is False and notebook.is_hidden(True)
 
 
-def test_what_a_command_sets_for_its_process_is_set_back(tiny):
+def test_what_a_command_sets_for_its_process_is_restored(tiny):
     from accelerate import Accelerator
     from hydra import initialize
 
@@ -266,7 +266,7 @@ def test_a_program_with_options_is_a_function_too(capsys):
         plan.main("--nothing")
 
 
-def test_a_run_is_trained_twice_in_a_process_and_drawn_in_a_notebook(shapes, tmp_path, monkeypatch, capsys):
+def test_a_run_is_trained_twice_in_a_process_and_sampled_in_a_notebook(shapes, tmp_path, monkeypatch, capsys):
     import sample
     import train
 

@@ -53,7 +53,7 @@ def test_an_image_does_not_depend_on_its_batch(run, options):
     assert (whole[0] - whole[3]).abs().max() > 0.1  # the same class, another seed
 
 
-def test_images_drawn_in_bf16_are_other_ones_and_not_by_much(run):
+def test_images_sampled_in_bf16_differ_slightly(run):
     trained, seeds = load_trained(run), list(range(8))
     fp32, bf16 = (draw(trained, seeds, labels_of(seeds, [0, 1]), 8, precision=precision) for precision in ("fp32", "bf16"))
     assert 1e-4 < (fp32 - bf16).abs().mean() / fp32.std() < 0.02
@@ -99,7 +99,7 @@ def test_seeds_and_classes_are_read_as_people_write_them():
 
 
 @pytest.mark.parametrize("first", [0, 100_007])
-def test_every_class_has_as_many_images_wherever_the_seeds_begin(first):
+def test_every_class_has_as_many_images_wherever_the_seeds_start(first):
     assert set(Counter(labels_of(range(first, first + 50_000), [*range(1000)])).values()) == {50}
     of_three = Counter(labels_of(range(first, first + 100), [2, 5, 7]))
     assert of_three.keys() == {2, 5, 7} and max(of_three.values()) - min(of_three.values()) == 1
@@ -123,7 +123,7 @@ def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(r
     assert not list(tmp_path.glob(".*.tmp"))
 
 
-def test_a_command_says_nothing_but_its_own_and_imports_nothing_heavy(run, tmp_path):
+def test_a_command_prints_only_its_own_lines_and_imports_nothing_heavy(run, tmp_path):
     # timm imports wandb where it is installed; nothing of ours does.
     heavy = ("tensorflow", "diffusers", "matplotlib", "torch_fidelity", "webdataset", "tensorboard")
     code = f"import sys, train, sample; sample.main(); print([name for name in {heavy} if name in sys.modules])"
@@ -136,7 +136,7 @@ def test_a_command_says_nothing_but_its_own_and_imports_nothing_heavy(run, tmp_p
 # ---- what is drawn with: files, hashes, records
 
 
-def test_a_weights_file_of_a_checkpoint_is_recorded_and_drawn_under_its_own_name(run, tmp_path):
+def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_name(run, tmp_path):
     copy = shutil.copytree(run, tmp_path / "copy")
     folder = copy / "checkpoints/step-00000002"
     for name in ("ema", "model"):
@@ -152,7 +152,7 @@ def test_a_weights_file_of_a_checkpoint_is_recorded_and_drawn_under_its_own_name
         load_trained(folder / "model.safetensors")
 
 
-def test_what_is_read_off_bare_weights_is_said_and_the_heads_can_be_given(tmp_path, capsys):
+def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_given(tmp_path, capsys):
     save_file(published(learn_sigma=True), tmp_path / "dit.safetensors")
     for given, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
         with pytest.raises(SystemExit):  # Stable Diffusion's autoencoder is not here
@@ -162,7 +162,7 @@ def test_what_is_read_off_bare_weights_is_said_and_the_heads_can_be_given(tmp_pa
 
 
 @pytest.mark.parametrize("stray", ["step-00000010-best", "step-5.txt"])
-def test_stray_names_among_checkpoints_stay(run, tmp_path, stray):
+def test_stray_names_among_checkpoints_are_kept(run, tmp_path, stray):
     copy = shutil.copytree(run, tmp_path / "copy")
     place = copy / "checkpoints" / stray
     place.write_text("notes") if stray.endswith("txt") else shutil.copytree(copy / "checkpoints/step-00000001", place)
@@ -184,7 +184,7 @@ def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_
 # ---- what is written
 
 
-def test_channels_are_checked_before_anything_is_drawn(tmp_path):
+def test_channels_are_checked_before_anything_is_sampled(tmp_path):
     write_run(tmp_path / "four", NETWORK | {"in_channels": 4})
     with pytest.raises(SystemExit, match="decodes latents of 3 channels, and these have 4"):
         run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png")
@@ -197,7 +197,7 @@ def pictures(run, out, *options):
     return {file.name: file.read_bytes() for file in sorted(out.iterdir())}
 
 
-def test_a_folder_with_pictures_of_another_set_is_refused_or_cleared(run, tmp_path):
+def test_a_folder_with_images_of_another_set_is_refused_or_cleared(run, tmp_path):
     out = tmp_path / "out"
     first = pictures(run, out, "seeds=0-3")
     (out / "notes.txt").write_text("mine")
@@ -214,7 +214,7 @@ def test_a_folder_with_pictures_of_another_set_is_refused_or_cleared(run, tmp_pa
 
 
 @pytest.mark.parametrize("name", ["cat.png", "000001_1.png", "cats/1.jpg"])
-def test_pictures_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_path, name):
+def test_images_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_path, name):
     place = tmp_path / "out" / name
     place.parent.mkdir(parents=True)
     Image.new("RGB", (8, 8)).save(place)
@@ -225,14 +225,14 @@ def test_pictures_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_pat
     assert place.read_bytes() == before and [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
 
 
-def test_a_repeated_seed_is_one_picture_and_is_counted_once(run, tmp_path, capsys):
+def test_a_repeated_seed_is_one_image_and_is_counted_once(run, tmp_path, capsys):
     assert {*pictures(run, tmp_path / "out", "seeds=[1,1,2]")} == {"000001_1.png", "000002_2.png"}
     assert capsys.readouterr().out.startswith("2 images from ")
     run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=[0-2,1-3]", f"out={tmp_path}/x.npz")
     assert np.load(tmp_path / "x.npz")["seeds"].tolist() == [0, 1, 2, 3]
 
 
-def test_a_grid_or_npz_of_ours_is_replaced_and_no_other_file(run, tmp_path):
+def test_our_own_grid_or_npz_is_replaced_and_no_other_file(run, tmp_path):
     def sample(out, *options):
         run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=0-3", f"out={out}", *options)
 
@@ -249,7 +249,7 @@ def test_a_grid_or_npz_of_ours_is_replaced_and_no_other_file(run, tmp_path):
         assert drawn not in (before, (tmp_path / name).read_bytes())
 
 
-def test_a_full_disk_is_a_sentence_and_leaves_nothing_behind(run, tmp_path):
+def test_a_full_disk_raises_a_one_line_error_and_leaves_nothing_behind(run, tmp_path):
     result = forked.run("sample.py", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", file_size=1024)
     assert result.returncode == 1 and result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
     assert not list(tmp_path.iterdir())

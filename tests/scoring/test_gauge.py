@@ -43,7 +43,7 @@ def settings_of(gauge):
 
 
 @pytest.mark.parametrize("gauge", GAUGES)
-def test_a_gauge_says_five_published_scores_with_their_tolerance(gauge):
+def test_a_gauge_has_five_published_scores_with_their_tolerance(gauge):
     published = settings_of(gauge).published
     metrics = {"fid", "sfid", "inception_score", "precision", "recall"}
     assert {*published.scores} == {*published.tolerance} == metrics and published.where
@@ -52,7 +52,7 @@ def test_a_gauge_says_five_published_scores_with_their_tolerance(gauge):
 
 
 @pytest.mark.parametrize("gauge", DRAWN)
-def test_the_hours_at_the_head_of_a_gauge_are_what_is_counted(gauge):
+def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
     cfg = settings_of(gauge)
     with torch.device("meta"):
         net = DiT_models["LightningDiT-XL/1" if "lightning" in gauge else "DiT-XL/2"](
@@ -114,7 +114,7 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
 
 
 @pytest.mark.parametrize("gauge", [name for name in GAUGES if name not in DRAWN])
-def test_images_that_somebody_published_need_no_network(gauge, place, tmp_path, capsys):
+def test_published_images_need_no_network(gauge, place, tmp_path, capsys):
     run_command(fid.main, "fid.py", f"gauge={gauge}", f"images={place}/images.npz", f"reference={place}/images.npz", "features=pixels",
                 "+published.num_samples=8", "cpu=true", f"results={tmp_path}/results.jsonl")
     assert "not measured" in capsys.readouterr().out
@@ -170,14 +170,14 @@ def scored(run, place, out, *given):
     return files.read_rows(out)[-1]
 
 
-def test_a_runs_record_says_how_its_published_score_was_drawn(flow):
+def test_a_runs_metadata_says_how_its_published_score_was_sampled(flow):
     record = checkpoints.read_meta(checkpoints.latest(flow))["published"]
     assert record == {"where": "Somebody", "scores": {"fd_pixels": 12.25}, "tolerance": {}, "diffusion": "rf", "step": 2,
                       "num_samples": 6, "num_steps": 3, "sampler": {"solver": "euler_maruyama"}}
     assert load_trained(flow).recorded["published"] == record
 
 
-def test_a_run_is_drawn_as_published_on_demand_and_then_stands_beside_their_score(flow, place, tmp_path, capsys):
+def test_a_run_is_sampled_as_published_on_demand_and_then_compared_with_the_published_score(flow, place, tmp_path, capsys):
     results = tmp_path / "results.jsonl"
     row = scored(flow, place, results, "sampler=published")
     assert (row["images"], row["source"]["num_steps"], row["source"]["evaluations"]) == (6, 3, 3)
@@ -189,7 +189,7 @@ def test_a_run_is_drawn_as_published_on_demand_and_then_stands_beside_their_scor
 
 
 @pytest.mark.parametrize("otherwise", [["num_steps=4"], ["sampler={solver: heun}"], ["weights=model"]])
-def test_a_row_that_was_drawn_otherwise_has_no_published_score_beside_it(flow, place, tmp_path, capsys, otherwise):
+def test_a_row_sampled_differently_has_no_published_score_beside_it(flow, place, tmp_path, capsys, otherwise):
     row = scored(flow, place, tmp_path / "results.jsonl", *([] if "sampler" in otherwise[0] else ["sampler=published"]),
                  *(["num_samples=6", "num_steps=3"] if "sampler" in otherwise[0] else []), *otherwise)
     said = capsys.readouterr().out
@@ -205,7 +205,7 @@ def test_another_step_is_not_the_published_one(flow, shapes, place, tmp_path):
     assert scored(run, place, tmp_path / "results.jsonl", "sampler=published")["published"] is None
 
 
-def test_sampler_published_needs_a_record_that_can_be_drawn(shapes, place, tmp_path):
+def test_sampler_published_needs_metadata_that_can_be_sampled(shapes, place, tmp_path):
     for given, says in (([], "its record holds no published scores"), ([THEIRS], "Somebody is of rf, and this network of edm")):
         run = tmp_path / f"run{len(given)}"
         assert train_here(run, shapes, "steps=1", "samples.every=0", *given).returncode == 0

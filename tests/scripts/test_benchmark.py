@@ -73,7 +73,7 @@ def test_a_ratio_is_of_two_variants_in_the_same_round(tmp_path, monkeypatch):
 @pytest.mark.parametrize(("options", "passes"), [
     (["guidance=cfg", "scale=2"], 6), ([], 3), (["diffusion=rf"], 2), (["diffusion=rf", "guidance=cfg", "scale=2"], 4),
 ])
-def test_sampling_measures_the_share_of_the_network_and_what_an_image_costs(tmp_path, options, passes):
+def test_sampling_measures_the_networks_share_and_the_cost_of_an_image(tmp_path, options, passes):
     rows = run(tmp_path, "mode=sample", "variants=[dit,tread,dit-eager]", *options)["rows"]
     assert [row["variant"] for row in rows] == ["dit", "dit-eager"]  # routed networks are sampled dense
     for row in rows:
@@ -138,6 +138,6 @@ def test_time_is_charged_to_the_mark_that_ends_it(monkeypatch):
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_a_gpu_that_is_not_there_is_a_sentence():
+def test_a_missing_gpu_raises_a_one_line_error():
     with pytest.raises(ValueError, match="torch sees no GPU"):
         benchmark.run(load("device=cuda"))

@@ -138,7 +138,7 @@ def outputs_of(net):
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_diffusers_alone_loads_the_folder_and_draws_our_images(name, elsewhere, tmp_path):
+def test_diffusers_alone_loads_the_folder_and_samples_our_images(name, elsewhere, tmp_path):
     runs, found = elsewhere
     _, changes, _, overrides = CASES[name]
     expected = outputs_of(network(**changes))
@@ -159,7 +159,7 @@ def test_a_pipeline_takes_one_generator_a_list_or_none_and_a_single_label(name, 
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_what_save_pretrained_writes_is_loaded_again_and_draws_the_same_bits(name, elsewhere):
+def test_what_save_pretrained_writes_loads_and_samples_the_same_bits(name, elsewhere):
     _, found = elsewhere
     assert np.array_equal(found[f"{name} again"], found[f"{name} images"])
 
@@ -209,7 +209,7 @@ def test_the_names_of_diffusers_and_back_are_the_same_tensors():
 
 
 @pytest.mark.parametrize("to", ["diffusers", "hub"])
-def test_what_is_exported_is_sampled_again_by_us(to, vae, tmp_path):
+def test_exported_weights_are_sampled_again_by_us(to, vae, tmp_path):
     run = save_run(tmp_path / "run", RF, vae)
     folder = exported(run, to, tmp_path / "folder", weights="model")
     trained = load_trained(folder)
@@ -342,7 +342,7 @@ def test_an_upload_that_fails_is_one_line(tmp_path, monkeypatch):
     (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, and these have 3"),
     (dict(to="hub", out="x", autoencoder="no_such_thing"), "autoencoder=no_such_thing is neither one of identity"),
 ])  # fmt: skip
-def test_a_mistake_is_a_sentence_and_writes_nothing(settings, says, vae, tmp_path, monkeypatch):
+def test_a_mistake_raises_a_one_line_error_and_writes_nothing(settings, says, vae, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     save_run(tmp_path / "run", EDM, in_channels=3)
     (tmp_path / "there").mkdir()
@@ -355,7 +355,7 @@ def test_a_mistake_is_a_sentence_and_writes_nothing(settings, says, vae, tmp_pat
 
 @pytest.mark.parametrize(("to", "changes"), [
     ("dit", dict(block="lightning")), ("diffusers", dict(block="lightning")), ("dit", dict(qk_norm=True)), ("diffusers", dict(mlp_ratio=2.0))])
-def test_what_the_form_cannot_hold_is_refused(to, changes, tmp_path):
+def test_what_the_format_cannot_hold_is_refused(to, changes, tmp_path):
     run = save_run(tmp_path / "run", EDM, in_channels=3, **changes)
     with pytest.raises(SystemExit, match=f"to={to} holds DiT's own block.*to=hub takes any"):
         exported(run, to, tmp_path / ("x.pt" if to == "dit" else "x"))

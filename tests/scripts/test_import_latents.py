@@ -331,7 +331,7 @@ BAD = [
 
 
 @pytest.mark.parametrize(("form", "spoil", "sentence"), BAD, ids=[sentence for *_, sentence in BAD])
-def test_a_bad_source_is_a_sentence_before_anything_is_written(tmp_path, form, spoil, sentence):
+def test_a_bad_source_raises_a_one_line_error_before_anything_is_written(tmp_path, form, spoil, sentence):
     source, _ = form(tmp_path)
     spoil(source)
     with pytest.raises(ValueError) as error:
@@ -340,7 +340,7 @@ def test_a_bad_source_is_a_sentence_before_anything_is_written(tmp_path, form, s
     assert "UNPICKLED" not in os.environ
 
 
-def test_a_source_that_is_bad_beyond_what_is_probed_is_gone_on_with_once_it_is_corrected(tmp_path, monkeypatch, capsys):
+def test_a_source_with_damage_beyond_the_probe_resumes_once_it_is_corrected(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(script, "NUM_PROBED", 2)
     source, values = write_repa(tmp_path)
     put("vae-sd/00000/img-mean-std-00000007.npy", np.full((8, 8, 8), np.inf, np.float32))(source)
@@ -380,7 +380,7 @@ def test_the_lines_that_rewrite_pickles_one_trusts_give_tars_that_are_read(tmp_p
 # ---- which form -----------------------------------------------------------------------------------------------------
 
 
-def test_auto_says_what_it_found_and_why(tmp_path, capsys):
+def test_auto_reports_what_it_found_and_why(tmp_path, capsys):
     source, _ = write_fastdit(tmp_path)
     import_latents(str(source), tmp_path / "out")
     assert "taken as fastdit, fast-DiT's pairs of .npy: imagenet256_features and imagenet256_labels are there." in capsys.readouterr().out
@@ -409,7 +409,7 @@ def test_auto_does_not_guess(tmp_path):
     ({"latent_norm": False}, "latent_norm is a setting of format=lightningdit"),
     ({"format": "maskdit"}, "has no data.mdb"),
 ])  # fmt: skip
-def test_settings_that_do_not_fit_are_sentences(tmp_path, how, sentence):
+def test_settings_that_do_not_fit_raise_one_line_errors(tmp_path, how, sentence):
     source, _ = write_repa(tmp_path)
     with pytest.raises(ValueError) as error:
         import_latents(str(source), tmp_path / "out", **how)
@@ -419,7 +419,7 @@ def test_settings_that_do_not_fit_are_sentences(tmp_path, how, sentence):
 # ---- kills, the command, training -----------------------------------------------------------------------------------
 
 
-def test_what_is_imported_trains(tmp_path, fresh_accelerator):
+def test_imported_latents_train(tmp_path, fresh_accelerator):
     import train
 
     source, _ = write_repa(tmp_path)
@@ -432,7 +432,7 @@ def test_what_is_imported_trains(tmp_path, fresh_accelerator):
     assert losses[-1]["step"] == 2
 
 
-def test_an_installed_package_named_scripts_is_not_taken_for_ours(tmp_path):
+def test_an_installed_package_named_scripts_is_not_imported_instead_of_ours(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/__init__.py").write_text("")
     ended = subprocess.run([sys.executable, ROOT / "scripts/import_latents.py", "--cfg=job"], env=os.environ | {"PYTHONPATH": str(tmp_path)},

@@ -49,7 +49,7 @@ def names(path):
     return zipfile.ZipFile(path).namelist()
 
 
-def test_every_picture_lies_in_the_folder_of_its_category_on_white(packages, tmp_path):
+def test_every_image_is_in_the_folder_of_its_category_on_white(packages, tmp_path):
     assert prepare(*packages, "--out", tmp_path / "all.zip").returncode == 0
     assert names(tmp_path / "all.zip") == [f"people-body/{maker}-{i:02}.png" for maker in MAKERS
                                            for i in range(20)]
@@ -58,7 +58,7 @@ def test_every_picture_lies_in_the_folder_of_its_category_on_white(packages, tmp
     assert image.shape == (64, 64, 3) and abs(int(image[0, 0, 0]) - (48 + 255) // 2) <= 1  # half transparent
 
 
-def test_a_tenth_of_the_emoji_is_held_out_with_its_tones_but_for_what_looks_as_a_kept_one(packages, tmp_path):
+def test_a_tenth_of_the_emoji_is_held_out_with_its_tones_except_lookalikes_of_kept_ones(packages, tmp_path):
     prepare(*packages, "--out", tmp_path / "kept.zip", "--held-out", tmp_path / "held.zip", "--skin-tones")
     assert names(tmp_path / "held.zip") == [f"people-body/{name}.png" for name in (
         "google-09-1f3fb", "twitter-09-1f3fb", "twitter-09", "google-19-1f3fb", "google-19", "twitter-19-1f3fb",
@@ -75,7 +75,7 @@ def test_no_file_is_replaced(packages, tmp_path):
         assert (tmp_path / "there.zip").read_text() == "mine" and not (tmp_path / "new.zip").exists()
 
 
-def test_another_file_is_a_sentence(packages, tmp_path):
+def test_another_file_raises_a_one_line_error(packages, tmp_path):
     packages[0].write_bytes(packages[0].read_bytes()[:-200])
     (tmp_path / "plain.tgz").write_text("no package")
     for path in (packages[0], tmp_path / "plain.tgz", package(tmp_path / "none.tgz", "google", [], {})):

@@ -285,7 +285,7 @@ def test_dark_images_get_a_line(tmp_path, capsys):
 
 
 @pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
-def test_wordnet_ids_are_shown_by_their_first_synonym_and_stay_the_class_names(pets, tmp_path, name, text):
+def test_wordnet_ids_are_shown_by_their_first_synonym_and_remain_the_class_names(pets, tmp_path, name, text):
     pets.rename(tmp_path / "ids")
     for pet, wordnet_id in zip(("cat", "dog", "emu"), IDS, strict=True):
         (tmp_path / "ids" / pet).rename(tmp_path / "ids" / wordnet_id)
@@ -311,7 +311,7 @@ def test_names_for_people_are_found_where_kaggles_zip_has_them_and_in_the_zip(tm
         assert open_latents(tmp_path / str(number)).display_names == ["tench", "crane", "n03126707"], source
 
 
-def test_a_file_of_words_may_be_of_any_classes_where_it_is_named_and_only_there(tmp_path):
+def test_a_file_of_words_may_have_any_classes_only_if_it_is_named(tmp_path):
     (tmp_path / "words.txt").write_text("\ufeffcat Felis catus\nemu\tgroßer Emu, bird\n", encoding="utf-8")
     names = ["cat", "dog", "emu"]
     assert script.display_names(names, str(tmp_path / "words.txt"), "pets") == ["Felis catus", "dog", "großer Emu"]
@@ -321,7 +321,7 @@ def test_a_file_of_words_may_be_of_any_classes_where_it_is_named_and_only_there(
 # ---- what is noticed first ------------------------------------------------------------------------------------------
 
 
-def test_what_cannot_work_is_noticed_before_anything_is_written(pets, vae_folder, pooled, tmp_path, monkeypatch):
+def test_what_cannot_work_is_refused_before_anything_is_written(pets, vae_folder, pooled, tmp_path, monkeypatch):
     with pytest.raises(ValueError, match="resolution=30 is not divisible by 8"):
         prepare(pets, tmp_path / "out", 30, vae_folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
@@ -412,7 +412,7 @@ def test_a_folder_of_the_version_before_is_resumed(pets, tmp_path, capsys):
     assert json.loads(file.read_text())["tf32"] is True
 
 
-def test_a_second_process_on_the_same_folder_is_refused_and_the_first_goes_on(pets, tmp_path):
+def test_a_second_process_on_the_same_folder_is_refused_and_the_first_continues(pets, tmp_path):
     lock = lock_folder(tmp_path / "out", "")
     with pytest.raises(ValueError, match="Another process is writing out="):
         prepare(pets, tmp_path / "out")

@@ -58,7 +58,7 @@ def columns_of(curves):
     return {title: {label: {name: [*values] for name, values in source.data.items()} for label, source, *_ in lines} for title, _, lines in curves}
 
 
-def test_a_run_of_this_code_is_read_whole():
+def test_a_run_of_this_code_is_read_completely():
     run, rows = report.read_run(REAL, "before"), read_rows(REAL / "metrics.jsonl")
     assert run.columns.keys() == rows[0].keys() - {"elapsed_s"} | {"hours"}
     assert all(run.columns[name] == pytest.approx([row[name] for row in rows]) for name in rows[0] if name != "elapsed_s")
@@ -108,7 +108,7 @@ def test_a_long_curve_keeps_its_extremes_its_means_and_its_gaps():
         assert np.delete(found[name], slice(40, 60)) == pytest.approx(of(np.delete(loss.reshape(-1, 5), slice(40, 60), 0), 1))
 
 
-def test_scores_are_drawn_together_where_they_compare(tmp_path):
+def test_comparable_scores_are_plotted_together(tmp_path):
     runs, guided = [make_run(tmp_path / "a"), make_run(tmp_path / "b", shift=0.5)], {"scale": 1.5, "gamma1": 0}
     write_rows(runs[0] / "results.jsonl", [row_at(0, 80.0), row_at(4, 76.0), row_at(4, 70.0), row_at(None, 60.0), row_at(4, math.nan, n=99),
                                            row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99), row_at(4, 6.0, n=99)])
@@ -119,7 +119,7 @@ def test_scores_are_drawn_together_where_they_compare(tmp_path):
     assert together["a, unguided"]["images"] == [0, 24] and together["a, unguided"]["hours"] == [0, 2]  # between the rows of metrics.jsonl
 
 
-def test_a_study_is_drawn_as_means_over_seeds_of_what_is_compared(tmp_path):
+def test_a_study_is_plotted_as_means_over_seeds_of_compared_variants(tmp_path):
     name, tables, scores = report.read_study(make_study(tmp_path / "study") / "study.json")
     [lines] = columns_of(report.score_curves(scores, report.STUDY_AXES)).values()
     assert name == "tiny" and tables == {"crossings": [{"between": ["dit", "tread"], "n": 1}]} and len(scores) == 8
@@ -128,7 +128,7 @@ def test_a_study_is_drawn_as_means_over_seeds_of_what_is_compared(tmp_path):
     assert dit["low"] == pytest.approx([11 - math.sqrt(2), 7 - math.sqrt(2)]) and tread["low"] == tread["value"] == [11, 5]
 
 
-def test_only_the_page_is_replaced_and_a_kill_leaves_the_old_one_whole(tmp_path, monkeypatch):
+def test_only_the_page_is_replaced_and_a_kill_leaves_the_old_one_intact(tmp_path, monkeypatch):
     run, out, index = make_run(tmp_path / "run"), tmp_path / "out", tmp_path / "out/index.html"
     (out / "files").mkdir(parents=True)
     (out / "files/mine-0123456789ab.png").write_bytes(b"not ours")

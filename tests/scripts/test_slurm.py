@@ -109,7 +109,7 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(s
     assert (requeued.read_text() == f"{slurm.job}\n") if words[0] == "wait" and "unsaved" not in words else not requeued.exists()
 
 
-def test_ranks_of_two_nodes_know_their_place_on_each(slurm, tmp_path):
+def test_ranks_of_two_nodes_know_their_local_rank(slurm, tmp_path):
     job = slurm(4, tmp_path / "program.py", "done", SLURM_NNODES="2", SLURM_CPUS_PER_TASK="8")
     assert job.wait(PATIENCE) == 0, job.stdout.read()
     ranks, port = given_to(tmp_path, *range(4)), str(20_000 + int(slurm.job) % 20_000)

@@ -62,7 +62,7 @@ def test_every_run_is_in_exactly_one_part(tmp_path):
 
 
 @pytest.mark.parametrize("changed", [{"study": MATRIX | {"compare": [["dit", "dot"]]}}, {"only": ["dot"]}])
-def test_a_variant_that_is_none_is_a_sentence(tmp_path, changed):
+def test_an_unknown_variant_raises_a_one_line_error(tmp_path, changed):
     with pytest.raises(ValueError, match="names dot, but the variants are dit, tread"):
         study.runs_of(settings(tmp_path, **changed))
 
@@ -73,7 +73,7 @@ def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Co
     return forked.Command(*line[4:], **env)
 
 
-def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkeypatch):
+def test_a_study_trains_scores_and_plots_and_does_nothing_twice(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=popen))
     data, reference = tmp_path / "shapes", tmp_path / "reference.npz"
     for line in (["scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={data}"],
@@ -95,7 +95,8 @@ def test_a_study_trains_scores_and_draws_and_does_nothing_twice(tmp_path, monkey
     assert [score["guidance"] for score in told["runs"][0]["scores"]] == ["unguided"] * 3 + [GUIDED]
     dense, routed = ({score["step"]: score["flops"] for score in run["scores"]} for run in told["runs"][:2])
     assert dense[4] == 2 * dense[2] > routed[4] > 0
-    assert (tmp_path / "study/score-over-images.png").is_file() and "| tread |" in (tmp_path / "study/study.md").read_text()
+    assert all((tmp_path / "study" / name).is_file() for name in ("score-over-images.png", "differences.png"))
+    assert "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
     assert "## Real images, the floor\n\n* fd_pixels of 4 images of shapes: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
@@ -168,7 +169,7 @@ def recorded(path, *runs, **changed):
     return str(path)
 
 
-def test_of_two_records_of_a_run_the_one_that_came_further_stays(tmp_path):
+def test_the_more_complete_of_two_records_of_a_run_is_kept(tmp_path):
     early = recorded(tmp_path / "early.json", of("dit", 0, (8, 5.0)) | {"step": 1})
     late = recorded(tmp_path / "late.json", of("dit", 0, (8, 5.0), (16, 4.0)), of("dit", 7, (8, 1.0)))
     result = study.collect(settings(tmp_path / "study", rows=[early, late]))
@@ -182,13 +183,13 @@ def test_of_two_records_of_a_run_the_one_that_came_further_stays(tmp_path):
     ({"name": "big"}, "is of the study big, and this one is tiny"), ({"runs": 5}, "runs=5: it should be a valid list"),
     ({"runs": [{"variant": "dit", "seed": 0, "step": 4, "steps": 4, "scores": [], "train": ["model.depth=9"]}]},
      "model.depth=9 there, model.depth=6 in this study")])
-def test_rows_that_are_not_of_this_study_are_a_sentence(tmp_path, changed, says):
+def test_rows_that_are_not_of_this_study_raise_a_one_line_error(tmp_path, changed, says):
     path = recorded(tmp_path / "rows.json", **changed)
     with pytest.raises(ValueError, match=says):
         study.collect(settings(tmp_path / "study", rows=[path]))
 
 
-def test_seconds_are_those_of_one_machine_and_say_which(tmp_path):
+def test_seconds_are_of_one_machine_which_is_named(tmp_path):
     other = TIMING | {"device": "two", "rounds": {"dit": [9.0], "tread": [9.0]}}
     scores = {variant: of(variant, 0, (8, 5.0)) | {"scores": [{**of(variant, 0, (8, 5.0))["scores"][0], "seconds": 77.0}]}
               for variant in ("dit", "tread")}

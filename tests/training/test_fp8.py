@@ -42,7 +42,7 @@ def trained(precision, forget, steps=30):
     return losses, gradients, model
 
 
-def test_only_the_blocks_large_layers_are_converted_and_the_parameters_stay_what_they_were():
+def test_only_the_blocks_large_layers_are_converted_and_the_parameters_are_unchanged():
     model = network()
     before, ema = dict(model.named_parameters()), copy.deepcopy(model)
     speed.multiply_in_float8(model, emulate=True)
@@ -67,7 +67,7 @@ def test_the_loss_in_float8_falls_as_it_does_in_bf16_and_in_float32(fresh_accele
 
 
 @pytest.mark.parametrize("batch", [4, 3])  # three times the eight tokens in the route are padded to a multiple of 16
-def test_what_is_emulated_is_what_products_of_float8_give(batch):
+def test_the_emulation_gives_what_products_of_float8_give(batch):
     results = []
     for emulate in (True, False):
         model = network()
@@ -89,6 +89,6 @@ def test_each_number_of_tokens_is_one_graph_in_float8_too(graphs):
     assert graphs.frame_count == 2
 
 
-def test_layers_that_do_not_divide_by_16_are_a_sentence():
+def test_layers_that_do_not_divide_by_16_raise_a_one_line_error():
     with pytest.raises(ValueError, match="attn.qkv is 40 × 120: change model.hidden_size"):
         speed.multiply_in_float8(network(40))

@@ -144,14 +144,14 @@ def test_weights_that_lack_a_tensor_or_have_other_shapes_or_are_pickles_are_not_
         autoencoders.load_autoencoder(str(folder))
 
 
-def test_weights_in_half_precision_compute_in_the_type_that_is_asked_for(vae_folder, tmp_path):
+def test_weights_in_half_precision_compute_in_the_requested_type(vae_folder, tmp_path):
     folder = shutil.copytree(vae_folder, tmp_path / "vae")
     save_file({key: tensor.half() for key, tensor in load_file(folder / WEIGHTS).items()}, folder / WEIGHTS)
     mean, _ = autoencoders.load_autoencoder(str(folder)).encode(IMAGES)
     torch.testing.assert_close(mean, autoencoders.load_autoencoder(vae_folder).encode(IMAGES)[0], rtol=0, atol=2e-3)
 
 
-def test_a_hub_model_that_cannot_be_had_is_a_sentence_with_the_way_out(monkeypatch, tmp_path):
+def test_an_unavailable_hub_model_raises_a_one_line_error_with_the_remedy(monkeypatch, tmp_path):
     import huggingface_hub.constants
 
     monkeypatch.setattr(huggingface_hub.constants, "HF_HUB_OFFLINE", True)
@@ -287,7 +287,7 @@ def own(tmp_path, monkeypatch):
     sys.modules.pop("my_decoder", None)
 
 
-def test_a_decoder_of_ones_own_gets_the_autoencoders_latents_and_returns_pixels(own):
+def test_a_custom_decoder_gets_the_autoencoders_latents_and_returns_pixels(own):
     latents = torch.linspace(-1, 1, 2 * 4 * 16).view(2, 4, 4, 4)
     expected = pixels_to_images(Bright()(latents / 2 + 0.25))
     for name in own:
@@ -298,7 +298,7 @@ def test_a_decoder_of_ones_own_gets_the_autoencoders_latents_and_returns_pixels(
             autoencoders.load_autoencoder(name)
 
 
-def test_what_a_decoder_of_ones_own_computes_elsewhere_comes_back_to_the_device():
+def test_what_a_custom_decoder_computes_elsewhere_comes_back_to_the_device():
     def on_the_cpu(z):
         return torch.zeros(len(z), 3, 8, 8)
 
@@ -325,7 +325,7 @@ def test_what_runs_code_is_loaded_only_where_the_user_names_it(own, tmp_path):
     ("python:my_decoder.flat", r"maps one latent \(1, 4, 4, 4\) to \(1, 64\); images are"),
     ("python:my_decoder.grey", r"to \(1, 1, 4, 4\); images are \(1, 3, H, W\)"),
 ])  # fmt: skip
-def test_a_decoder_that_is_none_is_a_sentence(own, name, sentence):
+def test_a_file_that_is_no_decoder_raises_a_one_line_error(own, name, sentence):
     with pytest.raises(ValueError, match=sentence):
         decoder_of(name, asked=True)
 
@@ -343,7 +343,7 @@ def test_the_pages_decoder_is_one(tmp_path, monkeypatch):
 # ---- bad files ------------------------------------------------------------------------------------------------------
 
 
-def test_weights_that_lack_a_tensor_are_a_sentence(tmp_path):
+def test_weights_that_lack_a_tensor_raise_a_one_line_error(tmp_path):
     torch.save(closed_form([k for k in VAVAE["keys"] if k[0] != "decoder.mid.attn_1.q.bias"]), tmp_path / "x.pt")
     with pytest.raises(ValueError, match="lacks 1 tensors of latent diffusion's AutoencoderKL, decoder.mid.attn_1.q.bias first"):
         decoder_of(tmp_path / "x.pt", (8, 4, 4), Convention())
@@ -357,7 +357,7 @@ def test_weights_that_lack_a_tensor_are_a_sentence(tmp_path):
     ({"scaling_factor": None}, "scaling_factor null"),
     ({"norm_num_groups": 3}, "can be read and fits config.json"),
 ])  # fmt: skip
-def test_a_config_that_cannot_be_is_a_sentence(tmp_path, changes, sentence):
+def test_an_impossible_config_raises_a_one_line_error(tmp_path, changes, sentence):
     make_network("one scale", tmp_path)
     config = json.loads((tmp_path / "config.json").read_text()) | changes
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -370,7 +370,7 @@ def test_a_config_that_cannot_be_is_a_sentence(tmp_path, changes, sentence):
     ({"latents_std": [1.0] * 4}, "latents_mean has 0 numbers and latents_std 4"),
     ({"latents_mean": "x"}, "latents_mean=x: it should"),
 ])  # fmt: skip
-def test_a_latent_folders_statistics_that_cannot_be_are_a_sentence(tmp_path, record, sentence):
+def test_impossible_statistics_of_a_latent_folder_raise_a_one_line_error(tmp_path, record, sentence):
     from test_data import labels_of, numbered, write_folder
 
     with pytest.raises(ValueError, match=sentence):
@@ -399,7 +399,7 @@ def test_decoding_in_pieces_gives_the_same_images_and_never_more_at_once(tmp_pat
     assert autoencoders.load_autoencoder(name).encode(whole)[0].shape == latents.shape
 
 
-def test_an_autoencoder_that_overflows_in_fp16_is_a_sentence_and_not_black_images(tmp_path):
+def test_an_autoencoder_that_overflows_in_fp16_raises_a_one_line_error_and_not_black_images(tmp_path):
     name = make_network("scale and shift", tmp_path)
     decoder = autoencoders.load_decoder(name, (5, 4, 4), None, "cpu", torch.float16)
     large = torch.full((2, 5, 4, 4), 6e4)  # scaled beyond what fp16 holds
@@ -460,12 +460,12 @@ def test_latents_that_only_their_owner_can_decode_train_without_grids_and_are_sa
     assert torch.equal(images, pixels_to_images(Bright()((latents / 2 * 2 + 0.1) + 0.5)))
 
 
-def test_grids_in_training_are_drawn_by_a_decoder_of_ones_own(folder, own, tmp_path, fresh_accelerator):
+def test_grids_in_training_are_decoded_by_a_custom_decoder(folder, own, tmp_path, fresh_accelerator):
     train_on(folder, tmp_path / "run", f"data.autoencoder={own[0]}", "decode_batch_size=2")
     assert len(list((tmp_path / "run").glob("samples/*.png"))) == 1
 
 
-def test_no_pictures_of_none_are_scored_in_training(folder, tmp_path, fresh_accelerator):
+def test_no_images_of_none_are_scored_in_training(folder, tmp_path, fresh_accelerator):
     with pytest.raises(SystemExit, match="autoencoder=none: only their owner .* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: only their owner"):
@@ -473,7 +473,7 @@ def test_no_pictures_of_none_are_scored_in_training(folder, tmp_path, fresh_acce
     assert results.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]  # of a file: its own
 
 
-def test_a_damaged_torchscript_decoder_is_a_sentence(tmp_path):
+def test_a_damaged_torchscript_decoder_raises_a_one_line_error(tmp_path):
     with zipfile.ZipFile(tmp_path / "decoder.pt", "w") as archive:
         archive.writestr("decoder/code/a.py", "")
     with pytest.raises(ValueError, match="decoder.pt is not a whole TorchScript file"):

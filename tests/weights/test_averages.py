@@ -63,7 +63,7 @@ def test_exponents_and_decays_equal_edm2s():
         assert averages.decays(step - 1, 0.9, [std])[averages.power_name(std)] == pytest.approx(beta, abs=1e-12)
 
 
-def test_what_is_tracked_and_what_is_reconstructed_equal_edm2s():
+def test_tracked_and_reconstructed_averages_equal_edm2s():
     kept = tracked(THEIRS["stds"])
     for step, std, values in THEIRS["tracked"]:
         for key, value in values.items():
@@ -76,7 +76,7 @@ def test_what_is_tracked_and_what_is_reconstructed_equal_edm2s():
             assert ours.flatten().tolist() == pytest.approx(value, abs=1e-5)
 
 
-def test_a_width_that_was_not_tracked_is_near_what_tracking_it_had_given_and_nearer_with_more_snapshots():
+def test_an_untracked_width_is_close_to_the_tracked_one_and_closer_with_more_snapshots():
     sought = tracked([0.07], every=40)[40, 0.07]
     distances = []
     for every in (40, 8, 2):
@@ -220,7 +220,7 @@ def test_a_run_resumes_with_other_averages(several, shapes, tmp_path, overrides,
             torch.testing.assert_close(load_file(file)["blocks.0.attn.qkv.weight"], decay * old + (1 - decay) * model[1])
 
 
-def test_a_power_function_cannot_begin_in_the_middle(shapes, tmp_path):
+def test_a_power_function_average_cannot_start_in_the_middle(shapes, tmp_path):
     trained(tmp_path, shapes, "steps=2")
     result = train_here(tmp_path, shapes, "ema.std=[0.05]", "steps=4")
     assert result.returncode == 1 and "ema-std0.05 averages over a whole run" in result.stderr and "first 2 steps without it" in result.stderr
@@ -228,7 +228,7 @@ def test_a_power_function_cannot_begin_in_the_middle(shapes, tmp_path):
     assert result.returncode == 0 and "ema-0.9 begins at step 2" in result.stdout
 
 
-def test_a_width_of_a_run_without_power_functions_is_a_sentence(shapes, tmp_path):
+def test_a_width_of_a_run_without_power_functions_raises_a_one_line_error(shapes, tmp_path):
     trained(tmp_path, shapes, "steps=1")
     with pytest.raises(ValueError, match=r"has no ema-std0.07: .* tracks none to make it of, as ema.std=\[0.05,0.10\] does"):
         find_checkpoint(tmp_path, "ema-std0.07")

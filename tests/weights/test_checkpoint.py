@@ -85,7 +85,7 @@ def test_a_save_that_was_killed_leaves_nothing_that_counts_and_does_not_disturb_
     assert checkpoints.latest(tmp_path) == good and checkpoints.problem(save(tmp_path, 2)) is None
 
 
-def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_whole_one_left_alone(tmp_path):
+def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_complete_one_kept(tmp_path):
     folder = save(tmp_path, 1)
     before = (folder / "meta.json").stat().st_mtime_ns
     save(tmp_path, 1, value=5.0)
@@ -121,7 +121,7 @@ def test_damaged_checkpoints_that_were_passed_over_do_not_crowd_out_good_ones(tm
     assert (tmp_path / "checkpoints/damaged-step-00000020").is_dir()
 
 
-def test_the_last_sound_checkpoint_is_older_than_the_trouble_and_whole(tmp_path):
+def test_the_last_good_checkpoint_is_older_than_the_trouble_and_complete(tmp_path):
     one, two, *_ = [save(tmp_path, step, sound=step != 3) for step in (1, 2, 3, 4)]
     assert checkpoints.last_sound(tmp_path, before=4) == two
     (two / "model.safetensors").write_bytes(b"")

@@ -55,7 +55,7 @@ def shaken(net):
     return net
 
 
-def test_an_adapter_begins_as_nothing_bit_for_bit_on_every_linear_layer_but_the_modulations():
+def test_an_adapter_starts_as_zero_bit_for_bit_on_every_linear_layer_but_the_modulations():
     base, net = adapted()
     assert {name.split(".lora_")[0] for name, p in net.named_parameters() if p.requires_grad} == LAYERS
     noise = torch.rand(3, 1, 16, generator=torch.Generator().manual_seed(2))
@@ -129,7 +129,7 @@ def trained_run(run, parent, command):
     return run
 
 
-def test_a_run_holds_the_adapter_alone_and_says_what_it_is_for(trained_run, parent):
+def test_a_run_holds_only_the_adapter_and_names_its_base(trained_run, parent):
     folder, base = checkpoints.latest(trained_run), checkpoints.latest(parent) / "ema.safetensors"
     meta, saved = checkpoints.read_meta(folder), {name: load_file(folder / f"{name}.safetensors") for name in ("ema", "model", "training")}
     assert meta["lora"] == {"rank": 4, "alpha": 2.0, "targets": None, "base": str(base)}
@@ -165,7 +165,7 @@ def drawn(checkpoint, out):
     return np.load(out)["arr_0"]
 
 
-def test_what_base_and_adapter_draw_the_merged_folder_draws_without_a_base(trained_run, parent, tmp_path):
+def test_the_merged_folder_samples_what_base_and_adapter_sample(trained_run, parent, tmp_path):
     run_command(merge_lora.main, "merge_lora.py", f"checkpoint={trained_run}", f"out={tmp_path}/merged")
     assert checkpoints.problem(tmp_path / "merged") is None and "lora" not in checkpoints.read_meta(tmp_path / "merged")
     images = [drawn(each, tmp_path / f"{i}.npz") for i, each in enumerate((trained_run, tmp_path / "merged", parent))]
@@ -187,7 +187,7 @@ def test_an_adapter_may_be_trained_on_an_adapter(trained_run, command, tmp_path)
     assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_a_base_that_is_gone_or_has_changed_is_a_sentence(trained_run, parent, command, tmp_path, capsys):
+def test_a_base_that_is_gone_or_has_changed_raises_a_one_line_error(trained_run, parent, command, tmp_path, capsys):
     own = shutil.copytree(parent, tmp_path / "parent")
     run = shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("base"))  # as the first versions wrote it
     base = checkpoints.latest(own) / "ema.safetensors"
@@ -249,14 +249,14 @@ def test_a_parent_that_moved_and_has_gone_on_is_the_one_that_a_run_began_with(tr
         assert all(torch.equal(one[key], value) for key, value in other.items()), name
 
 
-def test_a_run_goes_on_with_its_own_adapter_only(trained_run, parent, command):
+def test_a_run_resumes_with_its_own_adapter_only(trained_run, parent, command):
     for rank in (2, None):
         with pytest.raises(SystemExit) as ended:
             command(trained_run, parent, steps=6, **{"lora.rank": rank, "lora.alpha": rank})
         assert "was trained with another adapter, so it cannot resume: it has {'rank': 4" in str(ended.value)
 
 
-def test_without_peft_there_is_a_sentence_and_drawing_goes_on(trained_run, monkeypatch):
+def test_without_peft_there_raises_a_one_line_error_and_sampling_still_works(trained_run, monkeypatch):
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
         monkeypatch.setitem(sys.modules, name, None)

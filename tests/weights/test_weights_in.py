@@ -78,7 +78,7 @@ def loaded(family: str, folder) -> nn.Module:
 
 @pytest.mark.parametrize("family", FAMILIES)
 @torch.no_grad()
-def test_a_published_file_says_whose_it_is_and_its_velocity_is_ours(family, tmp_path):
+def test_a_published_file_says_its_origin_and_its_velocity_is_ours(family, tmp_path):
     case = {"sit": SIT, "lightning": {"velocity": LIGHTNING["forward"][0]}}.get(family, REPA)["velocity"]
     trained = loaded(family, tmp_path)
     assert type(trained.diffusion) is RF and trained.family == family.partition(",")[0] and trained.family in trained.inferred
@@ -89,7 +89,7 @@ def test_a_published_file_says_whose_it_is_and_its_velocity_is_ours(family, tmp_
 
 
 @torch.no_grad()
-def test_turned_weights_answer_for_any_time_as_the_originals_do_for_the_time_left():
+def test_converted_weights_give_at_any_time_what_the_originals_give_at_the_reversed_time():
     net, turned = fill(DiT(**TINY)), DiT(**TINY).eval()
     turned.load_state_dict(onto_our_time(net.state_dict()))
     z, y, t = torch.randn(64, 4, 8, 8), torch.arange(64) % 11, torch.rand(64)
@@ -111,7 +111,7 @@ def under(prefix: str, state: dict) -> dict:
     (lambda state: {"ema_state_dict": under("model.", state), "step": 7}, "tread", None, EDM),
     (lambda state: {"ema_state_dict": under("_orig_mod.model.", state)}, "tread", None, EDM),
 ])
-def test_weights_of_dit_and_of_tread_are_taken_as_they_are(container, family, given, diffusion, is_new, tmp_path):
+def test_weights_of_dit_and_of_tread_are_loaded_unchanged(container, family, given, diffusion, is_new, tmp_path):
     state = fill(DiT(**TINY, learn_sigma=diffusion is DDPM)).state_dict()
     torch.save(container(state), tmp_path / "weights.pt", _use_new_zipfile_serialization=is_new)
     trained = load_trained(tmp_path / "weights.pt", diffusion=given, num_heads=4)
@@ -124,7 +124,7 @@ def test_weights_of_dit_and_of_tread_are_taken_as_they_are(container, family, gi
     (lambda: DiT(**TINY).state_dict(), "edm (weights of this project, diffusion=edm); rf ("),
     (lambda: DiT(**LIGHTNING_TINY).state_dict(), "lightning (hustvl/LightningDiT"),
 ])
-def test_bare_weights_are_never_guessed_and_the_question_says_how_to_know(state, choices, tmp_path):
+def test_the_origin_of_bare_weights_is_never_guessed_and_the_error_says_how_to_tell(state, choices, tmp_path):
     save_file(state(), tmp_path / "bare.safetensors")
     with pytest.raises(ValueError, match="carries no record.*train.py that wrote it") as refused:
         load_trained(tmp_path / "bare.safetensors", num_heads=4)
@@ -149,13 +149,13 @@ def test_the_same_bare_file_is_another_network_for_dit_and_for_sit(tmp_path):
     (lambda: {key: value for key, value in weights_of("repa, legacy").items() if not key.startswith("blocks.")}, "encoder depth is not known"),
     (lambda: {key: value for key, value in weights_of("repa").items() if not key.startswith("blocks.1.attn")}, "do not fit their network"),
 ])
-def test_files_that_cannot_be_read_aright_are_refused_in_a_sentence(content, says, tmp_path):
+def test_files_that_cannot_be_read_correctly_raise_a_one_line_error(content, says, tmp_path):
     torch.save(content(), tmp_path / "weights.pt")
     with pytest.raises(ValueError, match=says):
         load_trained(tmp_path / "weights.pt", num_heads=4)
 
 
-def test_training_on_from_a_bare_file_asks_whose_it_is_and_refuses_another_diffusion(tmp_path):
+def test_training_from_a_bare_file_asks_for_its_origin_and_refuses_another_diffusion(tmp_path):
     save_file(weights_of("sit"), tmp_path / "bare.safetensors")
     network = TINY | {"routes": [], "learn_sigma": False}
     record = {"network": network, "diffusion": {"name": "rf"}}
@@ -237,7 +237,7 @@ def test_one_row_is_a_class_and_a_count_that_fits_no_table_is_refused(tmp_path):
         load_trained(tmp_path / "ten.pt", diffusion="dit", num_heads=4, num_classes=7)
 
 
-def test_fine_tuning_on_other_classes_makes_the_table_of_labels_anew(tmp_path):
+def test_fine_tuning_on_other_classes_creates_a_new_label_table(tmp_path):
     save_file(fill(DiT(**TINY)).state_dict(), tmp_path / "bare.safetensors")
     record = {"network": TINY | {"routes": [], "num_classes": 4}, "diffusion": {"name": "rf"}, "seed": 3}
     with pytest.raises(ValueError, match="'num_classes': 10} there, {'num_classes': 4} here. new_label_table=true"):
@@ -249,7 +249,7 @@ def test_fine_tuning_on_other_classes_makes_the_table_of_labels_anew(tmp_path):
     assert 0.01 < parents[0].state_dict()[TABLE].std() < 0.03
 
 
-def test_a_run_begins_with_the_weights_and_a_new_table_and_says_which_weights_they_were(tmp_path, capsys):
+def test_a_run_starts_from_the_weights_and_a_new_label_table_and_reports_which_weights(tmp_path, capsys):
     make(tmp_path)
     weights = ["init_from=weights.pt", "diffusion_name=edm", "new_label_table=true", "data.num_classes=7", "optimizer.lr=0"]
     run(tmp_path, "train", weights)
@@ -297,7 +297,7 @@ def assert_loaded(path, expected: dict, says: str = "", **given) -> None:
 
 
 @pytest.mark.parametrize("form", AVERAGES)
-def test_the_average_is_taken_under_whatever_name_and_the_line_says_so(form, tmp_path):
+def test_the_average_is_used_under_any_name_and_the_line_says_so(form, tmp_path):
     ema, raw = two()
     torch.save(AVERAGES[form](ema, raw), tmp_path / "x.pt")
     assert_loaded(tmp_path / "x.pt", ema, "Taken: the average under " if form != "AveragedModel" else "other")
@@ -305,7 +305,7 @@ def test_the_average_is_taken_under_whatever_name_and_the_line_says_so(form, tmp
 
 
 @pytest.mark.parametrize("name", ["model", "state_dict", "schema", "model_non_ema"])
-def test_raw_weights_are_said_to_be_raw_where_there_is_no_average(name, tmp_path):
+def test_raw_weights_are_called_raw_if_there_is_no_average(name, tmp_path):
     _, raw = two()
     torch.save({name: raw, "ema": {}}, tmp_path / "x.pt")
     assert_loaded(tmp_path / "x.pt", raw, f"the raw weights under {name}, as no average is in the file")
@@ -368,7 +368,7 @@ def test_a_folder_of_accelerate_gives_its_average(name, custom, tmp_path):
     assert_loaded(tmp_path, raw, weights="model")
 
 
-def test_of_several_files_of_a_folder_the_average_is_taken_or_one_is_asked_for(tmp_path):
+def test_the_average_among_several_files_of_a_folder_is_used_or_an_error_asks_for_one(tmp_path):
     ema, raw = two()
     for name, state in (("model_0100", raw), ("model_0200", raw)):
         torch.save(state, tmp_path / f"{name}.pt")
@@ -407,7 +407,7 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
     assert_loaded(tmp_path / "alone", raw, input_size=8)
 
 
-def test_a_pipeline_that_predicts_another_thing_or_has_many_embedders_is_not_taken_for_dit(tmp_path):
+def test_a_pipeline_that_predicts_something_else_or_has_many_embedders_is_not_read_as_dit(tmp_path):
     _, raw = two()
     write_pipeline(tmp_path, raw)
     (tmp_path / "scheduler/scheduler_config.json").write_text('{"num_train_timesteps": 1000, "prediction_type": "v_prediction"}')
@@ -502,7 +502,7 @@ class ExactVelocity(nn.Module):
         return -0.7 + (t - (1 - t) * 0.25) / ((1 - t)**2 * 0.25 + t**2) * (z - (1 - t) * 0.7)
 
 
-def test_the_sde_draws_the_distribution_of_the_data():
+def test_the_sde_samples_the_distribution_of_the_data():
     torch.manual_seed(0)
     z = torch.randn(20_000, 1, 1, 1)
     x = RF().sample(ExactVelocity(), z, torch.zeros(20_000, dtype=torch.int64), num_steps=100, solver="euler_maruyama")
@@ -534,7 +534,7 @@ def test_channels_beyond_those_guided_are_the_strong_passs_bit_for_bit(diffusion
     (lambda: DDPM().sample(fill(DiT(**TINY)), torch.zeros(1, 4, 8, 8), torch.tensor([0]), 2, solver="ancestral"), "set sampler.solver=heun"),
     (lambda: sampler_settings(RF(), {"solver": "euler_maruyama", "rho": 2.0}), "RF with solver=euler_maruyama has no such setting; it has solver, shift"),
 ])
-def test_what_does_not_fit_is_a_sentence(call, says):
+def test_what_does_not_fit_raises_a_one_line_error(call, says):
     with pytest.raises(ValueError, match=says):
         call()
 
@@ -573,7 +573,7 @@ def test_a_score_says_whose_weights_which_solver_and_which_channels(tmp_path):
     assert (dit["family"], dit["diffusion"], dit["sampler"], dit["evaluations"]) == ("dit", "DDPM", {"solver": "ancestral"}, 4)
 
 
-def test_another_code_bases_name_says_nothing_of_a_checkpoint_with_a_record(tmp_path):
+def test_another_code_bases_name_is_ignored_for_a_checkpoint_with_metadata(tmp_path):
     assert load_trained(write_run(tmp_path, PIXELS, diffusion={"name": "rf"})).family is None
     with pytest.raises(ValueError, match="diffusion_name=sit is for weights without a record"):
         load_trained(tmp_path, diffusion="sit")
