@@ -4,8 +4,8 @@ requirements=$1
 venv=${TREAD_VENV:-$PWD/.venv}
 if ! "$venv/bin/python" -m pip --version >/dev/null 2>&1; then      # absent, or half made when it was interrupted
     python=${PYTHON:-$(python3.12 -c 'print("python3.12")' 2>/dev/null || echo python3)}
-    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 12))' || {
-        echo "Python 3.11 or 3.12 is needed and $python is $("$python" --version 2>&1). Set PYTHON=<path of one>." >&2
+    "$python" -c 'import sys; sys.exit(not (3, 11) <= sys.version_info[:2] <= (3, 14))' || {
+        echo "Python 3.11 to 3.14 is needed and $python is $("$python" --version 2>&1). Set PYTHON=<path of one>." >&2
         exit 1
     }
     echo "Making $venv with $("$python" --version)"
