@@ -6,6 +6,7 @@ import filecmp
 import io
 import json
 import os
+import runpy
 import zipfile
 from functools import partial
 from pathlib import Path
@@ -210,15 +211,12 @@ def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
     assert arrays["labels"].tolist() == [index % 6 for index in range(60)]
 
 
-def test_the_writer_in_the_docs_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
-    text = (ROOT / "docs" / "data.md").read_text()
-    examples = [part.split("```")[0] for part in text.split("```python\n")[1:] if "my-latents" in part.split("```")[0]]
+def test_the_example_of_a_writer_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
-    for example in examples:
-        exec(compile(example, "docs/data.md", "exec"), {})
+    runpy.run_path(str(ROOT / "examples" / "write_latents.py"))
     latents = open_latents(tmp_path / "my-latents")
     assert latents.count == 100 and latents.shape == (4, 32, 32) and latents.num_classes == 10
-    assert len(examples) == 2 and latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
+    assert latents.rows_of(["weight"], np.arange(3))["weight"].shape == (3, 1, 32, 32)
 
 
 # ---- classes --------------------------------------------------------------------------------------------------------
