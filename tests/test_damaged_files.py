@@ -1,4 +1,4 @@
-"""Damaged files, beside those of test_mistakes.py: no foreign code runs, and what can be made again is."""
+"""Damaged files, beside those of test_mistakes.py: no code in them runs, and what can be rebuilt is."""
 
 import io
 import json

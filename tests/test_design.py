@@ -1,23 +1,23 @@
-"""The house: imports point down between rooms, without a circle, and the page names all that is there."""
+"""Imports point down between packages, without a cycle, and docs/design.md names every file and package."""
 
 import ast
 import re
 
 from conftest import ROOT
 
-# From the lowest to the highest; files of one group may know of each other, without a circle.
-SCIENCE = ("routing_module", "blocks", "dit", "guidance", "edm", "rf", "autoencoder", "objectives", "routed")
-ORDER = [*SCIENCE, "runtime", "weights", "latents", "sampling", "scoring", "training", "commands", "scripts"]
+# From the lowest to the highest; files of one group may import each other, without a cycle.
+CORE = ("routing_module", "blocks", "dit", "guidance", "edm", "rf", "autoencoder", "objectives", "routed")
+ORDER = [*CORE, "runtime", "weights", "latents", "sampling", "scoring", "training", "commands", "scripts"]
 COMMANDS = ("train", "sample", "fid")
 
 
 def files() -> dict[str, ast.Module]:
     """Parses our code outside of tests, by module name."""
-    found = [*ROOT.glob("*.py"), *(path for room in ORDER for path in (ROOT / room).glob("**/*.py"))]
+    found = [*ROOT.glob("*.py"), *(path for name in ORDER for path in (ROOT / name).glob("**/*.py"))]
     return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text()) for path in found}
 
 
-def room(module: str) -> str:
+def package(module: str) -> str:
     first = module.partition(".")[0]
     return "commands" if first in COMMANDS else first
 
@@ -37,9 +37,9 @@ def test_imports_point_down_and_the_core_imports_no_supporting_code():
     modules = files()
     for name, tree in modules.items():
         for other in imported(name, tree, modules):
-            assert ORDER.index(room(other)) <= ORDER.index(room(name)), f"{name} imports {other}"
-            if room(name) == "commands":  # sample.py and fid.py are commands that no other imports
-                assert room(other) != "commands", f"{name} imports {other}"
+            assert ORDER.index(package(other)) <= ORDER.index(package(name)), f"{name} imports {other}"
+            if package(name) == "commands":  # sample.py and fid.py are commands that no other imports
+                assert package(other) != "commands", f"{name} imports {other}"
 
 
 def test_imports_have_no_cycle():
@@ -47,7 +47,7 @@ def test_imports_have_no_cycle():
     graph, done = {name: imported(name, tree, modules) for name, tree in modules.items()}, set()
 
     def visit(name: str, above: tuple[str, ...]) -> None:
-        assert name not in above, f"a circle: {' -> '.join([*above[above.index(name):], name])}"
+        assert name not in above, f"a cycle: {' -> '.join([*above[above.index(name):], name])}"
         if name not in done:
             for other in graph[name]:
                 visit(other, (*above, name))
@@ -62,7 +62,7 @@ def test_a_reader_of_latents_imports_no_network():
     while reached:
         found |= reached
         reached = {other for name in reached for other in imported(name, modules[name], modules)} - found
-    assert {room(name) for name in found} <= {"latents", "runtime", "autoencoder", "routing_module"}
+    assert {package(name) for name in found} <= {"latents", "runtime", "autoencoder", "routing_module"}
 
 
 def test_at_most_ten_files_at_the_top_level_and_the_page_names_each_file_and_package():
@@ -70,10 +70,10 @@ def test_at_most_ten_files_at_the_top_level_and_the_page_names_each_file_and_pac
     tree = re.search(r"```\n(.*?)```", (ROOT / "docs/design.md").read_text(), re.DOTALL)[1]
     assert len(top) <= 10
     assert {line.split()[0] for line in tree.splitlines() if line.split()[0].endswith(".py")} == set(top)
-    rooms = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert rooms <= set(re.findall(r"^(\w+)/", tree, re.MULTILINE)), rooms
+    packages = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert packages <= set(re.findall(r"^(\w+)/", tree, re.MULTILINE)), packages
 
 
 def test_a_folders_file_is_found_by_its_name_alone():
-    names = [path.stem for room in ORDER for path in (ROOT / room).glob("*.py") if path.stem != "__init__"] + [path.stem for path in ROOT.glob("*.py")]
+    names = [path.stem for name in ORDER for path in (ROOT / name).glob("*.py") if path.stem != "__init__"] + [path.stem for path in ROOT.glob("*.py")]
     assert sorted(names) == sorted(set(names)), sorted(name for name in set(names) if names.count(name) > 1)

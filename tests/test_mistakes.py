@@ -1,4 +1,4 @@
-"""The mistakes that people make: each ends its command in one sentence, before anything is written.
+"""Common mistakes: each raises a one-line error before anything is written.
 
 A row of TYPED is what somebody types over settings that work (tests/world.py), and words of the sentence: mostly a
 setting and its value. A row of SPOILT is what is wrong with a file or a folder, and such words.

@@ -1,4 +1,4 @@
-"""Our networks, losses and samplers against numbers that the published codes produced (tests/published/*.json).
+"""Our networks, losses and samplers against numbers from the published implementations (tests/published/*.json).
 
 Weights and inputs are closed formulas, so both sides evaluate them without a shared random generator; each JSON
 names the repository and commit whose code was run, and how. Only numbers came from there.

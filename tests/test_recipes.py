@@ -1,4 +1,4 @@
-"""Each recipe of docs/recipes.md, and several at once, as a short run: it resumes, it draws, and its knob at zero is no knob."""
+"""Each recipe of docs/recipes.md, and several at once, as a short run: it resumes, it samples, and with its weight at zero it changes nothing."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Sprint: tokens leave before g, mask tokens take their places after it, and a linear layer fuses g's output with f's."""
+"""Sprint: tokens leave before g, mask tokens replace them after it, and a linear layer fuses g's output with f's."""
 
 from functools import partial
 from types import SimpleNamespace

@@ -1,4 +1,4 @@
-"""Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and draws."""
+"""Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and samples."""
 
 import copy
 import io

@@ -1,4 +1,4 @@
-"""What is drawn and scored is that of DRAWING_VERSION and SCORING_VERSION, which rows of results carry.
+"""Sampled images and scores are those of DRAWING_VERSION and SCORING_VERSION, which rows of results carry.
 
 Who means to change it raises the constant, and stores the new numbers by `python tests/test_versions.py`.
 """

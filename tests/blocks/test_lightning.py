@@ -1,4 +1,4 @@
-"""LightningDiT, dense and on a route, against numbers that the published codes produced, and its weights."""
+"""LightningDiT, dense and on a route, against numbers from the published implementation, and its weights."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""Objectives: version 1's loss, a loss of one's own as the page shows it, what is trained with it, hidden states."""
+"""Objectives: version 1's loss, the custom loss of the page, what is trained with it, hidden states."""
 
 import re
 from functools import partial

@@ -1,4 +1,4 @@
-"""The oracle of `routed` on public codes as they are, tiny and random: clones in the folder that TREAD_CLONES names.
+"""`routed` on unmodified public implementations, tiny and random: clones in the folder that TREAD_CLONES names.
 
     TREAD_CLONES=clones python -m pytest -m rig tests/rigs/test_original_codes.py -s
 

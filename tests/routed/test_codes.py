@@ -1,4 +1,4 @@
-"""Original codes are known by what their blocks look like: small networks of the same shape, routed and fed fewer tokens.
+"""Original implementations are recognised by their blocks: small networks of the same shape, routed or given fewer tokens.
 
 The codes themselves are run by `tests/rigs/test_original_codes.py`.
 """

@@ -1,4 +1,4 @@
-"""Which tokens stay is the user's: a mask that keeps them, a selection, and routes that change with the step."""
+"""The user chooses which tokens are kept: by a mask, a selection, and routes that change with the step."""
 
 import json
 from fractions import Fraction

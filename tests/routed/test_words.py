@@ -1,4 +1,4 @@
-"""Networks of one's own, described by a few words: what blocks may look like, and what is refused with the reason."""
+"""Custom networks, described by blocks, along and keep: what blocks may look like, and which raise an error."""
 
 import pytest
 import torch

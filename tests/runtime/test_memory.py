@@ -1,4 +1,4 @@
-"""Full memory, anywhere in any command, is a sentence: the library's words, and the settings that help."""
+"""Out of memory, anywhere in any command, raises a one-line error with the library's words and the settings that help."""
 
 import pytest
 import torch

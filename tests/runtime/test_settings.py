@@ -1,4 +1,4 @@
-"""Settings are declared once: a value of another type or range is a sentence, and so is all that ends a command."""
+"""Settings are declared once: a value of a wrong type or range raises a one-line error, as every failure of a command."""
 
 import importlib
 import json

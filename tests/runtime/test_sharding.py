@@ -1,4 +1,4 @@
-"""A sharded run is the same run: losses, pictures, scores and checkpoints are DDP's, on a part of the memory."""
+"""A sharded run is the same run: losses, images, scores and checkpoints are DDP's, with less memory."""
 
 import json
 import os

@@ -1,4 +1,4 @@
-"""Extractors: what they are fed, which weights they take, and what they refuse."""
+"""Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
 import hashlib
 import random

@@ -1,4 +1,4 @@
-"""Images are drawn as published ones, of a gauge or of a run's record, and only then are scores set beside theirs."""
+"""Images are sampled as published ones, by a gauge or a run's metadata, and only then are scores compared."""
 
 import json
 

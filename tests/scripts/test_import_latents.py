@@ -1,4 +1,4 @@
-"""Others' latents, each written from its documented layout, come in with their labels and values, or end in a sentence."""
+"""Others' latents, each written from its documented layout, are imported with their labels and values, or raise a one-line error."""
 
 import io
 import json

@@ -1,4 +1,4 @@
-"""scripts/slurm.sh, against stand-ins for Slurm that do to a job what it does."""
+"""scripts/slurm.sh, against mocks of Slurm's commands."""
 
 import contextlib
 import json

@@ -1,4 +1,4 @@
-"""A study: runs that go on after a kill, scores gathered over seeds, crossings by interpolation, equal draws for dense and routed."""
+"""A study: runs that resume after a kill, scores over seeds, interpolated crossings, the same randomness for dense and routed."""
 
 import json
 import os

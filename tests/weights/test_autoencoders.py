@@ -1,4 +1,4 @@
-"""Whatever made a set of latents decodes it: diffusers' classes, LDM's files, TorchScript, Python; in pieces; or none."""
+"""The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, TorchScript, Python; in pieces; or none."""
 
 import json
 import math

@@ -1,4 +1,4 @@
-"""A checkpoint is whole or it is not there."""
+"""A checkpoint is complete or does not exist."""
 
 import json
 import shutil

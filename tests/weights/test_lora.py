@@ -1,4 +1,4 @@
-"""LoRA: the base stays as it is, the adapter alone is trained, saved and averaged, and both together draw."""
+"""LoRA: the base does not change, only the adapter is trained, saved and averaged, and both together sample."""
 
 import copy
 import importlib.util
