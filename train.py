@@ -17,7 +17,6 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -136,20 +135,10 @@ def as_line(row: dict, steps: int) -> str:
                     if name.startswith("loss_") and value is not None)
     return (
         f"step {row['step']}/{steps}  loss {loss}{terms}  lr {row['lr']:.2e}  grad {norm}  "
-        f"{row['img_per_sec']:,.0f} img/s  {row['sec_per_step']:.3f} s/step  {row['peak_memory_gib']:.2f} GiB  "
-        f"{row['images']:,} images  "
-        f"{row['elapsed_s']:,.0f} s" + (f"  {row['skipped']} steps skipped" if row["skipped"] else "")
+        f"{row['img_per_sec']:,.{int(row['img_per_sec'] < 10)}f} img/s  {row['sec_per_step']:.3f} s/step  "
+        f"{row['peak_memory_gib']:.2f} GiB  {row['images']:,} images  {row['elapsed_s']:,.0f} s"
+        + (f"  {row['skipped']} steps skipped" if row["skipped"] else "")
     )
-
-
-def summary(run: Run, resumed: tuple[Path, dict] | None) -> str:
-    """Describes network, data, device and length of a run in a line."""
-    cfg, latents, accelerator = run.cfg, run.latents, run.accelerator
-    return (
-        f"{cfg.name}: {cfg.model.backbone_type}, {sharding.size(run.model) / 1e6:.1f}M parameters, "
-        f"routes {run.objective.schedule}; {latents.count:,} latents of {latents.shape} in "
-        f"{latents.num_classes} classes; {accelerator.num_processes} × {accelerator.device.type}, {cfg.precision}; "
-        + (f"resuming {resumed[0].name} of {cfg.steps}" if resumed else f"{cfg.steps} steps of {cfg.batch_size}"))
 
 
 def start_trackers(run: Run) -> None:
@@ -193,31 +182,42 @@ def begin_step(run: Run) -> None:
         tqdm.write(f"step {run.step}/{run.cfg.steps}  routes {schedule.describe(run.step)}")
 
 
-def report(run: Run, num_steps: int, since: float) -> None:
-    """Reduces the sums over ranks, writes a line and a row, and ends a run whose gradients are no longer finite."""
-    cfg, accelerator = run.cfg, run.accelerator
-    total = run.sums.over_ranks(accelerator)
+def measure(run: Run, num_steps: int, since: float) -> tuple[dict, dict[str, float]]:
+    """Returns a row of the steps since the last report, and their sums over ranks; waits for the device."""
+    total = run.sums.over_ranks(run.accelerator)
     seconds = time.perf_counter() - since - run.paused  # after the sums, which wait for a GPU's steps
-    run.paused = 0.0
-    trouble = run.is_diverging(total)
-    run.sums.reset()
-    row = {
+    return {
         "step": run.step, "images": run.images,
         "loss": total["loss"] / total["steps"] if total["steps"] else None,
         "lr": run.optimizer.param_groups[0]["lr"],
         "grad_norm": total["grad_norm"] / total["steps"] if total["steps"] else None,
         **{f"loss_{name}": total[name] / total["steps"] if total["steps"] else None for name in run.objective.terms},
         "skipped": int(total["skipped"]),
-        "img_per_sec": num_steps * cfg.batch_size / seconds, "sec_per_step": seconds / num_steps,
-        "peak_memory_gib": peak_memory_gib(accelerator.device), "elapsed_s": run.elapsed,
-    }
+        "img_per_sec": num_steps * run.cfg.batch_size / seconds, "sec_per_step": seconds / num_steps,
+        "peak_memory_gib": peak_memory_gib(run.accelerator.device), "elapsed_s": run.elapsed,
+    }, total
+
+
+def tell_first_step(run: Run) -> None:
+    """Writes the line of the first step that this process takes, and no row: the next report counts it, too."""
+    row, _ = measure(run, 1, run.started)
+    if run.accelerator.is_main_process:
+        tqdm.write(as_line(row, run.cfg.steps) + "  with compiling" * bool(run.cfg.compile))
+
+
+def report(run: Run, num_steps: int, since: float) -> None:
+    """Writes a line and a row of the steps since the last report; stops where gradients are no longer finite."""
+    row, total = measure(run, num_steps, since)
+    run.paused = 0.0
+    trouble = run.is_diverging(total)
+    run.sums.reset()
     if row["loss"] is not None:
         run.reported_loss = row["loss"]
         run.lowest_loss = run.lowest_loss if trouble else min(run.lowest_loss, row["loss"])
-    if accelerator.is_main_process:
-        tqdm.write(as_line(row, cfg.steps))
+    if run.accelerator.is_main_process:
+        tqdm.write(as_line(row, run.cfg.steps))
         files.append_row(run.folder / "metrics.jsonl", row)
-    accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
+    run.accelerator.log({name: value for name, value in row.items() if value is not None}, step=run.step)
     require_gradients(run, int(total["skipped_in_row"]))
 
 
@@ -293,7 +293,7 @@ def main(cfg: TrainSettings) -> None:
     # This makes DDP's replicas, unless FSDP has sharded the parts already.
     called = accelerator.prepare_model(run.objective, evaluation_mode=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
-    accelerator.print(summary(run, resumed))
+    accelerator.print(run.summary + (f"; resuming {resumed[0].name}" if resumed else ""))
 
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
@@ -305,13 +305,15 @@ def main(cfg: TrainSettings) -> None:
         if moved and (due(run.step, cfg.log.every) or finished):
             report(run, run.step - reported_step, reported_at)
             reported_step, reported_at = run.step, time.perf_counter()
+        elif run.step == first_step + 1:
+            tell_first_step(run)
         stopped_by = stop.agreed(run.step, accelerator)
         last_step = finished or stopped_by
         if moved and (due(run.step, cfg.checkpoint.every) or last_step):
             with paused(run, bar, "saving"):
                 save(run)
         # Right after resuming, too: a kill may have come between a save and its grid.
-        due_grid = run.step and run.grid and (due(run.step, cfg.samples.every) or finished)
+        due_grid = (run.step or cfg.samples.at_start) and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and ranks.broadcast_from_main(accelerator, not run.grid_path.exists()):
             with paused(run, bar, "sampling"):
                 draw(run)

@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import tempfile
+import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
@@ -38,6 +39,7 @@ def command(
     HYDRA_FULL_ERROR=1 in the environment in a traceback. `rewrite` turns arguments of another form into settings.
     """
     def decorate(main: Callable[[Any], None]) -> Callable[..., None]:
+        @mock.patch.object(warnings, "formatwarning", as_one_line)
         def run(program: str) -> None:
             wants_traceback, plain = "HYDRA_FULL_ERROR" in os.environ, {}
             try:
@@ -79,12 +81,18 @@ def command(
 def program(main: Callable[[], None]) -> Callable[..., None]:
     """Lets a program that reads its own command line be called as a function, with the words of one."""
     @functools.wraps(main)
+    @mock.patch.object(warnings, "formatwarning", as_one_line)
     def entry(*words: str) -> None:
         if words or not notebook.has_command_line():
             call(lambda _: main(), Path(main.__code__.co_filename).name, words)
         else:
             main()
     return entry
+
+
+def as_one_line(message: Warning | str, *_: object) -> str:
+    """Formats a warning as one line, without the Python source that raised it."""
+    return f"warning: {' '.join(str(message).split())}\n"
 
 
 def call(run: Callable[[str], None], program: str, settings: Iterable[str]) -> None:

@@ -21,6 +21,8 @@ from runtime.files import atomic_write, write_array
 from runtime.notebook import show
 from sampling.generate import Batch
 
+MOST_COLUMNS = 10  # of a grid, whose classes may have many images each
+
 
 def caption_font() -> ImageFont.FreeTypeFont:
     """Loads DejaVu Sans, which comes with matplotlib and has letters far beyond Latin."""
@@ -34,7 +36,9 @@ def draw_grid(
     display_names: list[str] | None,        # of the classes; None: their numbers
     classes: Iterable[int] = (),            # in the order of the rows; others follow as they come
 ) -> Image.Image:
-    """Lays out images in captioned rows, one a class; where each class has a single image, eight in a row.
+    """Lays out images in captioned rows of at most MOST_COLUMNS; each class begins one.
+
+    Where each class has a single image, eight share a row.
 
     A name with letters that the font lacks is replaced by the class's number.
     """
@@ -42,11 +46,12 @@ def draw_grid(
     height, width = images.shape[1:3]
     zoom = max(1, 64 // height)
     present = [label for label in dict.fromkeys([*classes, *labels]) if label in labels]
-    rows = [[i for i, other in enumerate(labels) if other == label] for label in present]
-    columns = max(map(len, rows))
-    if columns == 1:
-        columns = min(8, len(labels))
-        rows = [list(range(i, min(i + columns, len(labels)))) for i in range(0, len(labels), columns)]
+    groups = [[i for i, other in enumerate(labels) if other == label] for label in present]
+    most = max(map(len, groups))
+    columns = math.ceil(most / math.ceil(most / MOST_COLUMNS))  # which leaves the fewest cells empty
+    if most == 1:
+        columns, groups = min(8, len(labels)), [[*range(len(labels))]]
+    rows = [group[i:i + columns] for group in groups for i in range(0, len(group), columns)]
 
     font = caption_font()
     unknown = bytes(font.getmask("\U0010ffff"))  # the box that stands for a letter the font lacks

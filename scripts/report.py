@@ -37,6 +37,8 @@ STUDY_AXES = {"step": "steps", "images": "images", "seconds": "seconds", "flops"
 CONDITIONS = ("images", "extractor", "reference", "image_rule", "resolution", "seeds", "classes", "labels", "num_steps",
               "sampler", "precision", "weights", "autoencoder", "drawing_version", "scoring_version")
 HIGHER = ("inception_score", "precision", "recall")  # of these the highest is the best, of other metrics the lowest
+LEAST_SPAN = 0.1  # of an axis of values, over the largest of them, so that noise does not look like a jump
+ENVIRONMENT = ("python", "torch", "device", "world", "tf32", "commit")
 STRETCHES = 1000  # of rows, into which a curve of more than twice as many rows is condensed
 COLORS, DASHES = Colorblind[8], ("solid", "dashed", "dotted", "dashdot")
 GRID = "display: grid !important; gap: 12px; grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr))"
@@ -148,13 +150,18 @@ def read_run(folder: Path, name: str) -> SimpleNamespace:
     config, metrics, results = (next(iter(own(folder / name)), Path(os.devnull))
                                 for name in ("config.yaml", "metrics.jsonl", "results.jsonl"))
     columns = read_metrics(metrics)
+    with config.open(encoding="utf-8", errors="replace") as file:
+        head = file.readline()
+    record = {key: value for key, value in meta.items() if key not in ("config", "files")}
+    machine = flat(record | (record.get("history") or [{}])[-1])
     grids = {int(path.stem[5:]): path for path in own(*sorted(folder.glob("samples/step-" + 8 * "[0-9]" + ".png")))}
     return SimpleNamespace(
-        name=name, columns=columns, source=bk.ColumnDataSource(columns), grids=grids,
+        name=name, summary=head[1:].strip() if head.startswith("#") else "", columns=columns,
+        source=bk.ColumnDataSource(columns), grids=grids,
         scores=read_scores(results, name, columns),
         pictures=sorted({*own(*folder.glob("*.png"), *folder.glob("samples/*.png"))} - {*grids.values()}),
         config=flat(read_yaml(config) if config.is_file() else meta.get("config", {})),
-        environment=flat({key: value for key, value in meta.items() if key not in ("config", "files")}))
+        environment={key: machine[key] for key in ENVIRONMENT if key in machine}, record=flat(record))
 
 
 def condensed(data: dict[str, np.ndarray], y: str, axes: dict[str, str]) -> dict[str, np.ndarray]:
@@ -166,12 +173,21 @@ def condensed(data: dict[str, np.ndarray], y: str, axes: dict[str, str]) -> dict
     return {**means, "low": np.fmin.reduceat(data[y], starts), "high": np.fmax.reduceat(data[y], starts)}
 
 
+def span(y: str, lines: list[tuple]) -> dict[str, float]:
+    """Returns start and end of an axis whose values differ by less than LEAST_SPAN; {} where it fits them."""
+    values = np.concatenate([source.data[key] for _, source, *_ in lines for key in (y, "low", "high")
+                             if key in source.data])
+    low, high = float(np.nanmin(values)), float(np.nanmax(values))
+    middle, half = (low + high) / 2, LEAST_SPAN / 2 * max(abs(low), abs(high))
+    return {"start": middle - half, "end": middle + half} if high - low < 2 * half else {}
+
+
 def draw(title: str, y: str, lines: list[tuple], axes: dict[str, str]) -> figure:
     """Draws lines (label, source, colour, dash) of a column over the first axis; a click in the legend hides one."""
     x, hovered = next(iter(axes)), []
     plot = figure(title=title, height=290 + 22 * len(lines), sizing_mode="stretch_width", toolbar_location="above",
                   tools="box_zoom,xpan,xwheel_zoom,reset,save", active_drag="box_zoom", min_border_right=25,
-                  y_range=bk.DataRange1d(only_visible=True), x_axis_label=axes[x])
+                  y_range=bk.DataRange1d(only_visible=True, **span(y, lines)), x_axis_label=axes[x])
     for label, source, color, dash in lines:
         look = {"name": label, "legend_label": label, "color": COLORS[color % len(COLORS)]}
         if len(source.data[y]) > 2 * STRETCHES:
@@ -283,8 +299,8 @@ def gallery(pictures: list[tuple[str, Path]], out: Path) -> str:
 
 
 def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path) -> list:
-    """Shows the newest grids, the loss and the scores, and the last row of each run."""
-    rows = []
+    """Says what each run trains; shows the newest grids, the loss and the scores, and the last row of each run."""
+    trained, rows = [html.escape(run.summary) for run in runs if run.summary], []
     for run in runs:
         last = {name: next((float(value) for value in values[::-1] if math.isfinite(value)), None)
                 for name, values in run.columns.items()}
@@ -297,7 +313,7 @@ def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path) -> lis
     if len({any(key.startswith("model.routes.") for key in run.config) for run in runs}) > 1:
         parts.append(prose("A routed run's loss is higher than a dense run's, as part of its tokens miss the middle "
                            "blocks: compare scores, not losses."))
-    return [*parts, *table(rows, "runs")]
+    return [*[prose("<br>".join(trained))] * bool(trained), *parts, *table(rows, "runs")]
 
 
 def grids_by_step(runs: list[SimpleNamespace], out: Path) -> list:
@@ -372,7 +388,7 @@ def build(cfg: ReportSettings) -> str:
             part for name, rows in (tables | {"scores": study_scores}).items() if rows
             for part in (prose(f"<h3>{html.escape(name)}</h3>"), *table(rows, f"study-{name}"))],
         "Settings": side_by_side(runs, "config"),
-        "Environment": side_by_side(runs, "environment"),
+        "Environment": side_by_side(runs, "environment") + side_by_side(runs, "record"),
     }
     fits = {"min-width": "0", "overflow-x": "clip"}  # a legend of long names does not widen the page
     panels = [bk.TabPanel(title=name, child=column(parts, sizing_mode="stretch_width", styles=fits))

@@ -1,8 +1,10 @@
 """Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and samples."""
 
 import copy
+import importlib
 import io
 import json
+import logging
 import re
 import shutil
 import time
@@ -240,7 +242,7 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
         (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
     assert {row["source"]["decode_precision"] for row in scored} == {"fp32"}
     assert {row["source"]["evaluations"] for row in scored} == {3, 6} and all(row["images"] == 6 for row in scored)
-    assert {path.name for path in (run / "samples").iterdir()} == {f"step-{step:08d}.png" for step in (10, 20, 24)}
+    assert {path.name for path in (run / "samples").iterdir()} == {f"step-{step:08d}.png" for step in (0, 10, 20, 24)}
     assert_same_end(run, reference)
     before = (run / "results.jsonl").read_bytes()
     (run / "results.jsonl").write_bytes(before[: before.rindex(b"{\"metrics\"")])  # as if killed before the last one
@@ -363,6 +365,24 @@ def test_without_pythons_headers_compiling_is_refused(tmp_path, monkeypatch):
         speed.check_compiler(True, torch.device("cpu"))
 
 
+def test_the_first_step_of_a_process_has_a_line_and_no_row(shapes, tmp_path):
+    run, small = tmp_path / "run", ("log.every=4", "model.depth=3", "model.routes=[]")
+    for steps, lines in ((4, ["1/4", "4/4"]), (6, ["5/6", "6/6"])):
+        out = train_here(run, shapes, f"steps={steps}", *small).stdout
+        assert re.findall(r"^step (\S+)  loss \d\.\d+  .* s/step  ", out, re.MULTILINE) == lines
+        assert (run / "config.yaml").read_text().splitlines()[0].removeprefix("# ") in out  # what is trained
+    assert [row["step"] for row in rows(run)] == [4, 6]
+
+
+def test_compiling_for_a_cpu_does_not_say_that_there_is_no_cuda(monkeypatch):
+    said = logging.StreamHandler(io.StringIO())
+    logger = logging.getLogger("torch.utils.cpp_extension")
+    monkeypatch.setattr(logger, "handlers", [said])
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
+    assert importlib.import_module(logger.name)._find_cuda_home() == "/usr/local/cuda" and not said.stream.getvalue()
+
+
 def test_a_run_that_cannot_compile_ends_before_it_starts(nothing_installed, shapes, tmp_path):
     result = train_here(tmp_path / "run", shapes, "compile=true")
     assert result.returncode == 1 and "C++ compiler" in result.stderr and not (tmp_path / "run").exists()
@@ -371,7 +391,7 @@ def test_a_run_that_cannot_compile_ends_before_it_starts(nothing_installed, shap
 def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
     out = train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout
-    assert re.search(r"compiling \(compile=true\): .*\n(.*\n)*step 2/2", out)
+    assert re.search(r"compiling \(compile=true\): .*\nstep 1/2 .* s  with compiling\nstep 2/2 .* s\n", out)
     assert "compiling (" not in train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout  # it has finished
     assert "compiling (" not in train_here(tmp_path / "eager", shapes, "compile=false", "steps=2").stdout
 
@@ -412,7 +432,7 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
 
 
 def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
-    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "ema"))
+    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "averages"))
     run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))

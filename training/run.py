@@ -6,6 +6,7 @@ anything slow starts.
 
 import copy
 import math
+import platform
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -137,6 +138,16 @@ class Run(Progress):
         return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # the average is a plain network
 
     @property
+    def summary(self) -> str:
+        """Describes network, data, device and length in a line."""
+        cfg, latents, accelerator = self.cfg, self.latents, self.accelerator
+        return (
+            f"{cfg.name}: {cfg.model.backbone_type}, {sharding.size(self.model) / 1e6:.1f}M parameters, "
+            f"routes {self.objective.schedule}; {latents.count:,} latents of {latents.shape} in "
+            f"{latents.num_classes} classes; {accelerator.num_processes} × {accelerator.device.type}, "
+            f"{cfg.precision}; {cfg.steps} steps of {cfg.batch_size}")
+
+    @property
     def grid_path(self) -> Path:
         return self.folder / "samples" / f"step-{self.step:08d}.png"
 
@@ -232,7 +243,7 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
             "convention": latents.convention.record(), "class_names": latents.class_names,
             "display_names": latents.display_names}
     begun = {"step": 0, "commit": commit(), "device": device_name(device), "torch": torch.__version__,
-             "tf32": multiplies_in_tf32(device)}
+             "tf32": multiplies_in_tf32(device), "python": platform.python_version()}
     record = {
         "network": network, "diffusion": diffusion, "data": data,
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "optimizer": cfg.optimizer.name,

@@ -232,7 +232,7 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     cfg, accelerator = run.cfg, run.accelerator
     meta = read_record(Meta, folder / "meta.json", "It does not describe a checkpoint of a run; move it away.", content)
     run.record["parent"] = meta.parent and meta.parent.model_dump(exclude_unset=True)
-    now = run.record["history"][-1] | {"step": meta.step}  # another entry for another commit, device or torch
+    now = run.record["history"][-1] | {"step": meta.step}  # another entry where one of these differs
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]
     changes = check_resumable(meta.model_dump(), run.record, run.folder)
@@ -358,7 +358,8 @@ def begin_record(run: Run) -> None:
 
 
 def write_settings(run: Run) -> None:
-    files.write_text(run.folder / "config.yaml", OmegaConf.to_yaml(run.cfg.model_dump()))
+    summary = " ".join(run.summary.split())
+    files.write_text(run.folder / "config.yaml", f"# {summary}\n{OmegaConf.to_yaml(run.cfg.model_dump())}")
 
 
 def drop_after(run_dir: Path, step: int) -> None:

@@ -108,6 +108,7 @@ class CheckpointSettings(Settings):
 
 class SamplesSettings(Settings):
     every: Whole
+    at_start: bool
     seeds: Selection
     classes: Selection | None
     num_steps: Steps

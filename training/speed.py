@@ -5,6 +5,7 @@ Nothing here changes what is saved: parameters keep their names and their float3
 
 import functools
 import importlib.util
+import logging
 import os
 import shutil
 import sysconfig
@@ -26,6 +27,10 @@ PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
 TORCHAO = "0.18.0"  # fits torch 2.11
+
+
+# Compiling for a CPU asks where CUDA is, if torch is built for it, and warns that there is none.
+logging.getLogger("torch.utils.cpp_extension").setLevel(logging.ERROR)
 
 
 def recompute_activations(model: DiT) -> None:

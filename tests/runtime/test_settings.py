@@ -4,6 +4,7 @@ import importlib
 import json
 import os
 import sys
+import warnings
 from typing import Annotated
 
 import pytest
@@ -182,6 +183,12 @@ def test_what_goes_wrong_in_a_command_ends_in_a_one_line_error(call, tmp_path):
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
     assert "HYDRA_FULL_ERROR" not in os.environ  # which a command sets for itself, and for none that it starts
+
+
+def test_a_warning_of_a_command_is_one_line_without_source(call):
+    before = warnings.formatwarning
+    assert call(lambda cfg: print(warnings.formatwarning("Scaled\n  twice.", UserWarning, __file__, 1))) == (0, "warning: Scaled twice.")
+    assert warnings.formatwarning is before
 
 
 @pytest.mark.parametrize(("main", "argument", "error"), [(fail_by(OSError("Full.")), "steps=1", OSError), (print, "steps=0", ValueError)])

@@ -277,6 +277,14 @@ def test_ten_classes_of_one_image_each_share_rows_of_eight():
     assert [row[:2] for row in rows_of(draw_grid(squares(10), list(range(10)), None), 8)] == [[0, 1], [8, 9]]
 
 
+@pytest.mark.parametrize(("classes", "each", "columns", "rows"), [(1, 80, 10, 8), (3, 27, 9, 9), (2, 11, 6, 4), (12, 2, 2, 12), (80, 1, 8, 10)])
+def test_a_grid_has_at_most_ten_columns_and_a_class_begins_a_row(classes, each, columns, rows):
+    count = classes * each
+    grid = draw_grid(torch.zeros(count, 8, 8, 3, dtype=torch.uint8), [i % classes for i in range(count)], ["x"] * classes)
+    black = np.asarray(grid.convert("L"))[33::66, -20::-66] == 0  # in the middle of each cell, from the right
+    assert black.shape[0] == rows and black[:, :columns].sum() == count and not black[:, columns:].any()
+
+
 def caption(*names):
     grid = draw_grid(squares(4), [0, 0, 1, 1], list(names))
     return np.asarray(grid.crop((0, 0, grid.width - 2 * 66, grid.height)))

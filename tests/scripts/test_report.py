@@ -32,7 +32,7 @@ def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
     shutil.copytree(REAL / "checkpoints/step-00000004", folder / "checkpoints/step-00000004", ignore=shutil.ignore_patterns("*.safetensors"))
     write_rows(folder / "metrics.jsonl", [{"step": step, "images": 6 * step, "loss": 1 / step + shift, "elapsed_s": 1800 * step} for step in (2, 4, 6)])
     write_rows(folder / "results.jsonl", [row_at(0, 80 + shift), row_at(4, 76 + shift)])
-    (folder / "config.yaml").write_text(f"name: {folder.name}\nsamples: {{seeds: 0-9}}\n{config}\n")
+    (folder / "config.yaml").write_text(f"# {folder.name}: DiT-S/4\nname: {folder.name}\nsamples: {{seeds: 0-9}}\n{config}\n")
     (folder / "samples").mkdir()
     for step in grids:
         Image.new("RGB", (60, 40), (step * 20, int(99 * shift), 0)).save(folder / f"samples/step-{step:08d}.png")
@@ -62,7 +62,7 @@ def test_a_run_of_this_code_is_read_completely():
     run, rows = report.read_run(REAL, "before"), read_rows(REAL / "metrics.jsonl")
     assert run.columns.keys() == rows[0].keys() - {"elapsed_s"} | {"hours"}
     assert all(run.columns[name] == pytest.approx([row[name] for row in rows]) for name in rows[0] if name != "elapsed_s")
-    assert run.config["optimizer.lr"] == "0.0001" and run.environment["network.routes.0.selection_ratio"] == "0.5"
+    assert run.config["optimizer.lr"] == "0.0001" and run.record["network.routes.0.selection_ratio"] == "0.5"
     assert [(score["value"], score["guidance"]) for score in run.scores] == [
         (row["metrics"]["fd_pixels"], "scale 2, drop_label true" if row["source"]["guidance"] else "unguided") for row in read_rows(REAL / "results.jsonl")]
 
@@ -78,7 +78,7 @@ def test_links_out_of_a_run_are_not_followed(tmp_path):
     (run / "inner.png").symlink_to(run / "samples/step-00000002.png")
     read = report.read_run(run, "run")
     assert [*read.grids] == [2] and read.pictures == [run / "inner.png"]
-    assert not read.columns and not read.scores and not any("secret" in key for key in read.config) and not read.environment.get("step")
+    assert not read.columns and not read.scores and not any("secret" in key for key in read.config) and not read.record.get("step") and not read.environment
 
 
 def test_a_halved_line_is_skipped_and_a_value_that_is_not_finite_is_a_gap(tmp_path):
@@ -106,6 +106,29 @@ def test_a_long_curve_keeps_its_extremes_its_means_and_its_gaps():
     assert found["step"] == pytest.approx(5 * np.arange(report.STRETCHES) + 2) and all(np.isnan(found[key][40:60]).all() for key in ("loss", "low", "high"))
     for name, of in (("loss", np.nanmean), ("low", np.nanmin), ("high", np.nanmax)):
         assert np.delete(found[name], slice(40, 60)) == pytest.approx(of(np.delete(loss.reshape(-1, 5), slice(40, 60), 0), 1))
+
+
+@pytest.mark.parametrize(("values", "start", "end"), [
+    ((0.8106, 0.8125), 0.770925, 0.852175), ((1e-4, 1e-4), 0.95e-4, 1.05e-4), ((-1.0, -0.98), -1.04, -0.94)])
+def test_an_axis_does_not_zoom_into_noise(values, start, end):
+    sources = [report.bk.ColumnDataSource({"gib": [value], "step": [1]}) for value in values]
+    lines = [(str(i), source, i, 0) for i, source in enumerate(sources)]
+    plot = report.draw("memory", "gib", lines, {"step": "steps"})
+    assert (plot.y_range.start, plot.y_range.end) == pytest.approx((start, end))
+    sources[1].data["gib"] = [2 * values[1]]
+    assert report.span("gib", lines) == {}  # what differs fills the axis
+
+
+def test_the_page_says_first_what_was_trained_and_on_what(tmp_path):
+    for name in ("a", "b<i>"):
+        meta = make_run(tmp_path / name) / "checkpoints/step-00000004/meta.json"
+        older, newer = {"step": 0, "commit": "a", "device": "cpu", "torch": "2"}, {"step": 2, "python": "3.12", "commit": "b", "device": "H100", "torch": "3"}
+        meta.write_text(json.dumps(json.loads(meta.read_text()) | {"history": [older, newer]}))
+    runs = [report.read_run(tmp_path / name, name) for name in ("a", "b<i>")]
+    first, *_ = report.overview(runs, [], tmp_path / "out")
+    assert first.text == "a: DiT-S/4<br>b&lt;i&gt;: DiT-S/4"
+    assert [*runs[0].environment.items()] == [("python", "3.12"), ("torch", "3"), ("device", "H100"), ("world", "1"), ("commit", "b")]
+    assert "network.depth" in runs[0].record and "history.1.device" in runs[0].record
 
 
 def test_comparable_scores_are_plotted_together(tmp_path):

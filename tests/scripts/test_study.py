@@ -2,6 +2,7 @@
 
 import json
 import os
+import platform
 import shutil
 import signal
 import sys
@@ -88,7 +89,7 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(tmp_path, monkey
     assert {run["variant"]: [score["step"] for score in run["scores"]] for run in told["runs"]} == {
         "dit": [0, 2, 4, 4], "tread": [0, 2, 4], "tuned": [0, 1]}
     assert told["runs"][0]["history"] == [{"step": 0, "commit": commit(), "device": told["runs"][0]["history"][0]["device"],
-                                           "torch": torch.__version__, "tf32": False}]
+                                           "torch": torch.__version__, "tf32": False, "python": platform.python_version()}]
     assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
     for score in (*told["runs"][0]["scores"], *told["floor"]):
         assert (score["commit"], score["device"], score["torch"]) == (commit(), "cpu", torch.__version__)
