@@ -20,20 +20,22 @@ from test_data import write_folder
 from timm.data import IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD
 from torch import Tensor
 
+import dit
 import latents.loader
+from blocks import BLOCKS, BlockKind
+from blocks.transformer import DiTBlock, LightningBlock
 from dit import DiT, DiT_models
 from edm import EDM
 from guidance import Guidance
 from objectives import alignment
 from objectives.teachers import Teacher
 from rf import RF
-from routing_module import Route
 from train import main
 from weights import checkpoint as checkpoints
 from weights.records import build_network
 
 NAMES = {"train_step": "labels", "draw_sigma": "level", "draw_t": "level", "draw": "noise", "get_mask": "mask",
-         "loss": "noise", "draw_mask_noise": "mask", "to_latent": "moments"}
+         "loss": "noise", "draw_mask_noise": "mask", "to_latent": "moments", "draw_dropped": "path"}
 
 
 def published(name: str) -> dict:
@@ -63,7 +65,8 @@ def their_time(monkeypatch):
 
 
 def train(
-    tmp_path: Path, case: dict, network: dict, diffusion: dict, config: str, images: Tensor | None = None, **settings,
+    tmp_path: Path, case: dict, network: dict, diffusion: dict, config: str, images: Tensor | None = None,
+    model: str = "dit", **settings,
 ) -> tuple[dict, dict, list[float]]:
     """Runs train.py on the weights and the data that both sides had; returns its weights, their average, and the losses."""
     side = network["input_size"]
@@ -79,7 +82,7 @@ def train(
     checkpoints.save(checkpoints.step_folder(tmp_path / "start", 1), {"ema": state, "model": state}, meta)
     routes = "[" + ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}" for route in case["routes"]) + "]"
     run_command(
-        main, "train.py", "model=dit", f"model.routes={routes}", f"diffusion={config}", run_dir=tmp_path / "run",
+        main, "train.py", f"model={model}", f"model.routes={routes}", f"diffusion={config}", run_dir=tmp_path / "run",
         **{"data.path": tmp_path / "data", "init_from": tmp_path / "start", "steps": case["steps"], "log.every": 1, "compile": False,
            "batch_size": case["batch_size"], "precision": case["precision"], "samples.every": 0, "ema.decay": case["ema_decay"],
            "cpu": True, "data.channels": 4, "data.input_size": side, "data.num_classes": 10, **{f"model.{key}": network[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")},
@@ -128,7 +131,7 @@ def assert_same_training(case: dict, model: dict, ema: dict, losses: list[float]
 
 
 def network_of(case: dict, ema: dict, **network) -> DiT:
-    net = DiT(**network, routes=[Route(**route) for route in case["routes"]])
+    net = build_network(network | {"routes": case["routes"]})
     net.load_state_dict(ema)
     return net.eval()
 
@@ -179,6 +182,32 @@ def test_train_py_ends_where_that_of_repa_does(case, tmp_path, replay, monkeypat
     assert deviation({key: beside[key] for key in projector}, projector) < BOUNDS[case["precision"]]["weights"]
     net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 32, 32), 2, 1.4), torch.tensor([3, 7]), itertools.count()
     assert_same_sample(case, "euler", RF().sample(net, noise, y, num_steps=20))
+    assert_same_sample(case, "euler_maruyama", RF().sample(
+        net, noise, y, num_steps=20, solver="euler_maruyama",
+        randn_like=lambda z: numbers("sde", next(n), z.numel(), "randn").view(z.shape).to(z.dtype)))
+
+
+class SprintBlock(LightningBlock):
+    """LightningDiT's block with the norms and the MLP of DiT's, as Sprint's is."""
+
+    def __init__(self, hidden_size: int, num_heads: int, mlp_ratio: float, grid_size: int, qk_norm: bool):
+        super().__init__(hidden_size, num_heads, mlp_ratio, grid_size, qk_norm)
+        plain = DiTBlock(hidden_size, num_heads, mlp_ratio, grid_size)
+        self.norm1, self.norm2, self.mlp = plain.norm1, plain.norm2, plain.mlp
+
+
+@cases("sprint")
+def test_train_py_ends_where_that_of_sprint_does(case, tmp_path, replay, monkeypatch, fresh_accelerator):
+    replay(case)
+    monkeypatch.setitem(BLOCKS, "lightning", BlockKind(SprintBlock))
+    monkeypatch.setattr(dit, "sincos_2d", lambda dim, grid_size: torch.zeros(1, grid_size**2, dim))  # positions are rotary alone
+    network = NETWORK | {"block": "lightning", "qk_norm": True, "fusion": True, "selection": "grid"}
+    model, ema, losses = train(tmp_path, case, network | {"routes": case["routes"]}, {"name": "rf"}, "rf", model="sprint",
+                               **{"model.backbone_type": "LightningDiT-B/2", "model.qk_norm": True})
+    assert_same_training(case, model, ema, losses)
+    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7]), itertools.count()
+    assert_same_sample(case, "euler", RF().sample(net, noise, y, num_steps=20))
+    assert_same_sample(case, "path_drop", RF().sample(net, noise, y, num_steps=20, guidance=Guidance(1.5, gamma2=1)))
     assert_same_sample(case, "euler_maruyama", RF().sample(
         net, noise, y, num_steps=20, solver="euler_maruyama",
         randn_like=lambda z: numbers("sde", next(n), z.numel(), "randn").view(z.shape).to(z.dtype)))
