@@ -8,6 +8,7 @@ from collections.abc import Mapping
 
 import numpy as np
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 
@@ -68,6 +69,20 @@ def data_set(count: int = 64, shape: tuple[int, int, int] = (4, 8, 8), num_class
 def spread_of(x: Tensor) -> Tensor:
     """Returns standard deviations like latents x, for those that are stored as moments; exact in float16."""
     return (0.05 + 0.05 * wave(tuple(x.shape), 5).abs()).half().float()
+
+
+def pictures(count: int = 64, side: int = 256) -> Tensor:
+    """Returns images (count, 3, side, side) uint8, of 16 × 16 squares."""
+    squares = (127.5 + 100 * wave((count, 3, 16, 16), 9)).to(torch.uint8)
+    return F.interpolate(squares, (side, side))
+
+
+class Encoder(nn.Module):
+    """Makes tokens (B, 16, 24) of normalised images (B, 3, H, W), in the place of a vision network."""
+
+    def forward(self, images: Tensor) -> Tensor:
+        patches = F.unfold(F.adaptive_avg_pool2d(images.float(), 16), 4, stride=4)       # (B, 48, 16)
+        return torch.tanh(patches.transpose(1, 2) @ wave((48, 24), 11))
 
 
 class Replayed:
