@@ -36,11 +36,12 @@ def width_of(name: str) -> float | None:
 def known_weights(name: str) -> str:
     """Spells a name of weights as checkpoints do: model, ema, ema-0.999, ema-std0.10; raises ValueError for others."""
     if not re.fullmatch(r"model|ema|ema-(std)?[01]?\.\d+", name):
-        raise ValueError("it is neither model, ema, ema-<decay>, as ema-0.999, nor ema-std<width>, as ema-std0.10")
+        raise ValueError(f"weights={name} is neither model, ema, ema-<decay>, as ema-0.999, nor ema-std<width>, as "
+                         f"ema-std0.10.")
     if (std := width_of(name)) is None:
         return f"ema-{float(name.removeprefix('ema-'))}" if "-" in name else name
     if not 0 < std < WIDEST:
-        raise ValueError(f"the width of {name} lies between 0 and {WIDEST}, relative to the length of the run")
+        raise ValueError(f"weights={name}: the width, relative to the run's length, must lie between 0 and {WIDEST}.")
     return power_name(std)
 
 

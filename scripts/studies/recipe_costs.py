@@ -4,10 +4,12 @@
 
 Each recipe takes turns with TREAD's own step; a ratio is the median of those within a round. The network gets
 random latents and teacher tokens of DINOv2-B's width, in float32. Multiply-adds are the forward pass's, of
-network, projector and head; an optimizer's are not counted. --rounds 0 times nothing.
+network, projector and head; an optimizer's are not counted. --rounds 0 times nothing. "an average" is
+one `train.update_ema`, which each average of the weights adds to a step.
 """
 
 import argparse
+import copy
 import json
 import sys
 from functools import partial
@@ -27,7 +29,7 @@ from runtime.command import commit, program
 from runtime.device import device_name
 from runtime.schema import as_path, read
 from scripts.clocks import seconds
-from train import train_step
+from train import train_step, update_ema
 from training import speed
 from training.optimizers import build_optimizer
 from training.run import describe_network
@@ -108,6 +110,15 @@ def main() -> None:
     record = {"command": f"python scripts/studies/recipe_costs.py {' '.join(sys.argv[1:])}", "commit": commit(),
               "device": device_name(accelerator.device), "threads": torch.get_num_threads(),
               "torch": torch.__version__, "tread multiply-adds": count(plain), "rows": {}}
+    if given.rounds:
+        objective = make_objective(plain, "cpu").to(accelerator.device)
+        step = make_step(plain, accelerator, given.batch)
+        update = partial(update_ema, copy.deepcopy(objective.net), objective.net, 0.9999)
+        rounds = [[seconds(accelerator.device, each) for each in (step, update)] for _ in range(given.rounds + 1)][1:]
+        record["an average"] = {"rounds s": rounds, "bytes": 4 * sum(p.numel() for p in objective.net.parameters())}
+        whole, one = (median(times) for times in zip(*rounds, strict=True))
+        print(f"an average: {one:.4f} s of a step of {whole:.4f} s, {record['an average']['bytes'] / 1e9:.3g} GB",
+              flush=True)
     for name in given.recipes:
         cfg, rounds = settings(given.backbone, RECIPES[name]), []
         row = record["rows"][name] = {"overrides": RECIPES[name], "multiply-adds": count(cfg)}

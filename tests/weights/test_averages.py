@@ -103,7 +103,7 @@ def test_names_have_one_spelling(given, name):
 
 @pytest.mark.parametrize("name", ["ema-", "ema-std0.5", "ema-std0.0", "last", "ema-2.5", "ema-std", "../ema", "training"])
 def test_other_names_are_refused(name):
-    with pytest.raises(ValueError, match=r"neither model|lies between"):
+    with pytest.raises(ValueError, match=r"neither model|must lie between"):
         averages.known_weights(name)
 
 
