@@ -1,10 +1,11 @@
 """What both sides of a comparison with published code evaluate: weights, inputs and random numbers, without our code."""
 
 import math
+import os
 import sys
 import zlib
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 
 import numpy as np
 import torch
@@ -88,7 +89,8 @@ class Encoder(nn.Module):
 class Replayed:
     """torch.rand, torch.randn and torch.randn_like, whose n-th numbers of a name are the same in whichever code asks.
 
-    `names` are those of the functions that ask, and what the numbers are there; others get torch's own.
+    `names` are those of the functions that ask, and what the numbers are there; others get torch's own. A rank above 0
+    has numbers of its own.
     """
 
     def __init__(self, names: Mapping[str, str]):
@@ -107,6 +109,7 @@ class Replayed:
             return self.real[function](*original[0], **original[1])
         n = self.calls[name]
         self.calls[name] += 1
+        name = f"{name} of rank {rank}" if (rank := os.environ.get("RANK", "0")) != "0" else name
         distribution = "rand" if function == "rand" else "randn"
         return numbers(name, n, math.prod(shape), distribution).view(shape).to(dtype or torch.float32)
 
@@ -118,6 +121,15 @@ class Replayed:
 
     def randn_like(self, x, dtype=None, **rest) -> Tensor:
         return self.draw("randn_like", tuple(x.shape), dtype or x.dtype, ((x,), {"dtype": dtype, **rest}))
+
+
+def in_order(order: list[list[int]]) -> Callable:
+    """Returns latents.loader._plan for global batches of these rows, each cut into equal parts for the ranks."""
+    def plan(latents: object, batch_size: int, seed: int, rank: int, world: int, start: int) -> Iterator[tuple]:
+        share = batch_size // world
+        return ((np.array(ids[rank * share :][:share]), None) for ids in order)
+
+    return plan
 
 
 def flat(shape: tuple) -> tuple[int, ...]:

@@ -10,10 +10,23 @@ from collections.abc import Callable
 from functools import partial
 from pathlib import Path
 
+import forked
 import numpy as np
 import pytest
 import torch
-from closed_forms import Encoder, Replayed, begin, checksum, data_set, numbers, pictures, spread_of, values_of, wave
+from closed_forms import (
+    Encoder,
+    Replayed,
+    begin,
+    checksum,
+    data_set,
+    in_order,
+    numbers,
+    pictures,
+    spread_of,
+    values_of,
+    wave,
+)
 from conftest import run_command
 from safetensors.torch import load_file
 from test_data import write_folder
@@ -30,6 +43,7 @@ from guidance import Guidance
 from objectives import alignment
 from objectives.teachers import Teacher
 from rf import RF
+from runtime.schema import as_text
 from train import main
 from weights import checkpoint as checkpoints
 from weights.records import build_network
@@ -52,7 +66,7 @@ def replay(monkeypatch):
     """Makes the random numbers and the order of the data those of a case."""
     def by(case: dict) -> None:
         Replayed(NAMES).replace(monkeypatch.setattr)
-        monkeypatch.setattr(latents.loader, "_plan", lambda *_: ((np.array(ids), None) for ids in case["order"]))
+        monkeypatch.setattr(latents.loader, "_plan", in_order(case["order"]))
     return by
 
 
@@ -66,7 +80,7 @@ def their_time(monkeypatch):
 
 def train(
     tmp_path: Path, case: dict, network: dict, diffusion: dict, config: str, images: Tensor | None = None,
-    model: str = "dit", **settings,
+    model: str = "dit", command: Callable = run_command, **settings,
 ) -> tuple[dict, dict, list[float]]:
     """Runs train.py on the weights and the data that both sides had; returns its weights, their average, and the losses."""
     side = network["input_size"]
@@ -81,7 +95,7 @@ def train(
     meta = {"step": 1, "network": network, "diffusion": diffusion, "data": {"autoencoder": "none", "class_names": None}}
     checkpoints.save(checkpoints.step_folder(tmp_path / "start", 1), {"ema": state, "model": state}, meta)
     routes = "[" + ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}" for route in case["routes"]) + "]"
-    run_command(
+    command(
         main, "train.py", f"model={model}", f"model.routes={routes}", f"diffusion={config}", run_dir=tmp_path / "run",
         **{"data.path": tmp_path / "data", "init_from": tmp_path / "start", "steps": case["steps"], "log.every": 1, "compile": False,
            "batch_size": case["batch_size"], "precision": case["precision"], "samples.every": 0, "ema.decay": case["ema_decay"],
@@ -117,7 +131,7 @@ NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=48, depth=
 # ---- The comparisons -------------------------------------------------------------------------------------------------
 
 # bfloat16 has 8 bits, and processors add in other orders: the first steps tell whether the same is cast.
-BOUNDS = {"fp32": {"first": 1e-6, "loss": 1e-6, "weights": 1e-4, "ema": 1e-4},
+BOUNDS = {"fp32": {"first": 1e-6, "loss": 5e-6, "weights": 1e-4, "ema": 1e-4},
           "lightning": {"first": 1e-6, "loss": 1e-3, "weights": 1e-3, "ema": 1e-3},  # a cosine is steep near velocity 0
           "bf16": {"first": 1e-4, "loss": 1e-2, "weights": 2e-2, "ema": 1e-2}}
 
@@ -153,6 +167,22 @@ def test_train_py_ends_where_that_of_compvis_tread_does(case, tmp_path, replay, 
         assert_same_sample(case, name, EDM().sample(net, noise, y, num_steps=18, guidance=guidance))
 
 
+@cases("tread_two_ranks")
+def test_two_ranks_of_train_py_end_where_two_of_compvis_tread_do(case, tmp_path):
+    def on_two_ranks(_, program: str, *overrides: str, **settings) -> None:
+        program = ("import json, sys, latents.loader, train; from closed_forms import Replayed, in_order; "
+                   "names, order = map(json.loads, sys.argv[1:3]); del sys.argv[1:3]; Replayed(names).replace(); "
+                   "latents.loader._plan = in_order(order); train.main()")
+        assert forked.Command("-c", program, json.dumps(NAMES), json.dumps(case["order"]), *overrides,
+                              *(f"{key}={as_text(value)}" for key, value in settings.items()), ranks=2).wait() == 0
+
+    model, ema, losses = train(tmp_path, case, NETWORK, {"name": "edm", "sigma_data": 0.5}, "edm", command=on_two_ranks)
+    assert_same_training(case, model, ema, losses)
+    net, noise, y = network_of(case, ema, **NETWORK), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7])
+    for name, guidance in (("unguided", None), ("guided", Guidance(1.5))):
+        assert_same_sample(case, name, EDM().sample(net, noise, y, num_steps=18, guidance=guidance))
+
+
 @cases("sit")
 def test_train_py_ends_where_that_of_sit_does(case, tmp_path, replay, their_time, monkeypatch, fresh_accelerator):
     replay(case)
@@ -173,6 +203,12 @@ def test_train_py_ends_where_that_of_repa_does(case, tmp_path, replay, monkeypat
     monkeypatch.setattr(alignment, "load_teacher", lambda name, grid: Teacher(
         encoder := Encoder(), encoder, grid, 224, IMAGENET_DEFAULT_MEAN, IMAGENET_DEFAULT_STD))
     monkeypatch.setitem(alignment.PROJECTORS, "mlp", lambda width, out: begin(alignment.MLP(width, out, hidden=64)))
+    if case["precision"] == "bf16":  # theirs brings the teacher's tokens to length 1 in bfloat16, ours in float32
+        def cosine(a: Tensor, b: Tensor, dim: int, **_) -> Tensor:
+            unit = partial(torch.nn.functional.normalize, dim=dim)
+            return (unit(a) * unit(b.bfloat16())).sum(dim)
+
+        monkeypatch.setattr(torch.nn.functional, "cosine_similarity", cosine)
     network = NETWORK | {"input_size": 32, "patch_size": 8}
     model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_uniform", images=pictures(), objective="alignment",
                                **{"objective.alignment.teacher": "encoder", "objective.alignment.blocks": [3]})
