@@ -302,10 +302,10 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
     run, ((tracker, settings), *told) = shown
     assert tracker == "tensorboard" and settings["steps"] == "4" and {*map(type, settings.values())} == {str}
     before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
-    [(((images,), how), at)] = [(call, told.index(call)) for call in told if isinstance(call, tuple)]
-    assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / "samples/step-00000004.png"))) and how == {"step": 4, "dataformats": "NHWC"}
-    del told[at]
-    assert told == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *files.read_rows(run / "metrics.jsonl"),
+    grids, others = ([call for call in told if isinstance(call, tuple) == is_grid] for is_grid in (True, False))
+    for ((images,), how), step in zip(grids, (0, 4), strict=True):  # of the untrained network, too
+        assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png"))) and how == {"step": step, "dataformats": "NHWC"}
+    assert others == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *files.read_rows(run / "metrics.jsonl"),
                     after, {f"{name}_guided_1.5": value for name, value in after_guided.items()}]
 
 
@@ -532,7 +532,7 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
     (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "with model.selection=l1 the network alone does"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
-    (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples takes all tokens of some samples along"),
+    (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples routes all tokens of some samples"),
 ])
 def test_impossible_masks_and_routed_losses_raise_a_one_line_error(masked, tmp_path, fresh_accelerator, overrides, says):
     with pytest.raises(SystemExit) as stop:
