@@ -615,7 +615,7 @@ def check_torch() -> None:
         checkpoint(look, x, use_reentrant=False, preserve_rng_state=False).backward()
     if seen != [("torch.utils.checkpoint", True), ("torch.utils.checkpoint", False)]:
         raise RuntimeError(f"routed() cannot tell passes apart in torch {torch.__version__}, whose saved tensors or "
-                           f"checkpoints work in another way ({seen}). It is tested with torch 2.11.")
+                           f"checkpoints work in another way ({seen}). It is tested with torch 2.11 and 2.15.")
 
 
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:

@@ -80,7 +80,7 @@ TYPED = {
         ("init_from=run", "lora.rank=2", "lora.targets=[attn.query]", "attn.query"),
         ("run_dir=runs", "folder of runs"), ("name=.", "run_dir=runs/.", "folder of runs"),
         ("run_dir=latents", "data folder"), ("run_dir=taught/run", "taught"), ("run_dir=run/again", "lies in the run"),
-        ("init_from=run", "diffusion_name=sit", "records edm: leave it out"), ("diffusion_name=sit", "init_from="),
+        ("init_from=run", "diffusion_name=sit", "step-00000004 has one: leave it out"), ("diffusion_name=sit", "init_from="),
         ("init_from=run", "lora.rank=9", "lora.rank=9 is more than 8, the rank of"),
         # one setting that makes another void
         ("model=sprint", "routes=balanced", "model=sprint"), ("routes=balanced", "model=dit", "model=dit"),
