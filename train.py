@@ -5,7 +5,7 @@
     accelerate launch train.py experiment=quickstart        # the built-in shapes, minutes on a CPU
     python train.py … and torchrun --nproc_per_node 8 train.py … do the same
 
-The same command resumes what was stopped or killed. Options: configs/config.yaml; outputs: runs/<name>/.
+Rerun the same command to resume a stopped run. Options: configs/config.yaml; outputs: runs/<name>/.
 """
 
 import contextlib

@@ -207,8 +207,8 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     if (path / "metadata.json").is_file():
         latents = _open_folder(path, kind, scale)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
-        raise ValueError(f"{path}: preparation has not finished; run the same command again, and it "
-                         "goes on from there.")
+        raise ValueError(f"{path}: preparation has not finished; rerun the same command to "
+                         "resume it.")
     elif tars := find_tars(path):
         latents = _open_tars(path, tars, kind, scale, num_classes)
     else:

@@ -35,8 +35,8 @@ def command(
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
     Called as a function it takes the settings as arguments, main("steps=100", "name=x"), and a mistake is a ValueError.
-    As a program, a mistake, a file that cannot be read or written, and Ctrl-C end it in a sentence, or with
-    HYDRA_FULL_ERROR=1 in the environment in a traceback. `rewrite` turns arguments of another form into settings.
+    As a program, a mistake, a file that cannot be read or written, and Ctrl-C end it with a one-line error,
+    or a traceback with HYDRA_FULL_ERROR=1 in the environment. `rewrite` turns arguments of another form into settings.
     """
     def decorate(main: Callable[[Any], None]) -> Callable[..., None]:
         @mock.patch.object(warnings, "formatwarning", as_one_line)
@@ -96,10 +96,10 @@ def as_one_line(message: Warning | str, *_: object) -> str:
 
 
 def call(run: Callable[[str], None], program: str, settings: Iterable[str]) -> None:
-    """Runs a command within a program or a notebook, which goes on afterwards and may run another one.
+    """Runs a command within a program or a notebook, which continues afterwards and may run another one.
 
-    What a command sets for its process is set back. Raises ValueError for what would end it in a sentence, and
-    KeyboardInterrupt where it was interrupted.
+    What a command sets for its process is set back. Raises ValueError for what would end a program with a
+    one-line error, and KeyboardInterrupt where it was interrupted.
     """
     handlers = {number: signal.getsignal(number) for number in ranks.stop_signals()}
     state, ended = GlobalHydra.instance(), None

@@ -197,8 +197,8 @@ def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
         for number, handler in before.items():
             signal.signal(number, handler)
     if 0 < code <= 128:  # also after a signal: it has not saved
-        raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Mend it, and the "
-                         f"same command goes on.")
+        raise ValueError(f"{program} {' '.join(settings)} ended with {code}, for the reason above. Fix it and rerun "
+                         f"the same command to resume.")
     if received or code:
         sys.exit(128 + received[0] if received else code if code > 0 else 128 - code)
 
@@ -523,8 +523,8 @@ def main(cfg: StudySettings) -> None:
             continue
         if "train" in cfg.tasks and not finished(run):
             if parent := waits_for(run, runs):
-                print(f"{run.folder.name} starts from {parent.folder.name}, which has not finished: the same command "
-                      f"trains it later.")
+                print(f"{run.folder.name} starts from {parent.folder.name}, which has not finished: rerun the same "
+                      f"command to train it later.")
                 continue
             call(cfg, "train.py", run.train)
         if "score" in cfg.tasks and finished(run):

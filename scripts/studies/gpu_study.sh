@@ -68,7 +68,7 @@ part() {
     timeout -s "${SIGNAL:-TERM}" -k 30 "$limit" "$@" 2>&1 | tee -ai "$results/$name.txt"
     case ${PIPESTATUS[0]} in
         0) touch "$results/done/$name" ;;
-        124 | 137 | 143) echo "$name: its time was up; the same command goes on"; failed+=("$name") ;;
+        124 | 137 | 143) echo "$name: its time was up; rerun the same command to resume"; failed+=("$name") ;;
         *) failed+=("$name") ;;
     esac
     pack
@@ -139,5 +139,5 @@ done
 
 echo "After $((SECONDS - began)) s: $out/gpu_study.tar.gz"
 if [ ${#failed[@]} -gt 0 ]; then
-    echo "Failed or not at their end: ${failed[*]}. The same command goes on."; exit 1
+    echo "Failed or not at their end: ${failed[*]}. Rerun the same command to resume."; exit 1
 fi
