@@ -232,9 +232,6 @@ TYPED = {
         ("mode=speed", "mode=speed"), ("precision=fp8", "precision=fp8"), ("tokens=200", "200"),
         ("variants=[dit,sit]", "variants"), ("ranks=[0]", "ranks"),
         ("num_latents=1", "batch_size=5", "grad_accum_steps=2", "multiple of 2"), ("data_path=nowhere", "nowhere"),
-        ("mode=train", "guidance=cfg", "guidance=cfg"), ("scale=2", "mode=train does not read it, but sample"),
-        ("mode=data", "weak=run", "weak=run"), ("mode=sample", "warmup=3", "train, scaling"), ("images=9", "score"),
-        ("mode=score", "tokens=64", "tokens=64"), ("ranks=[1]", "scaling"), ("mode=scaling", "pause=1", "pause=1"),
     ],
 }
 

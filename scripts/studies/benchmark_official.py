@@ -14,7 +14,6 @@ Options: configs/benchmark.yaml.
 import contextlib
 import copy
 import importlib
-import itertools
 import math
 import sys
 import types
@@ -28,7 +27,7 @@ from accelerate import Accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
-from latents.loader import batches, check_batch_size, to_latent
+from latents.loader import to_latent
 from runtime.command import command
 from runtime.schema import Location
 from scripts import benchmark, clocks
@@ -73,8 +72,8 @@ def open_official(path: str | None) -> tuple[types.ModuleType, types.ModuleType,
 class OfficialVariant:
     """The official network in training, past its first step."""
 
-    def __init__(self, cfg: OfficialSettings, accelerator: Accelerator, name: str, loader: benchmark.Batches, kind: str,
-                 official: tuple):
+    def __init__(self, official: tuple, cfg: OfficialSettings, accelerator: Accelerator, name: str,
+                 loader: benchmark.Batches, kind: str):
         dit, edm, self.helper = official
         self.name, self.accelerator, self.loader, self.kind = f"official {name}", accelerator, loader, kind
         self.stance = "force_eager" if name.endswith("-eager") or not cfg.compile else "default"
@@ -120,16 +119,10 @@ class OfficialVariant:
 
 def time_both(cfg: OfficialSettings, accelerator: Accelerator) -> list[dict]:
     """Times whole training steps of all variants, ours and theirs, in turn; `over official` is of the same round."""
-    official, net = open_official(cfg.path), benchmark.make_network(cfg, "dit", "meta")
-    with benchmark.latents_of(cfg, net) as latents:
-        check_batch_size(cfg.batch_size, latents.count, 1, cfg.grad_accum_steps)
-        loader = batches(latents, cfg.batch_size, seed=0, pin=accelerator.device.type == "cuda")
-        variants = list(itertools.chain.from_iterable(
-            (benchmark.Variant(cfg, accelerator, name, loader, latents.kind),
-             OfficialVariant(cfg, accelerator, name, loader, latents.kind, official)) for name in cfg.variants))
-        works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
-        took, _, _ = clocks.take_turns(cfg.rounds, accelerator.device, cfg.precision, works)
-        loader.close()
+    official = open_official(cfg.path)
+    variants, took, *_ = benchmark.steps_in_turn(cfg, accelerator, lambda *data: [
+        kind(cfg, accelerator, name, *data) for name in cfg.variants
+        for kind in (benchmark.Variant, partial(OfficialVariant, official))])
     rows = []
     for variant in variants:
         own = variant.name.removeprefix("official ")
