@@ -41,8 +41,8 @@ DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching", "rf_cle
 class ExportSettings(Settings):
     """configs/export.yaml."""
 
-    checkpoint: Location | None
-    to: one_of(["diffusers", "dit", "hub"]) | None
+    checkpoint: Location
+    to: one_of(["diffusers", "dit", "hub"])
     out: Location | None
     overwrite: bool
     weights: WeightsName | None
@@ -262,8 +262,6 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
 
 def check_out(cfg: ExportSettings) -> Path:
     """Returns the place to write to; raises ValueError for what does not go together, or must not be replaced."""
-    if cfg.checkpoint is None or cfg.to is None:
-        raise ValueError("Give what to export and the form: checkpoint=runs/<name> to=diffusers | dit | hub.")
     if cfg.to != "hub":
         cfg.refuse("repo", "license", "private", "upload", why="it is for to=hub")
     if cfg.upload and not cfg.repo:

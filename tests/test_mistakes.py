@@ -222,7 +222,7 @@ TYPED = {
         ("out=pets", "overwrite=true", "pets"),
     ],
     "report": [("runs=[nowhere]", "nowhere"), ("runs=[]", "runs=")],
-    "merge_lora": [("checkpoint=null", "merge"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
+    "merge_lora": [("checkpoint=null", "checkpoint"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
     "choose_routes": [("speedup=1", "speedup=1"), ("tokens=[200]", "200"), ("tokens=[]", "tokens="),
     ("model.depth=4", "speedup=1.2", "no route"), ("benchmark.rounds=9", "measure=true"), ("count=3", "speedup="),
     ("model.routes=[]", "chooses routes")],
