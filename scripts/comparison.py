@@ -311,17 +311,17 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
     for axis, label in AXES.items():
         path, panels = out / f"score-over-{axis}.png", []
         for names in groups:
-            sides = unguided(runs, *names)
-            curves = [[point for point in curve(at, axis) if point[0] > 0] for at in sides]
-            if any(curves):
-                panels.append((measure_in_words(*sides), dict(zip(names, curves, strict=True))))
+            sides = dict(zip(names, unguided(runs, *names), strict=True))
+            curves = {name: [point for point in curve(at, axis) if point[0] > 0] for name, at in sides.items()}
+            if any(curves.values()):
+                panels.append((measure_in_words(*sides.values()), curves))
         if not panels:
             path.unlink(missing_ok=True)  # of an earlier report
             continue
         columns = min(len(panels), 3)
         rows = math.ceil(len(panels) / columns)
-        width, height = (7, 4.5) if len(panels) == 1 else (4.2 * columns, 3.2 * rows)
-        figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
+        size = (7, 4.5) if len(panels) == 1 else (4.2 * columns, 3.2 * rows)
+        figure = Figure(figsize=size, layout="constrained", dpi=110)
         figure.suptitle(f"{result['name']}: mean over n seeds ± standard deviation")
         figure.supxlabel(label)
         for place, (measure, curves) in enumerate(panels, 1):
@@ -329,11 +329,9 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
             plot.set_prop_cycle(LINES)
             for variant, points in curves.items():
                 if points:
-                    x, mean, deviation, seeds = (list(values) for values in zip(*points, strict=True))
-                    deviation = [d or 0 for d in deviation]
-                    [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]}")
-                    low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
-                    plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+                    x, mean, deviation, seeds = np.array(points, float).T  # without a deviation NaN, and no band
+                    [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]:.0f}")
+                    plot.fill_between(x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.2)
             plot.set(xscale="log", ylabel=measure)
             plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
             plot.xaxis.set(major_formatter=EngFormatter(sep=""), minor_formatter=NullFormatter())

@@ -491,10 +491,8 @@ def report(cfg: StudySettings) -> None:
     page = tables(result)
     write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
     write_text(out / "study.md", page)
-    figures = draw_figures(result, out) if any(run["scores"] for run in result["runs"]) else []
-    figures += draw_differences(result, out / "differences.png")
-    print(page)
-    print("\n".join(map(str, (out / "study.json", out / "study.md", *figures))))
+    figures = [*draw_figures(result, out), *draw_differences(result, out / "differences.png")]
+    print(page, *(out / "study.json", out / "study.md", *figures), sep="\n")
     call(cfg, "scripts/report.py", [as_setting("study_dir", out), as_setting("out", out / "report")])
 
 
