@@ -222,7 +222,7 @@ TYPED = {
         ("out=pets", "overwrite=true", "pets"),
     ],
     "report": [("runs=[nowhere]", "nowhere"), ("runs=[]", "runs=")],
-    "merge_lora": [("checkpoint=null", "merge"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
+    "merge_lora": [("checkpoint=null", "checkpoint"), ("checkpoint=run", "adapter"), ("out=pets", "pets")],
     "choose_routes": [("speedup=1", "speedup=1"), ("tokens=[200]", "200"), ("tokens=[]", "tokens="),
     ("model.depth=4", "speedup=1.2", "no route"), ("benchmark.rounds=9", "measure=true"), ("count=3", "speedup="),
     ("model.routes=[]", "chooses routes")],
@@ -232,9 +232,6 @@ TYPED = {
         ("mode=speed", "mode=speed"), ("precision=fp8", "precision=fp8"), ("tokens=200", "200"),
         ("variants=[dit,sit]", "variants"), ("ranks=[0]", "ranks"),
         ("num_latents=1", "batch_size=5", "grad_accum_steps=2", "multiple of 2"), ("data_path=nowhere", "nowhere"),
-        ("mode=train", "guidance=cfg", "guidance=cfg"), ("scale=2", "mode=train does not read it, but sample"),
-        ("mode=data", "weak=run", "weak=run"), ("mode=sample", "warmup=3", "train, scaling"), ("images=9", "score"),
-        ("mode=score", "tokens=64", "tokens=64"), ("ranks=[1]", "scaling"), ("mode=scaling", "pause=1", "pause=1"),
     ],
 }
 
