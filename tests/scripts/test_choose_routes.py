@@ -103,10 +103,3 @@ def test_a_measured_ratio_is_the_benchmarks(capsys, monkeypatch):
     assert (cfg.mode, cfg.tokens, cfg.hidden_size, cfg.depth, cfg.backbone_type, cfg.batch_size) == ("train", 16, 32, 7, "DiT-B/2", 2)
     route = choose_routes.candidates(7)[0]
     assert (cfg.routes[0].start_layer_idx, cfg.routes[0].end_layer_idx) == (route.start_layer_idx, route.end_layer_idx) and cfg.init == "xavier"
-
-
-def test_a_timing_that_fails_raises_a_one_line_error(monkeypatch):
-    ended = subprocess.CompletedProcess([], 1, stderr="Some warning\nbenchmark.py: There is no GPU.\n")
-    monkeypatch.setattr(benchmark, "subprocess", SimpleNamespace(run=lambda call, **options: ended))
-    with pytest.raises(SystemExit, match="The timing failed: benchmark.py: There is no GPU."):
-        run_command(choose_routes.main, "choose_routes.py", *TINY, "measure=true")
