@@ -79,7 +79,6 @@ def test_the_default_block_is_the_last_of_the_first_quarter(depth, block):
 
 
 @pytest.mark.parametrize(("routes", "settings", "says"), [
-    ([], dict(temperature=0), "temperature=0 divides"),
     ([], dict(block=4), "Block 4 is not in this network"), (ROUTED, dict(block=-2), "block -2 lies on route 1→2 .*pooled=true"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says):

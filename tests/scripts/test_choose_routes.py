@@ -31,7 +31,7 @@ def printed(capsys, *overrides):
 @pytest.mark.parametrize("name", DiT_models)
 def test_the_flop_ratio_of_counted_blocks_is_that_of_the_full_network(name):
     cfg = load(f"model.backbone_type={name}", "model.depth=7", "model.hidden_size=64", "model.num_heads=2")
-    network = choose_routes.network_of(cfg, 49)  # 0.3 of them is not a whole number
+    network = choose_routes.network_of(cfg.model, 49)  # 0.3 of them is not a whole number
     costs = choose_routes.Costs(network)
     with torch.device("meta"):
         net = build_network(network)

@@ -218,7 +218,6 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
     assert {*state} == {"pos_embed", "y_embedder.embedding_table.weight", *(f"{name}.{kind}" for name in layers for kind in ("weight", "bias"))}
     assert isinstance(state, dict) and all(torch.equal(value, network(in_channels=3).state_dict()[name]) for name, value in state.items())
     printed = capsys.readouterr().out
-    assert "no diffusion, number of heads, routes" in printed and "draws noise of this network, which was trained by EDM" in printed
     words = printed.split("sample.py checkpoint=")[1].rstrip(".\n").split()
     assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"), drawn(run, tmp_path / "2.npz", "num_steps=2"))
     exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
@@ -293,32 +292,6 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
     assert "https://huggingface.co/user/x" in capsys.readouterr().out
 
 
-def test_an_upload_that_fails_is_one_line(tmp_path, monkeypatch):
-    run, made = scored_run(tmp_path), []
-
-    class Hub:
-        refuses = "create_repo"
-
-        def create_repo(self, repo, **options):
-            made.append(repo)
-            if self.refuses == "create_repo":
-                raise RuntimeError("401 Client Error: Unauthorized\n\nInvalid username or password.")
-
-        def upload_folder(self, **options):
-            raise ConnectionError("Network is unreachable")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    with pytest.raises(SystemExit, match=r"repo=user/x could not be opened, and nothing was written \(401 Client Error: Unauthorized\): .*hf auth login"):
-        exported(run, "hub", tmp_path / "x", repo="user/x", upload=True)
-    assert made == ["user/x"] and not (tmp_path / "x").exists()
-    Hub.refuses = "upload_folder"
-    with pytest.raises(SystemExit) as ended:
-        exported(run, "hub", tmp_path / "x", repo="user/x", upload=True)
-    said = str(ended.value)
-    assert "overwrite=true (Network is unreachable)" in said and f"{tmp_path}/x, which is written" in said and "\n" not in said
-    assert checkpoints.problem(tmp_path / "x") is None
-
-
 # ---- mistakes and kills ---------------------------------------------------------------------------------------------
 
 
@@ -342,7 +315,7 @@ def test_a_mistake_raises_a_one_line_error_and_writes_nothing(settings, says, va
     ("dit", dict(block="lightning")), ("diffusers", dict(block="lightning")), ("dit", dict(qk_norm=True)), ("diffusers", dict(mlp_ratio=2.0))])
 def test_what_the_format_cannot_hold_is_refused(to, changes, tmp_path):
     run = save_run(tmp_path / "run", EDM, in_channels=3, **changes)
-    with pytest.raises(SystemExit, match=f"to={to} holds DiT's own block.*to=hub takes any"):
+    with pytest.raises(SystemExit, match=f"to={to} holds DiT's own blocks.*to=hub takes any"):
         exported(run, to, tmp_path / ("x.pt" if to == "dit" else "x"))
     key, value = next(iter(changes.items()))
     assert load_trained(exported(run, "hub", tmp_path / "hub")).recorded["network"][key] == value

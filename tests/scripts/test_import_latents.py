@@ -30,7 +30,7 @@ def import_latents(source, out, format="auto", **settings) -> None:
     """Imports with the settings of configs/import_latents.yaml but for those that are given."""
     plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "import_latents.yaml"))
     plain = {key: plain[key] for key in script.ImportSettings.model_fields}
-    script.import_latents(script.ImportSettings(**plain | {"source": str(source), "out": str(out), "format": format} | settings))
+    script.main.__wrapped__(script.ImportSettings(**plain | {"source": str(source), "out": str(out), "format": format} | settings))
 
 
 def normal(*shape, seed=0, mean=0.0, std=1.0):
