@@ -128,7 +128,7 @@ def test_half_precision_gives_float32_and_rounds_the_same_latents_and_images(vae
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
-    (lambda tensors: {key: tensors[key] for key in tensors if key != "encoder.conv_in.bias"}, "lack 1 of the tensors of config.json, encoder.conv_in.bias"),
+    (lambda tensors: {key: tensors[key] for key in tensors if key != "encoder.conv_in.bias"}, "lack 1 tensors, encoder.conv_in.bias"),
     (lambda tensors: tensors | {"encoder.conv_in.bias": torch.zeros(3)}, "can be read and fits.*expected shape"), (None, f"has no {WEIGHTS} that can be read"),
 ])  # fmt: skip
 def test_weights_that_lack_a_tensor_or_have_other_shapes_or_are_pickles_are_not_loaded(vae_folder, tmp_path, change, sentence):
@@ -340,12 +340,12 @@ def test_the_example_of_a_decoder_is_one(tmp_path, monkeypatch):
 
 def test_weights_that_lack_a_tensor_raise_a_one_line_error(tmp_path):
     torch.save(closed_form([k for k in VAVAE["keys"] if k[0] != "decoder.mid.attn_1.q.bias"]), tmp_path / "x.pt")
-    with pytest.raises(ValueError, match="lacks 1 tensors of latent diffusion's AutoencoderKL, decoder.mid.attn_1.q.bias first"):
+    with pytest.raises(ValueError, match="lacks 1 tensors of an AutoencoderKL, decoder.mid.attn_1.q.bias first"):
         decoder_of(tmp_path / "x.pt", (8, 4, 4), Convention())
 
 
 @pytest.mark.parametrize("changes, sentence", [
-    ({"_class_name": "os.system"}, "is of class os.system, and AutoencoderKL, .* are read"),
+    ({"_class_name": "os.system"}, "is of os.system, and only AutoencoderKL, .* are read"),
     ({"latents_mean": [0.0] * 5}, "latents_mean has 5 numbers and latents_std 0"),
     ({"latents_mean": [0.0] * 4, "latents_std": [1.0] * 4}, "have 4 numbers each, and the latents 5 channels"),
     ({"latents_mean": [0.0] * 5, "latents_std": [1.0, 0.0, 1.0, 1.0, 1.0]}, "are not all numbers above 0"),

@@ -146,7 +146,6 @@ def test_the_same_bare_file_is_another_network_for_dit_and_for_sit(tmp_path):
     (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"path_type": "GVP"})}, "path_type=GVP, and only linear is read"),
     (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"prediction": "score"})}, "prediction=score, and only velocity"),
     (lambda: {"ema": weights_of("lightning"), "config": {"transport": {"path_type": "VP"}}}, "path_type=VP"),
-    (lambda: {key: value for key, value in weights_of("repa, legacy").items() if not key.startswith("blocks.")}, "encoder depth is not known"),
     (lambda: {key: value for key, value in weights_of("repa").items() if not key.startswith("blocks.1.attn")}, "do not fit their network"),
 ])
 def test_files_that_cannot_be_read_correctly_raise_a_one_line_error(content, says, tmp_path):
