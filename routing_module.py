@@ -215,8 +215,7 @@ class Router:
         """Raises ValueError where it cannot lead the tokens of a square grid around the routes of a network."""
         if self.selection == "grid" and grid_size % 2:
             raise ValueError(f"selection=grid chooses among groups of 2 × 2 tokens of a square, and there are "
-                             f"{grid_size:.4g} × {grid_size:.4g}: set selection=random, or another patch size or "
-                             f"resolution.")
+                             f"{grid_size**2:.0f} tokens: set selection=random, or another patch size or resolution.")
 
     def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
         """Returns those of a call's routes that some token takes, by number; `own` are the network's routes."""

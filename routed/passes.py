@@ -400,6 +400,9 @@ class Routing:
         for names, spec in zip(self.names, self.specs, strict=True):
             keys = [key.split(".") if isinstance(key, str) else [argument(names, key)] for key in spec.along]
             self.along.append([(*key, "")[:2] + (axis,) for key, axis in zip(keys, spec.along.values(), strict=True)])
+        if repeated := len(self.blocks) - len({*self.blocks}):
+            raise ValueError(f"{repeated} of {len(self.blocks)} blocks are one that came before, and a route needs "
+                             f"blocks that are called once.")
         known = {name for names in self.names for name in names[1:]}
         if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known
                        and not all(map(takes_any, inner))]:
@@ -458,7 +461,7 @@ class Routing:
             yield
         finally:
             for (module, slot, _), own in zip(wrapped, before, strict=True):
-                vars(module).pop(slot, None)        # of a block that is called twice it is gone
+                del vars(module)[slot]
                 vars(module).update(own)
 
     def wrap(self, i: int, routed_module: nn.Module) -> Callable:

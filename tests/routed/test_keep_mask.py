@@ -186,8 +186,8 @@ def test_tokens_are_selected_by_the_router_that_is_given():
         assert torch.equal(taken.ids_keep[0], torch.arange(K).expand(BATCH, -1))
     hook.remove()
     net, x, condition = mine()
-    assert "there are 3 × 3" in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
-    assert "there are 2.828 × 2.828" in refused(net, call=lambda: net(x, condition), router=Router("grid"), keep=1, **NAMED)
+    assert "there are 9 tokens" in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
+    assert "there are 8 tokens" in refused(net, call=lambda: net(x, condition), router=Router("grid"), keep=1, **NAMED)
 
 
 # ---- the routes of a step -------------------------------------------------------------------------------------------

@@ -36,7 +36,7 @@ def gradients(model):
     return found
 
 
-def assert_close(a, b, tolerance=1e-5):
+def assert_close(a, b, tolerance=3e-5):       # gradients are sums whose order differs
     assert a.keys() == b.keys()
     for name in a:
         scale = max(1.0, float(b[name].abs().max()))

@@ -144,4 +144,4 @@ def test_sequences_before_samples_are_refused():
 def test_a_block_that_is_called_again_is_refused():
     net = network(by_default, lambda part, x, table: part(x))
     net.layers[2] = net.layers[0]
-    assert "After block -1 came block 2" in refused(net, HALF, lambda: net(X), blocks="layers")
+    assert "1 of 3 blocks are one that came before" in refused(net, HALF, blocks="layers")
