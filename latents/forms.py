@@ -124,7 +124,7 @@ def array_reader(
     def read(start: int, end: int) -> np.ndarray:
         return np.stack([load(name) for name in names[start:end]])
 
-    shape = None
+    shape = None  # until the first array says it
     shape = load(names[0]).shape
     return shape, read
 
