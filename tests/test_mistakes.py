@@ -57,7 +57,7 @@ TYPED = {
         ("init_from=weights.pt", "diffusion_name="), ("lora.rank=4", "init_from="),
         ("init_from=run", "lora.alpha=2", "lora.rank=null"),
         ("init_from=run", "lora.rank=2", "precision=fp8", "precision=fp8"),
-        ("init_from=run", "lora.rank=9", "lora.rank=9 is more than 8, the rank of"), ("run_dir=runs", "folder of runs"),
+        ("run_dir=runs", "folder of runs"),
         ("run_dir=latents", "data folder"), ("run_dir=taught/run", "taught"), ("run_dir=run/again", "lies in the run"),
         ("init_from=run", "diffusion_name=sit", "step-00000004 has one: leave it out"),
         ("diffusion_name=sit", "init_from="),
