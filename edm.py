@@ -7,8 +7,10 @@ import math
 from collections.abc import Callable
 from functools import partial
 from itertools import accumulate, repeat
+from typing import Annotated
 
 import torch
+from annotated_types import Gt
 from torch import Tensor, nn
 
 from guidance import UNGUIDED, Guidance
@@ -18,9 +20,7 @@ from routing_module import Route
 class EDM:
     """Noises a latent as x + sigma·eps with ln(sigma) ~ N(P_mean, P_std²), and learns D(x + sigma·eps; sigma) = x."""
 
-    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: float = 0.5):
-        if sigma_data <= 0:
-            raise ValueError(f"sigma_data={sigma_data} is the standard deviation of the latents, and must be positive.")
+    def __init__(self, P_mean: float = -1.2, P_std: float = 1.2, sigma_data: Annotated[float, Gt(0)] = 0.5):
         self.P_mean, self.P_std, self.sigma_data = P_mean, P_std, sigma_data
 
     def draw_sigma(self, count: int, device: torch.device) -> Tensor:
@@ -167,11 +167,8 @@ class DDPM(EDM):
 
         The steps are num_steps of the 1000, evenly spaced, and the variance lies between the posterior's and beta, in
         logarithms (iDDPM, arXiv 2102.09672, Eq. 15); latents are not clipped. `randn_like` draws the noise of each
-        step but the last. Raises ValueError for more steps than there are.
+        step but the last.
         """
-        if num_steps > len(self.sigmas):
-            raise ValueError(f"num_steps={num_steps} is more than the {len(self.sigmas)} steps of the network's "
-                             f"training, from which solver=ancestral chooses.")
         model = (guidance or UNGUIDED).guide(self.predict, net, noise, y, num_steps)
         stride = (len(self.sigmas) - 1) / max(1, num_steps - 1)
         steps = [round(step) for step in accumulate(repeat(stride, num_steps - 1), initial=0.0)]

@@ -13,6 +13,8 @@ configs/drawing.yaml; what the numbers mean and why they differ from somebody el
 """
 
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from functools import reduce
 from pathlib import Path
 from typing import Annotated, Literal
@@ -26,7 +28,7 @@ from runtime.command import command
 from runtime.device import describe_device, join_ranks
 from runtime.schema import Location, Number, Size, Steps, Whole, as_text, one_of
 from sampling.opening import open_sampling
-from sampling.options import NO_GUIDANCE, DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
+from sampling.options import DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
 from scoring.drawing import H100, Drawing, derived_hours, describe_weights
 from scoring.evaluation import Judge, Subject, score_on
 from scoring.feature_cache import FeatureCache
@@ -135,39 +137,45 @@ def check_settings(cfg: ScoringSettings) -> None:
 Opened = tuple[Subject, Path, Published | None]
 
 
-def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Checkpoint | None) -> Opened:
-    sampling = open_sampling(cfg, state, checkpoint=checkpoint)
+def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Checkpoint) -> Iterator[Opened]:
+    """Opens the images of each guidance scale; the networks are loaded once, with the first."""
+    scales = cfg.guidance_scales or [cfg.scale]
+    to_check = max(scales, key=lambda scale: (scale is not None, scale != 1))  # settings that must go with guidance
+    sampling = open_sampling(cfg.model_copy(update={"scale": to_check}), state, checkpoint=checkpoint)
     trained, given = sampling.trained, Path(cfg.checkpoint)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
-    drawing = Drawing(
-        trained.net, trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
-        batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=sampling.guidance, precision=cfg.precision,
-        sampler=sampling.sampler, guidance_record=sampling.guidance_record,
-        weights=describe_weights(
-            str(trained.checkpoint.folder or given), trained.step, trained.weights, trained.autoencoder,
-            cfg.decode_precision, sampling.classes, trained.net.num_classes, weights_sha256=trained.checkpoint.sha256,
-            **({"family": trained.family} if trained.family else {})),  # how bare weights were read
-    )
-    published = cfg.published if cfg.published and is_drawn_as(cfg.published, cfg, trained) else None
+    weights = describe_weights(
+        str(trained.checkpoint.folder or given), trained.step, trained.weights, trained.autoencoder,
+        cfg.decode_precision, sampling.classes, trained.net.num_classes, weights_sha256=trained.checkpoint.sha256,
+        **({"family": trained.family} if trained.family else {}))  # how bare weights were read
     home = trained.checkpoint.run or (given if given.is_dir() else given.parent)
-    return drawing, home / "results.jsonl", published
+    for scale in scales:
+        at_scale = cfg.model_copy(update=dict(GuidanceSettings()) if scale is None else {"scale": scale})
+        drawing = Drawing(
+            trained.net, trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
+            batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=cfg.precision, sampler=sampling.sampler,
+            guidance=None if scale is None else replace(sampling.guidance, scale=scale),
+            guidance_record=None if scale is None else sampling.guidance_record | {"scale": scale}, weights=weights)
+        is_same = cfg.published and is_drawn_as(cfg.published, at_scale, trained)
+        yield drawing, home / "results.jsonl", cfg.published if is_same else None
 
 
 def open_stored(cfg: ScoringSettings, state: PartialState, key: str) -> tuple[Images, np.ndarray]:
     """Opens the images that the setting `key` names, and chooses all of them or `num_samples`, evenly spread."""
     path = getattr(cfg, key)
     images = open_images(key, path, cfg.resolution, state.device, cfg.autoencoder, cfg.decode_batch_size)
-    if images.count < (needed := cfg.num_samples or 2):
+    needed = max(cfg.num_samples or 0, cfg.reference_images)
+    if images.count < needed:
         raise ValueError(f"{key}={path} holds {images.count} images and {needed} are needed.")
     return images, images.choose(cfg.num_samples or images.count)
 
 
-def open_image_set(cfg: ScoringSettings, state: PartialState) -> Opened:
+def open_image_set(cfg: ScoringSettings, state: PartialState) -> Iterator[Opened]:
     images, chosen = open_stored(cfg, state, "images")
     published = cfg.published if cfg.published and cfg.published.num_samples == len(chosen) else None
     subject = Subject(len(chosen), {**images.record, "images": images.count}, "as stored",
                       lambda todo: read_over_ranks(images, chosen, todo, cfg.batch_size))
-    return subject, Path("results.jsonl"), published
+    yield subject, Path("results.jsonl"), published
 
 
 def open_extractors(cfg: ScoringSettings, state: PartialState) -> list[Extractor]:
@@ -220,21 +228,14 @@ def report(row: dict, path: Path) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool = False) -> dict:
-    """Scores what the settings, completed by `as_published`, name, or the checkpoint that was found there.
+def score_images(cfg: ScoringSettings, judges: list[Judge], opened: Opened, reuse: bool = False) -> dict:
+    """Scores images that were opened with these settings, which `as_published` has completed.
 
     Returns the row, which it appends to the results. Several networks have a row each, and what is returned has the
     scores of them all. With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see
     it gets it without its numbers. Raises ValueError or OSError for settings and files that cannot work.
     """
-    state, started = PartialState(), time.perf_counter()
-    check_settings(cfg)
-
-    # ---- everything that can be wrong, before anything slow
-    opened = open_checkpoint(cfg, state, checkpoint) if cfg.checkpoint is not None else None
-    judges = open_judges(cfg, state)  # reads all files of the references
-    choose_metrics(judges, cfg.metrics)
-    subject, home, published = opened or open_image_set(cfg, state)
+    state, started, (subject, home, published) = PartialState(), time.perf_counter(), opened
     choose_metrics(judges, cfg.metrics, subject.count)
     if cfg.published and cfg.checkpoint is not None:
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
@@ -276,12 +277,8 @@ def run(cfg: ScoringSettings, checkpoint: Checkpoint | None = None, reuse: bool 
 
 def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
     """Measures `reference_from` and writes `out`."""
-    check_settings(cfg)
     [extractor] = open_extractors(cfg, state)
     images, chosen = open_stored(cfg, state, "reference_from")
-    if cfg.reference_images > images.count:
-        raise ValueError(f"reference_images={cfg.reference_images} is more than the {images.count} images of "
-                         f"reference_from={cfg.reference_from}.")
     tally = measure(images, extractor, cfg.batch_size, chosen=chosen)
     if state.is_main_process:
         write_reference(Path(cfg.out), tally, extractor, images, cfg.reference_images)
@@ -291,19 +288,20 @@ def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
 @command("fid", ScoringSettings)
 def main(cfg: ScoringSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32)
+    check_settings(cfg)
     if cfg.reference_from is not None:
         write_statistics(cfg, state)
         return
-    rows, several = [], isinstance(cfg.weights, list) or cfg.guidance_scales is not None
-    for weights in cfg.weights if isinstance(cfg.weights, list) else [cfg.weights]:
+    judges, rows, several = [], [], isinstance(cfg.weights, list) or cfg.guidance_scales is not None
+    for weights in as_list(cfg.weights) or [None]:
         checkpoint = None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, weights)
         of_one = as_published(cfg.model_copy(update={"weights": weights}), checkpoint)
-        for scale in cfg.guidance_scales or [of_one.scale]:
-            change = {} if not cfg.guidance_scales else NO_GUIDANCE if scale is None else {"scale": scale}
-            row = run(of_one.model_copy(update=change), checkpoint, reuse=several)
-            rows.append(row)
+        opened = open_image_set(of_one, state) if checkpoint is None else open_checkpoint(of_one, state, checkpoint)
+        for each in opened:
+            judges = judges or open_judges(cfg, state)  # which reads all files of the references, once
+            rows.append(score_images(of_one, judges, each, reuse=several))
             if of_one.published:
-                state.print(compare_published(row, of_one.published))
+                state.print(compare_published(rows[-1], of_one.published))
     if len(rows) > 1 or cfg.table != "text" or isinstance(cfg.features, list):
         state.print("\n" + as_table(rows, cfg.table))
 

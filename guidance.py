@@ -48,8 +48,8 @@ class Guidance:
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
     Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Internal guidance: arXiv 2512.24176.
-    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, an empty interval, no
-    channels, or a weak pass beside the internal head.
+    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, an empty interval, or a weak
+    pass beside the internal head.
     """
 
     scale: float
@@ -66,31 +66,25 @@ class Guidance:
         for name in ("gamma1", "gamma2", "interval"):  # a frozen value has no lists
             if isinstance(value := getattr(self, name), list):
                 object.__setattr__(self, name, tuple(value))
-        for name, ratio in (("gamma1", self.gamma1), ("gamma2", self.gamma2)):
-            if not all(0 <= value <= 1 for value in ends(ratio)):
-                raise ValueError(f"{name}={ratio} is outside [0, 1]: it is the share of tokens that skip.")
-        if min(ends(self.gamma1)) > max(ends(self.gamma2)):
-            raise ValueError(f"The strong pass may not be sparser than the weak one, but gamma1={self.gamma1} is above "
-                             f"gamma2={self.gamma2}: raise gamma2 or lower gamma1. Only schedules may cross.")
+        ratios = ends(self.gamma1) + ends(self.gamma2)
+        if not all(0 <= ratio <= 1 for ratio in ratios) or min(ends(self.gamma1)) > max(ends(self.gamma2)):
+            raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: shares of tokens that skip lie in [0, 1], "
+                             f"and that of the strong pass, gamma1, is not above gamma2. Only schedules may cross.")
         if self.interval is not None and not self.interval[0] < self.interval[1]:
             raise ValueError(f"interval={list(self.interval)} is empty: write the lower noise level first.")
-        if self.internal and (self.drop_label or self.net2 or any(ends(self.gamma1) + ends(self.gamma2))):
+        if self.internal and (self.drop_label or self.net2 or any(ratios)):
             raise ValueError("internal=true takes the weak prediction from the strong pass, with its label and all of "
                              "its tokens: leave out weak, gamma1 and gamma2, and set drop_label=false.")
-        if self.channels is not None and self.channels < 1:
-            raise ValueError(f"channels={self.channels} guides nothing: at least one channel, or null for all.")
 
     def record(self) -> dict:
         """Returns the settings as JSON gives them back, without the weak network, which only its owner can name.
 
         `channels` and `internal` are there where they are given, so that other records are what they were before.
         """
-        names = ("scale", "gamma1", "gamma2", "drop_label", "interval")
-        values = {name: getattr(self, name) for name in names}
-        routes = None if self.routes is None else [route.plain() for route in self.routes]
-        return {**{name: list(value) if isinstance(value, tuple) else value for name, value in values.items()},
-                "routes": routes, **({"channels": self.channels} if self.channels else {}),
-                **({"internal": True} if self.internal else {})}
+        record = {name: getattr(self, name) for name in ("scale", "gamma1", "gamma2", "drop_label", "interval")}
+        record["routes"] = None if self.routes is None else [route.plain() for route in self.routes]
+        record |= {name: getattr(self, name) for name in ("channels", "internal") if getattr(self, name)}
+        return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def check(self, net: nn.Module) -> None:
         """Raises ValueError where `net` and the weak network cannot be guided so."""
@@ -108,12 +102,11 @@ class Guidance:
             raise ValueError("guidance by the label needs a null label, and these weights have none that was trained: "
                              "they were trained without label dropout (label_dropout=0). Set guidance=none, or "
                              "drop_label=false with another weak pass.")
-        if self.channels is not None and self.channels > net.in_channels:
-            raise ValueError(f"channels={self.channels} is more than the {net.in_channels} channels of the latents.")
+        if self.channels is not None and not 1 <= self.channels <= net.in_channels:
+            raise ValueError(f"channels={self.channels} is not among the {net.in_channels} channels of the latents.")
         if self.net2 is not None and shape_of(net) != shape_of(self.net2):
-            raise ValueError(f"The weak network predicts another thing than the strong one: channels, side and "
-                             f"classes are {shape_of(self.net2)} of the weak one and {shape_of(net)} of the strong "
-                             f"one. Choose a checkpoint of the same data.")
+            raise ValueError(f"Channels, side and classes are {shape_of(self.net2)} of the weak one and "
+                             f"{shape_of(net)} of the strong network: choose a checkpoint of the same data.")
 
     def routes_at(self, net: nn.Module, gamma: Gamma, progress: float) -> tuple[Route, ...]:
         """Returns the routes of one pass; none at a ratio of 0, the dense network."""

@@ -9,10 +9,11 @@ Math in the paper's letters: t is a noise level in [0, 1], z_t = (1 - t)Â·x + tÂ
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, get_args
+from typing import Annotated, Literal, get_args
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Gt, Interval
 from torch import Tensor, nn
 
 from guidance import UNGUIDED, Guidance
@@ -20,7 +21,7 @@ from routing_module import Route
 
 LAST_STEP = 0.04      # noise level from which the SDE's last step goes, without noise
 LEAST_T = 0.05        # what CleanRF divides by at lower noise levels (JiT, arXiv 2511.13720)
-Shift = float | Literal["size"] | None
+Shift = Annotated[float, Gt(0)] | Literal["size"] | None
 TimestepSampling = Literal["logit_normal", "uniform"]
 Solver = Literal["euler", "heun", "euler_maruyama"]
 
@@ -41,30 +42,20 @@ class RF:
     `shift` (see `shifted`), which the sampler's steps follow unless it is given another. cosine_weight is that of a
     second term of the loss, one minus the cosine of the angle between the velocities that are estimated and sought
     (LightningDiT, arXiv 2501.01423). contrastive_weight is that of the squared distance from another sample's velocity,
-    which is subtracted (arXiv 2506.05350). Raises ValueError for weights and shifts that cannot be.
+    which is subtracted (arXiv 2506.05350); at 1 the loss would have no minimum.
     """
 
     def __init__(
-        self, timestep_sampling: TimestepSampling = "logit_normal", cosine_weight: float = 0.0,
-        contrastive_weight: float = 0.0, shift: Shift = None,
+        self, timestep_sampling: TimestepSampling = "logit_normal", cosine_weight: Annotated[float, Ge(0)] = 0.0,
+        contrastive_weight: Annotated[float, Interval(ge=0, lt=1)] = 0.0, shift: Shift = None,
     ):
-        if timestep_sampling not in get_args(TimestepSampling):
-            raise ValueError(f"timestep_sampling={timestep_sampling} is none of "
-                             f"{', '.join(get_args(TimestepSampling))}.")
-        if cosine_weight < 0 or not 0 <= contrastive_weight < 1:
-            raise ValueError(f"cosine_weight={cosine_weight} contrastive_weight={contrastive_weight}: the first may "
-                             f"not be negative, and the second is below 1, from where the loss has no minimum.")
-        if shift not in (None, "size") and not 0 < shift < math.inf:
-            raise ValueError(f"shift={shift} is not above 0: it multiplies the odds t / (1 - t).")
         self.timestep_sampling, self.cosine_weight = timestep_sampling, cosine_weight
         self.contrastive_weight, self.shift = contrastive_weight, shift
 
     def draw_t(self, x: Tensor) -> Tensor:
         """Draws noise levels (B,) for latents x (B, C, h, w) in training."""
-        if self.timestep_sampling == "logit_normal":
-            t = torch.randn(len(x), device=x.device).sigmoid()
-        else:
-            t = torch.rand(len(x), device=x.device)
+        uniform = {"logit_normal": False, "uniform": True}[self.timestep_sampling]
+        t = torch.rand(len(x), device=x.device) if uniform else torch.randn(len(x), device=x.device).sigmoid()
         return shifted(t, self.shift, x.shape)
 
     def draw(self, x: Tensor) -> tuple[Tensor, Tensor]:

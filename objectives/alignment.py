@@ -5,10 +5,11 @@ The options are iREPA's normalisation and convolutional projector (arXiv 2512.10
 
 import math
 from itertools import chain
-from typing import Literal
+from typing import Annotated, Literal
 
 import torch
 import torch.nn.functional as F
+from annotated_types import Ge, Interval
 from torch import Tensor, nn
 
 from objectives.diffusion import Objective
@@ -25,43 +26,33 @@ class Alignment(Objective):
     whole grid. `normalise` = α makes of each of the teacher's tokens z, over the image's whole grid,
     (z − α · mean) / (std + 1e-6). From `end_step` on nothing is added. The teacher's tokens (B, N, Z) are the array
     "teacher" of the latent folder, or what `teacher` makes of the array "image" in each step. Raises ValueError for
-    settings out of range, and for an array that is not there or does not fit the network's grid.
+    an array that is not there or does not fit the network's grid, and for a convolution on a route.
     """
 
     own_terms = ("alignment",)
 
     def __init__(
         self, inner: Objective, blocks: list[int] | None = None, weight: float = 0.5,
-        projector: Literal["mlp", "conv"] = "mlp", normalise: float | None = None, end_step: int | None = None,
-        teacher: str | None = None,
+        projector: Literal["mlp", "conv"] = "mlp", normalise: Annotated[float, Interval(ge=0, le=1)] | None = None,
+        end_step: Annotated[int, Ge(0)] | None = None, teacher: str | None = None,
     ):
         super().__init__(inner)
         depth, num_tokens, width = len(self.net.blocks), *self.net.pos_embed.shape[1:]
         self.blocks = [early_block(depth)] if blocks is None else blocks
         self.weight, self.normalise, self.end_step = weight, normalise, end_step
         self.hidden = take_hidden(self.net, self.blocks)
-        self.check(projector)
-        self.own_arrays = ("teacher",) if teacher is None else ("image",)
-        shape = self.array_shapes.get(self.own_arrays[0])
-        if shape is None:
-            raise ValueError(f"objective=alignment needs the extra array {self.own_arrays[0]}-*.npy: prepare latents "
-                             f"with teacher=<name>, or with images=true and train with objective.alignment.teacher=.")
-        self.teacher = None if teacher is None else load_teacher(teacher, math.isqrt(num_tokens))
-        if teacher is None and (len(shape) != 2 or shape[0] != num_tokens):
-            raise ValueError(f"The teacher's tokens have the shape {tuple(shape)}, but the network "
-                             f"has {num_tokens} tokens: prepare latents with the patch size of this network, or set "
-                             f"model.patch_size to theirs.")
-        self.projector = PROJECTORS[projector](width, shape[1] if self.teacher is None else self.teacher.width)
-
-    def check(self, projector: str) -> None:
-        """Raises ValueError for settings that are out of range or do not go with the network's routes."""
-        if not 0 <= (self.normalise or 0) <= 1 or (self.end_step or 0) < 0:
-            raise ValueError(f"objective.alignment.normalise={self.normalise} objective.alignment.end_step="
-                             f"{self.end_step}: the first is a share of the mean, from 0 to 1, and the second a step.")
-        for block in self.blocks:
-            if projector == "conv" and (route := route_at(chain(*self.schedule.every), block % len(self.net.blocks))):
+        for block in self.blocks if projector == "conv" else ():
+            if route := route_at(chain(*self.schedule.every), block % depth):
                 raise ValueError(f"objective.alignment.projector=conv needs the whole grid of tokens, but block "
                                  f"{block} lies on route {route}: set projector=mlp, or blocks outside the route.")
+        self.own_arrays = ("teacher",) if teacher is None else ("image",)
+        shape = self.array_shapes.get(self.own_arrays[0])
+        if shape is None or (teacher is None and (len(shape) != 2 or shape[0] != num_tokens)):
+            raise ValueError(f"objective=alignment needs the extra array {self.own_arrays[0]}-*.npy, of rows of shape "
+                             f"{shape}, and the network has {num_tokens} tokens: prepare latents with teacher=<name> "
+                             f"patch_size={self.net.patch_size}, or images=true for objective.alignment.teacher=.")
+        self.teacher = None if teacher is None else load_teacher(teacher, math.isqrt(num_tokens))
+        self.projector = PROJECTORS[projector](width, shape[1] if self.teacher is None else self.teacher.width)
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         given = arrays.pop(self.own_arrays[0])

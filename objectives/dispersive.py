@@ -2,7 +2,9 @@
 
 import math
 from itertools import chain
+from typing import Annotated
 
+from annotated_types import Gt
 from torch import Tensor
 
 from objectives.diffusion import Objective
@@ -14,22 +16,20 @@ class Dispersive(Objective):
 
     z_i are the D numbers of an image's tokens after `block`, counted from 0; None is the paper's choice, the last of
     the first quarter. With `pooled` they are the mean over tokens, as on a route, where images keep different places.
-    The pairs are those of one call: of a rank's share, in parts by grad_accum_steps. Raises ValueError for settings out
-    of range, for a block on a route without `pooled`, and in the call for a single image.
+    The pairs are those of one call: of a rank's share, in parts by grad_accum_steps. Raises ValueError for a block on a
+    route without `pooled`, and in the call for a single image.
     """
 
     own_terms = ("dispersive",)
 
     def __init__(
-        self, inner: Objective, block: int | None = None, weight: float = 0.5, temperature: float = 0.5,
-        pooled: bool = False,
+        self, inner: Objective, block: int | None = None, weight: float = 0.5,
+        temperature: Annotated[float, Gt(0)] = 0.5, pooled: bool = False,
     ):
         super().__init__(inner)
         self.block = max(0, len(self.net.blocks) // 4 - 1) if block is None else block
         self.weight, self.temperature, self.pooled = weight, temperature, pooled
         self.hidden = take_hidden(self.net, [self.block])
-        if temperature <= 0:
-            raise ValueError(f"objective.dispersive.temperature={temperature} divides distances: give more than 0.")
         route = route_at(chain(*self.schedule.every), self.block % len(self.net.blocks))
         if route and not pooled:
             raise ValueError(f"objective.dispersive compares images token by token, but block {self.block} lies on "

@@ -64,8 +64,6 @@ def load_teacher(name: str, grid: int) -> Teacher:
         if Path(name).suffix in (".pt", ".ts", ".pth") or Path(name).is_file():
             from weights.reading import load_torchscript
 
-            if not Path(name).is_file():
-                raise ValueError(f"teacher={name} is not a file.")
             network = load_torchscript(Path(name))
             return Teacher(network, lambda images: network(images), grid)
         return of_timm(name, grid)
@@ -106,8 +104,6 @@ def of_timm(name: str, grid: int) -> Teacher:
         network = timm.create_model(name, num_classes=0, img_size=pixels, **options)
         return Teacher(network, network.forward_features, grid, pixels, cfg.mean, cfg.std, network.num_prefix_tokens)
     stages = [i for i, stage in enumerate(outline.feature_info) if stage["reduction"] == 16]
-    if not stages:
-        raise ValueError(f"teacher={name} has neither a grid of tokens nor a map of a sixteenth of the image's side.")
     network = timm.create_model(name, features_only=True, out_indices=stages[-1:], **options)
     return Teacher(network, lambda x: network(x)[0], grid, 16 * grid, cfg.mean, cfg.std)
 

@@ -17,7 +17,7 @@ class Version1(Objective):
 
     That term is the squared error of D_x against the noised input, which is normalised in each patch by its mean and
     unbiased variance, over the patches of routed tokens (arXiv 2306.09305, as in the code of TREAD's first version).
-    Raises ValueError for another diffusion than EDM, no routes, or tokens that are not chosen at random.
+    Raises ValueError where it is not the innermost loss, and for another diffusion, no routes, or another selection.
     """
 
     def __init__(self, inner: Objective, mae_weight: float = 0.0):
@@ -25,15 +25,9 @@ class Version1(Objective):
         if not isinstance(inner, DiffusionLoss):
             raise ValueError("objective=version1 takes the place of the diffusion's loss, so it comes first: "
                              "objective=[version1,<the others>].")
-        if type(self.diffusion) is not EDM:
-            raise ValueError("objective=version1 is a loss of EDM: set diffusion=edm.")
-        if not self.net.routes:
-            raise ValueError("objective=version1 counts the patches of kept tokens, but model.routes is empty, so "
-                             "all are kept: give model=tread_v1, or leave the objective out for a dense network.")
-        if self.net.router.selection != "random":
-            raise ValueError(f"objective=version1 must know which tokens are kept, but with "
-                             f"model.selection={self.net.router.selection} the network alone does: set "
-                             f"model.selection=random.")
+        if type(self.diffusion) is not EDM or not self.net.routes or self.net.router.selection != "random":
+            raise ValueError("objective=version1 is a loss of EDM over the patches of the kept tokens: set diffusion="
+                             "edm, model.routes, and model.selection=random, with which it knows which are kept.")
         self.mae_weight = mae_weight
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:

@@ -49,20 +49,15 @@ GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, p
 class GuidanceSettings(Settings):
     """The keys of configs/guidance, which a command has at its top level."""
 
-    scale: Number | None
-    gamma1: Gamma
-    gamma2: Gamma
-    drop_label: bool
-    weak: Location | None
-    interval: Pair | None
-    routes: list[GuidanceRoute] | None
-    channels: Size | None
-    internal: bool
-
-
-# What only guidance looks at, where there is none.
-NO_GUIDANCE = {"scale": None, "gamma1": 0, "gamma2": 0, "weak": None, "interval": None, "routes": None,
-               "channels": None, "internal": False}
+    scale: Number | None = None
+    gamma1: Gamma = 0.0
+    gamma2: Gamma = 0.0
+    drop_label: bool = True
+    weak: Location | None = None
+    interval: Pair | None = None
+    routes: list[GuidanceRoute] | None = None
+    channels: Size | None = None
+    internal: bool = False
 
 
 class DrawingSettings(GuidanceSettings):
@@ -109,36 +104,25 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
         if name not in own:
             raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(own)}.")
     settings = {name: value for name, value in (own | given).items() if value is not None}
-    if settings.get("sigma_min", 0) >= settings.get("sigma_max", math.inf):
-        raise ValueError(f"sampler.sigma_min={settings['sigma_min']} is not below "
-                         f"sampler.sigma_max={settings['sigma_max']}.")
+    for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
+        if low in settings and settings[low] >= settings[high]:
+            raise ValueError(f"sampler.{low}={settings[low]} is not below sampler.{high}={settings[high]}.")
     churn = [f"sampler.{name}={given[name]}" for name in ("S_min", "S_max", "S_noise") if name in given]
     if churn and "S_churn" not in given:
         raise ValueError(f"{' '.join(churn)} would change nothing without churn: give sampler.S_churn=40, too.")
-    if settings.get("S_min", 0) > settings.get("S_max", math.inf):
-        raise ValueError(f"sampler.S_min={settings['S_min']} is above sampler.S_max={settings['S_max']}, so that no "
-                         f"step would have churn: exchange the two.")
     return settings
 
 
 def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: Mapping) -> None:
     """Raises ValueError for an interval of guidance that is not one of the diffusion's noise levels."""
-    if isinstance(diffusion, RF):
-        if 1 < interval[1] < math.inf:
-            raise ValueError(f"interval={list(interval)} reaches past 1, but flow matching's noise levels t lie in "
-                             f"[0, 1]. A sigma of EDM is t = sigma / (1 + sigma).")
-        return
-    given = sampler_settings(diffusion, sampler)
-    low, high = ((given["sigma_min"], given["sigma_max"]) if "sigma_max" in given else
+    given = {} if isinstance(diffusion, RF) else sampler_settings(diffusion, sampler)
+    low, high = ((0, 1) if isinstance(diffusion, RF) else
+                 (given["sigma_min"], given["sigma_max"]) if "sigma_max" in given else
                  (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item()))
-    if interval[1] < low or interval[0] > high:
-        raise ValueError(f"interval={list(interval)} guides at no noise level: the sampler's run from {high:g} to "
-                         f"{low:g}.")
-
-
-def is_idle(settings: GuidanceSettings) -> bool:
-    """True if the weak pass would be the strong one."""
-    return not (settings.drop_label or settings.weak or settings.internal) and settings.gamma1 == settings.gamma2
+    is_of_edm = isinstance(diffusion, RF) and 1 < interval[1] < math.inf
+    if interval[1] < low or interval[0] > high or is_of_edm:
+        raise ValueError(f"interval={list(interval)} does not fit the sampler's noise levels, from {high:g} to "
+                         f"{low:g}. A sigma of EDM is t = sigma / (1 + sigma) of flow matching.")
 
 
 def build_guidance(
@@ -149,23 +133,19 @@ def build_guidance(
     Raises ValueError, with the numbers and the setting, where they cannot work with `trained`.
     """
     if settings.scale is None:
-        if changed := [f"{key}={getattr(settings, key)}" for key, value in NO_GUIDANCE.items()
-                       if getattr(settings, key) != value]:
-            raise ValueError(f"{', '.join(changed)} guides nothing without a scale: give scale=1.5, or none of these.")
-        settings.refuse("drop_label", why="nothing is guided without a scale; give scale=1.5")
+        settings.refuse("guidance", *GuidanceSettings.model_fields,
+                        why="nothing is guided without a scale; give scale=1.5")
         return None, None
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
     ratios = ends(settings.gamma1) + ends(settings.gamma2)
-    if settings.scale != 1 and is_idle(settings):
-        raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same: set drop_label=true, "
-                         f"gamma2= above gamma1=, or weak=.")
-    if settings.routes and not any(ratios):
-        raise ValueError("routes= leads no token away at gamma1=0 and gamma2=0: give gamma2=0.7, for instance.")
+    is_same = not (settings.drop_label or settings.weak or settings.internal) and settings.gamma1 == settings.gamma2
+    if (settings.scale != 1 and is_same) or (settings.routes and not any(ratios)):
+        raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same, or routes= leads no "
+                         f"token away: set drop_label=true, gamma2= above gamma1=, or weak=.")
     if 1 in ratios and settings.routes is None and not any(route.path_drop for route in trained.net.routes):
-        raise ValueError("guidance=path_drop, or a ratio of 1, leaves out the blocks of the network's route, and this "
-                         "network has not learned to do without (path_drop in its routes): choose guidance=tread, or "
-                         "name blocks by routes=.")
+        raise ValueError("guidance=path_drop, or a ratio of 1, leaves out the blocks of the network's route, and it "
+                         "has not learned to do without (path_drop): choose guidance=tread, or name blocks by routes=.")
     if settings.interval:
         check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
     weak = None

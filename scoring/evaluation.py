@@ -45,8 +45,8 @@ def score_on(judges: list[Judge], batches: Indexed, count: int, progress: str | 
     """Scores `count` images by each judge in one pass; every rank brings its share and gets the same scores.
 
     `batches` yields indices (B,), each of 0 … count-1 once over all ranks (-1 for a copy that is dropped), and images
-    (B, H, W, 3) uint8, without those that every judge keeps features of. Raises ValueError for fewer images than
-    `count`, or for metrics that cannot be measured.
+    (B, H, W, 3) uint8, without those that every judge keeps features of. Raises ValueError for metrics that cannot be
+    measured.
     """
     state, parts = PartialState(), []
     for judge in judges:

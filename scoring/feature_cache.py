@@ -1,4 +1,4 @@
-"""Features in files, from which a killed evaluation continues."""
+"""Features and statistics in files, from which a killed evaluation continues and a later one starts."""
 
 import json
 from collections.abc import Iterator
@@ -13,6 +13,22 @@ from torch import Tensor
 from runtime import files
 
 SCORING_VERSION = 2  # raised by whoever changes a score of the same images: tests/test_versions.py
+
+
+def read_kept(file: Path) -> dict[str, Tensor] | None:
+    """Reads a file of `write_kept`; None where there is none, or a damaged one, whose images are measured again."""
+    try:
+        return load_file(file)
+    except FileNotFoundError:
+        return None
+    except (OSError, SafetensorError) as error:
+        print(f"{file} is damaged, and its images are measured again: {error}")
+        return None
+
+
+def write_kept(file: Path, tensors: dict[str, Tensor]) -> None:
+    with files.atomic_write(file) as partial:
+        partial.write_bytes(save({name: value.cpu().contiguous() for name, value in tensors.items()}))
 
 
 class FeatureCache:
@@ -31,12 +47,9 @@ class FeatureCache:
         state.wait_for_everyone()
         self.files, self.seen = [], set()
         for file in sorted(self.folder.glob("*.safetensors")):
-            try:
-                indices = set(load_file(file)["indices"].tolist())
-            except (OSError, SafetensorError) as error:
-                print(f"{file} is damaged, and its images are measured again: {error}")
-                continue
-            if not indices & self.seen:  # two evaluations at once may both have measured some
+            found = read_kept(file)
+            indices = set(found["indices"].tolist()) if found else set()
+            if indices and not indices & self.seen:  # two evaluations at once may both have measured some
                 self.seen |= indices
                 self.files.append(file)
         self.count = len(self.seen)
@@ -54,6 +67,4 @@ class FeatureCache:
             yield features.pop("indices"), features
 
     def save(self, indices: Tensor, features: dict[str, Tensor]) -> None:
-        tensors = {name: value.cpu().contiguous() for name, value in (features | {"indices": indices}).items()}
-        with files.atomic_write(self.folder / f"{int(indices[0]):08d}.safetensors") as partial:
-            partial.write_bytes(save(tensors))
+        write_kept(self.folder / f"{int(indices[0]):08d}.safetensors", features | {"indices": indices})

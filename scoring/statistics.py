@@ -8,14 +8,12 @@ from pathlib import Path
 import numpy as np
 import torch
 from accelerate import PartialState
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save
 from torch import Tensor
 
 from runtime import files, ranks
 from runtime.device import describe_device
 from runtime.schema import first_line
-from scoring.feature_cache import SCORING_VERSION, FeatureCache
+from scoring.feature_cache import SCORING_VERSION, FeatureCache, read_kept, write_kept
 from scoring.features import Extractor, describe_extractor, versions
 from scoring.image_sets import Images, evenly, open_images
 from scoring.metrics import SUBSET
@@ -52,8 +50,11 @@ class Reference:
             measured = {"pool": tally.pool}
             for name, moments in tally.moments.items():
                 measured |= dict(zip(FEATURE_KEYS[name], moments.mean_and_covariance(), strict=True))
-            if file and state.is_main_process:
-                keep_measured(file, measured)
+            try:
+                if file and state.is_main_process:
+                    write_kept(file, measured)
+            except OSError as error:  # a full or read-only home is no reason to lose the scores
+                print(f"The reference's statistics are not kept, as {file} could not be written: {error.strerror}")
         if measured is not None:  # the main rank computes the scores
             self.pool = measured["pool"]
             found = {name: (measured[mu].cpu(), measured[sigma].cpu()) for name, (mu, sigma) in FEATURE_KEYS.items()
@@ -77,24 +78,6 @@ def kept_file(images: Images, extractor: Extractor) -> Path | None:
     return Path(torch.hub.get_dir()).parent / "tread_references" / f"{files.record_sha256(record)}.safetensors"
 
 
-def read_kept(file: Path) -> dict[str, Tensor] | None:
-    try:
-        return load_file(file)
-    except FileNotFoundError:
-        return None
-    except (OSError, SafetensorError) as error:
-        print(f"{file} is damaged, and the reference is measured again: {error}")
-        return None
-
-
-def keep_measured(file: Path, measured: dict[str, Tensor]) -> None:
-    try:
-        with files.atomic_write(file) as partial:
-            partial.write_bytes(save({name: value.cpu().contiguous() for name, value in measured.items()}))
-    except OSError as error:  # a full or read-only home is no reason to lose the scores
-        print(f"The reference's statistics are not kept, as {file} could not be written: {error.strerror}")
-
-
 def open_reference(
     path: str | Path, extractor: Extractor, resolution: int | None = None, device: torch.device | str = "cpu",
     key: str = "reference",  # the setting that names the path, for messages
@@ -107,8 +90,6 @@ def open_reference(
     path = Path(path)
     if path.suffix != ".npz":
         images = open_images(key, str(path), resolution, device)
-        if images.count < 2:
-            raise ValueError(f"{key}={path} holds {images.count} images, and at least two are needed.")
         images.neighbours = NEIGHBOURS
         return Reference({}, images, images.record | {"images": images.count, "statistics": []})
     try:
@@ -121,25 +102,21 @@ def open_reference(
     if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
         raise ValueError(f"{key}={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
                          f"needed (and mu_s, sigma_s for sFID), or images under arr_0.")
-    space, digest = (str(found.get(key, "")) for key in ("space", "weights_sha256"))
-    if space and space != extractor.space:
-        raise ValueError(f"{key}={path} was measured on {space} features, and features={extractor.name} are "
-                         f"{extractor.space}: make the reference again with the same features.")
-    if digest and digest.startswith(f"{extractor.name}:") and digest != f"{extractor.name}:{extractor.sha256}":
-        raise ValueError(f"{key}={path} was measured with weights of SHA-256 {digest.partition(':')[2]}, and those "
-                         f"at {extractor.weights} have {extractor.sha256}.")
+    space, (of, _, digest) = str(found.get("space", "")), str(found.get("weights_sha256", "")).partition(":")
+    if (space or extractor.space) != extractor.space or (of == extractor.name and digest != str(extractor.sha256)):
+        raise ValueError(f"{key}={path} was measured on {space} features by weights of SHA-256 {digest or 'unknown'}, "
+                         f"and features={extractor.name} are {extractor.space} by weights of {extractor.sha256}: make "
+                         f"the reference again with the same features.")
     statistics = {}
-    for name, (mu, sigma) in FEATURE_KEYS.items():
-        if mu not in keys or sigma not in keys or name not in extractor.sizes:
+    for feature, names in FEATURE_KEYS.items():
+        if not {*names} <= keys or feature not in extractor.sizes:
             continue
-        size = extractor.sizes[name]
-        for key, shape in ((mu, (size,)), (sigma, (size, size))):
-            if found[key].shape != shape:
-                raise ValueError(f"{key}={path} has {key} of shape {found[key].shape}, but "
-                                 f"features={extractor.name} need {shape}: it was made with other features.")
-            if not np.isfinite(found[key]).all():
-                raise ValueError(f"{key}={path} has values in {key} that are not finite: get or make it again.")
-        statistics[name] = tuple(torch.from_numpy(found[key].astype(np.float64)) for key in (mu, sigma))
+        size = extractor.sizes[feature]
+        for name, shape in zip(names, ((size,), (size, size)), strict=True):
+            if found[name].shape != shape or not np.isfinite(found[name]).all():
+                raise ValueError(f"{key}={path} has {name} of shape {found[name].shape}, and features={extractor.name} "
+                                 f"need {shape}, all finite: get or make it again, with these features.")
+        statistics[feature] = tuple(torch.from_numpy(found[name].astype(np.float64)) for name in names)
     images = open_images(key, str(path)) if "arr_0" in keys else None
     record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
@@ -205,8 +182,6 @@ def available_metrics(
         left_out = () if asked else (extractor.kernel, extractor.monge)
         return [name for name, reason in why.items() if reason is None and name not in left_out]
     for name in asked:
-        if name not in why:
-            raise ValueError(f"metrics={list(asked)}: features={extractor.name} give {', '.join(why)}, not {name}.")
-        if why[name]:
-            raise ValueError(f"metrics={list(asked)}: {name} cannot be measured, as {why[name]}.")
+        if reason := why.get(name, f"features={extractor.name} give {', '.join(why)}"):
+            raise ValueError(f"metrics={list(asked)}: {name} cannot be measured, as {reason}.")
     return list(asked)

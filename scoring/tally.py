@@ -41,12 +41,11 @@ class Tally:
             self.pool[rows[rows >= 0]] = features["pool"].float().cpu()[rows >= 0]
 
     def over_ranks(self) -> None:
-        """Brings all ranks' sums together, once; raises ValueError where images are missing."""
+        """Brings all ranks' sums together, once."""
         for part in (*self.moments.values(), *([self.scores] if self.scores else [])):
             part.merge(partial(reduce, reduction="sum"))
         measured = int(self.moments["pool"].count)
-        if measured != self.count:
-            raise ValueError(f"{self.count} images were asked for and {measured} came.")
+        assert measured == self.count, f"{self.count} images were asked for and {measured} came"
         if self.pool is not None and PartialState().num_processes > 1:
             for rows in self.pool.split(BLOCK):  # a row is one rank's, and zeros on the others
                 rows[:] = reduce(rows.to(PartialState().device), reduction="sum").cpu()

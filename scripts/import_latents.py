@@ -85,7 +85,8 @@ def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
     return rows
 
 
-def import_latents(cfg: ImportSettings) -> None:
+@command("import_latents", ImportSettings)
+def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder; raises ValueError for a bad source."""
     state, out, format = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out), cfg.format
     if format == "auto":
@@ -122,11 +123,6 @@ def import_latents(cfg: ImportSettings) -> None:
     } | ({} if form.downsample is None else {"resolution": side * form.downsample})
     write_folder(out, settings, metadata, stored.shape, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read,
                  encode=encode, state=state)
-
-
-@command("import_latents", ImportSettings)
-def main(cfg: ImportSettings) -> None:
-    import_latents(cfg)
 
 
 if __name__ == "__main__":

@@ -19,14 +19,12 @@ from weights.loading import find_checkpoint, load_trained
 class MergeSettings(Settings):
     """configs/merge_lora.yaml."""
 
-    checkpoint: Location | None
-    out: Location | None
+    checkpoint: Location
+    out: Location
 
 
 @command("merge_lora", MergeSettings)
 def main(cfg: MergeSettings) -> None:
-    if cfg.checkpoint is None or cfg.out is None:
-        raise ValueError("Give what to merge and where to write it: checkpoint=runs/<name> out=<folder>.")
     out = Path(cfg.out)
     if out.exists():
         raise ValueError(f"out={out} is there already: name another folder.")

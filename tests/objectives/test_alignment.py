@@ -225,7 +225,7 @@ def test_a_run_whose_loss_falls_below_zero_is_sound_and_resumes(taught, tmp_path
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    ({"shapes": {"teacher": (12, 4, 4)}}, r"the shape \(12, 4, 4\)"),
+    ({"shapes": {"teacher": (12, 4, 4)}}, r"rows of shape \(12, 4, 4\)"),
 ])
 def test_settings_and_arrays_that_do_not_fit_raise_a_one_line_error(settings, says):
     with pytest.raises(ValueError, match=says):
