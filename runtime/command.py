@@ -20,9 +20,10 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
 from runtime.schema import CONFIGS, Settings, as_argument, dotted, first_line, read, unknown
@@ -39,7 +40,6 @@ def command(
     or a traceback with HYDRA_FULL_ERROR=1 in the environment. `rewrite` turns arguments of another form into settings.
     """
     def decorate(main: Callable[[Any], None]) -> Callable[..., None]:
-        @mock.patch.object(warnings, "formatwarning", as_one_line)
         def run(program: str) -> None:
             wants_traceback, plain = "HYDRA_FULL_ERROR" in os.environ, {}
             try:
@@ -62,31 +62,30 @@ def command(
                 ranks.wait_for_root_cause(error)
                 sentence = mistake(error, config_name, plain)
                 if sentence is None or wants_traceback:
-                    ranks.record_for_launcher(error)
+                    ErrorHandler().record_exception(error)  # where torchrun and accelerate launch look for the cause
                     raise
                 sys.exit(f"{program}: {sentence}")
 
-        @functools.wraps(main)
-        def entry(*settings: str) -> None:
-            if hasattr(sys.stdout, "reconfigure"):
-                sys.stdout.reconfigure(line_buffering=True)  # a redirected log has each line at once
-            if settings or not notebook.has_command_line():
-                call(run, Path(main.__code__.co_filename).name, settings)
-            else:
-                run(Path(sys.argv[0]).name)
-        return entry
+        return as_function(main, run)
     return decorate
 
 
 def program(main: Callable[[], None]) -> Callable[..., None]:
     """Lets a program that reads its own command line be called as a function, with the words of one."""
+    return as_function(main, lambda _: main())
+
+
+def as_function(main: Callable, run: Callable[[str], None]) -> Callable[..., None]:
+    """Makes of `run`, which reads sys.argv and is given the program's name, what is called with the words of one."""
     @functools.wraps(main)
     @mock.patch.object(warnings, "formatwarning", as_one_line)
     def entry(*words: str) -> None:
+        if hasattr(sys.stdout, "reconfigure"):
+            sys.stdout.reconfigure(line_buffering=True)  # a redirected log has each line at once
         if words or not notebook.has_command_line():
-            call(lambda _: main(), Path(main.__code__.co_filename).name, words)
+            call(run, Path(main.__code__.co_filename).name, words)
         else:
-            main()
+            run(Path(sys.argv[0]).name)
     return entry
 
 
@@ -185,12 +184,10 @@ def hydra_composes(config_name: str, declared: type[Settings], arguments: list[s
     """Lets Hydra compose a config; its YAML files are read by `read_yaml`."""
     def load(source: ConfigSource, config_path: str) -> ConfigResult:
         file = Path(source.path, source._normalize_file_name(config_path))
-        if not file.is_file():
-            raise ConfigLoadError(f"Config not found: {file}")
         settings = read_yaml(file, declared)
         if not isinstance(settings, dict):
             raise ValueError(f"{file} holds no settings: its lines are key: value.")
-        header = source._get_header_dict(file.read_text(encoding="utf-8")[:512])
+        header = source._get_header_dict(file.read_text(encoding="utf-8-sig")[:512])
         return ConfigResult(provider=source.provider, path=f"file://{source.path}", header=header,
                             config=OmegaConf.create(settings))
 
