@@ -243,12 +243,10 @@ def infer_architecture(
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
         mlp_ratio = kind.block.read_mlp_ratio(first, hidden_size)
         depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
-    except (ValueError, IndexError, ZeroDivisionError) as error:
-        raise ValueError(f"These weights are not a DiT's: one of another shape or name than its ({error}).") from None
-    except KeyError as missing:
+    except (ValueError, LookupError, ZeroDivisionError) as error:
         first = ", ".join(list(state_dict)[:3])[:200]
-        raise ValueError(f"These weights are not a DiT's: they lack {missing}; they hold {len(state_dict)} tensors, "
-                         f"{first} first.") from None
+        raise ValueError(f"These weights are not a DiT's: {error!r} in {len(state_dict)} tensors, {first} first."
+                         ) from None
     null_label = {} if num_labels > 1 and num_labels != num_classes else {"null_label": False}
     heads = {(size["hidden_size"], size["depth"]): size["num_heads"] for size in kind.models.values()}
     num_heads = num_heads or heads.get((hidden_size, depth))

@@ -75,36 +75,29 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
     resolved = []
     for route in routes:
         given = (route.start_layer_idx, route.end_layer_idx, route.return_from)
-        if not all(isinstance(i, int) for i in given[:2]) or not isinstance(route.return_from, int | None):
-            raise ValueError(f"Route {route} in a network of {depth} blocks: block indices are whole numbers.")
         start, end, source = (i + depth if i is not None and i < 0 else i for i in given)
-        if not (0 <= start < depth and 0 <= end < depth):
-            raise ValueError(f"Route {route} leaves the network: with {depth} blocks an index lies in "
-                             f"[{-depth}, {depth - 1}]. Set start_layer_idx and end_layer_idx of the route.")
-        if start > end:
-            raise ValueError(f"Route {route} runs backwards: in a network of {depth} blocks it starts at block "
-                             f"{start} and ends at block {end}. The end may not come before the start.")
-        if source is not None and not 0 <= source <= start:
-            raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} must be "
-                             f"a block up to its start, {start}, where tokens are routed.")
-        if not 0 <= route.selection_ratio < 1:
-            raise ValueError(f"Route {route} in a network of {depth} blocks: selection_ratio="
-                             f"{route.selection_ratio} is the share of tokens that skip and must lie in [0, 1); at 1 "
-                             f"no token would be kept.")
-        if not 0 <= route.path_drop < 1:
-            raise ValueError(f"Route {route} in a network of {depth} blocks: path_drop="
-                             f"{route.path_drop} is the share of samples that skip and must lie in [0, 1); at 1 its "
-                             f"blocks would learn nothing.")
+        for is_right, rule in (
+            (0 <= start < depth and 0 <= end < depth, f"leaves it: indices lie in [{-depth}, {depth - 1}]"),
+            (start <= end, f"runs backwards, from block {start} to block {end}"),
+            (source is None or 0 <= source <= start,
+             f"has return_from={route.return_from}, which must be a block up to its start, {start}"),
+            (0 <= route.selection_ratio < 1,
+             f"has selection_ratio={route.selection_ratio}, a share of tokens, which must lie in [0, 1)"),
+            (0 <= route.path_drop < 1,
+             f"has path_drop={route.path_drop}, a share of samples, which must lie in [0, 1)"),
+        ):
+            if not is_right:
+                raise ValueError(f"In a network with {depth} blocks, route {route} {rule}.")
         resolved.append(replace(route, start_layer_idx=start, end_layer_idx=end, return_from=source))
     resolved.sort(key=lambda route: route.start_layer_idx)
     for first, second in pairwise(resolved):
         if second.start_layer_idx <= first.end_layer_idx:
-            raise ValueError(f"Route {second} overlaps route {first} in a network of {depth} blocks: "
-                             f"the next route may start at block {first.end_layer_idx + 1} at the earliest.")
+            raise ValueError(f"In a network with {depth} blocks, route {second} overlaps route {first}: "
+                             f"start it at block {first.end_layer_idx + 1} or later.")
     for route, other in product(resolved, resolved):
         if route.return_from is not None and other.start_layer_idx < route.return_from <= other.end_layer_idx:
-            raise ValueError(f"Route {route} in a network of {depth} blocks: return_from={route.return_from} lies "
-                             f"inside route {other}, where some tokens are absent.")
+            raise ValueError(f"In a network with {depth} blocks, route {route} has return_from="
+                             f"{route.return_from}, which lies inside route {other}, where some tokens are absent.")
     return tuple(resolved)
 
 
@@ -218,11 +211,11 @@ class Router:
             raise ValueError(f"l1_reg={self.l1_reg} is outside [0, 1]: it is the share of the L1 norm in a token's "
                              f"score, and the rest is noise.")
 
-    def check(self, routes: tuple[Route, ...], grid_size: int) -> None:
+    def check(self, routes: tuple[Route, ...], grid_size: float) -> None:
         """Raises ValueError where it cannot lead the tokens of a square grid around the routes of a network."""
         if self.selection == "grid" and grid_size % 2:
-            raise ValueError(f"selection=grid chooses among groups of 2 × 2 tokens, and there are {grid_size} × "
-                             f"{grid_size}: set selection=random, or another patch size or resolution.")
+            raise ValueError(f"selection=grid chooses among groups of 2 × 2 tokens of a square, and there are "
+                             f"{grid_size**2:.0f} tokens: set selection=random, or another patch size or resolution.")
 
     def taken(self, routes: tuple[Route, ...], own: tuple[Route, ...]) -> dict[int, Route]:
         """Returns those of a call's routes that some token takes, by number; `own` are the network's routes."""
@@ -249,9 +242,6 @@ class Router:
         if noise is None:
             noise = torch.rand(batch, num_tokens, device=x.device, dtype=torch.float32)
         if keep_mask is not None:
-            if keep_mask.shape != noise.shape:
-                raise ValueError(f"keep_mask has shape {tuple(keep_mask.shape)}, but there are {batch} samples of "
-                                 f"{num_tokens} tokens: it must be {tuple(noise.shape)}.")
             if keep_mask.device.type == "cpu" and (most := int(keep_mask.sum(dim=1).max())) > num_keep:
                 raise ValueError(f"keep_mask keeps {most} tokens of a sample, but at selection ratio {selection_ratio} "
                                  f"only {num_keep} of {num_tokens} are kept: lower the ratio to "

@@ -82,8 +82,6 @@ class BidirectionalMamba(nn.Module):
     def __init__(self, hidden_size: int, num_heads: int, expand: int = 2, state_size: int = 16, kernel_size: int = 4):
         super().__init__()
         inner, own = expand * hidden_size, 2 * state_size + num_heads
-        if inner % num_heads:
-            raise ValueError(f"Mamba's {inner} channels are not a multiple of num_heads {num_heads}.")
         self.num_heads, self.state_size, self.kernel_size = num_heads, state_size, kernel_size
         self.in_proj = nn.Linear(hidden_size, 2 * inner + 2 * own, bias=False)
         channels = 2 * (inner + 2 * state_size)

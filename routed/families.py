@@ -59,14 +59,19 @@ class Family:
     reads: Callable[[nn.Module], Mapping[int, str]] | None = None
 
 
-def padded_image(call: dict) -> int:
-    """Counts the tokens of each image of a list, padded to a multiple of 32; raises ValueError for several sizes."""
-    images = call["x"]
-    if not all(isinstance(image, Tensor) and image.shape == images[0].shape for image in images):
-        raise ValueError("A batch of images of several sizes, or of several images a sample, cannot be routed: its "
+def one_size(images: list) -> Any:
+    """Returns the shape of all images, or their number of tokens; raises ValueError where they differ."""
+    first, *others = (image if isinstance(image, int) else getattr(image, "shape", None) for image in images)
+    if first is None or any(other != first for other in others):
+        raise ValueError("A batch with images of several sizes, or several images a sample, cannot be routed: its "
                          "samples have different numbers of tokens. Batch images of one size.")
+    return first
+
+
+def padded_image(call: dict) -> int:
+    """Counts the tokens of each image of a list, padded to a multiple of 32."""
     patch = call["f_patch_size"] * call["patch_size"] ** 2
-    return -(-prod(images[0].shape[1:]) // patch // 32) * 32
+    return -(-prod(one_size(call["x"])[1:]) // patch // 32) * 32
 
 
 def first_image(call: dict) -> int:
@@ -86,11 +91,7 @@ def first_image(call: dict) -> int:
 
 def first_of_shapes(call: dict) -> int:
     """Counts the tokens of the image to be predicted by img_shapes; the images behind it are conditions."""
-    first = {prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]}
-    if len(first) > 1:
-        raise ValueError(f"img_shapes has samples of {sorted(first)} tokens, which cannot be routed together: batch "
-                         f"images of one size.")
-    return first.pop()
+    return one_size([prod(sample[0] if isinstance(sample, list) else sample) for sample in call["img_shapes"]])
 
 
 def in_front(network: nn.Module, call: dict) -> int:
@@ -103,11 +104,9 @@ def encoder_depths(network: nn.Module) -> dict[int, str]:
             if name.endswith("encoder_depth") and isinstance(value, int)}
 
 
-def one_size(network: nn.Module, call: dict) -> Tensor:
-    """Counts the words of each text; raises ValueError for images of several sizes."""
-    if not all(image.shape == call["x"][0].shape for image in call["x"]):
-        raise ValueError("A batch of images of several sizes cannot be routed: its samples have different numbers of "
-                         "tokens. Batch images of one size.")
+def words_of_one_size(network: nn.Module, call: dict) -> Tensor:
+    """Counts the words of each text (B,), of images of one size."""
+    one_size(call["x"])
     return call["cap_mask"].sum(dim=1)
 
 
@@ -348,7 +347,7 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
                "text and condition images", free=first_of_shapes),),
     "NextDiT": (
         Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True,
-                       takes="x x_mask freqs_cis pe adaln_input"),), "text of any lengths", one_size),),
+                       takes="x x_mask freqs_cis pe adaln_input"),), "text of any lengths", words_of_one_size),),
     "WanModel": (
         Family((Blocks("blocks", {"e": {4: 1}, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
                        takes="x e seq_lens grid_sizes freqs context context_lens"),), "text"),),

@@ -9,7 +9,7 @@ import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from contextlib import contextmanager
 from copy import deepcopy
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from fractions import Fraction
 from functools import cache, partial
 from itertools import takewhile
@@ -35,14 +35,11 @@ class PerSample:
         self.rows = rows                    # (B, *shape)
 
     def __getattr__(self, name: str) -> Any:
-        if name.startswith("__"):
-            raise AttributeError(name)
-        raise ValueError(f"A block takes .{name} of a table without a batch axis, after each sample has kept rows of "
-                         f"its own: {LIFT}.")
+        raise AttributeError(f"A block takes .{name} of {LIFT}.")
 
-    def __torch_function__(self, function, types, args=(), kwargs=None):
-        raise ValueError(f"A block hands a table without a batch axis to {getattr(function, '__name__', function)}, "
-                         f"after each sample has kept rows of its own: {LIFT}.")
+    @classmethod
+    def __torch_function__(cls, function, types, args=(), kwargs=None):
+        raise ValueError(f"A block uses {getattr(function, '__name__', function)} on {LIFT}.")
 
     shape = property(lambda self: self.rows.shape[1:])
     ndim = property(lambda self: self.rows.ndim - 1)
@@ -55,8 +52,7 @@ class PerSample:
         if rows.ndim < 5:
             return PerSample(rows)
         if rows.ndim > 5 or rows.shape[1] != 1:
-            raise ValueError(f"A block makes a table without a batch axis {tuple(rows.shape[1:])}, after each sample "
-                             f"has kept rows of its own, which leaves the place of the batch open: {LIFT}.")
+            raise ValueError(f"A block makes {tuple(rows.shape[1:])} of {LIFT}.")
         return rows.squeeze(1)
 
     def __len__(self) -> int:
@@ -97,7 +93,8 @@ class PerSample:
         return PerSample(self.rows.float())
 
 
-LIFT = "hand it over with a batch axis of size 1, and name its axis of tokens in along="
+LIFT = ("a table without a batch axis, after each sample has kept rows of its own: hand it over with a batch axis of "
+        "size 1, and name its axis of tokens in along=")
 
 
 @dataclass(frozen=True)
@@ -199,11 +196,7 @@ class Pass:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
                              f"routes, and {self.free} tokens that may be routed.")
         if routing.router.selection == "grid":
-            side = math.isqrt(self.free)
-            if side ** 2 != self.free:
-                raise ValueError(f"selection=grid is for square images, and {self.free} tokens may be routed: set "
-                                 f"another selection of the Router.")
-            routing.router.check(routing.routes, side)
+            routing.router.check(routing.routes, math.sqrt(self.free))
         ratio, noise = self.forced(r, x, None if noise is None else noise[:, r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, ratio, noise)
@@ -219,14 +212,11 @@ class Pass:
             raise ValueError(f"keep_mask is {mask.dtype} {tuple(mask.shape)}, but it must be torch.bool "
                              f"{(len(x), self.free)}: {len(x)} samples, and {self.free} tokens that may be routed.")
         stay, most = self.free - int(self.free * ratio), mask.sum(dim=1).max()
-        reason = (f"than the {stay} of {self.free} that are kept at selection ratio {ratio}: lower the ratio, keep "
-                  f"fewer, or set grow=True.")
         if self.routing.grow:               # on a GPU this waits
             ratio = Fraction(self.free - max(stay, int(most)), self.free)
-        elif mask.device.type != "cpu" or torch.compiler.is_compiling():
-            torch._assert_async(most <= stay, f"keep_mask keeps more tokens {reason}")
-        elif most > stay:
-            raise ValueError(f"keep_mask keeps {most} tokens of a sample, more {reason}")
+        else:
+            torch._assert_async(most <= stay, f"keep_mask keeps more tokens than the {stay} of {self.free} that are "
+                                f"kept at selection ratio {ratio}: lower the ratio, keep fewer, or set grow=True.")
         noise = torch.rand(mask.shape, device=x.device) if noise is None else noise
         return ratio, self.routing.router.keep(noise, mask.to(x.device, non_blocking=True))
 
@@ -349,27 +339,23 @@ class Pass:
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
         routing, given, self.given = self.routing, self.given, {}
-        r, spec = routing.route_of[block], routing.specs[block]
-        ends = r is not None and block == self.routing.routes[r].end_layer_idx
-        if r is not None and routing.own and spec.text is None and isinstance(output, tuple | list):
-            streams = [tuple(part.shape) for part in output if isinstance(part, Tensor) and part.ndim == 3]
-            if len(streams) > 1:
-                raise ValueError(f"{routing.place(block)} returns {len(streams)} streams, {streams}, and which of them "
-                                 f"is routed is not said: name the arguments of both, and the place of the tokens in "
-                                 f"what it returns, by family=Family((Blocks(path, tokens=, text=, out=),)).")
+        r, spec, several = routing.route_of[block], routing.specs[block], isinstance(output, tuple | list)
         if r is None:
             return output
-        x = output[spec.out] if (several := isinstance(output, tuple | list)) else output
-        tokens = given[argument(routing.names[block], spec.tokens)]
-        if not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
-            raise ValueError(f"{routing.place(block)} gets tokens {tuple(tokens.shape)} and returns {found}: see out= "
-                             f"of Blocks.")
+        streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
+        tokens, x = given[argument(routing.names[block], spec.tokens)], output[spec.out] if several else output
+        is_open = len(streams) > 1 and routing.own and spec.text is None
+        if is_open or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
+            found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_open else
+                     tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
+            raise ValueError(f"{routing.place(block)} gets tokens {tuple(tokens.shape)} and returns {found}: say what "
+                             f"is routed by family=Family((Blocks(path, tokens=, text=, out=),)).")
+        ends = block == routing.routes[r].end_layer_idx
         if not (ends or spec.whole):
             return output
         ids, away = self.ids_keep[r], self.away[r]
         length = x.shape[1] + self.free - ids.shape[1]
-        joins = spec is not self.routing.specs[self.routing.routes[r].start_layer_idx]
+        joins = spec is not routing.specs[routing.routes[r].start_layer_idx]
         if ends:                            # without its graph, which leads to this pass
             self.away.pop(r)
             if recomputable or spec.whole:
@@ -378,16 +364,8 @@ class Pass:
         if joins:                           # they were taken out before text, say, was in their sequence
             before = self.before if spec.joined else 0
             away = nn.functional.pad(away, (0, 0, before, length - before - away.shape[1]))
-        x = self.routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
+        x = routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
         return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
-
-
-class Uncalled(dict):
-    """The arguments of a network whose blocks were reached by another method than its forward: none is known."""
-
-    def __missing__(self, name: str) -> Any:
-        raise ValueError(f"Its blocks were reached without a call of the network, whose {name} says which tokens are "
-                         f"never routed: call the network itself inside routed().")
 
 
 @dataclass
@@ -402,16 +380,13 @@ class Routing:
 
     def __init__(self, network, routes, blocks, along, keep, mask_noise, keep_mask, grow, router, compiled, family):
         self.own = family is not None or blocks is not None
-        if family is not None and (blocks, along, keep) != (None, None, None):
-            raise ValueError("family= says all that blocks=, along= and keep= say: give one or the other.")
-        if family is not None or blocks is None or type(network).__name__ in REFUSED:
-            self.family = family_of(network) if family is None or type(network).__name__ in REFUSED else family
-            if along is not None or keep is not None:
-                raise ValueError(f"along= and keep= are for what blocks= names; {type(network).__name__} is known.")
-            keep = 0
-        else:
-            self.family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),),
-                                 reads=encoder_depths)
+        if (family is not None or blocks is None) and (family and blocks, along, keep) != (None, None, None):
+            raise ValueError("along= and keep= are for what blocks= names; family= says all of it, and so does what is "
+                             "known of a network without blocks=.")
+        if family is None and blocks is not None:
+            family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),),
+                            reads=encoder_depths)
+        self.family = family_of(network) if family is None or type(network).__name__ in REFUSED else family
         self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many are never routed, or which
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
@@ -441,26 +416,24 @@ class Routing:
             span = range(route.start_layer_idx, route.end_layer_idx + 1)
             for i, name in self.family.reads(network).items() if self.family.reads else ():
                 if route.selection_ratio > 0 and route.start_layer_idx <= i < route.end_layer_idx:
-                    raise ValueError(f"Route {route}: the network reads all tokens after block {i} ({name}={i + 1}), "
-                                     f"where those on the route are away. Start it at block {i + 1} or later, or end "
-                                     f"it at block {i} or earlier.")
+                    raise ValueError(f"Route {route}: the network reads all tokens after block {i} ({name}={i + 1}). "
+                                     f"Start it at block {i + 1} or later, or end it at block {i} or earlier.")
             for i in span if route.selection_ratio > 0 else ():
                 self.route_of[i] = r
-                if any(max(m.kernel_size) > 1 for m in self.blocks[i].modules()
-                       if isinstance(m, nn.Conv1d | nn.Conv2d | nn.Conv3d)):
-                    raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would tear.")
-                if any(isinstance(m, nn.MultiheadAttention) and not m.batch_first for m in self.blocks[i].modules()):
-                    raise ValueError(f"{self.place(i)} has attention with batch_first=False, over tokens (N, B, D), "
-                                     f"and tokens (B, N, D) are routed: set batch_first=True.")
+                for part in self.blocks[i].modules():
+                    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(part.kernel_size) > 1:
+                        raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would "
+                                         f"tear.")
+                    if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+                        raise ValueError(f"{self.place(i)} attends over tokens (N, B, D): set batch_first=True.")
         own = getattr(network, "router", None)
         if isinstance(own, nn.Module):
-            raise ValueError("This network fuses what comes out of its own route with what went around it: call it "
-                             "with routes=net.routes instead.")
+            raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
         self.router = router or (own if isinstance(own, Router) else Router())
         self.mask_noise, self.keep_mask, self.grow = mask_noise, keep_mask, grow
         if keep_mask is not None and grow and compiled:
-            raise ValueError("keep_mask may raise the number of kept tokens, and so compile the network anew: set "
-                             "grow=False, or compile its blocks instead (compile_repeated_blocks).")
+            raise ValueError("keep_mask may raise the number of kept tokens, and so compile the network again: set "
+                             "grow=False, or compile its blocks.")
         self.call = names_of(network)
         self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()
                          if p.default is not p.empty}
@@ -525,7 +498,7 @@ class Routing:
             self.begin(Pass(self))
             self.taken.ids_keep = self.latest.ids_keep
             if i == 0:
-                self.latest.read_call(self.modules[0], Uncalled())
+                self.latest.read_call(self.modules[0], {})
         if i >= 0:
             self.latest.advance(i)
             needs_gradient = self.latest.has_gradient and self.route_of[i] is not None
@@ -620,17 +593,9 @@ def check_torch() -> None:
 
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
     """Returns routes that may be mappings, alone or in a config as SimpleTuner's."""
-    names, read = [part.name for part in fields(Route)], []
     if isinstance(routes, Mapping):
-        config = routes.get("tread_config", routes)
-        if "routes" not in config:
-            raise ValueError(f"A config of routes has them under the key routes, but this one has {sorted(config)}.")
-        routes = config["routes"]
-    for route in routes:
-        if isinstance(route, Mapping) and not {*names[:3]} <= {*route} <= {*names}:
-            raise ValueError(f"A route has {', '.join(names[:3])}, but this one has {sorted(route)}.")
-        read.append(Route(**route) if isinstance(route, Mapping) else route)
-    return read
+        routes = routes.get("tread_config", routes)["routes"]
+    return [Route(**route) if isinstance(route, Mapping) else route for route in routes]
 
 
 @contextmanager

@@ -1,5 +1,6 @@
 """The frame of a command: its config is composed and checked, and a mistake ends it in a sentence."""
 
+import argparse
 import difflib
 import functools
 import os
@@ -40,50 +41,56 @@ def command(
     or a traceback with HYDRA_FULL_ERROR=1 in the environment. `rewrite` turns arguments of another form into settings.
     """
     def decorate(main: Callable[[Any], None]) -> Callable[..., None]:
-        def run(program: str) -> None:
-            wants_traceback, plain = "HYDRA_FULL_ERROR" in os.environ, {}
-            try:
-                arguments = rewrite(sys.argv[1:])
-                for plain in compose(config_name, declared, arguments):
-                    cfg = read(declared, plain)
-                    cfg.typed.update(typed(arguments))
-                    main(cfg)
-                ranks.leave_group()
-            except KeyboardInterrupt:
-                print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
-                sys.exit(130)
-            except SystemExit as stop:
-                if isinstance(stop.code, str):
-                    ranks.wait_for_root_cause(stop)
-                else:
-                    ranks.leave_group()
-                raise
-            except Exception as error:
-                ranks.wait_for_root_cause(error)
-                sentence = mistake(error, config_name, plain)
-                if sentence is None or wants_traceback:
-                    ErrorHandler().record_exception(error)  # where torchrun and accelerate launch look for the cause
-                    raise
-                sys.exit(f"{program}: {sentence}")
-
-        return as_function(main, run)
+        def work(plain: dict) -> None:
+            arguments = rewrite(sys.argv[1:])
+            for composed in compose(config_name, declared, arguments):
+                plain.update(composed)
+                cfg = read(declared, composed)
+                cfg.typed.update(typed(arguments))
+                main(cfg)
+        return framed(main, work, config_name)
     return decorate
 
 
-def program(main: Callable[[], None]) -> Callable[..., None]:
-    """Lets a program that reads its own command line be called as a function, with the words of one."""
-    return as_function(main, lambda _: main())
+def program(main: Callable[[argparse.ArgumentParser], None]) -> Callable[..., None]:
+    """Makes a command of `main(parser)`, which declares and reads arguments of its own; otherwise like `command`."""
+    def work(_: dict) -> None:
+        main(argparse.ArgumentParser(description=main.__globals__["__doc__"],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter))
+    return framed(main, work)
 
 
-def as_function(main: Callable, run: Callable[[str], None]) -> Callable[..., None]:
-    """Makes of `run`, which reads sys.argv and is given the program's name, what is called with the words of one."""
-    @functools.wraps(main)
+def framed(main: Callable, work: Callable[[dict], None], config_name: str = "") -> Callable[..., None]:
+    """Returns `main` as an entry point; `work` does it, and puts the settings that it tries into its dict."""
     @mock.patch.object(warnings, "formatwarning", as_one_line)
-    def entry(*words: str) -> None:
+    def run(program: str) -> None:
+        wants_traceback, plain = "HYDRA_FULL_ERROR" in os.environ, {}
+        try:
+            work(plain)
+            ranks.leave_group()
+        except KeyboardInterrupt:
+            print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
+            sys.exit(130)
+        except SystemExit as stop:
+            if isinstance(stop.code, str):
+                ranks.wait_for_root_cause(stop)
+            else:
+                ranks.leave_group()
+            raise
+        except Exception as error:
+            ranks.wait_for_root_cause(error)
+            sentence = mistake(error, config_name, plain)
+            if sentence is None or wants_traceback:
+                ErrorHandler().record_exception(error)  # where torchrun and accelerate launch look for the cause
+                raise
+            sys.exit(f"{program}: {sentence}")
+
+    @functools.wraps(main)
+    def entry(*settings: str) -> None:
         if hasattr(sys.stdout, "reconfigure"):
             sys.stdout.reconfigure(line_buffering=True)  # a redirected log has each line at once
-        if words or not notebook.has_command_line():
-            call(run, Path(main.__code__.co_filename).name, words)
+        if settings or not notebook.has_command_line():
+            call(run, Path(main.__code__.co_filename).name, settings)
         else:
             run(Path(sys.argv[0]).name)
     return entry

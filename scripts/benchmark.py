@@ -1,14 +1,7 @@
 """Times training, sampling, data and scoring on this machine, and the matrix products that bound them.
 
-    python scripts/benchmark.py mode=train                          # DiT-S/2, dense and routed in turn
-    python scripts/benchmark.py mode=sample guidance=cfg scale=1.5  # images/s with decoding
-    python scripts/benchmark.py mode=data                           # latents/s from page cache
-    python scripts/benchmark.py mode=score                          # features/s, seconds of the distances
-    python scripts/benchmark.py mode=scaling 'ranks=[1,2]'          # tokens 64 to 4096, and ranks
-    torchrun --standalone --nproc_per_node 8 scripts/benchmark.py mode=train …
-
-Variants take turns. The table has the medians over rounds; ratios compare variants within a round.
-Prints a table and writes <out>.json and <out>.png. Options: configs/benchmark.yaml.
+Variants take turns. The table has the medians over rounds; ratios compare variants within a round. Prints a table and
+writes <out>.json and <out>.png. Commands and options: configs/benchmark.yaml, docs/performance.md.
 """
 
 import contextlib
@@ -21,7 +14,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from functools import partial
 from pathlib import Path
 from statistics import mean, median
@@ -102,32 +95,20 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     ranks: list[Count]
 
 
-# Which modes read what not all of them read.
-READ_IN = {
-    ("guidance", *GuidanceSettings.model_fields.keys() - {"routes"}, "num_steps", "autoencoder", "decode_precision"):
-        ["sample"],
-    ("backbone_type", "routes", "model", "init", "hidden_size", "depth", "num_heads", "patch_size", "tokens",
-     "in_channels", "num_classes"): ["train", "sample", "data", "scaling"],
-    ("variants", "compile", "diffusion"): ["train", "sample", "scaling"],
-    ("data_path", "num_latents", "steps"): ["train", "data", "scaling"],
-    ("grad_accum_steps", "activation_checkpointing", "warmup"): ["train", "scaling"],
-    ("token_counts", "ranks"): ["scaling"],
-    ("pause",): ["data"],
-    ("features", "features_weights", "image_size", "feature_size", "images", "reference_images"): ["score"],
-}
-
-
 # ---- what is timed --------------------------------------------------------------------------------------------------
+
+
+def network_of(model: ModelSettings, tokens: int, channels: int = 4, num_classes: int = 1000) -> dict:
+    """Gathers a network's keywords, for a latent of so many tokens."""
+    network = describe_network(model, (channels, 0, 0), num_classes)
+    return {**network, "input_size": math.isqrt(tokens) * network["patch_size"]}
 
 
 def make_network(cfg: BenchmarkSettings, variant: str, device: torch.device | str) -> DiT:
     model = ModelSettings.model_construct(**{name: getattr(cfg, name) for name in ModelSettings.model_fields})
-    network = describe_network(model, (cfg.in_channels, 0, 0), cfg.num_classes)
-    network["input_size"] = math.isqrt(cfg.tokens) * network["patch_size"]
-    if variant.startswith("dit"):
-        network["routes"] = []
+    network = network_of(model, cfg.tokens, cfg.in_channels, cfg.num_classes)
     with torch.device(device):
-        return build_network(network)
+        return build_network(network | ({"routes": []} if variant.startswith("dit") else {}))
 
 
 def write_latents(folder: Path, count: int, shape: tuple[int, int, int], num_classes: int) -> None:
@@ -212,6 +193,19 @@ class Variant:
         return parts
 
 
+def steps_in_turn(cfg: BenchmarkSettings, accelerator: Accelerator, make: Callable[[Batches, str], list]) -> tuple:
+    """Makes variants on the data of one loader; returns them, and what `take_turns` returns of their steps."""
+    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
+    with latents_of(cfg, make_network(cfg, "dit", "meta")) as latents:
+        check_batch_size(cfg.batch_size, latents.count, world, cfg.grad_accum_steps)
+        loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
+        variants = make(loader, latents.kind)
+        works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
+        taken = take_turns(cfg.rounds, device, cfg.precision, works)
+        loader.close()
+    return variants, *taken
+
+
 # ---- the modes ------------------------------------------------------------------------------------------------------
 
 
@@ -220,20 +214,14 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 
     The forward part begins with the latents on the device: it draws them, labels to drop, noise, and the tokens' masks.
     """
-    device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
     is_warm = cfg.compile_cache is not None and any(path.is_file() for path in Path(cfg.compile_cache).rglob("*"))
     nets = {name: make_network(cfg, name, "meta") for name in {*cfg.variants, "dit"}}
     counts = {name: multiply_adds(net, net.routes) for name, net in nets.items()}
-    with latents_of(cfg, nets["dit"]) as latents:
-        check_batch_size(cfg.batch_size, latents.count, world, cfg.grad_accum_steps)
-        loader = batches(latents, cfg.batch_size, seed=0, rank=rank, world=world, pin=device.type == "cuda")
-        variants = [Variant(cfg, accelerator, name, loader, latents.kind) for name in cfg.variants]
-        works = {variant.name: partial(variant.measure, cfg.steps) for variant in variants}
-        took, parts, products = take_turns(cfg.rounds, device, cfg.precision, works)
-        loader.close()
+    variants, took, parts, products = steps_in_turn(cfg, accelerator, lambda *data: [
+        Variant(cfg, accelerator, name, *data) for name in cfg.variants])
     ratios = {f"{a} over {b}": median(slow / fast for slow, fast in zip(took[b], took[a], strict=True))
               for a, b in itertools.permutations(took, 2)}
-    rows = []
+    rows, world = [], accelerator.num_processes
     for variant in variants:
         name, per_step, dense = variant.name, median(took[variant.name]), variant.name.replace("tread", "dit")
         flops = 6 * sum(counts[name])  # 2 a multiply-add, and the backward pass takes twice the forward one
@@ -265,10 +253,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     """Times the drawing of one batch a rank, decoded; the plain pass is dense, so tread counts as dit.
 
     The network's part holds the diffusion's scalings around it. Guidance by selection ratios takes the network's route.
-    Raises ValueError for precision=fp8.
     """
-    if cfg.precision not in DTYPES:
-        raise ValueError(f"precision={cfg.precision} is for training: set fp32, bf16 or fp16 in mode=sample.")
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
     labels = [seed % cfg.num_classes for seed in seeds]
     diffusion, dtype = build_diffusion(cfg.diffusion), DTYPES[cfg.decode_precision]
@@ -387,13 +372,11 @@ def time_scaling(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
         rows += [{**row, "scales": "tokens"} for row in time_train(scaled, accelerator)["rows"]]
         accelerator.free_memory()      # which holds all that it prepared
         torch._dynamo.reset()          # it compiles one function for at most eight networks
-    others = {name for names, modes in READ_IN.items() if "train" not in modes for name in names}
-    given = [argument for argument in sys.argv[1:] if argument.partition("=")[0] not in others]
     for ranks in cfg.ranks:
         # Ranks share the cores: more threads than cores would make them wait for each other.
         threads = max(1, (cfg.threads or len(os.sched_getaffinity(0))) // ranks)
         launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(ranks)]
-        settings = [*given, "mode=train", f"batch_size={cfg.batch_size * ranks}", "threads=null"]
+        settings = [*sys.argv[1:], "mode=train", f"batch_size={cfg.batch_size * ranks}", "threads=null"]
         for row in run_apart([*launcher, PROGRAM, *settings], OMP_NUM_THREADS=str(threads))["rows"]:
             first = alone.setdefault(row["variant"], row["images/s"] / ranks)
             rows.append({**row, "scales": "ranks", "threads": threads, "per rank": row["images/s"] / ranks / first})
@@ -467,9 +450,6 @@ def write(record: dict, out: Path) -> None:
 
 def run(cfg: BenchmarkSettings) -> dict:
     """Runs one mode; the main rank prints the table and writes the files. Returns the record that is in the JSON."""
-    for names, modes in READ_IN.items():
-        if cfg.mode not in modes:
-            cfg.refuse(*names, why=f"mode={cfg.mode} does not read it, but {', '.join(modes)}")
     accelerator, out = start(cfg), Path(cfg.out)
     out.parent.mkdir(parents=True, exist_ok=True)  # refuses now what writing would refuse
     record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)

@@ -1,15 +1,10 @@
 """What the presets of routes= save, and which routes near the paper's reach a speed-up.
 
-    python scripts/choose_routes.py model.backbone_type=DiT-XL/2
-    python scripts/choose_routes.py model.backbone_type=DiT-XL/2 speedup=1.6
-    python scripts/choose_routes.py speedup=1.4 measure=true benchmark.batch_size=4
-
 The FLOP ratio is dense over routed. Routes are ranked by the paper's ablations of DiT-B/2 after 400,000 steps.
-Options: configs/choose_routes.yaml.
+Commands: configs/choose_routes.yaml, docs/routing.md.
 """
 
 import functools
-import math
 import sys
 from itertools import product
 from pathlib import Path
@@ -25,9 +20,8 @@ from routing_module import Route, resolve_routes
 from runtime.command import command
 from runtime.schema import CONFIGS, Count, Settings, Tokens, as_text
 from runtime.typed import read_yaml
-from scripts.benchmark import PROGRAM, run_apart
+from scripts.benchmark import PROGRAM, network_of, run_apart
 from scripts.presentation import table
-from training.run import describe_network
 from training.settings import ModelSettings
 from weights.records import build_network
 
@@ -40,16 +34,13 @@ BY_END = {-8: 57.12, -4: 33.58, -2: 57.36}
 # What lies next to the best of these, and covers at least half of the blocks.
 STARTS, ENDS, RATIOS = (1, 2, 3), (-5, -4, -3), (0.5, 0.45, 0.4, 0.35, 0.3, 0.25)
 WHY = f"""\
-The reasons for this order. The paper tried routes on DiT-B/2 (12 blocks, 256 tokens, 400K steps; FID, lower is better):
+"FID lost" adds up what start, end and ratio cost in the paper's ablations of DiT-B/2 (12 blocks, 256 tokens) at 400K
+steps, with straight lines between the numbers, against 2→(depth - 4) at 0.5. FID, lower is better:
 * ratio, on the route 2→8: {", ".join(f"{ratio:g} → {fid:.2f}" for ratio, fid in BY_RATIO.items())};
 * start, of a route to block 8: {", ".join(f"{start} → {fid:.2f}" for start, fid in BY_START.items())};
 * end, of a route from block 0: {", ".join(f"depth - {-end} → {fid:.2f}" for end, fid in BY_END.items())}.
-The dense network has 43.47 in the table of ratios, and 49.89 in that of starts and ends, which have ratio 0.5 and are
-probably of fewer images.
-So: one long route, from near block 2 to near depth - 4, and at most half of the tokens on it. "FID lost" adds up what
-start, end and ratio cost by these numbers against 2→(depth - 4) at 0.5, with straight lines between them.
-This ranking is for B/2 at 400K steps. Of XL/2 the paper reports 7.38 for the route 2→24 (depth - 4) and 18.81 for one
-from about 4 to 18. For other data, sizes and lengths of training the ranking is a guess."""
+So the ranking is for B/2 at 400K steps; for other data, sizes and lengths of training it is a guess. XL/2 has 7.38 for
+the route 2→24 (depth - 4) and 18.81 for one from about 4 to 18."""
 
 
 class ChoiceSettings(Settings):
@@ -63,31 +54,22 @@ class ChoiceSettings(Settings):
     model: ModelSettings
 
 
-def network_of(cfg: ChoiceSettings, tokens: int) -> dict:
-    """Gathers a network's keywords, for a latent of so many tokens."""
-    network = describe_network(cfg.model, (4, 0, 0), 1000)
-    return {**network, "input_size": math.isqrt(tokens) * network["patch_size"], "routes": []}
-
-
 class Costs:
-    """Multiply-adds of a network at a number of tokens, by counting one block and two, as all blocks are alike."""
+    """Multiply-adds of a network whose route covers one block, from which follow those of all routes."""
 
     def __init__(self, network: dict):
-        self.network, self.depth = network, network["depth"]
-        self.block = self.count(2) - self.count(1)
-        self.dense = self.count(1) + (self.depth - 1) * self.block
+        with torch.device("meta"):
+            self.net = build_network(network)
+        self.depth, self.dense = network["depth"], self.count(0.0)
 
     @functools.cache  # noqa: B019  (a handful, for as long as the command runs)
-    def count(self, depth: int, ratio: float = 0.0) -> int:
-        """Counts a network of `depth` blocks whose first one sees the tokens that a route leaves."""
-        with torch.device("meta"):
-            net = build_network({**self.network, "depth": depth})
-        return sum(multiply_adds(net, (Route(0, 0, ratio),)))
+    def count(self, ratio: float) -> int:
+        return sum(multiply_adds(self.net, (Route(0, 0, ratio),)))
 
     def flop_ratio(self, routes: tuple[Route, ...]) -> float:
         """Returns the dense network's multiply-adds over those of the network with resolved `routes`."""
-        saved = sum((route.end_layer_idx - route.start_layer_idx + 1) * (self.count(1) - self.count(1, ratio))
-                    for route in routes for ratio in [route.selection_ratio])
+        saved = sum((route.end_layer_idx - route.start_layer_idx + 1) * (self.dense - self.count(route.selection_ratio))
+                    for route in routes)
         return self.dense / (self.dense - saved)
 
 
@@ -130,7 +112,7 @@ def main(cfg: ChoiceSettings) -> None:
         cfg.refuse("benchmark", why="nothing is timed without measure=true")
     if cfg.speedup is None:
         cfg.refuse("count", why="all presets are listed without speedup=")
-    costs = [Costs(network_of(cfg, tokens)) for tokens in cfg.tokens]
+    costs = [Costs(network_of(cfg.model, tokens) | {"routes": []}) for tokens in cfg.tokens]
     depth, first = costs[0].depth, costs[0]
     size = f"{cfg.model.backbone_type}, {depth} blocks"
     if cfg.speedup is None:

@@ -8,7 +8,6 @@ import math
 import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
-from functools import cache
 from pathlib import Path
 
 import numpy as np
@@ -54,13 +53,8 @@ def measure_in_words(*sides: Scores) -> str:
     return next((f"{score['metric']} of {score['num_samples']:,} images" for score in scores), "")
 
 
-def values_of(scores: Iterable[dict]) -> list[float]:
-    return [score["value"] for score in scores]
-
-
-def spread(values: Iterable[float]) -> float | None:
+def spread(values: list[float]) -> float | None:
     """Returns the standard deviation over seeds (of n − 1), None where there is one seed."""
-    values = list(values)
     return statistics.stdev(values) if len(values) > 1 else None
 
 
@@ -73,15 +67,10 @@ def paired(pairs: Iterable[tuple[float, float]]) -> dict:
     differences = [other - one for one, other in pairs]
     n, mean, interval = len(differences), statistics.mean(differences) if differences else None, None
     if n >= ENOUGH:
-        half = quantile(n) * statistics.stdev(differences) / math.sqrt(n)
+        half = float(stats.t.ppf(0.975, n - 1)) * statistics.stdev(differences) / math.sqrt(n)
         interval = [mean - half, mean + half]
     return {"difference": mean, "interval": interval, "n": n,
             "seeds_lower": [sum(d > 0 for d in differences), sum(d < 0 for d in differences)]}  # first's, second's
-
-
-@cache
-def quantile(n: int) -> float:
-    return float(stats.t.ppf(0.975, n - 1))
 
 
 def lower_of(first: str, second: str, found: dict) -> str | None:
@@ -99,9 +88,9 @@ def curve(at: Scores, axis: str) -> list[tuple[float, float, float | None, int]]
     furthest = at[max(at)].keys() if at else ()
     for by_seed in at.values():
         there = [score for seed, score in by_seed.items() if seed in furthest]
-        x, values = there[0][axis] if there else None, values_of(there)
-        if x is not None:
-            points.append((x, statistics.mean(values), spread(values), len(values)))
+        if there and there[0][axis] is not None:
+            values = [score["value"] for score in there]
+            points.append((there[0][axis], statistics.mean(values), spread(values), len(values)))
     return points
 
 
@@ -170,7 +159,7 @@ def mean_of(values: list[float]) -> str:
 def with_variety(scores: Iterable[dict]) -> str:
     """Writes the mean distance and, where they were measured, mean precision and recall."""
     scores = list(scores)
-    said = mean_of(values_of(scores))
+    said = mean_of([score["value"] for score in scores])
     for name, letter in (("precision", "P"), ("recall", "R")):
         if scores and all(score.get(name) is not None for score in scores):
             said += f" {letter} {statistics.mean(score[name] for score in scores):.3f}"
@@ -198,12 +187,9 @@ def tables(result: dict) -> str:
         if run["step"] < (run["steps"] or math.inf):
             lines.append(f"* {run['variant']}, seed {run['seed']}: not finished, {run['step']} of "
                          f"{run['steps'] or '?'} steps.")
-    lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Two variants are "
-              "compared seed by seed, over the seeds that both have. One of them is called lower where the two-sided "
-              "95 % t interval on the mean difference, which is given, leaves out 0. Chance alone does that in 1 of 20 "
-              f"comparisons. Fewer than {ENOUGH} seeds give no verdict. A crossing is shown where one is lower and the "
-              "other one at the end. Between two scores of a run, a line over the logarithm of images, seconds or "
-              "FLOPs stands for it.",
+    lines += ["", "Mean ± standard deviation over seeds (of n − 1), n seeds; lower is better. Verdicts, with the 95 % "
+              "t interval on the mean difference, and equal seconds and FLOPs: docs/training.md, Comparing variants. A "
+              "crossing is shown where one is lower and the other one at the end.",
               *scores_over_steps(result), *held_out_losses(result), *differences(result), *guided_scores(result)]
     lines += ["", "## Crossings", ""]
     for found in result["crossings"]:
@@ -325,17 +311,17 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
     for axis, label in AXES.items():
         path, panels = out / f"score-over-{axis}.png", []
         for names in groups:
-            sides = unguided(runs, *names)
-            curves = [[point for point in curve(at, axis) if point[0] > 0] for at in sides]
-            if any(curves):
-                panels.append((measure_in_words(*sides), dict(zip(names, curves, strict=True))))
+            sides = dict(zip(names, unguided(runs, *names), strict=True))
+            curves = {name: [point for point in curve(at, axis) if point[0] > 0] for name, at in sides.items()}
+            if any(curves.values()):
+                panels.append((measure_in_words(*sides.values()), curves))
         if not panels:
             path.unlink(missing_ok=True)  # of an earlier report
             continue
         columns = min(len(panels), 3)
         rows = math.ceil(len(panels) / columns)
-        width, height = (7, 4.5) if len(panels) == 1 else (4.2 * columns, 3.2 * rows)
-        figure = Figure(figsize=(width, height), layout="constrained", dpi=110)
+        size = (7, 4.5) if len(panels) == 1 else (4.2 * columns, 3.2 * rows)
+        figure = Figure(figsize=size, layout="constrained", dpi=110)
         figure.suptitle(f"{result['name']}: mean over n seeds ± standard deviation")
         figure.supxlabel(label)
         for place, (measure, curves) in enumerate(panels, 1):
@@ -343,11 +329,9 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
             plot.set_prop_cycle(LINES)
             for variant, points in curves.items():
                 if points:
-                    x, mean, deviation, seeds = (list(values) for values in zip(*points, strict=True))
-                    deviation = [d or 0 for d in deviation]
-                    [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]}")
-                    low, high = ([m + sign * d for m, d in zip(mean, deviation, strict=True)] for sign in (-1, 1))
-                    plot.fill_between(x, low, high, color=line.get_color(), alpha=0.2)
+                    x, mean, deviation, seeds = np.array(points, float).T  # without a deviation NaN, and no band
+                    [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]:.0f}")
+                    plot.fill_between(x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.2)
             plot.set(xscale="log", ylabel=measure)
             plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
             plot.xaxis.set(major_formatter=EngFormatter(sep=""), minor_formatter=NullFormatter())
@@ -357,7 +341,7 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
     return drawn
 
 
-def draw_differences(result: dict, path: Path) -> Path | None:
+def draw_differences(result: dict, path: Path) -> list[Path]:
     """Draws the difference of each comparison, with its interval where there is one: a panel an axis, a row a place."""
     panels = {}
     for (first, second), axis in dict.fromkeys((tuple(f["between"]), f["axis"]) for f in result["crossings"]):
@@ -367,7 +351,7 @@ def draw_differences(result: dict, path: Path) -> Path | None:
             name = ""
     if not panels:
         path.unlink(missing_ok=True)  # of an earlier report
-        return None
+        return []
     height = max(map(len, panels.values()))
     figure = Figure(figsize=(4.8 * len(panels), 1.2 + 0.16 * height), layout="constrained", dpi=110)
     figure.suptitle("mean difference over seeds; bar: 95 % interval; open: fewer than 3 seeds", size=9)
@@ -381,4 +365,4 @@ def draw_differences(result: dict, path: Path) -> Path | None:
         plot.set_yticks(range(len(rows)), [label for label, _ in rows], fontsize=7)
         plot.set(ylim=(height - 0.5, -0.5), xlabel=f"at equal {AXES[axis].partition(',')[0]}")
     save_figure(figure, path)
-    return path
+    return [path]

@@ -1,19 +1,13 @@
 """Writes a trained network as a folder for diffusers, a .pt for facebookresearch/DiT, or a folder for a hub.
 
-    python scripts/export.py checkpoint=runs/x to=diffusers out=exported/x
-    python scripts/export.py checkpoint=runs/x to=dit out=x.pt
-    python scripts/export.py checkpoint=runs/x to=hub repo=user/x out=exported/x license=mit      # and upload=true
-
-`sample.py checkpoint=` reads each of them. Options: configs/export.yaml; what each format contains: docs/interop.md.
+`sample.py checkpoint=` reads each of them. Options: configs/export.yaml; commands and formats: docs/interop.md.
 """
 
-import contextlib
 import json
 import re
 import shlex
 import shutil
 import sys
-from collections.abc import Iterator
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -23,9 +17,10 @@ from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
+from latents.writer import write_json
 from runtime.command import command
 from runtime.files import atomic_write, is_inside, sha256
-from runtime.schema import Location, Settings, Size, Text, as_argument, first_line, one_of
+from runtime.schema import Location, Settings, Size, Text, as_argument, one_of
 from scoring.results import read_results
 from scripts.presentation import table
 from weights import autoencoders
@@ -42,8 +37,8 @@ DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching", "rf_cle
 class ExportSettings(Settings):
     """configs/export.yaml."""
 
-    checkpoint: Location | None
-    to: one_of(["diffusers", "dit", "hub"]) | None
+    checkpoint: Location
+    to: one_of(["diffusers", "dit", "hub"])
     out: Location | None
     overwrite: bool
     weights: WeightsName | None
@@ -63,16 +58,12 @@ class ExportSettings(Settings):
 
 def check_plain(trained: Trained, to: str) -> None:
     """Raises ValueError for a network that is not the DiT of facebookresearch/DiT and diffusers."""
+    plain = {"block": "dit", "qk_norm": False, "fusion": False}
+    plain |= {"mlp_ratio": 4, "null_label": True} if to == "diffusers" else {}
     network = trained.recorded["network"]
-    block, qk_norm, mlp_ratio = network.get("block", "dit"), network.get("qk_norm", False), network.get("mlp_ratio", 4)
-    if block != "dit" or qk_norm or (to == "diffusers" and mlp_ratio != 4):
-        raise ValueError(f"to={to} holds DiT's own block, without qk_norm and with mlp_ratio 4, and this network has "
-                         f"block={block}, qk_norm={qk_norm}, mlp_ratio={mlp_ratio}: to=hub takes any.")
-    if to == "diffusers" and not network.get("null_label", True):
-        raise ValueError("to=diffusers holds a null label, and this network has none: to=dit and to=hub take it.")
-    if network.get("fusion"):
-        raise ValueError(f"to={to} holds DiT's own weights, and this network (model=sprint) has those that fuse its "
-                         f"route with what goes around it: to=hub takes any.")
+    if other := [f"{key}={network[key]}" for key, usual in plain.items() if network.get(key, usual) != usual]:
+        raise ValueError(f"to={to} holds DiT's own blocks and weights, and this network has {', '.join(other)}: to=hub "
+                         f"takes any.")
 
 
 def without_head(trained: Trained) -> Trained:
@@ -127,10 +118,6 @@ def as_part(file: Path) -> str:
     return re.sub(rf"^from ({'|'.join(SCIENCE)}) import", r"from .\1 import", text, flags=re.M)
 
 
-def write_json(path: Path, content: dict) -> None:
-    path.write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
-
-
 # ---- to=dit ---------------------------------------------------------------------------------------------------------
 
 
@@ -139,18 +126,15 @@ def write_dit(trained: Trained, path: Path) -> None:
         torch.save({name: value.clone() for name, value in trained.net.state_dict().items()}, partial)
 
 
-def what_a_state_dict_lacks(trained: Trained, out: Path) -> str:
-    """Says what a bare state dict lacks, and the command that samples it here."""
+def command_to_sample(trained: Trained, out: Path) -> str:
+    """Returns the command that samples a bare state dict here, and what of its diffusion the command cannot say."""
     recorded = dict(trained.recorded["diffusion"])
     name, heads = recorded.pop("name"), trained.recorded["network"]["num_heads"]
     usual = vars(build_diffusion({"name": name}))
     lost = [f"{key}={value}" for key, value in recorded.items() if usual.get(key, value) != value]
-    theirs = "" if name == "ddpm" else (f" facebookresearch/DiT's sampler is for DDPM and draws noise of this network, "
-                                        f"which was trained by {DIFFUSION_TITLES[name]}.")
     own = f"\nIt cannot be given {', '.join(lost)}: keep the run to draw exactly as it does." if lost else ""
-    return (f"The file holds tensors alone: no diffusion, number of heads, routes, autoencoder or names of classes."
-            f"{theirs}\nHere: python sample.py {as_argument('checkpoint', out)} diffusion_name={name} "
-            f"num_heads={heads} {as_argument('autoencoder', trained.autoencoder)}{own}")
+    return (f"The file holds tensors alone (docs/interop.md). Here: python sample.py {as_argument('checkpoint', out)} "
+            f"diffusion_name={name} num_heads={heads} {as_argument('autoencoder', trained.autoencoder)}{own}")
 
 
 # ---- to=hub ---------------------------------------------------------------------------------------------------------
@@ -269,42 +253,13 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
     (folder / "README.md").write_text(model_card(trained, cfg, name, rows, grid is not None), encoding="utf-8")
 
 
-@contextlib.contextmanager
-def on_the_hub(cfg: ExportSettings, failed: str) -> Iterator[object]:
-    """Yields the hub; makes whatever it raises a ValueError of one line, which says what failed."""
-    from huggingface_hub import HfApi
-
-    try:
-        yield HfApi()
-    except Exception as error:  # huggingface_hub and its HTTP client each have their own
-        raise ValueError(f"repo={cfg.repo} {failed} ({first_line(error)}): check its name, the network, and that "
-                         f"`hf auth login` has a token that may write there.") from error
-
-
-def make_repo(cfg: ExportSettings) -> None:
-    """Makes the repository `repo` if there is none, before anything is written."""
-    with on_the_hub(cfg, "could not be opened, and nothing was written") as hub:
-        hub.create_repo(cfg.repo, private=cfg.private, exist_ok=True)
-
-
-def upload(folder: Path, cfg: ExportSettings) -> str:
-    """Uploads a folder to the repository `repo`; returns its address."""
-    with on_the_hub(cfg, f"got nothing of {folder}, which is written: repeat the command with overwrite=true") as hub:
-        hub.upload_folder(repo_id=cfg.repo, folder_path=str(folder), commit_message="Weights and model card")
-    return f"https://huggingface.co/{cfg.repo}"
-
-
 # ---- entry ----------------------------------------------------------------------------------------------------------
 
 
 def check_out(cfg: ExportSettings) -> Path:
     """Returns the place to write to; raises ValueError for what does not go together, or must not be replaced."""
-    if cfg.checkpoint is None or cfg.to is None:
-        raise ValueError("Give what to export and the form: checkpoint=runs/<name> to=diffusers | dit | hub.")
-    if cfg.to != "hub" and (cfg.repo or cfg.upload):
-        raise ValueError(f"repo= and upload= are for to=hub, not for to={cfg.to}.")
     if cfg.to != "hub":
-        cfg.refuse("license", "private", why="it is for to=hub")
+        cfg.refuse("repo", "license", "private", "upload", why="it is for to=hub")
     if cfg.upload and not cfg.repo:
         raise ValueError("upload=true needs repo=user/name.")
     if cfg.out is None and not cfg.repo:
@@ -358,16 +313,19 @@ def main(cfg: ExportSettings) -> None:
         check_plain(trained, cfg.to)
     if cfg.to == "dit":
         write_dit(trained, out)
-        print(f"{out}\n{what_a_state_dict_lacks(trained, out)}")
+        print(f"{out}\n{command_to_sample(trained, out)}")
         return
     if cfg.upload:
-        make_repo(cfg)
+        from huggingface_hub import HfApi
+
+        HfApi().create_repo(cfg.repo, private=cfg.private, exist_ok=True)  # before anything is written: it may refuse
     write_folder(trained, out, cfg)
     if cfg.to == "diffusers":
         written = json.dumps(str(out), ensure_ascii=False)
         print(f"{out}: diffusers.DiffusionPipeline.from_pretrained({written}, trust_remote_code=True)")
     elif cfg.upload:
-        print(f"{out}: {upload(out, cfg)}")
+        HfApi().upload_folder(repo_id=cfg.repo, folder_path=str(out), commit_message="Weights and model card")
+        print(f"{out}: https://huggingface.co/{cfg.repo}")
     else:
         print(f"{out}: read README.md, then run this again with overwrite=true upload=true")
 

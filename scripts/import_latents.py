@@ -1,10 +1,6 @@
-"""Latents from other code -> a latent folder that train.py reads, resumable after a kill.
+"""Latents from other code -> a latent folder that train.py reads, resumable after a kill; nothing is unpickled.
 
-    python scripts/import_latents.py source=imagenet_256_latent_lmdb out=data/maskdit
-    python scripts/import_latents.py source=img512-sd.zip out=data/edm2 format=edm2
-
-The options are in configs/import_latents.yaml; docs/interop.md lists the formats, latents/forms.py reads
-them. Nothing is unpickled.
+Commands: configs/import_latents.yaml; docs/interop.md lists the formats, latents/forms.py reads them.
 """
 
 import hashlib
@@ -85,7 +81,8 @@ def finite(rows: torch.Tensor, source: str, first: int) -> torch.Tensor:
     return rows
 
 
-def import_latents(cfg: ImportSettings) -> None:
+@command("import_latents", ImportSettings)
+def main(cfg: ImportSettings) -> None:
     """Writes `source` to `out` as a latent folder; raises ValueError for a bad source."""
     state, out, format = join_ranks(cpu=True, tf32=True, timeout=timedelta(days=7)), Path(cfg.out), cfg.format
     if format == "auto":
@@ -122,11 +119,6 @@ def import_latents(cfg: ImportSettings) -> None:
     } | ({} if form.downsample is None else {"resolution": side * form.downsample})
     write_folder(out, settings, metadata, stored.shape, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read,
                  encode=encode, state=state)
-
-
-@command("import_latents", ImportSettings)
-def main(cfg: ImportSettings) -> None:
-    import_latents(cfg)
 
 
 if __name__ == "__main__":

@@ -1,8 +1,5 @@
 """Adds an adapter (LoRA) to the weights that it was trained on, in a checkpoint folder that needs no base and no PEFT.
 
-    python scripts/merge_lora.py checkpoint=runs/mine out=merged/mine
-    python sample.py checkpoint=merged/mine
-
 Both the average and the trained weights are merged. Every command that accepts a checkpoint accepts the folder.
 """
 
@@ -19,14 +16,12 @@ from weights.loading import find_checkpoint, load_trained
 class MergeSettings(Settings):
     """configs/merge_lora.yaml."""
 
-    checkpoint: Location | None
-    out: Location | None
+    checkpoint: Location
+    out: Location
 
 
 @command("merge_lora", MergeSettings)
 def main(cfg: MergeSettings) -> None:
-    if cfg.checkpoint is None or cfg.out is None:
-        raise ValueError("Give what to merge and where to write it: checkpoint=runs/<name> out=<folder>.")
     out = Path(cfg.out)
     if out.exists():
         raise ValueError(f"out={out} is there already: name another folder.")

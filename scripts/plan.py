@@ -169,8 +169,7 @@ def memory() -> str:
 
 
 @program
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--mfu", type=float, default=0.3, help="share of --peak that a step reaches (0.3: assumed)")
     parser.add_argument("--peak", type=float, default=800, help="TFLOP/s of a bf16 matrix product (800: an H100)")
     parser.add_argument("--gpus", type=int, default=8)
@@ -185,16 +184,11 @@ def main() -> None:
         print(memory() + "\n\n" + activations())
         return
     if not (0 < (given.dense_after or 0.5) < 1 and all(0 <= ratio < 1 for ratio in given.selection_ratios)):
-        sys.exit("plan.py: --dense-after lies between 0 and 1, and --selection-ratios in [0, 1).")
+        raise ValueError("--dense-after lies between 0 and 1, and --selection-ratios in [0, 1).")
     schedule = RouteSchedule((ROUTE,), dense_after=given.dense_after and math.ceil(given.dense_after * PARTS),
                              selection_ratios=tuple(given.selection_ratios))
-    if not (0 < given.mfu <= 1 and given.peak > 0 and given.gpus > 0 and 0 < given.efficiency <= 1):
-        sys.exit("plan.py: --mfu and --efficiency lie in (0, 1], --peak and --gpus above 0.")
     flops_a_second = given.mfu * given.peak * 1e12
-    try:
-        rates = measured_rates(given.measured)
-    except ValueError as error:
-        sys.exit(f"plan.py: {error}")
+    rates = measured_rates(given.measured)
     print(f"{STEPS:,} steps of {BATCH}; [derived] at {given.mfu:g} of {given.peak:g} TFLOP/s, {given.gpus} GPUs at "
           f"{given.efficiency:g} of {given.gpus} times one.\n")
     print(training(rates, flops_a_second, given.gpus, given.efficiency, schedule) + "\n")

@@ -31,8 +31,8 @@ MEMBER = re.compile(r"package/(?:emoji\.json|img/(\w+)/64/([\w-]+\.png))")
 EVERY = 10  # emoji of a class: one of so many is held out
 
 
-def read_package(path: Path, skin_tones: bool) -> dict[str, dict[str, list[tuple[str, bytes]]]]:
-    """Reads PNGs of a package, each with its name in the zip, by class and emoji; raises ValueError for another file.
+def read_package(path: Path, skin_tones: bool, classes: dict[str, dict[str, list[tuple[str, bytes]]]]) -> None:
+    """Adds PNGs of a package, each with its name in the zip, by class and emoji; raises ValueError for another file.
 
     An emoji's key is its code points without a skin tone.
     """
@@ -44,7 +44,6 @@ def read_package(path: Path, skin_tones: bool) -> dict[str, dict[str, list[tuple
     if not images or described is None:
         raise ValueError("no package/emoji.json or no package/img/<maker>/64/*.png in it. Give a "
                          "file that `npm pack emoji-datasource-google@16.0.0` writes.")
-    classes = defaultdict(lambda: defaultdict(list))
     for emoji in json.loads(described):
         name = "-".join(re.findall(r"\w+", emoji["category"])).lower()
         tones = emoji.get("skin_variations", {}).values() if skin_tones else ()
@@ -52,7 +51,6 @@ def read_package(path: Path, skin_tones: bool) -> dict[str, dict[str, list[tuple
             for maker in {maker for maker, _ in images}:
                 if content := images.get((maker, picture)):
                     classes[name][Path(emoji["image"]).stem].append((f"{name}/{maker}-{picture}", on_white(content)))
-    return classes
 
 
 def on_white(png: bytes) -> bytes:
@@ -87,8 +85,7 @@ def write_zip(path: Path, images: list[tuple[str, bytes]]) -> None:
 
 
 @program
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("packages", type=as_path, nargs="+")
     parser.add_argument("--out", type=as_path, required=True, help="zip to write")
     parser.add_argument("--held-out", type=as_path, help="zip for every tenth emoji of a class, which --out then lacks")
@@ -96,17 +93,15 @@ def main() -> None:
     given = parser.parse_args()
     for option, path in (("--out", given.out), ("--held-out", given.held_out)):
         if path and path.exists():
-            sys.exit(f"prepare_emoji.py: {option} {path} is there already: name another, or move it away.")
+            raise ValueError(f"{option} {path} is there already: name another, or move it away.")
     if given.held_out and given.held_out.resolve() == given.out.resolve():
-        sys.exit(f"prepare_emoji.py: --out and --held-out are both {given.out}: name two files.")
+        raise ValueError(f"--out and --held-out are both {given.out}: name two files.")
     classes = defaultdict(lambda: defaultdict(list))
-    try:
-        for package in given.packages:
-            for name, emoji in read_package(package, given.skin_tones).items():
-                for image, pictures in emoji.items():
-                    classes[name][image] += pictures
-    except (OSError, ValueError, EOFError, tarfile.TarError) as error:
-        sys.exit(f"prepare_emoji.py: {package}: {first_line(error)}")
+    for package in given.packages:
+        try:
+            read_package(package, given.skin_tones, classes)
+        except (OSError, ValueError, EOFError, tarfile.TarError) as error:
+            raise ValueError(f"{package}: {first_line(error)}") from None
     kept, held = split(classes)
     if given.held_out:
         write_zip(given.held_out, held)

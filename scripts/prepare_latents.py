@@ -1,12 +1,7 @@
 """Images -> a latent folder that train.py reads, over all ranks, resumable after a kill.
 
-    python scripts/prepare_latents.py source=shapes out=data/shapes16
-    python scripts/prepare_latents.py source=cifar10-train.zip out=data/cifar10 resolution=32 autoencoder=identity
-    accelerate launch scripts/prepare_latents.py source=imagenet/train out=data/imagenet256 mirror=true
-
-The options are in configs/prepare_latents.yaml, the format in docs/data.md. Every row of the result is a function
-of its image and the settings, and every shard is renamed into place when whole: neither a kill nor the number of
-ranks shows.
+Every row of the result is a function of its image and the settings, and every shard is renamed into place when whole:
+neither a kill nor the number of ranks shows. Commands: configs/prepare_latents.yaml; the format: docs/data.md.
 """
 
 import re
@@ -94,11 +89,7 @@ def encode_rows(
         generators = [np.random.default_rng([seed, index, int(mirror)]) for index in indices]
         eps = np.stack([generator.standard_normal(mean.shape[1:], dtype=np.float32) for generator in generators])
         rows = mean + std * torch.from_numpy(eps).to(mean.device)
-    rows = rows.half()
-    if not rows.isfinite().all():
-        raise ValueError("The autoencoder's output is not finite or beyond float16 for some images; use precision=fp32 "
-                         "(some VAEs overflow in fp16).")
-    return rows.cpu().numpy()
+    return as_stored(rows, "autoencoder's latents")
 
 
 def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: bool) -> np.ndarray:
@@ -106,10 +97,14 @@ def teach_rows(teacher: Teacher, images: torch.Tensor, precision: str, mirror: b
     device = teacher.mean.device
     images = (images.flip(2) if mirror else images).permute(0, 3, 1, 2).to(device)
     with torch.autocast(device.type, DTYPES[precision], enabled=precision != "fp32"):
-        rows = teacher(images).half()
+        return as_stored(teacher(images), "teacher's tokens")
+
+
+def as_stored(rows: torch.Tensor, what: str) -> np.ndarray:
+    rows = rows.half()
     if not rows.isfinite().all():
-        raise ValueError("The teacher's tokens are not finite or beyond float16 for some images: use precision=fp32, "
-                         "or images=true and the teacher in the step.")
+        raise ValueError(f"The {what} are not finite or beyond float16 for some images: use precision=fp32, as some "
+                         f"networks overflow in fp16. A teacher can also run in the step (images=true).")
     return rows.cpu().numpy()
 
 
@@ -166,8 +161,10 @@ def apply_label_map(source: ImageSource, label_map: str) -> None:
 # ---- the work -------------------------------------------------------------------------------------------------------
 
 
-def prepare(cfg: PrepareSettings) -> None:
+@command("prepare_latents", PrepareSettings)
+def main(cfg: PrepareSettings) -> None:
     """Writes `source` to `out` as a folder of latents; raises ValueError for bad settings before anything slow."""
+    warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed
     # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
     state = join_ranks(cpu=False, tf32=cfg.tf32, timeout=timedelta(days=7))
     out, is_shapes = Path(cfg.out), cfg.source == "shapes"
@@ -223,15 +220,12 @@ def prepare(cfg: PrepareSettings) -> None:
         images, indices, unreadable = decoded
         if not indices:
             return {}, unreadable
-        batch = torch.from_numpy(images)
-        rows = {"latents": encode_rows(vae, batch, indices, kind, cfg.seed, mirror=False),
-                "labels": source.labels[indices].astype("<i8")}
-        if cfg.mirror:
-            rows["mirrored"] = encode_rows(vae, batch, indices, kind, cfg.seed, mirror=True)
-        if teacher is not None:
-            rows["teacher"] = teach_rows(teacher, batch, cfg.precision, mirror=False)
-        if teacher is not None and cfg.mirror:
-            rows["teacher_mirrored"] = teach_rows(teacher, batch, cfg.precision, mirror=True)
+        batch, rows = torch.from_numpy(images), {"labels": source.labels[indices].astype("<i8")}
+        for mirror in (False, True)[: 1 + cfg.mirror]:
+            rows["mirrored" if mirror else "latents"] = encode_rows(vae, batch, indices, kind, cfg.seed, mirror)
+            if teacher is not None:
+                name = "teacher_mirrored" if mirror else "teacher"
+                rows[name] = teach_rows(teacher, batch, cfg.precision, mirror)
         if cfg.images:
             rows["image"] = images.transpose(0, 3, 1, 2)
         return rows, unreadable
@@ -247,12 +241,6 @@ def prepare(cfg: PrepareSettings) -> None:
                  shard_size=cfg.shard_size, batch_size=cfg.batch_size, threads=cfg.num_workers, state=state,
                  read=lambda indices: decode_batch(source, indices, resolution), encode=encode,
                  left_out=source.left_out)
-
-
-@command("prepare_latents", PrepareSettings)
-def main(cfg: PrepareSettings) -> None:
-    warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed
-    prepare(cfg)
 
 
 if __name__ == "__main__":

@@ -1,13 +1,9 @@
 """Trains variants × seeds, scores them the same way, and compares them: tables, figures, crossing points.
 
-    python scripts/study.py study=cifar10                      # on a GPU: trains, scores, times and plots
-    python scripts/study.py study=cifar10_cpu                  # on a CPU; rerun it to resume
-    python scripts/study.py study=cifar10_cpu part=2/6 'tasks=[train,score]'   # one of six processes
-    python scripts/study.py study=cifar10_cpu tasks=[report]   # table and figures of the results so far
-
 Each run is `train.py` and each later score `fid.py`, with the settings that configs/study/<name>.yaml lists, so that
 any of them can be repeated by hand. Writes <out>/study.json, study.md, score-over-*.png, differences.png and
 report/index.html. study.json keeps the scores of runs whose folders are gone, and `rows` takes those of other machines.
+Commands: configs/study.yaml.
 """
 
 import json
@@ -98,6 +94,18 @@ class Run(Settings):
     at_end: list[list[str]]
     at_each: list[list[str]]
     held_out: list[str]
+
+    def last(self, key: str) -> str | None:
+        """Returns a setting as text; of several values of a key the last one counts."""
+        return next((text.partition("=")[2] for text in reversed(self.train) if text.partition("=")[0] == key), None)
+
+    @property
+    def steps(self) -> int | None:
+        return (steps := self.last("steps")) and int(steps)
+
+    @property
+    def is_scored_in_training(self) -> bool:
+        return self.last("evaluate.every") not in (None, "0")
 
 
 class Timing(Record):
@@ -214,31 +222,17 @@ def record_of(run: Run) -> dict | None:
 
 
 def finished(run: Run) -> bool:
-    """Tells whether a run has taken the steps that the study, or else its own record, asks for, and is scored.
+    """True if a run has taken the steps that the study, or else its own record, asks for, and is scored.
 
     After a kill between the last save and its score, train.py makes the score.
     """
     meta = record_of(run)
-    if meta is None or meta["step"] < (asked_steps(run) or meta["config"]["steps"] or math.inf):
+    if meta is None or meta["step"] < (run.steps or meta["config"]["steps"] or math.inf):
         return False
-    if not is_scored_in_training(run):
+    if not run.is_scored_in_training:
         return True
     sources = [row["source"] for row in read_results(run.folder / "results.jsonl")]
     return any(source.get("in_training") and source.get("step") == meta["step"] for source in sources)
-
-
-def is_scored_in_training(run: Run) -> bool:
-    return last_of(run, "evaluate.every") not in (None, "0")
-
-
-def asked_steps(run: Run) -> int | None:
-    steps = last_of(run, "steps")
-    return steps and int(steps)
-
-
-def last_of(run: Run, key: str) -> str | None:
-    """Returns a run's setting as text; of several values of a key the last one counts."""
-    return next((text.partition("=")[2] for text in reversed(run.train) if text.partition("=")[0] == key), None)
 
 
 def score_checkpoints(cfg: StudySettings, run: Run) -> None:
@@ -290,7 +284,7 @@ def point_of(row: dict) -> list[str] | None:
 
 
 def changes_route(run: Run) -> bool:
-    """Tells whether a run's routes change at some step, so that no one time is that of its steps."""
+    """True if a run's routes change at some step, so that no one time is that of its steps."""
     schedule = {key: value for key, value in settings_of(run.train).items() if key.startswith("route_schedule")}
     return bool(schedule.keys() - {"route_schedule", "route_schedule.selection_ratios"}
                 or schedule.get("route_schedule") == "off_ramp")
@@ -369,9 +363,9 @@ def refuse_foreign(run: Run, where: object, other: dict[str, object], step: int)
         if other.get(key) not in (None, asked):
             raise ValueError(f"{where} holds another {run.variant}, seed {run.seed}: {key}={other[key]} there, "
                              f"{key}={asked} in this study. Move it away, or give this study another out=.")
-    if step > (asked_steps(run) or math.inf):
+    if step > (run.steps or math.inf):
         raise ValueError(f"{where} holds {run.variant}, seed {run.seed}, after {step} steps, and this study asks for "
-                         f"steps={asked_steps(run)}: set steps={step} or more, or give this study another out=.")
+                         f"steps={run.steps}: set steps={step} or more, or give this study another out=.")
 
 
 def from_disk(run: Run) -> dict | None:
@@ -400,7 +394,7 @@ def from_disk(run: Run) -> dict | None:
                 "multiply_adds_an_image": sum(source["multiply_adds"].values()),
                 "in_training": bool(source.get("in_training")), "study": point_of(row)})
     return {"variant": run.variant, "seed": run.seed, "step": meta["step"],
-            "steps": asked_steps(run) or meta["config"]["steps"], "history": meta.get("history", []),
+            "steps": run.steps or meta["config"]["steps"], "history": meta.get("history", []),
             "train": [text for text in run.train if text.split("=")[0] not in ("run_dir", "init_from")],
             "held_out": read_rows(run.folder / "held_out.jsonl"), "scores": sorted(scores, key=lambda s: s["step"])}
 
@@ -411,7 +405,7 @@ def score_of(row: dict, results: Path) -> dict:
     A distance on a TorchScript file's features bears the file's name, so that those of two files are kept apart.
     """
     metrics, extractor = row["metrics"], row["extractor"]
-    distance = next(filter(is_distance, metrics), None)
+    distance = next((metric for metric in metrics if metric == "fid" or metric.startswith("fd_")), None)
     if distance is None:
         raise ValueError(f"{results} has a row with {', '.join(metrics)} and no Fréchet distance, by which a study "
                          f"compares its runs: move the file away.")
@@ -421,10 +415,6 @@ def score_of(row: dict, results: Path) -> dict:
             "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"].get("torch"),
             "extractor": extractor.get("name"), "extractor_sha256": extractor.get("sha256"),
             "reference_sha256": row["reference"].get("sha256")}
-
-
-def is_distance(metric: str) -> bool:
-    return metric == "fid" or metric.startswith("fd_")
 
 
 def recorded(cfg: StudySettings) -> list[RecordedStudy]:
@@ -453,13 +443,13 @@ def furthest(candidates: Iterable[dict | None]) -> dict | None:
 
 
 def complete(run: Run, studies: list[RecordedStudy]) -> bool:
-    """Tells whether a run was recorded to its end with all its scores, so that nothing of it is made again."""
+    """True if a run was recorded to its end with all its scores, so that nothing of it is made again."""
     old = furthest(records_of(run, studies))
-    steps = old and (asked_steps(run) or old["steps"])
+    steps = old and (run.steps or old["steps"])
     if not steps or old["step"] < steps:
         return False
     last = [score for score in old["scores"] if score["step"] == old["step"]]
-    evaluated = not is_scored_in_training(run) or any(score.get("in_training") for score in last)
+    evaluated = not run.is_scored_in_training or any(score.get("in_training") for score in last)
     return evaluated and all(point in [score.get("study") for score in last] for point in (*run.at_end, *run.at_each))
 
 
@@ -469,7 +459,7 @@ def collect(cfg: StudySettings) -> dict:
     timing = next((timing for timing in (read_timing(cfg), *(study.timing for study in studies)) if timing), None)
     for run in known:
         if record := furthest([from_disk(run), *records_of(run, studies)]):
-            runs.append(record | {"steps": asked_steps(run) or record["steps"]})
+            runs.append(record | {"steps": run.steps or record["steps"]})
     # Of a variant or a seed that the study no longer lists: what was measured stays in the file.
     listed = {(run.variant, run.seed) for run in known}
     gone = {key: old for study in reversed(studies) for old in study.runs
@@ -497,10 +487,8 @@ def report(cfg: StudySettings) -> None:
     page = tables(result)
     write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
     write_text(out / "study.md", page)
-    figures = draw_figures(result, out) if any(run["scores"] for run in result["runs"]) else []
-    figures += filter(None, [draw_differences(result, out / "differences.png")])
-    print(page)
-    print("\n".join(map(str, (out / "study.json", out / "study.md", *figures))))
+    figures = [*draw_figures(result, out), *draw_differences(result, out / "differences.png")]
+    print(page, *(out / "study.json", out / "study.md", *figures), sep="\n")
     call(cfg, "scripts/report.py", [as_setting("study_dir", out), as_setting("out", out / "report")])
 
 

@@ -69,9 +69,8 @@ def test_a_file_that_pillow_would_hand_to_another_program_is_no_image():
 # ---- data -----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", ["latents-00000.npy", "labels-00000.npy", "record-00000.json"])
-@pytest.mark.parametrize("change", [lambda content: content[:-8], lambda content: b"", lambda content: None],
-                         ids=["cut", "empty", "gone"])
+@pytest.mark.parametrize(("name", "change"), [
+    ("latents-00000.npy", lambda content: content[:-8]), ("labels-00000.npy", lambda content: b""), ("record-00000.json", lambda content: None)])
 def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, change):
     source, _ = write_fastdit(tmp_path)
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -89,11 +88,8 @@ def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, 
 
 
 @pytest.mark.parametrize("changes", [
-    {"offsets": lambda a: a + 2**40}, {"offsets": lambda a: a - 2**40}, {"offsets": lambda a: a[:-1]}, {"labels": lambda a: a[1:]},
-    {"offsets": lambda a: a.astype(float)}, {"dtype": lambda a: np.array("|O")}, {"dtype": lambda a: np.array("<f8")},
-    {"dtype": lambda a: np.array("no type")}, {"shape": lambda a: a[1:]}, {"shape": lambda a: np.append(a, 1)}, {"shape": lambda a: a * 10**6},
-    {"shape": lambda a: -a}, {"starts": lambda a: a[:-1]}, {"starts": lambda a: a[::-1]}, {"starts": lambda a: a + 1},
-    {"labels": lambda a: a.astype(object)}, {"key": lambda a: np.array("of other tars")},
+    {"offsets": lambda a: a + 2**40}, {"offsets": lambda a: a[:-1]}, {"labels": lambda a: a[1:]}, {"dtype": lambda a: np.array("|O")},
+    {"shape": lambda a: a * 10**6}, {"starts": lambda a: a[::-1]}, {"labels": lambda a: a.astype(object)}, {"key": lambda a: np.array("of other tars")},
 ])  # fmt: skip
 def test_an_index_of_tars_that_leads_elsewhere_is_made_again(tmp_path, changes):
     write_tars(tmp_path, numbered(), labels_of())

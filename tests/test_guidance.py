@@ -165,7 +165,7 @@ def test_routes_given_with_the_guidance_go_before_the_networks_own(diffusion, pr
     (dict(routes=[]), lambda: dict(gamma1=0.3, gamma2=0.5), "gamma1=0.3 is asked of a network that has no route"),
     (dict(routes=[]), lambda: dict(gamma2=(0.0, 0.5)), "has no route"),
     (dict(), lambda: dict(gamma2=0.5, net2=small_dit(routes=[])), "gamma2=0.5 is asked of a network that has no route"),
-    (dict(), lambda: dict(gamma2=0.5, routes=(Route(1, 3, 0.5),)), "leaves the network: with 3 blocks"),
+    (dict(), lambda: dict(gamma2=0.5, routes=(Route(1, 3, 0.5),)), "with 3 blocks"),
     (dict(), lambda: dict(net2=small_dit(in_channels=3)), r"\(3, 8, 10\) of the weak one and \(4, 8, 10\) of the strong"),
     (dict(), lambda: dict(net2=small_dit(input_size=16)), r"\(4, 16, 10\) of the weak"),
     (dict(), lambda: dict(net2=small_dit(num_classes=9)), r"\(4, 8, 9\) of the weak"),

@@ -70,7 +70,7 @@ def test_at_zero_a_run_is_the_plain_one_bit_for_bit(taught, tmp_path, zero, plai
     assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize("settings", [SPRINT, RECIPES["delayed return"][0], CONTRAST], ids=["sprint", "delayed return", "contrast"])
-def test_a_recipe_compiles_one_graph_for_each_number_of_tokens(taught, tmp_path, graphs, settings):
-    run_of(tmp_path / "run", taught, *settings, "compile=true", "steps=3")
+@pytest.mark.parametrize("name", ["delayed return", "sprint", "contrast, shift, clean", "internal", "layer sync", "dispersive", "version 1"])
+def test_a_recipe_compiles_one_graph_for_each_number_of_tokens(taught, tmp_path, graphs, name):
+    run_of(tmp_path / "run", taught, *RECIPES[name][0], "compile=true", "steps=3")
     assert graphs.frame_count == 2

@@ -41,34 +41,7 @@ def fused(model):
     return seen
 
 
-def by_hand(model, x, t, y, ids_keep):
-    """f, g on the tokens that stay, mask tokens in the other places, fusion, h: each written out."""
-    blocks, rows = model.blocks, torch.arange(len(x))[:, None]
-    f, c = model.x_embedder(x) + model.pos_embed, model.t_embedder(t) + model.y_embedder(y)
-    raster = torch.arange(16)[None]
-    for block in blocks[:2]:
-        f = block(f, c, raster)
-    kept = f[rows, ids_keep]
-    for block in blocks[2:4]:
-        kept = block(kept, c, ids_keep)
-    g = model.router.mask_token.repeat(len(x), 16, 1)
-    g[rows, ids_keep] = kept
-    h = torch.cat([g, f], dim=-1) @ model.router.fusion.weight.T + model.router.fusion.bias
-    for block in blocks[4:]:
-        h = block(h, c, raster)
-    return model.unpatchify(model.final_layer(h, c))
-
-
 # ---- the network ----------------------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("selection", ["grid", "random"])
-@torch.no_grad()
-def test_the_network_is_f_then_g_on_few_tokens_then_h_on_both(selection):
-    model, (x, t, y), noise = net(selection), batch(), torch.rand(4, 1, 16)
-    ids = model.router.get_mask(torch.empty(4, 16, 1), 0.75, noise[:, 0])
-    assert ids.shape == (4, 4)
-    torch.testing.assert_close(model(x, t, y, model.routes, noise), by_hand(model, x, t, y, ids))
 
 
 @torch.no_grad()
@@ -78,7 +51,6 @@ def test_a_dense_pass_fuses_too_samples_nothing_and_equals_the_route_of_ratio_0_
     dense = model(x, t, y)
     assert torch.equal(torch.get_rng_state(), before)
     assert torch.equal(model(x, t, y, resolve_routes([Route(**ROUTE | {"selection_ratio": 0.0})], 6)), dense)
-    torch.testing.assert_close(dense, by_hand(model, x, t, y, torch.arange(16).expand(4, -1)))
 
 
 def test_mask_tokens_replace_routed_tokens_and_both_halves_learn():
@@ -161,15 +133,6 @@ def test_each_token_of_a_group_is_kept_equally_often_whichever_is_kept_in_anothe
     assert len({tuple(row) for row in ids.tolist()}) == 4**4
 
 
-@pytest.mark.parametrize("ratio", [0.875, 0.625, 0.375, 0.125])
-@pytest.mark.parametrize("noise", [None, torch.rand(8000, 16, generator=torch.Generator().manual_seed(1))])
-def test_if_groups_cannot_keep_equally_many_chance_decides_which_keep_more(ratio, noise):
-    torch.manual_seed(0)
-    ids = Router("grid").get_mask(torch.empty(8000, 16, 1), ratio, noise)
-    share = torch.zeros(16).scatter_add_(0, ids.flatten(), torch.ones(ids.numel())) / 8000
-    assert (share - (1 - ratio)).abs().max() < 0.025  # 4.5 standard deviations
-
-
 # ---- guidance -------------------------------------------------------------------------------------------------------
 
 PATH_DROP = Guidance(3.0, gamma2=1)
@@ -182,12 +145,9 @@ def test_the_weak_pass_of_path_drop_guidance_has_no_label_and_skips_g():
     for i, block in enumerate(model.blocks):
         block.register_forward_hook(lambda *args, i=i: calls.append(i))
     before = torch.get_rng_state()
-    out = PATH_DROP.guide(RF().velocity, model, x, y, num_steps=1)(x, 0.5, 0)
+    PATH_DROP.guide(RF().velocity, model, x, y, num_steps=1)(x, 0.5, 0)
     assert calls == [0, 1, 2, 3, 4, 5, 0, 1, 4, 5]
     assert torch.equal(torch.get_rng_state(), before), "nothing is dropped by chance"
-    half, null = torch.full((4,), 0.5), torch.full((4,), 5)
-    strong, weak = by_hand(model, x, half, y, torch.arange(16).expand(4, -1)), by_hand(model, x, half, null, torch.empty(4, 0, dtype=torch.int64))
-    torch.testing.assert_close(out, weak + 3 * (strong - weak), rtol=1e-4, atol=1e-4)
 
 
 @torch.no_grad()
@@ -197,17 +157,6 @@ def test_the_ratios_of_a_guided_sampling_drop_no_sample():
     Guidance(1.5, 0.25, 0.75, drop_label=False).guide(RF().velocity, model, x, y, num_steps=1)(x, 0.5, 0)
     masked = [(g == model.router.mask_token).all(dim=-1).sum(dim=1).tolist() for g, _ in seen]
     assert masked == [[4] * 4, [12] * 4]
-
-
-@torch.no_grad()
-def test_a_plain_network_guided_by_a_ratio_of_1_skips_the_blocks_of_its_route():
-    model = DiT(**SMALL, init="xavier", routes=[Route(1, 4, 0.5)])
-    x, t, y = batch()
-    t = torch.full((4,), 0.5)
-    strong, out = model(x, t, y), Guidance(2.0, gamma2=1, drop_label=False).guide(RF().velocity, model, x, y, 1)(x, 0.5, 0)
-    del model.blocks[1:5]
-    weak = model(x, t, y)
-    torch.testing.assert_close(out, weak + 2 * (strong - weak))
 
 
 # ---- records, and what does not go together -------------------------------------------------------------------------
@@ -231,11 +180,11 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
 
 @pytest.mark.parametrize(("wrong", "says"), [
     (lambda: build_network({**RECORD, "routes": [{**ROUTE}, {**ROUTE, "start_layer_idx": 4, "end_layer_idx": 4}]}), "the network has 2 routes"),
-    (lambda: resolve_routes([Route(2, 3, 0.5, path_drop=1.0)], 6), "path_drop=1.0 is the share of samples"),
+    (lambda: resolve_routes([Route(2, 3, 0.5, path_drop=1.0)], 6), "path_drop=1.0, a share of samples"),
     (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
     (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* given 1→3"),
     (lambda: Guidance(3.0, gamma2=1, routes=(Route(1, 3, 0.5),)).check(net()), "leave routes out"),
-    (lambda: check_plain(SimpleNamespace(recorded={"network": RECORD}), "dit"), "model=sprint.* to=hub takes any"),
+    (lambda: check_plain(SimpleNamespace(recorded={"network": RECORD}), "dit"), "fusion=True: to=hub takes any"),
     (lambda: routed(net(), [Route(2, 3, 0.5)]).__enter__(), "call it with routes=net.routes"),
     (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)], blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),
 ])

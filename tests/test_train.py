@@ -1,10 +1,8 @@
 """Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and samples."""
 
 import copy
-import importlib
 import io
 import json
-import logging
 import re
 import shutil
 import time
@@ -33,12 +31,11 @@ from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
 from train import main as train_main
-from train import paused, report, start_trackers, tell_compiling, train_step, update_ema
+from train import paused, report, tell_compiling, train_step, update_ema
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
-from weights.records import build_network
 
 TINY = partial(DiT, input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4)
 
@@ -189,11 +186,6 @@ def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
         torch.testing.assert_close(after["model"][name], moved, rtol=1e-4, atol=1e-7)
         average = decay * before["ema"][name] + (1 - decay) * after["model"][name]
         torch.testing.assert_close(after["ema"][name], average, rtol=1e-4, atol=1e-7)
-
-
-def test_activation_checkpointing_changes_no_bit(shapes, reference, tmp_path):
-    assert train(tmp_path / "run", shapes, "activation_checkpointing=true").returncode == 0
-    assert_same_end(tmp_path / "run", reference)
 
 
 def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_reference, tmp_path):
@@ -374,15 +366,6 @@ def test_the_first_step_of_a_process_has_a_line_and_no_row(shapes, tmp_path):
     assert [row["step"] for row in rows(run)] == [4, 6]
 
 
-def test_compiling_for_a_cpu_does_not_say_that_there_is_no_cuda(monkeypatch):
-    said = logging.StreamHandler(io.StringIO())
-    logger = logging.getLogger("torch.utils.cpp_extension")
-    monkeypatch.setattr(logger, "handlers", [said])
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setenv("CUDA_HOME", "/usr/local/cuda")
-    assert importlib.import_module(logger.name)._find_cuda_home() == "/usr/local/cuda" and not said.stream.getvalue()
-
-
 def test_a_run_that_cannot_compile_ends_before_it_starts(nothing_installed, shapes, tmp_path):
     result = train_here(tmp_path / "run", shapes, "compile=true")
     assert result.returncode == 1 and "C++ compiler" in result.stderr and not (tmp_path / "run").exists()
@@ -473,12 +456,6 @@ def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
     assert sums.values[2] == 3
 
 
-def test_latents_on_the_device_train_the_same_network_bit_for_bit(shapes, reference, tmp_path):
-    run, there = tmp_path / "run", "data.on_device=true"
-    assert train(run, shapes, "steps=12", there).returncode == 0 and train(run, shapes, there).returncode == 0
-    assert_same_end(run, reference)
-
-
 HALF = torch.ones(4, 1, 8, 8)
 HALF[..., 4:] = 0
 
@@ -564,35 +541,3 @@ def test_batch_and_steps_follow_from_the_number_of_latents(count, ranks, batch_s
     settings = TrainSettings.model_construct(batch_size=None, steps=None, grad_accum_steps=1)
     cfg = choose_sizes(settings, SimpleNamespace(num_processes=ranks, print=lambda line: None), count)
     assert (cfg.batch_size, cfg.steps) == (batch_size, steps)
-
-
-@pytest.mark.parametrize(("selection", "how"), [("random", {"x_T": 1.0}), ("l1", {})], ids=["version 1", "l1"])
-def test_each_number_of_tokens_is_one_graph_and_is_not_compiled_again(fresh_accelerator, graphs, selection, how):
-    model = build_network(dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
-                               selection=selection, routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=2, **how)]))
-    speed.compile_blocks(model, True)
-    net = Accelerator(mixed_precision="bf16", cpu=True).prepare(model)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        net(torch.randn(4, 3, 8, 8), torch.randn(4), torch.arange(4), routes=model.routes).sum().backward()
-    assert graphs.frame_count == 2
-
-
-def test_routes_of_many_lengths_are_all_compiled(graphs):
-    net = DiT(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=4)
-    speed.compile_blocks(net, True)
-    for kept in range(1, 12):  # torch would stop compiling at 8
-        net(torch.randn(2, 3, 8, 8), torch.randn(2), torch.arange(2), routes=(Route(1, 1, 1 - kept / 16),))
-    assert graphs.frame_count == 12
-
-
-@pytest.mark.parametrize("environment, project", [({}, "tread"), ({"WANDB_PROJECT": "faces"}, "faces")])
-def test_the_environment_names_the_trackers_project(monkeypatch, tmp_path, environment, project):
-    monkeypatch.delenv("WANDB_PROJECT", raising=False)
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    started = []
-    accelerator = SimpleNamespace(init_trackers=lambda name, config, init_kwargs: started.append(name))
-    cfg = SimpleNamespace(name="first", log=SimpleNamespace(trackers=["wandb"]), model_dump=dict)
-    start_trackers(SimpleNamespace(cfg=cfg, accelerator=accelerator, folder=tmp_path, run_id="1"))
-    assert started == [project]

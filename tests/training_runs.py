@@ -4,21 +4,19 @@ import contextlib
 import io
 import json
 import subprocess
-import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import forked
 import torch
-from conftest import PATIENCE, ROOT, run_command
+from conftest import PATIENCE, run_command
 from safetensors.torch import load_file
 
 from train import main
 from weights import checkpoint as checkpoints
 from weights.records import build_network
 
-TWO_RANKS = (sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2")
 TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
 
 
@@ -47,12 +45,9 @@ def train_here(run, data, *overrides) -> SimpleNamespace:
     return SimpleNamespace(returncode=code, stdout=stdout.getvalue(), stderr=stderr.getvalue())
 
 
-def start(run, data, *overrides, launcher=()) -> forked.Command | subprocess.Popen:
-    """Starts training in a session of its own, so that a signal reaches its launcher and every rank, as a scheduler's does."""
-    line = command(run, data, *overrides)
-    if not launcher:
-        return forked.Command(*line)
-    return subprocess.Popen([*launcher, *line], cwd=ROOT, start_new_session=True, text=True, stdout=subprocess.PIPE, stderr=subprocess.STDOUT)
+def start(run, data, *overrides) -> forked.Command:
+    """Starts training in a session of its own, so that a signal reaches every rank, as a scheduler's does."""
+    return forked.Command(*command(run, data, *overrides))
 
 
 def write_run(folder: Path, network: dict, step: int = 1, diffusion: dict | None = None, **data) -> Path:

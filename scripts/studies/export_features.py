@@ -11,7 +11,6 @@ that are scaled to --side pixels. Distances on these features rank runs; neither
 
 import argparse
 import io
-import pickle
 import sys
 from pathlib import Path
 
@@ -23,7 +22,8 @@ from torch import Tensor, nn
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.command import program
 from runtime.files import atomic_write
-from runtime.schema import as_path, first_line
+from runtime.schema import as_path
+from weights.reading import read_tensors, read_timm
 
 
 class Block(nn.Module):
@@ -73,18 +73,16 @@ class EfficientNetLite0(nn.Module):
         return self.network.forward_features(x).mean((2, 3))
 
 
-def resnet56(state: dict, side: int | None) -> nn.Module:
-    state = state["state_dict"]
+def resnet56(file: Path, side: int | None) -> nn.Module:
+    state = read_tensors(file)["state_dict"]
     network = Classifier(depth=2 + 2 * sum(key.endswith("conv1.weight") and "layer" in key for key in state))
     network.load_state_dict({key.removeprefix("module."): value for key, value in state.items()})
     return network
 
 
-def efficientnet_lite0(state: dict, side: int | None) -> nn.Module:
-    """Fills timm's network, whose tensors have other names, in the same order and shapes."""
+def efficientnet_lite0(file: Path, side: int | None) -> nn.Module:
     features = EfficientNetLite0(side or 224)
-    names = features.network.state_dict()
-    features.network.load_state_dict(dict(zip(names, state.values(), strict=True)))
+    features.network.load_state_dict(read_timm("tf_efficientnet_lite0", file))
     return features
 
 
@@ -92,21 +90,15 @@ NETWORKS = {"resnet56": resnet56, "efficientnet_lite0": efficientnet_lite0}
 
 
 @program
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("network", choices=NETWORKS)
     parser.add_argument("weights", type=as_path)
     parser.add_argument("out", type=as_path)
     parser.add_argument("--side", type=int, help="efficientnet_lite0: pixels that images are scaled to (224)")
     given = parser.parse_args()
     if given.out.exists():
-        sys.exit(f"export_features.py: {given.out} is there already: name another, or move it away.")
-    try:
-        state = torch.load(given.weights, map_location="cpu", weights_only=True)
-        network = NETWORKS[given.network](state, given.side).eval()
-    except (OSError, KeyError, TypeError, ValueError, RuntimeError, pickle.UnpicklingError) as error:
-        sys.exit(f"export_features.py: {given.weights} holds no weights of {given.network}: "
-                 f"{first_line(error)}.")
+        raise ValueError(f"{given.out} is there already: name another, or move it away.")
+    network = NETWORKS[given.network](given.weights, given.side).eval()
     # One file has one SHA-256: a file's name would be in it, and unfrozen code lists what it uses in any order.
     scripted = io.BytesIO()
     torch.jit.save(torch.jit.freeze(torch.jit.script(network), optimize_numerics=False), scripted)

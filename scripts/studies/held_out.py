@@ -49,18 +49,13 @@ def losses(trained: Trained, x: torch.Tensor, y: torch.Tensor) -> dict[str, floa
 
 
 @program
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("checkpoint")
     parser.add_argument("folders", nargs="+")
     parser.add_argument("--out", type=as_path, required=True)
     given = parser.parse_args()
-    try:
-        trained = load_trained(given.checkpoint)
-        sets = {Path(folder).name: open_latents(folder) for folder in given.folders}
-    except (OSError, ValueError) as error:
-        sys.exit(f"held_out.py: {error}")
-    trained.net.eval()
+    trained = load_trained(given.checkpoint)
+    sets = {Path(folder).name: open_latents(folder) for folder in given.folders}
     count, names = min(latents.count for latents in sets.values()), next(iter(sets.values())).class_names
     found = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
     append_row(given.out, {"step": trained.step, "images": count, "losses": found})

@@ -35,14 +35,13 @@ def encode(encoder: torch.nn.Module, source: ImageSource, indices: np.ndarray) -
 
 
 @program
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("taesd", type=as_path, help="a checkout of madebyollin/taesd")
     parser.add_argument("images", help="a folder or zip of class folders")
     parser.add_argument("out", type=as_path)
     given = parser.parse_args()
     if given.out.exists():
-        sys.exit(f"imagenette.py: {given.out} is there already: name another, or move it away.")
+        raise ValueError(f"{given.out} is there already: name another, or move it away.")
     sys.path.insert(0, str(given.taesd))
     from taesd import TAESD
 

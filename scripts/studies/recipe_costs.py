@@ -97,8 +97,7 @@ def make_step(cfg: TrainSettings, accelerator: Accelerator, batch: int) -> parti
 
 
 @program
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--backbone", default="DiT-B/2")
     parser.add_argument("--batch", type=int, default=2)
     parser.add_argument("--rounds", type=int, default=5)

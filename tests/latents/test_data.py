@@ -315,17 +315,6 @@ def test_an_extra_array_follows_its_image_and_mirrors_as_its_metadata_says(tmp_p
         open_latents(out)
 
 
-def test_the_mask_of_a_mirrored_copy_is_mirrored(tmp_path):
-    plain, copies, masks = numbered(), numbered(), masks_of()
-    plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
-    latents = open_latents(write_masks(write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies), masks))
-    for stored, _, weights in take_weighted(latents, 10, 10, seed=1):
-        flipped = stored[:, 1, 0, 0].numpy()[:, None, None] == 1
-        mask = masks[numbers(stored)]
-        np.testing.assert_array_equal(weights[:, 0].numpy(), np.where(flipped, mask[..., ::-1], mask))
-        assert 0 < flipped.sum() < 10
-
-
 def test_masks_are_part_of_the_data_set(folder):
     prints = [open_latents(folder).fingerprint]
     prints += [open_latents(write_masks(folder, masks)).fingerprint for masks in (masks_of(), 1 - masks_of())]
@@ -377,23 +366,6 @@ def test_a_moved_folder_is_the_same_data_set_and_other_content_is_not(tmp_path):
         open_latents(write_folder(tmp_path / "f", numbered(), labels_of(), num_classes=8)).fingerprint,
     ]
     assert prints[0] == prints[1] and len(set(prints)) == 4 and int(prints[0], 16)
-
-
-def test_a_network_that_fits_is_accepted_and_another_refused_with_both_numbers(folder):
-    latents = open_latents(folder)
-    latents.require(shape=(4, 4, 4), num_classes=7)
-    latents.require(shape=(4, 4, 4), num_classes=1000)
-    for shape, num_classes, words in (
-        ((3, 4, 4), 7, ["(4, 4, 4)", "(3, 4, 4)", "data.channels=4", "data.input_size=4"]),
-        ((4, 8, 8), 7, ["(4, 4, 4)", "(4, 8, 8)", "data.channels=4", "data.input_size=4"]),
-        ((4, 4, 4), 6, ["7 classes", "set up for 6", "data.num_classes=7"]),
-    ):
-        refused(words, latents.require, shape=shape, num_classes=num_classes)
-
-
-def test_an_impossible_batch_is_refused_at_once(folder):
-    for how, words in (({"batch_size": 104}, ["104", "103", "batch_size"]), ({"batch_size": 10, "world": 3}, ["10", "3 ranks"])):
-        refused(words, batches, open_latents(folder), seed=0, **how)  # not at the first next()
 
 
 # --- what is refused on opening, but for what tests/test_mistakes.py has
@@ -511,11 +483,6 @@ def test_tars_of_another_kind_than_they_are_read_as_do_not_fit_the_network(tmp_p
     refused(["(2, 4, 4)", "(4, 4, 4)", "or data.kind=sample"], as_moments.require, shape=(4, 4, 4), num_classes=1000)
 
 
-@pytest.mark.parametrize("name", ["data/imagenet256", "s-{000..004}.tar", ""])
-def test_a_missing_data_set_says_how_to_prepare_it_and_how_to_do_without(tmp_path, name):
-    refused([str(tmp_path / name), "scripts/prepare_latents.py source=", "bash scripts/quickstart.sh"], open_latents, tmp_path / name)
-
-
 def test_arguments_that_agree_with_the_folder_are_accepted(folder):
     assert open_latents(folder, kind="sample", scale=0.18215, num_classes=1000).num_classes == 7
 
@@ -599,7 +566,7 @@ def test_a_program_that_leaves_its_batches_open_still_ends(folder):
 
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
 def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_path):
-    count = 1_000_000  # 6 GB of latents in holes of a sparse file
+    count = 200_000  # 1.2 GB of latents in holes of a sparse file
     write_folder(tmp_path, np.zeros((1, 3, 32, 32), np.float16), np.zeros(1, np.int64), autoencoder="identity", scale=1.0)
     for name, dtype, shape in (("latents", "<f2", (count, 3, 32, 32)), ("labels", "<i8", (count,))):
         with open(tmp_path / f"{name}-00000.npy", "wb") as stream:

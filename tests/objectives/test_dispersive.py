@@ -15,7 +15,6 @@ from edm import EDM
 from objectives import DiffusionLoss
 from objectives.dispersive import Dispersive
 from routing_module import Route
-from training.speed import compile_blocks
 from weights import checkpoint as checkpoints
 
 ROUTED = [Route(1, 2, 0.5)]
@@ -90,14 +89,6 @@ def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says)
 def test_a_part_of_one_image_raises_a_one_line_error():
     with pytest.raises(ValueError, match="part of the batch is one: raise batch_size"):
         loss_of(of(), count=1)
-
-
-def test_one_graph_for_each_number_of_tokens_serves_all_steps(graphs):
-    objective = of(ROUTED, block=1, pooled=True)
-    compile_blocks(objective.net, True)
-    for _ in range(3):
-        loss_of(objective)[0].mean().backward()
-    assert graphs.frame_count == 2
 
 
 def tell_terms(folder, rank: int) -> None:

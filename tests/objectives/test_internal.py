@@ -20,7 +20,6 @@ from rf import RF
 from sample import main as sample_main
 from sampling.generate import sampling_cost
 from scripts.export import main as export_main
-from training.speed import compile_blocks
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 from weights.records import build_network
@@ -218,14 +217,3 @@ def test_an_export_is_a_plain_network_or_keeps_the_head(run, tmp_path, to, capsy
     again = load_trained(out, **({"diffusion": "edm", "num_heads": 2} if to == "dit" else {})).net
     assert torch.allclose(again(x, torch.rand(2) * 0, y), net(x, torch.rand(2) * 0, y), atol=1e-5)
     assert hasattr(again, "internal_head") == (to == "hub") == ("guidance=internal" not in said)
-
-
-def test_a_network_with_a_head_compiles_one_graph_for_each_number_of_tokens(graphs):
-    net = awake(with_head(routes=[dict(start_layer_idx=1, end_layer_idx=2, selection_ratio=0.5)]))
-    objective = Internal(DiffusionLoss(net, RF()))
-    compile_blocks(net, True)
-    for seed in range(3):
-        torch.manual_seed(seed)
-        objective(*batch())[0].mean().backward()
-    assert graphs.frame_count == 2
-    assert all(p.grad is not None for p in net.internal_head.parameters())

@@ -12,7 +12,6 @@ from objectives import DiffusionLoss
 from objectives.layer_sync import LayerSync
 from rf import RF
 from routing_module import Route
-from training.speed import compile_blocks
 from weights.others import onto_our_time
 
 THEIRS = published("layer_sync")
@@ -112,16 +111,3 @@ def test_under_autocast_the_angle_is_computed_in_float32():
 def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says):
     with pytest.raises(ValueError, match=says):
         of(routes, **settings)
-
-
-def test_one_graph_for_each_number_of_tokens_serves_all_steps(graphs):
-    objective, plain = (of([Route(1, 2, 0.5)], block=1, deeper=3) for _ in range(2))
-    compile_blocks(objective.net, True)
-    for _ in range(3):
-        norms = []
-        for one in (objective, plain):
-            one.zero_grad()
-            loss_of(one)[0].mean().backward()
-            norms.append(one.net.x_embedder.proj.weight.grad.norm())
-        torch.testing.assert_close(*norms)
-    assert graphs.frame_count == 2

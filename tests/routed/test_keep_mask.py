@@ -55,8 +55,9 @@ def test_as_many_tokens_are_kept_as_the_mask_keeps_in_any_sample_or_an_error_has
             case.call()
         assert taken.ids_keep[0].shape == (BATCH, most)
         assert set(mask[1].nonzero().flatten().tolist()) == set(taken.ids_keep[0][1].tolist())
-        said = refused(case.model, ALL_BUT_A_QUARTER, case.call, keep_mask=mask, grow=False)
-        assert f"keeps {most} tokens of a sample, more than the {few} of {case.n} that are kept at selection ratio 0.75" in said
+        with pytest.raises(RuntimeError, match=f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75"), \
+             routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
+            case.call()
 
 
 def test_k_grows_exactly_whatever_the_number_of_tokens():
@@ -101,9 +102,6 @@ def test_a_callable_mask_reads_the_arguments_of_each_call():
             x = randn(BATCH, N, 4, seed=seed)
             case.call(hidden_states=x)
             assert torch.equal(taken.ids_keep[0], x.mean(-1).topk(K).indices.sort(1).values)
-    vit = family("VisionTransformer")
-    said = refused(vit.model, ALL_BUT_A_QUARTER, lambda: vit.model.forward_features(vit.inputs["x"]), keep_mask=lambda call: call["x"])
-    assert "whose x says" in said
 
 
 @pytest.mark.parametrize(("mask", "says"), [
@@ -188,8 +186,8 @@ def test_tokens_are_selected_by_the_router_that_is_given():
         assert torch.equal(taken.ids_keep[0], torch.arange(K).expand(BATCH, -1))
     hook.remove()
     net, x, condition = mine()
-    assert "9 tokens may be routed" not in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
-    assert "8 tokens may be routed" in refused(net, call=lambda: net(x, condition), router=Router("grid"), keep=1, **NAMED)
+    assert "there are 9 tokens" in refused(net, call=lambda: net(x, condition), router=Router("grid"), **NAMED)
+    assert "there are 8 tokens" in refused(net, call=lambda: net(x, condition), router=Router("grid"), keep=1, **NAMED)
 
 
 # ---- the routes of a step -------------------------------------------------------------------------------------------
@@ -230,12 +228,3 @@ def test_a_route_is_read_as_simple_tuners_config_writes_it(routes):
         out = case.call()
     with torch.no_grad(), routed(case.model, [Route(1, -2, 0.5)], mask_noise=noise):
         assert torch.equal(case.call(), out)
-
-
-@pytest.mark.parametrize("keys", [("selection_ratio", "start_layer_idx"), ("selection_ratio", "start_layer_idx", "end_layer_idx", "end")])
-def test_a_route_with_other_keys_is_refused(keys):
-    assert f"this one has {sorted(keys)}" in refused(family(FLUX).model, [dict.fromkeys(keys, 0)])
-
-
-def test_a_config_without_routes_is_refused():
-    assert "under the key routes, but this one has ['model_type', 'seed']" in refused(family(FLUX).model, dict(seed=1, model_type="lora"))

@@ -10,7 +10,7 @@ from pathlib import Path
 import forked
 import pytest
 from conftest import PATIENCE
-from training_runs import TWO_RANKS, assert_same_end, command, rows, start, train, wait_until
+from training_runs import assert_same_end, command, rows, train, wait_until
 
 from runtime import ranks
 from runtime.device import join_ranks
@@ -66,26 +66,6 @@ def test_an_error_on_one_rank_ends_all_and_is_printed_once(shapes, tmp_path, err
     if error == "KeyError":  # a fault, which the launcher prints as the root cause
         recorded = json.loads((tmp_path / "error.json").read_text())["message"]
         assert recorded["message"].startswith(error) and "in fail" in recorded["extraInfo"]["py_callstack"]
-
-
-
-def children(pid: int) -> dict[str, int]:
-    """The ranks that a launcher has started: rank -> process."""
-    found = {}
-    for child in Path(f"/proc/{pid}/task/{pid}/children").read_text().split():
-        variables = Path(f"/proc/{child}/environ").read_bytes().split(b"\0")
-        found |= {variable[5:].decode(): int(child) for variable in variables if variable.startswith(b"RANK=")}
-    return found
-
-
-def test_the_launcher_ends_the_others_when_a_rank_is_killed(shapes, tmp_path):
-    launcher = start(tmp_path, shapes, *LONG, launcher=TWO_RANKS)
-    wait_until(lambda: has_begun(tmp_path), launcher)
-    processes = children(launcher.pid)
-    os.kill(processes["1"], signal.SIGKILL)
-    said = launcher.communicate(timeout=PATIENCE)[0]
-    assert launcher.returncode != 0 and "Signal 9 (SIGKILL)" in said and "rank      : 1" in said, said
-    assert not Path(f"/proc/{processes['0']}").exists()
 
 
 WITH_A_BUFFER = """

@@ -168,13 +168,6 @@ def fail_by(error):
     return main
 
 
-def test_what_the_error_says_about_quotes_is_true(call):
-    seen = []
-    for written, value in (("aZ09 _-+./:%*?@$|", "aZ09 _-+./:%*?@$|"), ("'größe (1)'", "größe (1)"), ("['größe (1)',b]", ["größe (1)", "b"]),
-                           ("größe (1)", "größe (1)"), ("it's", "it's"), ("a=b", "a=b"), ("[größe, it is]", ["größe", "it is"])):
-        assert call(seen.append, f"place={written}") == (0, "") and seen[-1].place == value
-
-
 def test_what_goes_wrong_in_a_command_ends_in_a_one_line_error(call, tmp_path):
     assert call(fail_by(ValueError("Too many."))) == (1, "small.py: Too many.")
     said = f"small.py: reading or writing {tmp_path}/absent failed: No such file or directory."

@@ -255,13 +255,13 @@ def test_an_interrupted_command_is_an_interrupted_cell(tiny):
 
 def test_a_program_with_options_is_a_function_too(capsys):
     @program
-    def main():
+    def main(parser):
         print(json.dumps(sys.argv[1:]))
 
     main("--out", "x")
     assert capsys.readouterr().out == '["--out", "x"]\n'
-    with pytest.raises(ValueError, match="plan.py: --mfu"):
-        plan.main("--mfu", "2")
+    with pytest.raises(ValueError, match="plan.py: --dense-after"):
+        plan.main("--dense-after", "2")
     with pytest.raises(ValueError, match="--nothing"):
         plan.main("--nothing")
 

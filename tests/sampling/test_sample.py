@@ -273,10 +273,6 @@ def test_six_seeds_of_three_classes_are_three_rows_in_the_order_asked():
     assert rows_of(draw_grid(squares(6), [1, 0, 2, 1, 0, 2], None), 2) == [[0, 3], [1, 4], [2, 5]]
 
 
-def test_ten_classes_of_one_image_each_share_rows_of_eight():
-    assert [row[:2] for row in rows_of(draw_grid(squares(10), list(range(10)), None), 8)] == [[0, 1], [8, 9]]
-
-
 @pytest.mark.parametrize(("classes", "each", "columns", "rows"), [(1, 80, 10, 8), (3, 27, 9, 9), (2, 11, 6, 4), (12, 2, 2, 12), (80, 1, 8, 10)])
 def test_a_grid_has_at_most_ten_columns_and_a_class_begins_a_row(classes, each, columns, rows):
     count = classes * each
@@ -297,9 +293,3 @@ def test_captions_beyond_latin_1_have_letters_of_their_own(one, other):
 
 def test_a_name_that_the_font_cannot_write_gives_way_to_the_classs_number():
     assert np.array_equal(caption("猫", "x"), caption("0", "x"))
-
-
-def test_display_names_come_with_the_checkpoint(tmp_path):
-    names = {"class_names": ["n1", "n2", "n3", "n4"], "display_names": ["ant", "bee", "cat", "dog"]}
-    trained = load_trained(write_run(tmp_path / "run", NETWORK, **names))
-    assert trained.class_names == ["n1", "n2", "n3", "n4"] and trained.display_names == ["ant", "bee", "cat", "dog"]

@@ -199,12 +199,6 @@ def test_a_row_sampled_differently_has_no_published_score_beside_it(flow, place,
         assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama", 6)
 
 
-def test_another_step_is_not_the_published_one(flow, shapes, place, tmp_path):
-    run = tmp_path / "run"
-    assert train_here(run, shapes, "diffusion=rf", "steps=1", "samples.every=0", THEIRS).returncode == 0
-    assert scored(run, place, tmp_path / "results.jsonl", "sampler=published")["published"] is None
-
-
 def test_sampler_published_needs_metadata_that_can_be_sampled(shapes, place, tmp_path):
     for given, says in (([], "its record holds no published scores"), ([THEIRS], "Somebody is of rf, and this network of edm")):
         run = tmp_path / f"run{len(given)}"

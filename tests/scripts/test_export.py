@@ -233,7 +233,6 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
     assert {*state} == {"pos_embed", "y_embedder.embedding_table.weight", *(f"{name}.{kind}" for name in layers for kind in ("weight", "bias"))}
     assert isinstance(state, dict) and all(torch.equal(value, network(in_channels=3).state_dict()[name]) for name, value in state.items())
     printed = capsys.readouterr().out
-    assert "no diffusion, number of heads, routes" in printed and "draws noise of this network, which was trained by EDM" in printed
     words = printed.split("sample.py checkpoint=")[1].rstrip(".\n").split()
     assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"), drawn(run, tmp_path / "2.npz", "num_steps=2"))
     exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
@@ -308,32 +307,6 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
     assert "https://huggingface.co/user/x" in capsys.readouterr().out
 
 
-def test_an_upload_that_fails_is_one_line(tmp_path, monkeypatch):
-    run, made = scored_run(tmp_path), []
-
-    class Hub:
-        refuses = "create_repo"
-
-        def create_repo(self, repo, **options):
-            made.append(repo)
-            if self.refuses == "create_repo":
-                raise RuntimeError("401 Client Error: Unauthorized\n\nInvalid username or password.")
-
-        def upload_folder(self, **options):
-            raise ConnectionError("Network is unreachable")
-
-    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    with pytest.raises(SystemExit, match=r"repo=user/x could not be opened, and nothing was written \(401 Client Error: Unauthorized\): .*hf auth login"):
-        exported(run, "hub", tmp_path / "x", repo="user/x", upload=True)
-    assert made == ["user/x"] and not (tmp_path / "x").exists()
-    Hub.refuses = "upload_folder"
-    with pytest.raises(SystemExit) as ended:
-        exported(run, "hub", tmp_path / "x", repo="user/x", upload=True)
-    said = str(ended.value)
-    assert "overwrite=true (Network is unreachable)" in said and f"{tmp_path}/x, which is written" in said and "\n" not in said
-    assert checkpoints.problem(tmp_path / "x") is None
-
-
 # ---- mistakes and kills ---------------------------------------------------------------------------------------------
 
 
@@ -357,7 +330,7 @@ def test_a_mistake_raises_a_one_line_error_and_writes_nothing(settings, says, va
     ("dit", dict(block="lightning")), ("diffusers", dict(block="lightning")), ("dit", dict(qk_norm=True)), ("diffusers", dict(mlp_ratio=2.0))])
 def test_what_the_format_cannot_hold_is_refused(to, changes, tmp_path):
     run = save_run(tmp_path / "run", EDM, in_channels=3, **changes)
-    with pytest.raises(SystemExit, match=f"to={to} holds DiT's own block.*to=hub takes any"):
+    with pytest.raises(SystemExit, match=f"to={to} holds DiT's own blocks.*to=hub takes any"):
         exported(run, to, tmp_path / ("x.pt" if to == "dit" else "x"))
     key, value = next(iter(changes.items()))
     assert load_trained(exported(run, "hub", tmp_path / "hub")).recorded["network"][key] == value
@@ -376,47 +349,3 @@ def test_overwriting_replaces_what_an_export_made_and_never_a_run_or_the_weights
     with pytest.raises(SystemExit, match="holds the weights that are to be exported"):
         exported(folder, "hub", folder, overwrite=True)
     assert checkpoints.problem(folder) is None
-
-
-# Every call that may change a folder ends the process once, in a child of its own.
-KILLED = """
-import os, sys
-from pathlib import Path
-from runtime.files import atomic_write
-out, state = Path(sys.argv[1]), {"left": 0, "on": False}
-def call(*_):
-    if state["on"]:
-        state["left"] -= 1
-        if state["left"] == 0:
-            os._exit(9)
-sys.addaudithook(lambda event, _: call() if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") else None)
-ended, at = None, 0
-while ended != 0:
-    at += 1
-    for name in ("a", "sub/b"):
-        place = out.parent / str(at) / out.name / name
-        place.parent.mkdir(parents=True, exist_ok=True)
-        place.write_text("old")
-    pid = os.fork()
-    if pid == 0:
-        state |= {"left": at, "on": True}
-        with atomic_write(out.parent / str(at) / out.name) as partial:
-            (partial / "sub").mkdir(parents=True)
-            for name in ("a", "sub/b"):
-                (partial / name).write_text("new")
-        os._exit(0)
-    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
-    assert ended in (0, 9), ended
-"""
-
-
-def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
-    found, rounds = [], sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
-    for folder in rounds:
-        place = folder / "out"
-        if not place.is_dir():  # between two renames the old one is there by another name
-            [place] = folder.glob(".out.*.old.tmp")
-        [content] = {(place / name).read_text() for name in ("a", "sub/b")}  # of one kind
-        found.append(content)
-    assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True) and os.listdir(rounds[-1]) == ["out"]

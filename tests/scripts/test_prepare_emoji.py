@@ -73,12 +73,3 @@ def test_no_file_is_replaced(packages, tmp_path):
         found = prepare(*packages, *(tmp_path / part if part.endswith("zip") else part for part in arguments))
         assert found.returncode == 1 and found.stderr.startswith("prepare_emoji.py: --") and found.stderr.count("\n") == 1
         assert (tmp_path / "there.zip").read_text() == "mine" and not (tmp_path / "new.zip").exists()
-
-
-def test_another_file_raises_a_one_line_error(packages, tmp_path):
-    packages[0].write_bytes(packages[0].read_bytes()[:-200])
-    (tmp_path / "plain.tgz").write_text("no package")
-    for path in (packages[0], tmp_path / "plain.tgz", package(tmp_path / "none.tgz", "google", [], {})):
-        found = prepare(path, "--out", tmp_path / "all.zip")
-        assert found.returncode == 1 and found.stderr.startswith("prepare_emoji.py: "), found.stderr
-        assert found.stderr.count("\n") == 1 and not (tmp_path / "all.zip").exists()

@@ -21,7 +21,7 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from latents.folder import open_latents
-from latents.images import draw_shape, open_source
+from latents.images import open_source
 from runtime.files import lock_folder
 from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
@@ -33,7 +33,7 @@ def prepare(source, out, resolution=32, autoencoder="identity", **settings) -> N
     plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "prepare_latents.yaml"))
     plain = {key: plain[key] for key in script.PrepareSettings.model_fields}
     given = {"source": str(source), "out": str(out), "resolution": resolution, "autoencoder": autoencoder}
-    script.prepare(script.PrepareSettings(**plain | given | settings))
+    script.main.__wrapped__(script.PrepareSettings(**plain | given | settings))
 
 
 def noise(size: int, seed: int) -> np.ndarray:
@@ -184,14 +184,6 @@ def test_unreadable_files_are_counted_listed_and_left_out(pets, tmp_path, capsys
     assert "cat/notes.txt: does not look like an image" in printed
 
 
-def test_a_set_with_nothing_readable_is_refused(tmp_path):
-    (tmp_path / "cats").mkdir()
-    (tmp_path / "cats" / "a.png").write_bytes(b"no image")
-    with pytest.raises(ValueError, match="no readable image; a.png: not an image of a known kind"):
-        prepare(tmp_path / "cats", tmp_path / "out")
-    assert not (tmp_path / "out" / "metadata.json").exists()
-
-
 def test_names_that_are_not_text_are_written_so_that_training_reads_them(pets, tmp_path):
     (pets / "cat").rename(os.fsdecode(os.fsencode(pets) + b"/caf\xe9"))
     Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
@@ -199,16 +191,6 @@ def test_names_that_are_not_text_are_written_so_that_training_reads_them(pets, t
     prepare(pets, tmp_path / "out")
     assert open_latents(tmp_path / "out").class_names == ["caf?", "dog", "große\nKatze"]
     assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/?.png"]
-
-
-def test_the_documented_shapes_command_writes_the_shapes(tmp_path):
-    result = run("source=shapes", f"out={tmp_path / 'shapes16'}", "shapes.count=60")
-    assert result.returncode == 0, result.stderr
-    metadata, arrays = read_folder(tmp_path / "shapes16")
-    assert metadata["shape"] == [3, 16, 16] and metadata["class_names"][0] == "circle"
-    images = autoencoders.load_autoencoder("identity").decode(torch.from_numpy(arrays["latents"])).numpy()
-    assert np.array_equal(images, np.stack([draw_shape(0, index, 16) for index in range(60)]))
-    assert arrays["labels"].tolist() == [index % 6 for index in range(60)]
 
 
 def test_the_example_of_a_writer_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
@@ -235,13 +217,6 @@ def test_a_label_map_is_honoured(pets, tmp_path, written):
 IDS = ["n01440764", "n02012849", "n03126707"]
 WORDNET = "n00001740\tentity\nn01440764\ttench, Tinca tinca\nn02012849\tcrane\n"
 KAGGLE = "n01440764 tench, Tinca tinca\nn02012849 crane\n\nn03126707 \n"
-
-
-def test_a_label_map_takes_a_byte_order_mark(pets, tmp_path):
-    for encoding in ("utf-8-sig", "utf-16"):
-        (tmp_path / "map.json").write_text('{"cat": 2, "dog": 1, "emu": 0}', encoding=encoding)
-        prepare(pets, tmp_path / encoding, label_map=str(tmp_path / "map.json"))
-        assert read_folder(tmp_path / encoding)[0]["class_names"] == ["emu", "dog", "cat"]
 
 
 def test_labels_of_a_file_are_prepared_and_what_has_none_is_counted_and_named(pets, tmp_path, capsys):
@@ -273,13 +248,6 @@ def test_a_folder_that_was_begun_with_classes_in_the_order_of_numbers_keeps_it(t
         metadata, arrays = read_folder(tmp_path / "out")
         assert metadata["class_names"] == ["1", "2", "10"] and arrays["labels"].tolist() == [0, 1, 2]
     assert "already whole" in capsys.readouterr().out
-
-
-def test_dark_images_get_a_line(tmp_path, capsys):
-    (tmp_path / "set").mkdir()
-    Image.fromarray(np.full((32, 32), 4000, np.uint16)).save(tmp_path / "set/0.png")
-    prepare(tmp_path / "set", tmp_path / "out")
-    assert "none has a value above 4,000: divided by 65,535 they are nearly black" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
@@ -358,25 +326,6 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tm
 
 
 # ---- kills, ranks, two processes ------------------------------------------------------------------------------------
-
-
-@pytest.mark.parametrize("moment", ["before metadata.json is in place", "before the records are gone"])
-def test_a_kill_on_the_last_lines_leaves_nothing_behind(pets, tmp_path, moment):
-    prepare(pets, tmp_path / "whole", shard_size=4)
-    program = f"""
-import os, sys
-from pathlib import Path
-from test_prepare_latents import prepare
-replace, unlink = os.replace, Path.unlink
-os.replace = lambda a, b: os._exit(9) if {moment == "before metadata.json is in place"} and "metadata" in str(b) else replace(a, b)
-Path.unlink = lambda path, **how: os._exit(9) if path.name.startswith("record") else unlink(path, **how)
-prepare({str(pets)!r}, {str(tmp_path / "out")!r}, shard_size=4)
-"""
-    killed = forked.run("-c", program)
-    assert killed.returncode == 9, killed.stderr
-    assert len(list((tmp_path / "out").glob(".*.tmp"))) + len(list((tmp_path / "out").glob("metadata.json"))) == 1
-    prepare(pets, tmp_path / "out", shard_size=4)
-    assert same_folder(tmp_path / "whole", tmp_path / "out")
 
 
 def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path):

@@ -342,13 +342,6 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
 
 
-def test_a_curve_is_the_mean_and_its_spread_over_the_seeds_that_came_furthest():
-    runs = [of("a", 0, (10, 4), (20, 1)), of("a", 1, (10, 6), (20, 3)), of("a", 2, (10, 99))]
-    assert curve_of(runs, "a") == [(10, 5, 2**0.5, 2), (20, 2, 2**0.5, 2)]
-    assert curve_of(runs[:1], "a") == [(10, 4, None, 1), (20, 1, None, 1)]
-    assert curve_of(runs, "b") == []
-
-
 @pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
 def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
     """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
@@ -379,16 +372,6 @@ def test_what_a_seed_does_to_both_does_not_hide_a_difference():
         assert (found["better_at_the_end"], found["interval"], found["at"]) == (None, None, None)
         page = comparison.tables(result | {"runs": some, "crossings": [found]})
         assert f"none shown; lower at the end: {says}." in page and f"| {says} |" in page
-
-
-def test_no_two_ways_to_guide_have_the_same_name():
-    plain = {"scale": 1.5, "gamma1": 0, "gamma2": 0.7, "drop_label": False, "interval": None, "routes": None, "weak": None}
-    route = {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.0}
-    ways = [None, plain, plain | {"scale": 2.0}, plain | {"drop_label": True}, plain | {"routes": [route]},
-            plain | {"routes": [route | {"start_layer_idx": 1}]}, plain | {"interval": [0.2, 3]}, plain | {"gamma1": [0.0, 0.6]},
-            plain | {"weak": {"checkpoint": "x", "step": 5, "weights_sha256": "abcdef0123"}}]
-    assert len({study.guidance_name(way) for way in ways}) == len(ways)
-    assert study.guidance_name(ways[4]) == "scale 1.5, gamma2 0.7, on 2→-4"
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), RF()])

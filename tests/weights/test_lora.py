@@ -181,12 +181,6 @@ def test_the_merged_folder_samples_what_base_and_adapter_sample(trained_run, par
         assert all(torch.equal(one[key], other[key]) for key in one)
 
 
-def test_an_adapter_may_be_trained_on_an_adapter(trained_run, command, tmp_path):
-    command(tmp_path / "run", trained_run, steps=1, **{"optimizer.lr": 0.0, "lora.rank": 2})
-    one, other = (load_trained(each).net.state_dict() for each in (tmp_path / "run", trained_run))
-    assert all(torch.equal(one[key], other[key]) for key in one)
-
-
 def test_a_base_that_is_gone_or_has_changed_raises_a_one_line_error(trained_run, parent, command, tmp_path, capsys):
     own = shutil.copytree(parent, tmp_path / "parent")
     run = shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("base"))  # as the first versions wrote it
@@ -229,24 +223,6 @@ def test_a_base_that_was_pruned_or_moved_is_known_by_its_hash(parent, command, t
     shutil.rmtree(moved)
     shutil.rmtree(run)
     assert np.array_equal(drawn(second, tmp_path / "again.npz"), wanted)
-
-
-def test_a_parent_that_moved_and_has_gone_on_is_the_one_that_a_run_began_with(trained_run, parent, command, tmp_path):
-    moved = shutil.copytree(parent, tmp_path / "parent")
-    checkpoints.save(checkpoints.step_folder(moved, 8), {"ema": {key: value + 1 for key, value in network().state_dict().items()}},
-                     checkpoints.read_meta(checkpoints.latest(moved)) | {"step": 8})
-    for name, start in (("run", moved), ("other", checkpoints.step_folder(moved, 8))):
-        run = shutil.copytree(trained_run, tmp_path / name)
-        shutil.rmtree(checkpoints.step_folder(run, 4))
-        if name == "run":
-            command(run, start)
-            continue
-        with pytest.raises(SystemExit) as ended:
-            command(run, start)
-        assert "was trained with another init_from" in str(ended.value)
-    for name in ("ema", "model", "training"):
-        one, other = (load_file(checkpoints.step_folder(run, 4) / f"{name}.safetensors") for run in (tmp_path / "run", trained_run))
-        assert all(torch.equal(one[key], value) for key, value in other.items()), name
 
 
 def test_a_run_resumes_with_its_own_adapter_only(trained_run, parent, command):

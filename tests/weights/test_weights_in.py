@@ -494,22 +494,6 @@ def test_the_steps_are_respaced_as_in_facebookresearch_dit():
         assert seen == steps[::-1]
 
 
-class ExactVelocity(nn.Module):
-    """Of data N(0.7, 0.5²)."""
-
-    def forward(self, z, t, y, routes=()):
-        t = t.view(-1, 1, 1, 1)
-        return -0.7 + (t - (1 - t) * 0.25) / ((1 - t)**2 * 0.25 + t**2) * (z - (1 - t) * 0.7)
-
-
-def test_the_sde_samples_the_distribution_of_the_data():
-    torch.manual_seed(0)
-    z = torch.randn(20_000, 1, 1, 1)
-    x = RF().sample(ExactVelocity(), z, torch.zeros(20_000, dtype=torch.int64), num_steps=100, solver="euler_maruyama")
-    assert x.mean().item() == pytest.approx(0.7, abs=0.02) and x.std().item() == pytest.approx(0.5, rel=0.03)
-    assert abs(torch.corrcoef(torch.stack([x.flatten(), z.flatten()]))[0, 1]) < 0.9, "its noise is drawn anew on the way"
-
-
 # ---- guidance on the first channels -----------------------------------------------------------------------------------
 
 
