@@ -162,7 +162,7 @@ def test_training_from_a_bare_file_asks_for_its_origin_and_refuses_another_diffu
         open_parent(str(tmp_path / "bare.safetensors"), record, None)
     parent = open_parent(str(tmp_path / "bare.safetensors"), record, "sit")
     assert parent.family == "sit" and parent.net.out_channels == 4
-    with pytest.raises(ValueError, match="was trained with another diffusion"):
+    with pytest.raises(ValueError, match="another network or diffusion: {'diffusion.name': 'rf'} there"):
         open_parent(str(tmp_path / "bare.safetensors"), record | {"diffusion": {"name": "edm"}}, "sit")
 
 
