@@ -1,14 +1,7 @@
 """Times training, sampling, data and scoring on this machine, and the matrix products that bound them.
 
-    python scripts/benchmark.py mode=train                          # DiT-S/2, dense and routed in turn
-    python scripts/benchmark.py mode=sample guidance=cfg scale=1.5  # images/s with decoding
-    python scripts/benchmark.py mode=data                           # latents/s from page cache
-    python scripts/benchmark.py mode=score                          # features/s, seconds of the distances
-    python scripts/benchmark.py mode=scaling 'ranks=[1,2]'          # tokens 64 to 4096, and ranks
-    torchrun --standalone --nproc_per_node 8 scripts/benchmark.py mode=train …
-
-Variants take turns. The table has the medians over rounds; ratios compare variants within a round.
-Prints a table and writes <out>.json and <out>.png. Options: configs/benchmark.yaml.
+Variants take turns. The table has the medians over rounds; ratios compare variants within a round. Prints a table and
+writes <out>.json and <out>.png. Commands and options: configs/benchmark.yaml, docs/performance.md.
 """
 
 import contextlib

@@ -1,11 +1,7 @@
 """What the presets of routes= save, and which routes near the paper's reach a speed-up.
 
-    python scripts/choose_routes.py model.backbone_type=DiT-XL/2
-    python scripts/choose_routes.py model.backbone_type=DiT-XL/2 speedup=1.6
-    python scripts/choose_routes.py speedup=1.4 measure=true benchmark.batch_size=4
-
 The FLOP ratio is dense over routed. Routes are ranked by the paper's ablations of DiT-B/2 after 400,000 steps.
-Options: configs/choose_routes.yaml.
+Commands: configs/choose_routes.yaml, docs/routing.md.
 """
 
 import functools

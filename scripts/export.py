@@ -1,10 +1,6 @@
 """Writes a trained network as a folder for diffusers, a .pt for facebookresearch/DiT, or a folder for a hub.
 
-    python scripts/export.py checkpoint=runs/x to=diffusers out=exported/x
-    python scripts/export.py checkpoint=runs/x to=dit out=x.pt
-    python scripts/export.py checkpoint=runs/x to=hub repo=user/x out=exported/x license=mit      # and upload=true
-
-`sample.py checkpoint=` reads each of them. Options: configs/export.yaml; what each format contains: docs/interop.md.
+`sample.py checkpoint=` reads each of them. Options: configs/export.yaml; commands and formats: docs/interop.md.
 """
 
 import json

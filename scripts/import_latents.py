@@ -1,10 +1,6 @@
-"""Latents from other code -> a latent folder that train.py reads, resumable after a kill.
+"""Latents from other code -> a latent folder that train.py reads, resumable after a kill; nothing is unpickled.
 
-    python scripts/import_latents.py source=imagenet_256_latent_lmdb out=data/maskdit
-    python scripts/import_latents.py source=img512-sd.zip out=data/edm2 format=edm2
-
-The options are in configs/import_latents.yaml; docs/interop.md lists the formats, latents/forms.py reads
-them. Nothing is unpickled.
+Commands: configs/import_latents.yaml; docs/interop.md lists the formats, latents/forms.py reads them.
 """
 
 import hashlib

@@ -1,8 +1,5 @@
 """Adds an adapter (LoRA) to the weights that it was trained on, in a checkpoint folder that needs no base and no PEFT.
 
-    python scripts/merge_lora.py checkpoint=runs/mine out=merged/mine
-    python sample.py checkpoint=merged/mine
-
 Both the average and the trained weights are merged. Every command that accepts a checkpoint accepts the folder.
 """
 

@@ -1,12 +1,7 @@
 """Images -> a latent folder that train.py reads, over all ranks, resumable after a kill.
 
-    python scripts/prepare_latents.py source=shapes out=data/shapes16
-    python scripts/prepare_latents.py source=cifar10-train.zip out=data/cifar10 resolution=32 autoencoder=identity
-    accelerate launch scripts/prepare_latents.py source=imagenet/train out=data/imagenet256 mirror=true
-
-The options are in configs/prepare_latents.yaml, the format in docs/data.md. Every row of the result is a function
-of its image and the settings, and every shard is renamed into place when whole: neither a kill nor the number of
-ranks shows.
+Every row of the result is a function of its image and the settings, and every shard is renamed into place when whole:
+neither a kill nor the number of ranks shows. Commands: configs/prepare_latents.yaml; the format: docs/data.md.
 """
 
 import re

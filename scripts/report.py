@@ -1,10 +1,6 @@
 """Turns training runs, their scores and a study into one HTML page that opens from disk: curves, images, settings.
 
-    python scripts/report.py runs/a runs/b                     # report/index.html
-    python scripts/report.py runs/a runs/b study=runs/study-cifar10-cpu out=report
-    python scripts/report.py runs/a watch=true                 # rebuilt during training, until Ctrl-C
-
-The page is a Bokeh document that includes the library, so it needs no network. Options: configs/report.yaml.
+The page is a Bokeh document that includes the library, so it needs no network. Commands: configs/report.yaml.
 """
 
 import hashlib

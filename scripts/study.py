@@ -1,13 +1,9 @@
 """Trains variants × seeds, scores them the same way, and compares them: tables, figures, crossing points.
 
-    python scripts/study.py study=cifar10                      # on a GPU: trains, scores, times and plots
-    python scripts/study.py study=cifar10_cpu                  # on a CPU; rerun it to resume
-    python scripts/study.py study=cifar10_cpu part=2/6 'tasks=[train,score]'   # one of six processes
-    python scripts/study.py study=cifar10_cpu tasks=[report]   # table and figures of the results so far
-
 Each run is `train.py` and each later score `fid.py`, with the settings that configs/study/<name>.yaml lists, so that
 any of them can be repeated by hand. Writes <out>/study.json, study.md, score-over-*.png, differences.png and
 report/index.html. study.json keeps the scores of runs whose folders are gone, and `rows` takes those of other machines.
+Commands: configs/study.yaml.
 """
 
 import json
