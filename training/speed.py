@@ -26,7 +26,7 @@ from runtime.schema import as_text
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
-TORCHAO = "0.18.0"  # fits torch 2.11
+TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
 
 
 # Compiling for a CPU asks where CUDA is, if torch is built for it, and warns that there is none.

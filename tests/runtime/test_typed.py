@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import PATIENCE, ROOT
+from conftest import ROOT
 from omegaconf import OmegaConf
 from test_tf32 import commands
 
@@ -161,13 +161,6 @@ def test_a_mistake_in_a_yaml_file_raises_a_one_line_error_with_file_and_line(pre
         assert f"{tmp_path}/experiment/mine.yaml, line" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
 
 
-def test_a_damaged_config_of_a_run_raises_a_one_line_error_of_the_report(tmp_path):
-    (tmp_path / "run").mkdir()
-    (tmp_path / "run/config.yaml").write_text("name: a\n\tb: 1\n")
-    with pytest.raises(ValueError, match=r"run/config.yaml, line 2: "):
-        report.main(f"{tmp_path}/run", f"out={tmp_path}/page")
-
-
 @pytest.mark.parametrize(("content", "words"), [
     ("# @package _global_\noptimizer: {learning_rate: 1}\n", "There is no setting optimizer.learning_rate: did you mean optimizer.lr?"),
     ("# @package _global_\nstep: 1\n", "There is no setting step: did you mean steps?"), ("- a\n", "mine.yaml holds no settings"),
@@ -282,19 +275,3 @@ def test_a_run_is_trained_twice_in_a_process_and_sampled_in_a_notebook(shapes, t
     with pytest.raises(ValueError, match="steps=-1"):
         train.main(*run, "steps=-1")
     assert not torch.distributed.is_initialized()
-
-
-def test_a_real_notebook_shows_the_bar_the_lines_and_the_grid(shapes, tmp_path):
-    nbclient, nbformat = pytest.importorskip("nbclient"), pytest.importorskip("nbformat")
-    pytest.importorskip("ipykernel")
-    cells = [f"import sys; sys.path.insert(0, {str(ROOT)!r}); import train",
-             f"train.main('experiment=quickstart', 'data.path={shapes}', 'steps=2', 'batch_size=8', 'model.hidden_size=16', 'samples.every=2', "
-             f"'samples.seeds=0-1', 'samples.num_steps=1', 'cpu=true')", "train.main('step=3')"]
-    book = nbformat.v4.new_notebook(cells=[nbformat.v4.new_code_cell(cell) for cell in cells])
-    nbclient.NotebookClient(book, resources={"metadata": {"path": str(tmp_path)}}, allow_errors=True, startup_timeout=PATIENCE).execute()
-    streams, pictures = "", 0
-    for output in book.cells[1].outputs:
-        streams += output.get("text", "")
-        pictures += "image/png" in output.get("data", {})
-    assert "2/2 [" in streams and "Finished 2 steps" in streams and pictures == 1
-    assert (book.cells[2].outputs[0].ename, book.cells[2].outputs[0].evalue) == ("ValueError", "train.py: There is no setting step: did you mean steps?")
