@@ -98,7 +98,7 @@ TYPED = {
         ("checkpoint=null", "checkpoint="), ("checkpoint=latents", "latents"), ("weights=best", "weights=best"),
         ("classes=fish", "circle"), ("classes=9", "class 9"), ("classes=ant,bee", "'classes=[ant,bee]'"),
         ("seeds=3-1", "seeds=0-63"), ("seeds=[0,-3]", "-3"),
-        ("sampler.S_churn=9", "sampler.S_min=2", "sampler.S_max=1", "S_min=2.0 is above sampler.S_max=1.0"),
+        ("sampler.S_churn=9", "sampler.S_min=2", "sampler.S_max=1", "S_min=2.0 is not below sampler.S_max=1.0"),
         ("sampler.S_noise=1.003", "S_churn=40"), ("drop_label=false", "scale=1.5"),
         ("guidance=cfg", "drop_label=false", "both passes are the same"),
         ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
