@@ -124,7 +124,6 @@ def test_a_config_shows_the_defaults_of_the_class_that_it_sets(file):
 SPRINT = ("grid", True)
 RECIPES = {"sit_repa": (None, None), "sit_tread_repa": ((2, None), None), "sit_tread_repa_before": ("later", None), "sit_tread_repa_delayed": ("later", 2),
            "sit_sprint": (SPRINT, None), "sit_sprint_repa": (SPRINT, None)}
-WITHOUT_TEACHER = ("sit_layer_sync", "sit_tread_layer_sync", "sit_dispersive", "sit_tread_dispersive")
 
 
 @pytest.mark.parametrize("recipe", RECIPES)
@@ -141,30 +140,6 @@ def test_a_recipe_has_its_route_and_aligns_where_its_name_says(size, depth, alig
     assert (start <= aligned) == ("before" not in recipe and "delayed" not in recipe)
     assert (cfg.steps, cfg.batch_size, cfg.diffusion.timestep_sampling) == (400_000, 256, "uniform")
     assert settings(cfg).published is None or recipe == "sit_repa"
-
-
-@pytest.mark.parametrize("recipe", WITHOUT_TEACHER)
-@pytest.mark.parametrize(("size", "depth", "synced", "dispersed"), [("b2", 12, (3, 7), 2), ("xl2", 28, (7, 15), 6)])
-def test_a_recipe_without_a_teacher_has_the_published_blocks_and_weights_inside_the_papers_route(size, depth, synced, dispersed, recipe):
-    cfg = load(f"experiment={size}_{recipe}")
-    model = network(cfg)
-    objective, routed = objective_of(cfg, model), "tread" in recipe
-    assert [*model.routes] == ([Route(2, depth - 4, 0.5)] if routed else [])
-    if "layer_sync" in recipe:
-        assert (objective.block, objective.deeper, objective.weight) == (*synced, 0.2)
-    else:
-        assert (objective.block, objective.weight, objective.temperature, objective.pooled) == (dispersed, 0.5, 0.5, routed)
-    assert (cfg.name, cfg.published, cfg.diffusion.timestep_sampling) == (f"{size}_{recipe}", None, "uniform")
-
-
-@pytest.mark.parametrize(("size", "width", "depth"), [("s2", 384, 12), ("b2", 768, 12), ("l2", 1024, 24), ("xl2", 1152, 28)])
-def test_a_fast_recipe_aligns_inside_the_papers_route(size, width, depth):
-    cfg = load(f"experiment={size}_fast")
-    model = network(cfg)
-    assert (model.pos_embed.shape[1:], len(model.blocks), [*model.routes]) == ((256, width), depth, [Route(2, depth - 4, 0.5)])
-    assert type(model.blocks[0]) is BLOCKS["lightning"].block and model.blocks[0].attn.q_norm.weight.shape
-    [block] = objective_of(cfg, model).blocks
-    assert 2 <= block <= depth - 4 and cfg.optimizer.name == "adamw"
 
 
 @pytest.mark.parametrize("name", sorted(path.stem for path in (CONFIGS / "guidance").glob("*.yaml")))

@@ -22,7 +22,7 @@ TYPED = {
         ("step=3", "did you mean steps?"), ("lr=1", "did you mean optimizer.lr?"), ("modle=dit", "did you mean model?"),
         ("model=tredd", "did you mean tread?"), ("diffusion=rf", "+diffusion.sigma_data=1", "sigma_data"),
         ("steps", "key=value"), ("--steps=3", "no dashes: steps=3"), ("batch_size=8,16", "batch_size=8,16"),
-        ("name=a,b", "\"name='a,b'\""), ("name=null", "\"name='null'\""), ("model=null", "choose one of dit,"),
+        ("name=a,b", "\"name='a,b'\""), ("name=null", "name=null"), ("model=null", "There are dit,"),
         ("samples.seeds=[]", "samples.seeds=[]"),
         # another type, or out of range: one of each kind
         ("steps=abc", "steps=abc"), ("batch_size=0", "batch_size=0"), ("optimizer.lr=-1", "optimizer.lr=-1"),
@@ -64,7 +64,6 @@ TYPED = {
         # one setting that makes another void
         ("model=sprint", "routes=balanced", "model=sprint"), ("routes=balanced", "model=dit", "model=dit"),
         ("model=dit", "model.selection=l1", "model.selection=l1"), ("model.inverse=true", "model.selection=l1"),
-        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, drop_batch: true}]", "path_drop=0"),
         ("ema.decay=[0.9,0.9]", "an average twice"),
         ("ema.decay=[0.9,0.5]", "samples.weights=ema-0.9", "tracks ema, ema-0.5"),
         ("samples.weights=last", "weights=last is neither"),

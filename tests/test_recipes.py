@@ -19,6 +19,7 @@ MUON = ("optimizer=muon", "optimizer.matrix_lr=1e-3", "optimizer.warmup_steps=2"
 RECIPES = {
     "alignment": ((ALIGNMENT, AFTER), ()),
     "delayed return": ((ROUTE.format(0.5, 0),), ()),
+    "tokens of large norm": (("model.selection=l1",), ()),
     "sprint": (SPRINT, ("router",)),
     "contrast, shift, clean": (CONTRAST, ()),
     "internal": (("objective=internal",), ("internal_head",)),
@@ -58,7 +59,7 @@ def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, 
     plain = {key.split(".")[0] for key in DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1).state_dict()}
     assert {key.split(".")[0] for key in end["ema"]} == plain | set(of_its_own)
     trained = load_trained(tmp_path / "whole")
-    [(_, latents)] = Drawing(trained.net, trained.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).draw(np.arange(2))
+    [(_, latents)] = Drawing(trained.net, trained.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).sample(np.arange(2))
     assert latents.isfinite().all()
 
 
@@ -70,7 +71,7 @@ def test_at_zero_a_run_is_the_plain_one_bit_for_bit(taught, tmp_path, zero, plai
     assert norms[0] == norms[1]
 
 
-@pytest.mark.parametrize("name", ["delayed return", "sprint", "contrast, shift, clean", "internal", "layer sync", "dispersive", "version 1"])
+@pytest.mark.parametrize("name", ["delayed return", "tokens of large norm", "sprint", "contrast, shift, clean", "internal", "layer sync", "dispersive", "version 1"])
 def test_a_recipe_compiles_one_graph_for_each_number_of_tokens(taught, tmp_path, graphs, name):
     run_of(tmp_path / "run", taught, *RECIPES[name][0], "compile=true", "steps=3")
     assert graphs.frame_count == 2

@@ -166,26 +166,16 @@ def test_a_share_of_the_labels_is_dropped_each_by_itself(fresh_accelerator, shar
 
 
 def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
-    """Schedule, AdamW and EMA, from what the checkpoint of each step holds."""
-    lr, weight_decay, eps, b1, b2 = 0.01, 0.2, 1e-3, 0.5, 0.6
+    """The learning rate's schedule and the average's warm-up; a step of AdamW is compared with published trainers'."""
     result = train(tmp_path, shapes, "steps=6", "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "ema.warmup=true", "ema.decay=0.3",
-                   f"optimizer.lr={lr}", "optimizer.warmup_steps=2", "optimizer.schedule=cosine", f"optimizer.weight_decay={weight_decay}",
-                   f"optimizer.eps={eps}", f"optimizer.betas=[{b1},{b2}]")
+                   "optimizer.lr=0.01", "optimizer.warmup_steps=2", "optimizer.schedule=cosine")
     assert result.returncode == 0, result.stderr
-    rates = [lr / 2, lr, *(lr * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))]
-    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx(rates)
-    saved = [{name: checkpoints.load(folder, name) for name in ("model", "ema", "training")} for folder in checkpoints.all_steps(tmp_path)]
-    name = "final_layer.linear.weight"  # which alone has a gradient in the first step
-    m, v = (saved[0]["training"][f"{name}.{moment}"] for moment in ("exp_avg", "exp_avg_sq"))
-    assert (v > 0).all()
-    torch.testing.assert_close((m / (1 - b1)) ** 2, v / (1 - b2))  # both of the first gradient
+    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([0.005, 0.01, *(0.01 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))])
+    saved = [{name: checkpoints.load(folder, name) for name in ("model", "ema")} for folder in checkpoints.all_steps(tmp_path)]
+    name = "final_layer.linear.weight"
     decays = [2 / 11, 3 / 12, 0.3, 0.3, 0.3]  # (1 + step) / (10 + step), at most 0.3
-    for k, (before, after, rate, decay) in enumerate(zip(saved, saved[1:], rates[1:], decays, strict=False), start=2):
-        m, v = after["training"][f"{name}.exp_avg"] / (1 - b1**k), after["training"][f"{name}.exp_avg_sq"] / (1 - b2**k)
-        moved = before["model"][name] * (1 - rate * weight_decay) - rate * m / (v.sqrt() + eps)
-        torch.testing.assert_close(after["model"][name], moved, rtol=1e-4, atol=1e-7)
-        average = decay * before["ema"][name] + (1 - decay) * after["model"][name]
-        torch.testing.assert_close(after["ema"][name], average, rtol=1e-4, atol=1e-7)
+    for before, after, decay in zip(saved, saved[1:], decays, strict=False):
+        torch.testing.assert_close(after["ema"][name], decay * before["ema"][name] + (1 - decay) * after["model"][name], rtol=1e-4, atol=1e-7)
 
 
 def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_reference, tmp_path):
@@ -201,7 +191,7 @@ def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_refere
     for scales, code in (("[null,1.5]", 1), ("[null,1]", 0)):
         result = train_here(run, shapes, "steps=1", *small, *scored, f"evaluate.guidance_scales={scales}")
         assert result.returncode == code, result.stderr
-        assert (run / "config.yaml").exists() == (code == 0) == ("which label_dropout=0 does not train" not in result.stderr)
+        assert (run / "config.yaml").exists() == (code == 0) == ("trained without label dropout" not in result.stderr)
     assert "they were trained without label dropout (label_dropout=0)" in drawn(run)
     assert drawn(run, "scale=1") is None
     child = tmp_path / "child"
@@ -415,7 +405,7 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
 
 
 def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
-    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "averages"))
+    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "judge", "record", "model", "averages"))
     run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
@@ -506,10 +496,10 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "with model.selection=l1 the network alone does"),
+    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "and model.selection=random, with which it knows which are kept"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
-    (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples routes all tokens of some samples"),
+    (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples keeps only 0"),
 ])
 def test_impossible_masks_and_routed_losses_raise_a_one_line_error(masked, tmp_path, fresh_accelerator, overrides, says):
     with pytest.raises(SystemExit) as stop:

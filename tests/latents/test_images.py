@@ -85,14 +85,6 @@ def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
         assert open_source(tmp_path / folder).fingerprint() == open_source(tmp_path / "elsewhere").fingerprint()
 
 
-def test_the_splits_of_a_data_set_are_warned_of(tmp_path):
-    for folders in (("Test", "Train", "extra"), ("a/b/train", "a/b/validation")):
-        files = {f"{folder}/{name}": data for folder in folders for name, data in PETS.items()}
-        with pytest.warns(UserWarning, match="classes named .*rain.*: name one of them, as in source=.*[tT]rain") as warned:
-            source = open_source(put(tmp_path / folders[0], files))
-        assert len(warned) == 1 and len(source.class_names) == len(folders)
-
-
 # Tars
 
 

@@ -48,7 +48,7 @@ def test_a_compiled_network_is_routed_at_every_size_of_image_and_batch():
     torch._dynamo.reset()
     case = example(FLUX)
     compiled = torch.compile(case.model, backend=lambda graph, inputs: graph.forward, fullgraph=True)
-    for length, batch in ((16, 3), (12, 3), (8, 2)):
+    for length, batch in ((16, 3), (8, 2)):
         few = {key: value[:batch] for key, value in case.inputs.items() if key not in ("img_ids", "txt_ids")}
         few |= dict(hidden_states=randn(batch, length, 4), img_ids=PLACES[:length])
         noise, outs = torch.rand(batch, 2, length), []

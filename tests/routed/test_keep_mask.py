@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from foreign_networks import BATCH, K, N, example, family, randn
-from test_routed import FLUX, NAMED, TWO, assert_close, gradients, in_training, mine, noise_for, own, refused, wrapped
+from test_routed import FLUX, NAMED, TWO, assert_close, gradients, in_training, mine, noise_for, own, refused
 from torch.nn import functional as F
 
 from objectives.diffusion import draw_mask_noise
@@ -201,20 +201,6 @@ def test_the_routes_of_a_step_are_an_argument_so_that_the_last_steps_are_dense()
             out = net(x, t, y)
         seen.append([ids.shape[1] for ids in taken.ids_keep])
     assert seen == [[8]] * 17 + [[]] * 3 and torch.equal(out, net(x, t, y))
-
-
-def test_a_step_without_a_route_uses_the_dense_graph_that_is_there():
-    torch._dynamo.reset()
-    graphs, net = [], own(depth=4)
-    compiled = torch.compile(net, backend=lambda graph, inputs: graphs.append(graph) or graph.forward, fullgraph=True)
-    x, t, y = randn(4, 3, 8, 8), torch.rand(4), torch.tensor([0, 1, 4, 5])
-    with torch.no_grad():
-        compiled(x, t, y)
-        for routes in ((), [Route(0, -1, 0.0)]):
-            with routed(compiled, routes):
-                assert not wrapped(net)
-                compiled(x, t, y)
-    assert len(graphs) == 1
 
 
 SIMPLE_TUNER = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_layer_idx": -2}]}'

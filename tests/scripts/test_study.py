@@ -11,12 +11,15 @@ import time
 from pathlib import Path
 from types import SimpleNamespace
 
-import forked
 import numpy as np
 import pytest
 import torch
 from accelerate import Accelerator
+from accelerate.state import AcceleratorState
+from conftest import run_command
 
+import fid
+import train
 from dit import DiT
 from edm import EDM
 from latents.folder import open_latents
@@ -26,7 +29,7 @@ from rf import RF
 from routing_module import Route
 from runtime.command import commit
 from runtime.schema import read, read_record
-from scripts import comparison, study
+from scripts import comparison, report, study
 from scripts.benchmark import write_latents
 from train import step_seed, train_step
 from weights.records import RouteSettings
@@ -68,21 +71,18 @@ def test_an_unknown_variant_raises_a_one_line_error(tmp_path, changed):
         study.runs_of(settings(tmp_path, **changed))
 
 
-def popen(line: list[str], env: dict[str, str], process_group: int) -> forked.Command:
-    """Starts what a study calls, without the seconds of its imports."""
+def popen(line: list[str], env: dict[str, str], process_group: int) -> SimpleNamespace:
+    """Runs what a study calls in this process, without the seconds that another takes to begin."""
     assert line[:4] == ["nice", "-n", "0", sys.executable] and process_group == 0
-    return forked.Command(*line[4:], **env)
+    AcceleratorState._reset_state(reset_partial_state=True)
+    run_command({"train.py": train.main, "fid.py": fid.main, "report.py": report.main}[Path(line[4]).name], *line[4:])
+    return SimpleNamespace(wait=lambda: 0)
 
 
-def test_a_study_trains_scores_and_plots_and_does_nothing_twice(tmp_path, monkeypatch):
+def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_reference, tmp_path, monkeypatch, fresh_accelerator):
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=popen))
-    data, reference = tmp_path / "shapes", tmp_path / "reference.npz"
-    for line in (["scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={data}"],
-                 ["fid.py", f"reference_from={data}", "features=pixels", f"out={reference}"]):
-        done = forked.run(*line)
-        assert done.returncode == 0, done.stderr
-    matrix = MATRIX | {"train": [*TINY, f"data.path={data}", f"evaluate.reference={reference}"], "seeds": [0],
-                       "score": [*MATRIX["score"], f"reference={reference}"], "floor": [[f"images={data}", "num_samples=4"]]}
+    matrix = MATRIX | {"train": [*TINY, f"data.path={shapes}", f"evaluate.reference={pixel_reference}"], "seeds": [0],
+                       "score": [*MATRIX["score"], f"reference={pixel_reference}"], "floor": [[f"images={shapes}", "num_samples=4"]]}
     cfg = settings(tmp_path / "study", study=matrix)
     study.main.__wrapped__(cfg)
     told = json.loads((tmp_path / "study/study.json").read_text())
@@ -345,14 +345,14 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
 @pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
 def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
     """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
-    rng, trials, found = np.random.default_rng(seeds), 2000, []
+    rng, trials, found = np.random.default_rng(seeds), 1000, []
     moved = rng.normal(0, 5, (trials, seeds)) * (np.arange(trials)[:, None] % 2)
     for common, noise in zip(moved, rng.normal(0, 1, (trials, 2, 3, seeds)), strict=True):
         runs = [of(name, seed, *((10 * 2**i, common[seed] + noise[v, i, seed]) for i in range(3)))
                 for v, name in enumerate("ab") for seed in range(seeds)]
         found.append(comparison.crossing(runs, "a", "b", "images"))
     named = [one["better_at_the_end"] is not None for one in found]
-    assert sum(named) == 0 if not share else abs(sum(named) / trials - share) < 0.015  # three standard deviations
+    assert sum(named) == 0 if not share else abs(sum(named) / trials - share) < 0.02  # three standard deviations
     assert sum(one["at"] is not None for one in found) <= 0.01 * trials  # two verdicts, one against the other
 
 
