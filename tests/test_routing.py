@@ -259,9 +259,3 @@ def test_the_default_route_returns_the_very_tensor_that_left():
     assert "back" not in str(Route(2, 8, 0.5)) and str(Route(0, 4, 0.5, 1.0)).endswith("back as 1·x_T + 1·x_D_last")
     assert str(Route(8, 24, 0.5, return_from=2)).endswith("at selection ratio 0.5, back from before block 2")
     assert Route(2, 8, 0.5).is_identity and not Route(2, 8, 0.5, return_from=0).is_identity
-
-
-def test_the_gradient_of_a_token_that_left_reaches_the_embedding_twice():
-    route, embedded = Route(0, 1, 0.5, x_T=1.0), tokens().requires_grad_()
-    route.returning({0: embedded}).sum().backward()
-    assert (embedded.grad == 2).all()

@@ -140,15 +140,6 @@ def test_mirrored_copies_are_sampled_about_half_the_time_and_never_change_the_or
     assert flips[:16].astype(int).tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1]  # which a resumed run draws again
 
 
-def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
-    plain, copies = numbered(), numbered(seed=9)
-    latents = open_latents(write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies))
-    indices, mirror = np.array([90, 5, 41, 5]), np.array([True, False, True, True])
-    stored, labels = latents.read(indices, mirror)
-    np.testing.assert_array_equal(stored, np.where(mirror[:, None, None, None], copies[indices], plain[indices]))
-    np.testing.assert_array_equal(labels, labels_of()[indices])
-
-
 # --- moments
 
 
@@ -181,14 +172,6 @@ def test_moments_are_sampled_with_their_mean_and_standard_deviation_and_samples_
     assert not torch.equal(to_latent(stored, "moments"), x)
     x = to_latent(stored, "sample")
     assert x.dtype == torch.float32 and torch.equal(x, stored.float())
-
-
-def test_each_value_of_each_channel_and_sample_gets_its_own_noise():
-    torch.manual_seed(0)
-    eps = to_latent(torch.cat([torch.zeros(3, 4, 8, 8), torch.ones(3, 4, 8, 8)], dim=1), "moments")
-    for axis in range(4):
-        lines = torch.corrcoef(eps.transpose(0, axis).flatten(1)) - torch.eye(eps.shape[axis])
-        assert lines.abs().max() < 0.5, f"noise repeats along axis {axis}"
 
 
 # --- tars

@@ -7,7 +7,6 @@ from training_runs import train_here
 
 import sample
 import train
-from autoencoder import Identity
 from runtime.command import is_full_memory
 
 GPU = "CUDA out of memory. Tried to allocate 2.50 GiB. GPU 0 has a total capacity of 79.11 GiB of which 1.25 GiB is free."
@@ -45,25 +44,3 @@ def test_sampling_that_runs_out_of_memory_names_the_settings_that_help(monkeypat
     monkeypatch.setattr(sample, "open_sampling", full)
     with pytest.raises(SystemExit, match=r"^sample.py: Memory is full.*help: batch_size, precision, decode_precision \(docs/"):
         run_command(sample.main, "sample.py", "checkpoint=x", "cpu=true")
-
-
-class Counting(Identity):
-    """A decoder that shrinks eightfold, as Stable Diffusion's, and notes how many images it is given at once."""
-
-    downsample = 8
-
-    def __init__(self):
-        super().__init__()
-        self.pieces = []
-
-    def _decode(self, z):
-        self.pieces.append(len(z))
-        return z.new_zeros(len(z), 3, 1, 1)
-
-
-@pytest.mark.parametrize(("side", "asked", "pieces"), [(32, None, 16 * [16]), (64, None, 64 * [4]), (256, None, 256 * [1]), (32, 100, [100, 100, 56])])
-def test_a_batch_of_256_is_decoded_in_pieces_by_default(side, asked, pieces):
-    decoder = Counting()
-    decoder.decode_batch_size = asked
-    decoder.decode(torch.zeros(256, 3, side, side))
-    assert decoder.pieces == pieces
