@@ -21,14 +21,14 @@ from typing import Annotated, Literal
 
 import numpy as np
 from accelerate import PartialState
-from pydantic import AfterValidator, Field
+from pydantic import AfterValidator
 
 from runtime import files, ranks
 from runtime.command import command
 from runtime.device import describe_device, join_ranks
-from runtime.schema import Location, Number, Size, Steps, Whole, as_text, one_of
+from runtime.schema import Location, Number, Size, Some, Steps, Whole, as_text, one_of
 from sampling.opening import open_sampling
-from sampling.options import DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
+from sampling.options import NO_GUIDANCE, DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
 from scoring.drawing import H100, Drawing, derived_hours, describe_weights
 from scoring.evaluation import Judge, Subject, score_on
 from scoring.feature_cache import FeatureCache
@@ -51,7 +51,7 @@ from scoring.tally import measure
 from weights.averages import WeightsName
 from weights.loading import Checkpoint, find_checkpoint
 
-Networks = Annotated[str | Annotated[list[str], Field(min_length=1)], AfterValidator(are_known)]
+Networks = Annotated[str | Some[str], AfterValidator(are_known)]
 
 
 class ScoringSettings(DrawingSettings):
@@ -74,8 +74,8 @@ class ScoringSettings(DrawingSettings):
     keep_features: bool
     results: Location | None
     seed: Whole
-    weights: WeightsName | Annotated[list[WeightsName], Field(min_length=1)] | None
-    guidance_scales: Annotated[list[Number | None], Field(min_length=1)] | None
+    weights: WeightsName | Some[WeightsName] | None
+    guidance_scales: Some[Number | None] | None
     table: one_of(FORMS)
     published: Published | None
 
@@ -109,21 +109,18 @@ def check_settings(cfg: ScoringSettings) -> None:
         cfg.refuse(*DRAWN, why=f"the images of {given[0]}={getattr(cfg, given[0])} are there already; leave it out")
     if given == ["reference_from"]:
         cfg.refuse(*SCORED, why="reference_from= measures a reference and scores nothing; leave it out")
-    for key in ("out", "reference_images"):
-        if getattr(cfg, key) and given[0] != "reference_from":
-            raise ValueError(f"{key}={getattr(cfg, key)} is for reference_from, not for {given[0]}.")
+    else:
+        cfg.refuse("out", "reference_images", why=f"they are for reference_from=, not for {given[0]}=")
     named = [path for key in ("images", "reference_from", "reference", "floor") for path in as_list(getattr(cfg, key))]
-    if cfg.resolution and not any(are_files(path) for path in named):
-        raise ValueError(f"resolution={cfg.resolution} is for folders and zips of images, and none is named here.")
+    if not any(are_files(path) for path in named):
+        cfg.refuse("resolution", why="it is for folders and zips of images, and none is named here")
     if given == ["reference_from"]:
-        if isinstance(cfg.features, list) and len(cfg.features) > 1:
-            raise ValueError(f"reference_from={cfg.reference_from} is measured on one network: name one of features=, "
-                             f"not {', '.join(cfg.features)}.")
-        if not (cfg.out or "").endswith(".npz"):
-            raise ValueError(f"reference_from={cfg.reference_from} needs out=<an npz>.")
-        if not is_replaceable(Path(cfg.out)) or Path(cfg.out).resolve() == Path(cfg.reference_from).resolve():
-            raise ValueError(f"out={cfg.out} is there already and holds no statistics of reference_from=, or is what "
-                             f"is measured: name another.")
+        out = Path(cfg.out or "")
+        if (out.suffix != ".npz" or not is_replaceable(out) or out.resolve() == Path(cfg.reference_from).resolve()
+                or len(as_list(cfg.features)) > 1):
+            raise ValueError(f"reference_from={cfg.reference_from} is measured on one network, and needs out=<an npz> "
+                             f"that is free or that an earlier reference_from= has written, not out={cfg.out} "
+                             f"features={as_text(cfg.features)}.")
     elif cfg.reference is None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
     for key, shared in (("reference", True), ("floor", True), ("features_weights", False), ("sha256", False)):
@@ -150,7 +147,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Check
         **({"family": trained.family} if trained.family else {}))  # how bare weights were read
     home = trained.checkpoint.run or (given if given.is_dir() else given.parent)
     for scale in scales:
-        at_scale = cfg.model_copy(update=dict(GuidanceSettings()) if scale is None else {"scale": scale})
+        at_scale = cfg.model_copy(update=dict(NO_GUIDANCE) if scale is None else {"scale": scale})
         drawing = Drawing(
             trained.net, trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
             batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=cfg.precision, sampler=sampling.sampler,
@@ -184,8 +181,11 @@ def open_extractors(cfg: ScoringSettings, state: PartialState) -> list[Extractor
         return [load_extractor(*network, state.device) for network in given]
 
 
-def open_judges(cfg: ScoringSettings, state: PartialState) -> list[Judge]:
-    """Opens the networks and what images are compared with on each; raises ValueError for metrics that none gives."""
+def open_judges(cfg: ScoringSettings, state: PartialState, count: int) -> list[Judge]:
+    """Opens the networks, what `count` images are compared with on each, and shares the metrics among them.
+
+    Raises ValueError for metrics that none gives.
+    """
     extractors = open_extractors(cfg, state)
     references, floors = (
         [*open_references(key, of_each(cfg, key, shared=True), extractors, cfg.resolution, state.device)]
@@ -195,19 +195,14 @@ def open_judges(cfg: ScoringSettings, state: PartialState) -> list[Judge]:
         if judge.floor and judge.floor.record.get("sha256", 0) == judge.reference.record.get("sha256", 1):
             raise ValueError(f"floor={judge.floor.record['path']} holds the images of reference=, so the distance "
                              f"between them is 0: give another real set, as the validation set.")
-    return judges
-
-
-def choose_metrics(judges: list[Judge], asked: list[str] | str | None, count: int | None = None) -> None:
-    """Shares what is asked for among the networks, by which of them gives it; `count` is the number of images."""
-    for judge in judges:
-        mine = asked
-        if isinstance(asked, list) and len(judges) > 1:  # what no network gives, the first one refuses
+        asked = cfg.metrics
+        if isinstance(asked, list):  # what no network gives, the first one refuses
             others = {name for other in judges if other is not judge for name in other.extractor.gives}
-            mine = [name for name in asked if name in judge.extractor.gives or name not in others]
-        judge.metrics = available_metrics(judge.extractor, judge.reference, mine, count)
+            asked = [name for name in asked if name in judge.extractor.gives or name not in others]
+        judge.metrics = available_metrics(judge.extractor, judge.reference, asked, count)
         if judge.floor and judge.extractor.distance not in judge.metrics:
             judge.metrics.insert(0, judge.extractor.distance)
+    return judges
 
 
 def report(row: dict, path: Path) -> None:
@@ -236,7 +231,6 @@ def score_images(cfg: ScoringSettings, judges: list[Judge], opened: Opened, reus
     it gets it without its numbers. Raises ValueError or OSError for settings and files that cannot work.
     """
     state, started, (subject, home, published) = PartialState(), time.perf_counter(), opened
-    choose_metrics(judges, cfg.metrics, subject.count)
     if cfg.published and cfg.checkpoint is not None:
         state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
@@ -298,7 +292,7 @@ def main(cfg: ScoringSettings) -> None:
         of_one = as_published(cfg.model_copy(update={"weights": weights}), checkpoint)
         opened = open_image_set(of_one, state) if checkpoint is None else open_checkpoint(of_one, state, checkpoint)
         for each in opened:
-            judges = judges or open_judges(cfg, state)  # which reads all files of the references, once
+            judges = judges or open_judges(cfg, state, each[0].count)  # which reads all files of the references, once
             rows.append(score_images(of_one, judges, each, reuse=several))
             if of_one.published:
                 state.print(compare_published(rows[-1], of_one.published))

@@ -48,8 +48,8 @@ class Guidance:
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
     Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Internal guidance: arXiv 2512.24176.
-    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, an empty interval, or a weak
-    pass beside the internal head.
+    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, or a weak pass beside the
+    internal head.
     """
 
     scale: float
@@ -70,8 +70,6 @@ class Guidance:
         if not all(0 <= ratio <= 1 for ratio in ratios) or min(ends(self.gamma1)) > max(ends(self.gamma2)):
             raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: shares of tokens that skip lie in [0, 1], "
                              f"and that of the strong pass, gamma1, is not above gamma2. Only schedules may cross.")
-        if self.interval is not None and not self.interval[0] < self.interval[1]:
-            raise ValueError(f"interval={list(self.interval)} is empty: write the lower noise level first.")
         if self.internal and (self.drop_label or self.net2 or any(ratios)):
             raise ValueError("internal=true takes the weak prediction from the strong pass, with its label and all of "
                              "its tokens: leave out weak, gamma1 and gamma2, and set drop_label=false.")
@@ -92,16 +90,14 @@ class Guidance:
             if self.routes is not None:
                 network.router.taken(resolve_routes(self.routes, len(network.blocks)), network.routes)
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
-                raise ValueError(f"{name}={gamma} is asked of a network that has no route. Say where tokens are "
-                                 f"routed, as routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or guide by the "
-                                 f"label (guidance=cfg).")
+                raise ValueError(f"{name}={gamma} is asked of a network that has no route: give one, as "
+                                 f"routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or choose guidance=cfg.")
         if self.internal and not hasattr(net, "internal_head"):
             raise ValueError("guidance=internal needs the head in the middle of a network that objective=internal "
                              "trains, and this network has none: guide by the label (guidance=cfg), for instance.")
         if self.drop_label and self.scale != 1 and not getattr(self.net2 or net, "null_label", True):
-            raise ValueError("guidance by the label needs a null label, and these weights have none that was trained: "
-                             "they were trained without label dropout (label_dropout=0). Set guidance=none, or "
-                             "drop_label=false with another weak pass.")
+            raise ValueError("guidance by the label needs a null label, which these weights lack, as they were trained "
+                             "without label dropout (label_dropout=0): leave it out, or set drop_label=false.")
         if self.channels is not None and not 1 <= self.channels <= net.in_channels:
             raise ValueError(f"channels={self.channels} is not among the {net.in_channels} channels of the latents.")
         if self.net2 is not None and shape_of(net) != shape_of(self.net2):

@@ -88,9 +88,8 @@ class RF:
         `weight` and `mask_noise` are those of `EDM.loss`. Raises ValueError for a contrast with a sample itself.
         """
         if self.contrastive_weight and len(x) == 1:
-            raise ValueError(f"contrastive_weight={self.contrastive_weight} sets each image against another one of its "
-                             f"rank's part of the batch, and a part has one image: raise batch_size, or lower "
-                             f"grad_accum_steps or the number of ranks.")
+            raise ValueError(f"contrastive_weight={self.contrastive_weight} compares images of a rank's part of the "
+                             f"batch, which is one: raise batch_size, or lower grad_accum_steps or the ranks.")
         if t is None:
             t = self.draw_t(x)
         if eps is None:

@@ -18,11 +18,11 @@ from rf import RF
 from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
-from runtime.schema import Location, Selection
+from runtime.schema import Location, Selection, as_text
 from sampling.generate import DRAWING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
 from sampling.options import GRID_CLASSES, DrawingSettings, labels_of, parse_seeds
-from sampling.pictures import check_file, check_folder, clear_folder, write_grid, write_npz, write_pngs
+from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
 from weights.loading import Trained
 
 
@@ -48,7 +48,7 @@ def default_grid(given: Path, trained: Trained) -> Path:
     return given / f"{trained.weights}.png" if given.is_dir() else given.with_suffix(".png")
 
 
-def draw(cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None) -> Iterator[Batch]:
+def sample_all(cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None) -> Iterator[Batch]:
     """Samples the gathered batches of all ranks."""
     return gathered(generate(
         sampling.trained.net, sampling.trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
@@ -72,10 +72,9 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
 def main(cfg: SampleSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32)
     kind = Path(cfg.out).suffix if cfg.out else ".png"
-    if cfg.latents and kind != ".npz":
-        raise ValueError(f"latents=true writes an npz, which out={cfg.out or 'null'} is not: set out=x.npz.")
-    if kind not in (".png", ".npz", ""):
-        raise ValueError(f"out={cfg.out} is neither a grid (.png), nor an .npz, nor a folder, which has no suffix.")
+    if kind not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
+        raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz, which latents=true needs, "
+                         f"nor a folder, which has no suffix.")
     if cfg.latents:
         cfg.refuse("autoencoder", "decode_precision", "decode_batch_size", why="latents=true decodes nothing")
     seeds = parse_seeds("seeds", cfg.seeds)
@@ -84,7 +83,7 @@ def main(cfg: SampleSettings) -> None:
     sampling = open_sampling(cfg, state, as_latents=cfg.latents)
     trained = sampling.trained
     out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained)
-    batches = draw(cfg, sampling, seeds, sampling.guidance)
+    batches = sample_all(cfg, sampling, seeds, sampling.guidance)
     if kind == ".png":
         write_grid(batches, out, trained.display_names, sampling.classes)
     elif kind == ".npz":
@@ -93,8 +92,8 @@ def main(cfg: SampleSettings) -> None:
         name = name_set(cfg, sampling, seeds)
         earlier = check_folder(out, name, cfg.overwrite)
         state.wait_for_everyone()  # until all ranks have looked
-        if state.is_main_process:
-            clear_folder(earlier)
+        for file in earlier if state.is_main_process else ():
+            file.unlink()
         write_pngs(batches, out, name)
     drawn = "latents" if cfg.latents else "images"
     state.print(f"{len(seeds)} {drawn} from {trained.checkpoint.folder or cfg.checkpoint}: {out}")
@@ -108,12 +107,9 @@ def compare_guided(cfg: GridSettings) -> None:
         raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
     sampling = open_sampling(cfg, state, most_classes=GRID_CLASSES)
     trained = sampling.trained
-    if not isinstance(trained.diffusion, RF):
-        name = trained.recorded["diffusion"]["name"]
-        raise ValueError(f"{cfg.checkpoint} was trained with {name}, not by flow matching (diffusion=rf). "
-                         f"python sample.py takes the same guidance settings for it.")
-    if sampling.guidance is None:
-        raise ValueError("There is nothing to compare without guidance: choose guidance=tread, or give scale=1.5.")
+    if not isinstance(trained.diffusion, RF) or sampling.guidance is None:
+        raise ValueError(f"python rf.py samples flow matching (diffusion=rf) with and without guidance, as scale=1.5, "
+                         f"not {trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: see sample.py.")
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
     default = default_grid(Path(cfg.checkpoint), trained)
     out = Path(cfg.out) if cfg.out else default.with_name(f"{default.stem}-guided.png")
@@ -131,7 +127,7 @@ def compare_guided(cfg: GridSettings) -> None:
         state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(
             f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {unit}"
             for unit, share in shares.items()))
-        write_grid(draw(cfg, sampling, seeds, guidance), path, trained.display_names, sampling.classes)
+        write_grid(sample_all(cfg, sampling, seeds, guidance), path, trained.display_names, sampling.classes)
         state.print(f"         {path}")
 
 

@@ -221,10 +221,10 @@ def report(run: Run, num_steps: int, since: float) -> None:
     require_gradients(run, int(total["skipped_in_row"]))
 
 
-def draw(run: Run) -> None:
-    grid, cfg = run.grid, run.cfg.samples
-    pictures = generate(run.averages[cfg.weights], run.diffusion, grid.decode, grid.seeds, grid.labels,
-                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.drawing_precision)
+def sample_grid(run: Run) -> None:
+    cfg = run.cfg.samples
+    pictures = generate(run.averages[cfg.weights], run.diffusion, run.decode, *run.grid, batch_size=cfg.batch_size,
+                        num_steps=cfg.num_steps, precision=run.drawing_precision)
     picture = write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
     for tracker in run.accelerator.trackers if picture else ():
         # TensorBoard would take the first axis after the batch for the channels.
@@ -234,7 +234,7 @@ def draw(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Scores averages of the weights at each guidance scale at which this step has no row in results.jsonl."""
-    cfg, accelerator, judge = run.cfg.evaluate, run.accelerator, run.evaluation.judge
+    cfg, accelerator, judge = run.cfg.evaluate, run.accelerator, run.judge
     results = run.folder / "results.jsonl"
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
@@ -244,13 +244,13 @@ def evaluate(run: Run) -> None:
         began = time.perf_counter()
         weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
                                    run.latents.classes, run.model.num_classes, in_training=True)
-        drawing = Drawing(run.averages[name], run.diffusion, run.evaluation.decode, seeds, labels, outline=outline,
+        drawing = Drawing(run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
                           batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.drawing_precision,
                           weights=weights, guidance=None if scale is None else Guidance(scale))
         row = result_row(drawing, judge, batch_size=cfg.batch_size)
         if not ranks.broadcast_from_main(accelerator, scored_before(row, results, any_version=True) is None):
             continue
-        [scores] = score_on([judge], drawing.draw(np.arange(len(seeds))), len(seeds))
+        [scores] = score_on([judge], drawing.sample(np.arange(len(seeds))), len(seeds))
         if accelerator.is_main_process:
             row = result_row(drawing, judge, scores, batch_size=cfg.batch_size, seconds=time.perf_counter() - began)
             files.append_row(results, row)
@@ -316,9 +316,9 @@ def main(cfg: TrainSettings) -> None:
         due_grid = (run.step or cfg.samples.at_start) and run.grid and (due(run.step, cfg.samples.every) or finished)
         if due_grid and ranks.broadcast_from_main(accelerator, not run.grid_path.exists()):
             with paused(run, bar, "sampling"):
-                draw(run)
+                sample_grid(run)
         # The untrained network, too, for comparison.
-        if run.evaluation and (due(run.step, cfg.evaluate.every) or finished):
+        if run.judge and (due(run.step, cfg.evaluate.every) or finished):
             with paused(run, bar, "scoring"):
                 evaluate(run)
         if last_step:

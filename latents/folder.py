@@ -21,9 +21,8 @@ from pydantic import Field
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.labels import check_labels
 from latents.listing import find_tars
-from latents.tars import allow_open_files, open_rows, tar_index
+from latents.tars import allow_open_files, map_tars
 from routing_module import kept_tokens
-from runtime.files import is_inside
 from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, first_line, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -39,7 +38,7 @@ class Array(NamedTuple):
     """A further array with the latents' rows: a map of each shard's file, and how its rows follow a flipped image."""
 
     shards: list[np.ndarray]
-    mirror: str             # same: they do not | flip: their last axis | files: in files of their own, after the others
+    mirror: str             # same: they do not | flip: their last axis | files: in other files, after the plain ones
 
 
 @dataclass(eq=False)
@@ -160,9 +159,8 @@ class Latents:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
         if tuple(shape) != self.shape:
             of_tars = f", or data.kind={'moments' if self.kind == 'sample' else 'sample'}" if self.applied else ""
-            raise ValueError(f"{self.where} holds latents of shape {self.shape} (channels, height, width), but the "
-                             f"network is set up for {tuple(shape)}: set data.channels={self.shape[0]} and "
-                             f"data.input_size={self.shape[1]}{of_tars}, or data.path to another data set.")
+            raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
+                             f"set data.channels={self.shape[0]} and data.input_size={self.shape[1]}{of_tars}.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
@@ -196,19 +194,18 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
                  num_classes: int | None = None) -> Latents:
     """Opens a latent folder (docs/data.md), or tars of `{key}.latent.npy` and `{key}.cls`.
 
-    Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its
-    kind and scale, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or
-    "moments" ([mean, logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which
-    TREAD stores scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first
-    opening indexes them and keeps the index next to them, so let one rank open before the others. Raises ValueError,
-    with the numbers and the remedy, for data that is absent, unfinished, damaged, or not scaled for the network.
+    Tars are named by a folder, a glob, or braces as in shard-{000000..000127}.tar. A latent folder knows its kind and
+    scale, so the arguments may only agree with it. Tars carry no record: `kind` is "sample" or "moments" ([mean,
+    logvar]), `scale` brings the autoencoder's own values to z * scale (default: 1 for samples, which TREAD stores
+    scaled, and 0.18215 for moments), and labels lie below `num_classes` (default 1000). Their first opening indexes
+    them and keeps the index next to them, so let one rank open before the others. Raises ValueError for data that is
+    absent, unfinished, damaged, or not scaled for the network.
     """
     path = Path(path)
     if (path / "metadata.json").is_file():
         latents = _open_folder(path, kind, scale)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
-        raise ValueError(f"{path}: preparation has not finished; rerun the same command to "
-                         "resume it.")
+        raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
     elif tars := find_tars(path):
         latents = _open_tars(path, tars, kind, scale, num_classes)
     else:
@@ -262,15 +259,6 @@ class Metadata(Record):
     arrays: dict[str, ArrayRecord] = {}
 
 
-def own_file(folder: Path, name: str) -> Path:
-    """Returns a file of a latent folder; raises ValueError for one outside, by its name or by a link."""
-    file = folder / name
-    if Path(name).name != name or not is_inside(file, folder):
-        raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a file of that folder alone: "
-                         f"copy the file there, and let the record name it without a path.")
-    return file
-
-
 def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
     try:
@@ -289,11 +277,11 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
     file = folder / "metadata.json"
     meta = read_record(Metadata, file, "docs/data.md has the format, and scripts/prepare_latents.py writes it.")
     counts = [shard.count for shard in meta.shards]
-    for key, names in (("class_names", meta.class_names), ("display_names", meta.display_names)):
-        if names is not None and len(names) != meta.num_classes:
-            raise ValueError(f"{file} says num_classes {meta.num_classes} but names {len(names)} classes in {key}.")
-    if sum(counts) != meta.count:
-        raise ValueError(f"{file} says {meta.count} images, but its {len(counts)} shards hold {sum(counts)}.")
+    for key, known, found in (("class_names", meta.num_classes, meta.class_names and len(meta.class_names)),
+                              ("display_names", meta.num_classes, meta.display_names and len(meta.display_names)),
+                              ("shards", meta.count, sum(counts))):
+        if found not in (None, known):
+            raise ValueError(f"{file} says {known}, but its {key} have {found}.")
     for name, asked, recorded in (("kind", kind, meta.kind), ("scale", scale, meta.scale)):
         if asked is not None and asked != recorded:
             raise ValueError(f"data.{name} is {asked!r}, but {folder} was prepared with {recorded!r}: "
@@ -305,63 +293,69 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
         raise ValueError(f"{file}: {error}") from None
 
     stored_shape = (meta.shape[0] * (2 if meta.kind == "moments" else 1), *meta.shape[1:])
-    parts = ["latents", "mirrored"] if meta.mirrored else ["latents"]
-    files = [own_file(folder, str(getattr(shard, part))) for part in parts for shard in meta.shards]
-    allow_open_files(len(files) * (2 + len(meta.arrays)))
-    shards = [map_npy(file, [(n, *stored_shape)], ["float16"])
-              for file, n in zip(files, counts * len(parts), strict=True)]
-    labels = []
-    for shard in meta.shards:
-        labels.append(map_npy(own_file(folder, shard.labels), [(shard.count,)], ["int64"]))
-        check_labels(labels[-1], meta.num_classes, folder / shard.labels,
-                     'correct the labels or "num_classes" in metadata.json')
-    latents = [shard.latents for shard in meta.shards]
-    return Latents(where=str(folder), files=files, shards=shards, starts=np.concatenate([[0], np.cumsum(counts)]),
-                   labels=np.concatenate(labels, dtype=np.min_scalar_type(meta.num_classes - 1), casting="unsafe"),
+    types = row_types(meta.model_dump(), stored_shape)
+    allow_open_files(len(meta.shards) * (len(types) + 1))
+    maps = {name: _map_shards(folder, meta, name, [shape], [dtype]) for name, (shape, dtype) in types.items()}
+    for shard, own in zip(meta.shards, maps["labels"], strict=True):
+        check_labels(own, meta.num_classes, folder / shard.labels, 'correct the labels or "num_classes" in the record')
+    arrays = {name: Array(maps[name] + maps.get(f"{name}_mirrored", []), record.mirror)
+              for name, record in meta.arrays.items()}
+    if any(folder.glob("masks-*.npy")):  # the weights of the loss
+        sides = meta.shape[1:]
+        masks = _map_shards(folder, meta, "masks", [sides, [1, *sides]], ["uint8", "float16"])
+        arrays[WEIGHT] = Array([mask.reshape(-1, 1, *sides) for mask in masks], "flip")
+    return Latents(where=str(folder), starts=np.concatenate([[0], np.cumsum(counts)]),
+                   files=[folder / _file_of(shard, part) for part in ("latents", "mirrored") if part in maps
+                          for shard in meta.shards],
+                   shards=maps["latents"] + maps.get("mirrored", []), arrays=arrays,
+                   labels=np.concatenate(maps["labels"], dtype=np.min_scalar_type(meta.num_classes - 1),
+                                         casting="unsafe"),
                    stored_shape=stored_shape, stored_dtype=np.dtype("<f2"), convention=convention,
-                   arrays=_open_arrays(folder, meta, latents, counts),
                    **meta.model_dump(include={"kind", "mirrored", "num_classes", "class_names", "display_names",
                                               "autoencoder"}))
 
 
-def _open_arrays(folder: Path, meta: Metadata, latents: list[str], counts: list[int]) -> dict[str, Array]:
-    """Maps the arrays that metadata.json names, and masks-*.npy, the weights of the loss, as (n, 1, h, w)."""
-    def shards(name: str, shapes: list[list[int]], dtypes: list[str]) -> list[np.ndarray]:
-        files = [own_file(folder, file.replace("latents-", f"{name}-")) for file in latents]
-        return [map_npy(file, [(n, *shape) for shape in shapes], dtypes)
-                for file, n in zip(files, counts, strict=True)]
+def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
+    """Names a shard's files, <name>-*.npy, with shape and type of their rows; `row_shape` is that of a latent's."""
+    types = {"latents": (row_shape, "float16"), "labels": ((), "int64")}
+    if metadata["mirrored"]:
+        types["mirrored"] = types["latents"]
+    for name, array in metadata.get("arrays", {}).items():
+        types[name] = tuple(array["shape"]), array["dtype"]
+        if metadata["mirrored"] and array["mirror"] == "files":
+            types[f"{name}_mirrored"] = types[name]
+    return types
 
-    arrays = {}
-    for name, record in meta.arrays.items():
-        parts = [name] + [f"{name}_mirrored"] * (record.mirror == "files" and meta.mirrored)
-        maps = [shards(part, [record.shape], [record.dtype]) for part in parts]
-        arrays[name] = Array(sum(maps, []), record.mirror)
-    if any(folder.glob("masks-*.npy")):
-        sides = meta.shape[1:]
-        maps = [mask.reshape(-1, 1, *sides) for mask in shards("masks", [sides, [1, *sides]], ["uint8", "float16"])]
-        arrays[WEIGHT] = Array(maps, "flip")
-    return arrays
+
+def _file_of(shard: Shard, name: str) -> str:
+    """Returns the name of one of a shard's files; the record has it for latents, labels and mirrored alone."""
+    recorded = shard.model_dump(include={"latents", "labels", "mirrored"}).get(name)
+    return recorded or shard.latents.replace("latents-", f"{name}-")
+
+
+def _map_shards(folder: Path, meta: Metadata, name: str, shapes: list, dtypes: list[str]) -> list[np.ndarray]:
+    return [map_npy(folder / _file_of(shard, name), [(shard.count, *shape) for shape in shapes], dtypes)
+            for shard in meta.shards]
 
 
 def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
     num_classes = 1000 if num_classes is None else num_classes
-    index = tar_index(tars)
-    dtype, stored_shape = np.dtype(str(index["dtype"])), tuple(index["shape"].tolist())
+    rows, starts, labels, stored_shape, stored_dtype = map_tars(tars)
     channels = stored_shape[0]
     if kind is None:
-        raise ValueError(f"{path} holds latents of {channels} channels, but tars carry no record of what they are: set "
+        raise ValueError(f"{path} holds latents of {channels} channels, and tars do not say of what: set "
                          "data.kind=moments for [mean, logvar], as 8 almost surely are, or data.kind=sample.")
     # TREAD trains on samples as they are, so they are scaled already; moments are an autoencoder's own.
     scale = scale or (1.0 if kind == "sample" else SD_VAE_SCALE)
-    check_labels(index["labels"], num_classes, path, "set data.num_classes above it, or correct the tars")
-    labels = index["labels"].astype(np.min_scalar_type(num_classes - 1))
+    check_labels(labels, num_classes, path, "set data.num_classes above it, or correct the tars")
     if kind == "moments" and channels == 4:
         warnings.warn(f"{path} holds latents of 4 channels, which are almost surely samples: set data.kind=sample, "
                       "unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
     # The autoencoder is the one TREAD trains on; nothing in the tars names one.
-    return Latents(where=str(path), files=tars, shards=open_rows(tars, index), starts=index["starts"], labels=labels,
-                   stored_shape=stored_shape, stored_dtype=dtype, kind=kind, mirrored=False,
-                   num_classes=num_classes, class_names=None, autoencoder="sd_vae_ema",
+    return Latents(where=str(path), files=tars, shards=rows, starts=starts,
+                   labels=labels.astype(np.min_scalar_type(num_classes - 1)), stored_shape=stored_shape,
+                   stored_dtype=stored_dtype, kind=kind, mirrored=False, num_classes=num_classes, class_names=None,
+                   autoencoder="sd_vae_ema",
                    convention=Convention(SD_VAE_SCALE if scale == 1 else scale), applied=Convention(scale))
 
 
@@ -378,32 +372,22 @@ def _check_values(latents: Latents) -> None:
         raise ValueError(f"{where}: {(~finite).sum()} hold NaN or infinity, image {indices[~finite][0]} first. "
                          "Prepare them again; an autoencoder in half precision is the usual cause.")
     masks = latents.rows_of([WEIGHT], indices, mirror)[WEIGHT] if WEIGHT in latents.arrays else np.ones(1)
-    if not (0 <= masks.min() and masks.max() <= 1):  # nor NaN
+    if not (0 <= masks.min() and 0 < masks.max() <= 1):  # nor NaN
         raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
-                         f"they lie in 0..1: store mask / 255 as float16, or 0 and 1 as uint8.")
-    if masks.max() == 0:
-        raise ValueError(f"{where}: all masks are 0, so that nothing would be trained: store 1 where a pixel counts in "
-                         f"the loss, or remove masks-*.npy.")
+                         f"they lie in 0..1 and are not all 0: store mask / 255 as float16, or 0 and 1 as uint8.")
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if std.min() < 0:
-        raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard "
-                         "deviation is never negative. A latent folder stores [mean, std]; these look like "
-                         "[mean, logvar]: store exp(logvar / 2) * scale.")
+        raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard deviation "
+                         "is never negative. These look like [mean, logvar]: store [mean, exp(logvar / 2)] * scale.")
     if latents.autoencoder == "identity":
-        _check_pixels(mean.min(), mean.max(), where)
-    else:
-        _check_scale(math.sqrt(mean.var() + np.square(std).mean()), latents, where)  # of mean + std * eps
-
-
-def _check_pixels(low: float, high: float, where: str) -> None:
-    seen = f"{where}: pixels run from {low:.4g} to {high:.4g}"
-    if low < -1.05 or high > 1.05:
-        raise ValueError(f"{seen}; with autoencoder=identity they lie in -1..1: store image / 127.5 - 1.")
-    if low >= 0 and high > 0.5:  # pale pictures may be so
-        warnings.warn(f"{seen}, which looks like 0..1; -1..1 is expected (image / 127.5 - 1).", stacklevel=4)
-
-
-def _check_scale(spread: float, latents: Latents, where: str) -> None:
+        low, high = mean.min(), mean.max()
+        seen = f"{where}: pixels run from {low:.4g} to {high:.4g}, but lie in -1..1: store image / 127.5 - 1."
+        if low < -1.05 or high > 1.05:
+            raise ValueError(seen)
+        if low >= 0 and high > 0.5:  # pale pictures may be so
+            warnings.warn(f"{seen} It looks like 0..1.", stacklevel=3)
+        return
+    spread = math.sqrt(mean.var() + np.square(std).mean())  # of mean + std * eps
     if 0.3 <= spread <= 3:
         return
     scale = (latents.applied or latents.convention).scale
@@ -414,4 +398,4 @@ def _check_scale(spread: float, latents: Latents, where: str) -> None:
     message = f"{where}: standard deviation {spread:.3g}, where about 1 is expected, looks {looks}. {remedy}"
     if spread > 3 or latents.autoencoder in ("sd_vae_ema", "sd_vae_mse"):
         raise ValueError(message)
-    warnings.warn(message, stacklevel=4)  # somebody's own autoencoder may be so
+    warnings.warn(message, stacklevel=3)  # somebody's own autoencoder may be so

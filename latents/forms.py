@@ -13,6 +13,7 @@ import zipfile
 import zlib
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
+from functools import partial
 from io import BytesIO
 from pathlib import Path
 
@@ -21,7 +22,7 @@ import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import find_tars, open_zip, tar_members
-from latents.tars import open_rows, tar_index
+from latents.tars import map_tars
 from runtime.schema import first_line
 from weights.autoencoders import read_statistics
 
@@ -112,19 +113,18 @@ def array_reader(
     def load(name: str) -> np.ndarray:
         try:
             array = np.lib.format.read_array(BytesIO(content(name)), allow_pickle=False)
+            array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
+            if array.shape != (shape or array.shape):
+                raise ValueError(f"shape {array.shape}, but {names[0]} {shape}")
         except (ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-            raise ValueError(f"{where}/{name} is not a whole npy file of numbers ({first_line(error)}): copy it again."
-                             ) from error
-        return array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
+            raise ValueError(f"{where}/{name} is not a whole npy file of numbers as the others ({first_line(error)}): "
+                             f"copy it again.") from error
+        return array
 
     def read(start: int, end: int) -> np.ndarray:
-        rows = [load(name) for name in names[start:end]]
-        for name, row in zip(names[start:end], rows, strict=True):
-            if row.shape != shape:
-                raise ValueError(f"{where}/{name} holds an array of shape {row.shape}, but {names[0]} {shape}: one "
-                                 f"data set has one shape.")
-        return np.stack(rows)
+        return np.stack([load(name) for name in names[start:end]])
 
+    shape = None  # until the first array says it
     shape = load(names[0]).shape
     return shape, read
 
@@ -190,12 +190,10 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     """Opens z-<i> (raw float32, mean and log-variance), y-<i> (text) and length; flipped images follow the others."""
     import lmdb
 
-    folder = lmdb_folder(source)
-    if folder is None:
-        raise ValueError(f"source={source} has no data.mdb, nor has {source / 'train'}.")
+    folder = lmdb_folder(source) or source
     file = folder / "data.mdb"
     try:
-        env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False)
+        env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False, create=False)
     except lmdb.Error as error:
         raise ValueError(f"{file} is not a whole lmdb ({error}): copy it again.") from error
     written, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
@@ -205,8 +203,7 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
 
     def value(key: str) -> memoryview:
         if (content := transaction.get(key.encode())) is None:
-            raise ValueError(f"{file} lacks {key}: it was not finished, or MaskDiT's extract_latent.py did not write "
-                             f"it.")
+            raise ValueError(f"{file} lacks {key}: it was not finished, or is of another form.")
         return content
 
     def number(key: str) -> int:
@@ -215,17 +212,16 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     length = number("length")
     total = 2 * length if entries == 4 * length + 1 else length  # some count the flipped images, some do not
     if entries != 2 * total + 1 or not total:  # a z and a y each, and length
-        raise ValueError(f"{file} says length {length:,}, but holds {entries:,} entries, where 2 a "
-                         f"latent and one more are expected: it was not finished, or is of another form.")
+        raise ValueError(f"{file} holds {entries:,} entries, not 2 a latent and length {length:,}: it was not "
+                         f"finished, or is of another form.")
     labels = np.array([number(f"y-{index}") for index in range(total)])
     half = total // 2
     same = total % 2 == 0 and np.array_equal(labels[:half], labels[half:])
     if (mirrored or total > length) and not same:
-        raise ValueError(f"The labels of the second half of {file} are not those of the first, so that it holds no "
-                         f"mirrored copies.")
+        raise ValueError(f"{file} holds no mirrored copies: the labels of its halves differ.")
     if mirrored is None and same and labels[0] == labels[-1] and total > 1:
-        raise ValueError(f"{file} has latents of one class, so that copies of flipped images cannot be "
-                         f"told from images: set mirrored=true or mirrored=false.")
+        raise ValueError(f"{file} has one class, which does not tell copies of flipped images from images: set "
+                         f"mirrored=true or mirrored=false.")
     in_order = bool((np.diff(labels[:half]) >= 0).all())  # as extract_latent.py goes through the classes, twice
     copies = same and in_order if mirrored is None else mirrored
     side = math.isqrt(len(value("z-0")) // 32)
@@ -258,12 +254,9 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
                 own = shard.get_tensor("labels").numpy()
         except (SafetensorError, OSError) as error:
             raise ValueError(f"{file} is not a whole safetensors file ({error}): copy it again.") from error
-        if any(size[0] != len(own) for size in sizes):
-            raise ValueError(f"{file} has {len(own)} labels, but latents of {sizes}.")
         found = [size[1:] for size in sizes]
-        if found != (form := form or found) or len(set(found)) > 1:
-            raise ValueError(f"{file} holds latents of {sizes}, but {files[0].name} of {form}: one data set has one "
-                             f"shape.")
+        if found != (form := form or found) or any(size != (len(own), *form[0]) for size in sizes):
+            raise ValueError(f"{file} has {len(own)} labels and latents {sizes}, but {files[0].name} latents {form}.")
         labels.append(own)
         starts.append(starts[-1] + len(own))
 
@@ -294,17 +287,16 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
 # ---- TREAD's tars ---------------------------------------------------------------------------------------------------
 
 
-def open_tars(source: str, kind: str | None) -> Stored:
+def open_tars(source: Path, kind: str | None) -> Stored:
     """Opens tars of <key>.latent.npy and <key>.cls; TREAD trains on the values as they are."""
     tars = find_tars(source)
     if not tars:
         raise ValueError(f"source={source} names no .tar.")
     refuse_pickles(tars[0])
     if len({"train" in tar.name for tar in tars}) > 1:
-        raise ValueError(f"source={source} holds {len(tars)} tars, some with train in their names and some "
-                         f"without; TREAD trains on the former: name them, as in \"source='{source}/*train*.tar'\".")
-    index = tar_index(tars)
-    shape, starts, rows = tuple(index["shape"].tolist()), index["starts"], open_rows(tars, index)
+        raise ValueError(f"source={source} holds tars with and without train in their names, and TREAD trains on the "
+                         f"former: name them, as in \"source='{source}/*train*.tar'\".")
+    rows, starts, labels, shape, _ = map_tars(tars)
     if kind is None and shape[0] != 4:
         raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, and tars do not say of what: set "
                          f"kind=moments for [mean, log-variance], or kind=sample.")
@@ -313,17 +305,16 @@ def open_tars(source: str, kind: str | None) -> Stored:
         shards = np.searchsorted(starts, np.arange(start, end), side="right") - 1
         return np.stack([rows[shard][row - starts[shard]] for row, shard in enumerate(shards, start)])
 
-    return Stored(index["labels"], shape, read, form={"kind": kind or "sample", "scaled": kind != "moments",
-                                                      "log_variance": kind == "moments"})
+    return Stored(labels, shape, read, form={"kind": kind or "sample", "scaled": kind != "moments",
+                                             "log_variance": kind == "moments"})
 
 
 def refuse_pickles(tar: Path) -> None:
     """Raises ValueError for a tar of MaskDiT's, whose latents are pickles."""
     first = itertools.islice(tar_members(tar), 8)
     if name := next((member.name for member in first if member.name.endswith(".latent")), None):
-        raise ValueError(f"{tar}: {name} is a pickle, and pickles are never loaded, since they can run code. "
-                         f"Import the lmdb that MaskDiT's lmdb2wds.py made the tars from (format=maskdit), or, if "
-                         f"you trust them, rewrite them with the lines in docs/interop.md.")
+        raise ValueError(f"{tar}: {name} is a pickle, which can run code and is never loaded. Import the lmdb that the "
+                         f"tars were made from (format=maskdit), or rewrite them with the lines in docs/interop.md.")
 
 
 # ---- which form -----------------------------------------------------------------------------------------------------
@@ -359,11 +350,9 @@ def recognize(source: str) -> tuple[str, str]:
     if found:
         each = " and ".join(f"{format} ({why})" for format, why in found)
         raise ValueError(f"source={source} could be {each}: set format= to one of them.")
-    if not path.exists():
-        raise ValueError(f"There is nothing at source={source}.")
     known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
-    raise ValueError(f"source={source} is none of the forms that are known by their names ({known}). docs/interop.md "
-                     f"has how each looks; images go through scripts/prepare_latents.py.")
+    raise ValueError(f"source={source} {'is none of these forms' if path.exists() else 'does not exist'} ({known}). "
+                     f"docs/interop.md has how each looks; images go through scripts/prepare_latents.py.")
 
 
 def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
@@ -374,10 +363,9 @@ def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
         if "vae-in" in parts or posixpath.basename(name).startswith("img-latents-"):
             return [("srdit", f"{name} is named as SR-DiT names it")]
         if posixpath.basename(name).startswith("img-mean-std-"):
-            raise ValueError(
-                f"source={source} holds {posixpath.basename(name)}, as REPA, SiT-REPA, Sprint and EDM2 write it, and "
-                f"nothing in it tells which: set format=repa (VAE input in -1..1) if REPA's preprocessing made it, "
-                f"format=edm2 (VAE input in 0..1, another normalisation) if EDM2's dataset_tool.py did.")
+            raise ValueError(f"source={source} holds {posixpath.basename(name)}, which REPA and EDM2 write alike: set "
+                             f"format=repa (VAE input in -1..1) if REPA's, SiT-REPA's or Sprint's preprocessing made "
+                             f"it, format=edm2 (VAE input in 0..1) if EDM2's dataset_tool.py did.")
     return []
 
 
@@ -390,19 +378,10 @@ def open_stored(
                            ("mirrored", mirrored is not None, "maskdit")):
         if given and format != of:
             raise ValueError(f"{key} is a setting of format={of}, and this is format={format}: leave it out.")
-    match format:
-        case "maskdit":
-            stored = open_lmdb(Path(source), mirrored)
-        case "lightningdit":
-            stored = open_safetensors(Path(source), latent_norm)
-        case "fastdit":
-            stored = open_pairs(Path(source))
-        case "tread":
-            stored = open_tars(source, kind)
-        case "repa" | "edm2":
-            stored = open_listed(Path(source), "vae-sd")
-        case "srdit":
-            stored = open_listed(Path(source), "vae-in")
+    openers = {"maskdit": partial(open_lmdb, mirrored=mirrored), "tread": partial(open_tars, kind=kind),
+               "lightningdit": partial(open_safetensors, latent_norm=latent_norm), "fastdit": open_pairs,
+               "srdit": partial(open_listed, name="vae-in")}
+    stored = openers.get(format, partial(open_listed, name="vae-sd"))(Path(source))
     form = replace(FORMS[format], **stored.form)
     form = replace(form, scale=scale or form.scale, scaled=form.scaled and scale is None,
                    autoencoder=autoencoder or form.autoencoder)

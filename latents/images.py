@@ -11,7 +11,7 @@ import json
 import posixpath
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -55,8 +55,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if is_deep_grey(image):
         values = np.asarray(image)  # convert("RGB") would clip at 255 and leave nearly everything white
         if not (0 <= values.min() and values.max() <= 65535 and (values == np.floor(values)).all()):
-            raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range: whole "
-                                  f"numbers in 0..65535 do")
+            raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range")
         grey = (values.astype(np.uint32) * 255 + 32767) // 65535
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
@@ -167,10 +166,7 @@ class ImageSource:
         return len(self.names)
 
     def pixels(self, index: int, resolution: int | None = None) -> np.ndarray:
-        """Returns image `index` as uint8 RGB (H,W,3), a centred square of `resolution` or as stored.
-
-        Raises UnreadableImage.
-        """
+        """Returns image `index` as uint8 RGB (H,W,3), a centred square of `resolution` or as stored."""
         image = decode_image(self.read(index))
         return np.array(image if resolution is None else center_crop(image, resolution))
 
@@ -217,12 +213,11 @@ def open_source(
         return ShapeSource(shapes_count, shapes_seed)
     listing = list_source(source)
     images = [i for i, name in enumerate(listing.names) if looks_like_image(name)]
-    others = [(shown, why_no_image(name)) for name, shown in zip(listing.names, listing.shown, strict=True)
-              if not looks_like_image(name)]
+    others = [(shown, "is hidden, or of a system" if has_image_suffix(name) else "does not look like an image")
+              for name, shown in zip(listing.names, listing.shown, strict=True) if not looks_like_image(name)]
     listing.left_out = sorted(listing.left_out + others)
     if not images:
-        also = (f"; {len(listing.left_out)} other files are there, such as {listing.left_out[0][0]}"
-                if listing.left_out else "")
+        also = f" among {len(listing.left_out)} files such as {listing.left_out[0][0]}" if listing.left_out else ""
         raise ValueError(f"source={source} holds no images{also}. Their names end in "
                          f"{' '.join(sorted(IMAGE_SUFFIXES))}.")
     images.sort(key=listing.names.__getitem__)
@@ -242,10 +237,6 @@ def open_source(
     found = of_folders(listing, images, by_number)
     found.notes += notes
     return found
-
-
-def why_no_image(name: str) -> str:
-    return "is hidden, or of a system" if has_image_suffix(name) else "does not look like an image"
 
 
 def make_source(listing: Listing, images: list[int], labels: np.ndarray, class_names: list[str], left_out: list = (),
@@ -277,9 +268,8 @@ def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> 
         common = posixpath.commonpath(parents)
         if common in parents:
             stray = [listing.names[i] for i, folder in zip(images, folders, strict=True) if folder == common]
-            raise ValueError(f"source={source} has {len(stray)} images next to its class folders (such as {stray[0]}), "
-                             f"so their class is unknown: move them into a class folder, or set labels=none for a set "
-                             f"without classes.")
+            raise ValueError(f"source={source} has {len(stray)} images next to its class folders, such as {stray[0]}: "
+                             f"move them into a class folder, or set labels=none for a set without classes.")
         class_of = {parent: posixpath.relpath(parent, common or ".").split("/")[0] for parent in parents}
     numeric = by_number and all(name.isascii() and name.isdigit() for name in class_of.values())
     class_names = sorted(set(class_of.values()), key=lambda name: (int(name), name) if numeric else name)
@@ -289,9 +279,8 @@ def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> 
         warnings.warn(f"source={source} has classes named {', '.join(splits)}, which look like the splits of a data "
                       f"set: name one of them, as in source={posixpath.join(source, common, split)}.", stacklevel=3)
     if listing.tars > 1 and parents == {""}:
-        raise ValueError(f'source={source} has no class for the images of {listing.tars} tars, such as '
-                         f'{listing.shown[images[0]]}: a sample needs a .cls, a .json with "label" or a .txt with a '
-                         f'whole number. Otherwise set labels=none, labels=names or labels=<file>.')
+        raise ValueError(f"source={source} has no class for the images of {listing.tars} tars, such as "
+                         f"{listing.shown[images[0]]}: {HOW_SAMPLES_ARE_LABELLED}")
     index_of = {name: index for index, name in enumerate(class_names)}
     label_of = {parent: index_of[name] for parent, name in class_of.items()}
     order = sorted(range(len(images)), key=lambda k: (label_of[folders[k]], listing.names[images[k]]))
@@ -306,7 +295,7 @@ def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> 
 def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, list[str]]:
     """Finds the dataset.json that EDM's, EDM2's and StyleGAN's tools put on top of images; says why one is not read.
 
-    Raises ValueError for one that is no JSON, or that lies on top of a part of the images.
+    Raises ValueError for one that lies on top of a part of the images.
     """
     places = [i for i, name in enumerate(listing.names) if posixpath.basename(name) == "dataset.json"
               and not is_hidden(name)]
@@ -318,14 +307,11 @@ def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, 
             continue
         if inside < len(images):
             raise ValueError(f"source={listing.path} holds {listing.shown[i]}, which lies on top of {inside} of the "
-                             f"{len(images)} images: name its folder by source={listing.path / folder}, or set "
-                             f"labels=none.")
-        try:
+                             f"{len(images)} images: name source={listing.path / folder}, or set labels=none.")
+        content = None
+        with suppress(ValueError):  # which is raised again where it is read
             content = json.loads(listing.read(i))
-        except ValueError as error:
-            place = listing.path / listing.names[i]
-            raise ValueError(f"{place} is no JSON ({error}): mend it or move it away.") from None
-        if isinstance(content, dict) and "labels" in content:
+        if content is None or isinstance(content, dict) and "labels" in content:
             return i, []
         notes.append(f'{listing.shown[i]} has no "labels" and is not read.')
     return None, notes
@@ -341,8 +327,7 @@ def of_file(listing: Listing, images: list[int], labels: str, member: int | None
     if member is not None:
         listing.left_out = [row for row in listing.left_out if row[0] != listing.shown[member]]
     elif not Path(labels).is_file():
-        raise ValueError(f"labels={labels} is no file, neither here nor in {listing.path}: give folders, none, names, "
-                         f"or a file of names and classes.")
+        raise ValueError(f"labels={labels} is no file here or in {listing.path}: give folders, none, names or a file.")
     content = Path(labels).read_bytes() if member is None else listing.read(member)
     stems = {stem_of(listing.names[i]) for i in images}
     pairs, said = read_pairs(content, labels, lambda cell: stem_of(clean(cell)) in stems)
@@ -427,6 +412,8 @@ def key_of(name: str) -> tuple[str, str]:
 
 
 LABEL_PARTS = ("cls", "json", "txt")  # of a sample, the first counts
+HOW_SAMPLES_ARE_LABELLED = ('a sample needs a .cls, a .json with "label", or a .txt with a whole number. Otherwise set '
+                            'labels=none, labels=names or labels=<file>.')
 
 
 def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSource | list[int] | None:
@@ -461,9 +448,8 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
     if not classes:
         return None
     if lacking := [image for key, image in chosen.items() if key not in classes]:
-        raise ValueError(f'source={listing.path} has no class for {listing.shown[lacking[0]]} and {len(lacking) - 1} '
-                         f'others: a sample needs a .cls, a .json with "label", or a .txt with a whole number. '
-                         f'Otherwise set labels=none, labels=names or labels=<file>.')
+        raise ValueError(f"source={listing.path} has no class for {listing.shown[lacking[0]]} and {len(lacking) - 1} "
+                         f"others: {HOW_SAMPLES_ARE_LABELLED}")
     notes = []
     if several:
         notes.append(f"{len(several):,} samples have several labels, of which .cls counts before .json and .json "

@@ -41,8 +41,7 @@ def number_classes(classes: Sequence[str], where: str, remedy: str, further: Seq
         np.ndarray, list[str]]:
     """Returns labels and the classes' names: whole numbers are the labels themselves, names are numbered in order.
 
-    Of `further` labels, which no image has, numbers count as classes. Raises ValueError for numbers that are not whole,
-    below 0, or beyond a million.
+    Of `further` labels, which no image has, numbers count as classes. Raises ValueError for other numbers.
     """
     distinct = {*classes}
     if distinct and all(map(NUMBER.fullmatch, distinct)):
@@ -84,18 +83,13 @@ def as_label(value: Any, where: str) -> str | None:
         value = value[0]
     if isinstance(value, list):
         if not all(number in (0, 1) for number in value) or sum(value) != 1:
-            raise ValueError(f"{where} has {str(value)[:60]} for a label: an image has one class here, a name or a "
-                             f"number.")
+            raise ValueError(f"{where} has {str(value)[:60]} for a label: an image has one class here.")
         value = value.index(1)
     if value is None or value != value or isinstance(value, dict):
         return None
-    text = clean_label(str(value))
-    return text or None
-
-
-def clean_label(text: str) -> str:
-    boxes = BOXES.fullmatch(text.strip())
-    return boxes[1] if boxes else text.strip()
+    text = str(value).strip()
+    boxes = BOXES.fullmatch(text)
+    return boxes[1] if boxes else text or None
 
 
 def read_pairs(content: bytes, where: str, is_image: Callable[[str], bool]) -> tuple[Pairs | None, str | None]:
@@ -206,13 +200,11 @@ def match(names: list[str], pairs: Pairs, folder: str, where: str) -> tuple[list
         rows = [row for row, score in scores.items() if score == best]
         found = {pairs[row][1] for row in rows} - {None}
         if len(found) > 1:
-            raise ValueError(f"{where} gives {labelled[rows[0]]} two labels, {' and '.join(sorted(found))}: an image "
-                             f"has one class here.")
+            raise ValueError(f"{where} gives {labelled[rows[0]]} two labels, {' and '.join(sorted(found))}.")
         for row in rows:
             other = image_of.setdefault(row, name)
             if other.rpartition("/")[0] != name.rpartition("/")[0]:
-                raise ValueError(f"{where} names {labelled[row]}, which may be {other} or {name}: write the folder "
-                                 f"as well.")
+                raise ValueError(f"{where} names {labelled[row]}, which may be {other} or {name}: write the folder.")
         labels.append(min(found, default=None))
     unused = dict.fromkeys(name for row, name in enumerate(labelled) if row not in image_of and pairs[row][1])
     return labels, list(unused)

@@ -74,17 +74,11 @@ def looks_like_image(name: str) -> bool:
 
 
 def list_source(source: str | Path) -> Listing:
-    """Lists a folder, a zip, tars (one, a folder of them, a glob, a {000..012} pattern), or a folder in an archive.
-
-    Raises ValueError where there is nothing, or where a folder has tars beside images.
-    """
+    """Lists a folder, a zip, tars (one, a folder of them, a glob, a {000..012} pattern), or a folder in an archive."""
     path = Path(source)
     archive = next((parent for parent in path.parents if parent.is_file()), None)
     if archive is not None:  # set.zip/train
-        listing = list_source(archive).below(path.relative_to(archive).as_posix())
-        if not listing.names:
-            raise ValueError(f"source={source}: {archive} holds no folder {path.relative_to(archive)}.")
-        return listing
+        return list_source(archive).below(path.relative_to(archive).as_posix())
     tars = [] if path.suffix.lower() == ".zip" else find_tars(path)
     if path.is_dir():
         listing = list_folder(path)

@@ -14,7 +14,7 @@ import numpy as np
 from accelerate import PartialState
 from tqdm import tqdm
 
-from latents.folder import map_npy
+from latents.folder import map_npy, row_types
 from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
 from runtime.notebook import is_hidden
@@ -45,13 +45,10 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
             raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
     before = OF_OLDER_VERSIONS | read_json(out / "preparing.json")
-    changed = [f"{key}={before.get(key)} then and {value} now" for key, value in settings.items()
-               if before.get(key) != value and key != "fingerprint"]
-    if before["fingerprint"] != settings["fingerprint"]:
-        changed.append("what the source holds has changed")
+    changed = [f"{key}={before.get(key)} then and {value} now" if key != "fingerprint" else
+               "what the source holds has changed" for key, value in settings.items() if before.get(key) != value]
     if changed:
-        raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out, "
-                         f"or remove it.")
+        raise ValueError(f"out={out} was begun with other settings: {'; '.join(changed)}. Use those, or another out.")
     if not (out / "metadata.json").is_file():
         return False
     if is_main:
@@ -62,9 +59,8 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
 
 def class_order(out: Path) -> str:
     """Returns how `out` orders classes that are numbers, if it was begun before: as `names`, as torchvision, or not."""
-    if not (out / "preparing.json").is_file():
-        return "names"
-    return (OF_OLDER_VERSIONS | read_json(out / "preparing.json"))["class_order"]
+    file = out / "preparing.json"
+    return (OF_OLDER_VERSIONS | read_json(file))["class_order"] if file.is_file() else "names"
 
 
 def write_folder(
@@ -74,10 +70,9 @@ def write_folder(
 ) -> None:
     """Writes the shards that `out` lacks, over all ranks, and then metadata.json; `settings` go into preparing.json.
 
-    `read(items)` runs in threads, for up to `batch_size` items of one shard. `encode` makes of what it returns the
-    rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each unreadable item.
-    `left_out` are such rows of what is not among the items. Raises ValueError for a full disk and where another process
-    writes in `out`.
+    `read(items)` runs in threads, for up to `batch_size` items of one shard. `encode` makes a batch of what it returns
+    (see `write_shard`), and `left_out` are [name, reason] of what is not among the items. Raises ValueError for a full
+    disk and where another process writes in `out`.
     """
     started, is_main, types = time.monotonic(), state.is_main_process, row_types(metadata, row_shape)
     shards = [range(start, min(start + shard_size, num_items)) for start in range(0, num_items, shard_size)]
@@ -124,7 +119,7 @@ def write_folder(
 
 
 @contextmanager
-def open_rows(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
+def npy_appender(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], None]]:
     """Yields a function that appends rows (n, …) of `like`'s type and sizes to an npy v1 file; memory holds none."""
     count = 0
 
@@ -147,18 +142,6 @@ def open_rows(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray], N
         assert file.tell() == first_byte
 
 
-def row_types(metadata: dict, row_shape: tuple[int, ...]) -> dict[str, tuple[tuple[int, ...], str]]:
-    """Names a shard's files, <name>-*.npy, with shape and type of their rows; `row_shape` is that of a latent's."""
-    types = {"latents": (row_shape, "float16"), "labels": ((), "int64")}
-    if metadata["mirrored"]:
-        types["mirrored"] = types["latents"]
-    for name, array in metadata.get("arrays", {}).items():
-        types[name] = tuple(array["shape"]), array["dtype"]
-        if metadata["mirrored"] and array["mirror"] == "files":
-            types[f"{name}_mirrored"] = types[name]
-    return types
-
-
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
     """Writes one shard and then its record, the mark that it is whole.
 
@@ -171,7 +154,7 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
         for rows, unread in batches:
             for kind, part in rows.items():
                 if kind not in writers:
-                    writers[kind] = stack.enter_context(open_rows(out / f"{kind}-{shard:05d}.npy", part))
+                    writers[kind] = stack.enter_context(npy_appender(out / f"{kind}-{shard:05d}.npy", part))
                 writers[kind](part)
             count += len(rows["labels"]) if rows else 0
             unreadable += unread
@@ -195,12 +178,9 @@ def read_records(
 
 
 def finish(
-    out: Path, metadata: dict, records: list[dict | None], left_out: Iterable[tuple[str, str]] = (),
+    out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]] = (),
 ) -> None:
     """Adds up the shards' records and writes metadata.json, the mark that the folder is whole; prints what it holds."""
-    if None in records:
-        raise ValueError(f"out={out}: {records.count(None)} shards are not whole, such as number "
-                         f"{records.index(None)}; the same command writes them again.")
     reasons = [*left_out, *(row for record in records for row in record["unreadable"])]
     count = sum(record["count"] for record in records)
     if count == 0:

@@ -1,6 +1,7 @@
 """The plain objective: the diffusion's loss over all tokens. TREAD needs no other (arXiv 2501.04765)."""
 
 from collections.abc import Iterator, Mapping
+from operator import attrgetter
 
 import torch
 from torch import Tensor, nn
@@ -72,41 +73,15 @@ class Objective(nn.Module):
     def arrays(self) -> tuple[str, ...]:
         return self.inner.arrays + self.own_arrays
 
-    @property
-    def net(self) -> DiT:
-        return self.inner.net
-
-    @property
-    def diffusion(self) -> EDM | RF:
-        return self.inner.diffusion
-
-    @property
-    def keep_masked(self) -> bool:
-        return self.inner.keep_masked
-
-    @property
-    def drawn(self) -> tuple[Tensor, Tensor] | None:
-        return self.inner.drawn
-
-    @property
-    def array_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        return self.inner.array_shapes
-
-    @property
-    def schedule(self) -> RouteSchedule:
-        return self.inner.schedule
-
-    @property
-    def routes(self) -> tuple[Route, ...]:
-        return self.inner.routes
-
-    @property
-    def step(self) -> int:
-        return self.inner.step
-
-    @step.setter
-    def step(self, step: int) -> None:
-        self.inner.step = step
+    # Of the DiffusionLoss at the centre.
+    net = property(attrgetter("inner.net"))
+    diffusion = property(attrgetter("inner.diffusion"))
+    keep_masked = property(attrgetter("inner.keep_masked"))
+    drawn = property(attrgetter("inner.drawn"))
+    array_shapes = property(attrgetter("inner.array_shapes"))
+    schedule = property(attrgetter("inner.schedule"))
+    routes = property(attrgetter("inner.routes"))
+    step = property(attrgetter("inner.step"), lambda self, step: setattr(self.inner, "step", step))
 
 
 def draw_mask_noise(net: DiT, routes: tuple[Route, ...], weight: Tensor, keep_masked: bool) -> Tensor:

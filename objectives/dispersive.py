@@ -33,8 +33,7 @@ class Dispersive(Objective):
         route = route_at(chain(*self.schedule.every), self.block % len(self.net.blocks))
         if route and not pooled:
             raise ValueError(f"objective.dispersive compares images token by token, but block {self.block} lies on "
-                             f"route {route}, where each keeps others: set objective.dispersive.pooled=true, or a "
-                             f"block outside the route.")
+                             f"route {route}: set objective.dispersive.pooled=true, or a block outside the route.")
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if len(x) == 1:

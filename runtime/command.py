@@ -21,9 +21,10 @@ from hydra._internal.utils import get_args_parser
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.plugins import Plugins
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException, OverrideParseException
-from hydra.plugins.config_source import ConfigLoadError, ConfigResult, ConfigSource
+from hydra.plugins.config_source import ConfigResult, ConfigSource
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
 from runtime.schema import CONFIGS, Settings, as_argument, dotted, first_line, read, unknown
@@ -80,7 +81,7 @@ def framed(main: Callable, work: Callable[[dict], None], config_name: str = "") 
             ranks.wait_for_root_cause(error)
             sentence = mistake(error, config_name, plain)
             if sentence is None or wants_traceback:
-                ranks.record_for_launcher(error)
+                ErrorHandler().record_exception(error)  # where torchrun and accelerate launch look for the cause
                 raise
             sys.exit(f"{program}: {sentence}")
 
@@ -190,12 +191,10 @@ def hydra_composes(config_name: str, declared: type[Settings], arguments: list[s
     """Lets Hydra compose a config; its YAML files are read by `read_yaml`."""
     def load(source: ConfigSource, config_path: str) -> ConfigResult:
         file = Path(source.path, source._normalize_file_name(config_path))
-        if not file.is_file():
-            raise ConfigLoadError(f"Config not found: {file}")
         settings = read_yaml(file, declared)
         if not isinstance(settings, dict):
             raise ValueError(f"{file} holds no settings: its lines are key: value.")
-        header = source._get_header_dict(file.read_text(encoding="utf-8")[:512])
+        header = source._get_header_dict(file.read_text(encoding="utf-8-sig")[:512])
         return ConfigResult(provider=source.provider, path=f"file://{source.path}", header=header,
                             config=OmegaConf.create(settings))
 

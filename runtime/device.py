@@ -21,13 +21,13 @@ def set_float32(tf32: bool) -> None:
 
 def require_plain_launch() -> None:
     """Raises ValueError where accelerate's own config would wrap the network a second time."""
-    for name in ("DeepSpeed", "FSDP", "Megatron_LM"):
-        if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true":
-            raise ValueError(f"accelerate's config turns {name} on: start with torchrun, or turn it off by `accelerate "
-                             f"config`. To shard a network, train.py has sharding=fsdp.")
+    on = [f"turns {name} on" for name in ("DeepSpeed", "FSDP", "Megatron_LM")
+          if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true"]
     if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() not in ("no", ""):
-        raise ValueError(f"accelerate's config compiles by {backend} (dynamo_config, --dynamo_backend): start with "
-                         f"torchrun, or turn it off by `accelerate config`. To compile, train.py has compile=true.")
+        on.append(f"compiles by {backend} (dynamo_config, --dynamo_backend)")
+    if on:
+        raise ValueError(f"accelerate's config {on[0]}: start with torchrun, or turn it off by `accelerate config`. To "
+                         f"compile or to shard a network, train.py has compile=true and sharding=fsdp.")
 
 
 def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:

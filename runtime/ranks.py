@@ -17,7 +17,6 @@ import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast
-from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 # For one collective, in which ranks also wait for one that indexes, downloads or saves.
 TIMEOUT = timedelta(hours=2)
@@ -127,11 +126,6 @@ def wait_for_root_cause(error: BaseException) -> None:
         for number in stop_signals():
             signal.signal(number, signal.SIG_DFL)
         time.sleep(5)
-
-
-def record_for_launcher(error: BaseException) -> None:
-    """Writes a traceback into the file in which torchrun and accelerate launch look for the root cause."""
-    ErrorHandler().record_exception(error)
 
 
 def leave_group() -> None:

@@ -69,6 +69,8 @@ def _square(tokens: int) -> int:
     return tokens
 
 
+Item = TypeVar("Item")
+Some = Annotated[list[Item], Field(min_length=1)]
 Whole = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=2**16)]  # of one side of an array: more is a slip, and fills the memory
@@ -84,7 +86,7 @@ Text = Annotated[str, Field(min_length=1), BeforeValidator(lambda value: str(val
 # Of a file or a folder: shells leave a ~ after = alone.
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]
 # 7, 0-63, [1,5,9], names: read by the functions that know what there is to choose from.
-Selection = int | str | Annotated[list[int | str], Field(min_length=1)]
+Selection = int | str | Some[int | str]
 
 
 def one_of(choices: typing.Iterable) -> Any:

@@ -109,18 +109,13 @@ class Unread(PLAIN):
 def as_typed(argument: str, declared: type[BaseModel], sweeps: bool = False) -> str:
     """Quotes what Hydra would read as something else than the text that is declared there; returns other arguments.
 
-    Raises ValueError, with what to type, for null where a text is needed, and for several values without `sweeps`.
+    Raises ValueError, with what to type, for several values without `sweeps`.
     """
     found = ARGUMENT.fullmatch(argument)
     place = kind_of(declared, found[2]) if found else Kind()
-    if not place.has_text or not found[3].strip():
+    if not place.has_text or found[3].strip().lower() in ("", "null"):
         return argument
     prefix, key, raw = found[1], found[2], found[3].strip()
-    if raw.lower() == "null":
-        if not place.null:
-            raise ValueError(f"{key}=null is no text: give another value, or {as_argument(key, 'null')} for one that "
-                             f"is called so.")
-        return argument
     try:
         with mock.patch.object(overrides_parser, "HydraOverrideVisitor", Unread):
             value = overrides_parser.OverridesParser.create().parse_override(f"{key}={raw}")._value
@@ -179,7 +174,7 @@ def group_defaults(configs: Path, config_name: str) -> dict[str, str | None]:
 
 
 def without_null(arguments: list[str], groups: dict[str, str | None], configs: Path) -> list[str]:
-    """Writes group=null as Hydra has it: a default that is null is deleted, and one that is a file is `none`."""
+    """Writes group=null as Hydra has it: a default that is null is deleted, and any other is `none`."""
     last = {argument.partition("=")[0]: i for i, argument in enumerate(arguments)}
     kept = []
     for i, argument in enumerate(arguments):
@@ -191,18 +186,9 @@ def without_null(arguments: list[str], groups: dict[str, str | None], configs: P
                 kept.append(argument)
         elif last[key] != i:
             continue
-        elif groups[key] is None:
-            kept.append(f"~{key}")
-        elif groups[key] == "none" or (configs / key / "none.yaml").is_file():
-            kept.append(f"{key}=none")
-        else:
-            raise ValueError(f"{argument}: choose one of {', '.join(choices_of(configs, key))}.")
+        else:  # Hydra says what there is where there is no such file
+            kept.append(f"~{key}" if groups[key] is None else f"{key}=none")
     return kept
-
-
-def choices_of(configs: Path, group: str) -> list[str]:
-    folders = [configs / group, configs / "presets" / group]
-    return sorted(path.stem for folder in folders for path in folder.glob("*.yaml"))
 
 
 # ---- YAML -----------------------------------------------------------------------------------------------------------
@@ -216,12 +202,10 @@ def read_yaml(file: Path, declared: type[BaseModel] | None = None) -> Any:
     """
     raw = Path(file).read_bytes()
     try:
-        text = raw.decode("utf-8")
+        text = raw.decode("utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{file}, line {raw[:error.start].count(10) + 1}: byte 0x{raw[error.start]:02x} is not "
                          f"UTF-8: save the file as UTF-8.") from None
-    if text.startswith("\ufeff"):
-        raise ValueError(f"{file}, line 1: the file begins with a byte-order mark: save it as UTF-8 without one.")
     try:
         loader = get_yaml_loader()(text)
         node = loader.get_single_node()
@@ -236,13 +220,15 @@ def read_yaml(file: Path, declared: type[BaseModel] | None = None) -> Any:
                         places.setdefault(".".join(parts[i:]), place)
             keep_text(node, places)
         return loader.construct_document(node)
-    except yaml.MarkedYAMLError as error:
-        mark, since = error.problem_mark or error.context_mark, error.context_mark
-        opened = f" ({error.context} in line {since.line + 1})" if since and since.line != mark.line else ""
-        raise ValueError(f"{file}, line {mark.line + 1}: {error.problem}{opened}.") from None
-    except yaml.reader.ReaderError as error:
-        line = text[:error.position].count("\n") + 1
-        raise ValueError(f"{file}, line {line}: character {error.character:#04x} is not allowed in YAML.") from None
+    except yaml.YAMLError as error:
+        if isinstance(error, yaml.reader.ReaderError):
+            line = text[:error.position].count("\n") + 1
+            problem = f"character {error.character:#04x} is not allowed in YAML"
+        else:
+            mark, since = error.problem_mark or error.context_mark, error.context_mark
+            opened = f" ({error.context} in line {since.line + 1})" if since and since.line != mark.line else ""
+            line, problem = mark.line + 1, f"{error.problem}{opened}"
+        raise ValueError(f"{file}, line {line}: {problem}.") from None
 
 
 def keep_text(node: yaml.Node, places: dict[str, Kind], key: str = "") -> None:

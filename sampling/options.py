@@ -13,7 +13,21 @@ from guidance import Guidance, ends
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
-from runtime.schema import Count, Location, NotNegative, Number, Selection, Settings, Share, Size, Steps, one_of
+from runtime.schema import (
+    CONFIGS,
+    Count,
+    Location,
+    NotNegative,
+    Number,
+    Selection,
+    Settings,
+    Share,
+    Size,
+    Steps,
+    one_of,
+    read,
+)
+from runtime.typed import read_yaml
 from weights.averages import WeightsName
 from weights.loading import Trained, load_trained
 from weights.others import FAMILIES
@@ -49,15 +63,18 @@ GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, p
 class GuidanceSettings(Settings):
     """The keys of configs/guidance, which a command has at its top level."""
 
-    scale: Number | None = None
-    gamma1: Gamma = 0.0
-    gamma2: Gamma = 0.0
-    drop_label: bool = True
-    weak: Location | None = None
-    interval: Pair | None = None
-    routes: list[GuidanceRoute] | None = None
-    channels: Size | None = None
-    internal: bool = False
+    scale: Number | None
+    gamma1: Gamma
+    gamma2: Gamma
+    drop_label: bool
+    weak: Location | None
+    interval: Pair | None
+    routes: list[GuidanceRoute] | None
+    channels: Size | None
+    internal: bool
+
+
+NO_GUIDANCE = read(GuidanceSettings, read_yaml(CONFIGS / "guidance/none.yaml"))
 
 
 class DrawingSettings(GuidanceSettings):
@@ -120,7 +137,7 @@ def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: 
                  (given["sigma_min"], given["sigma_max"]) if "sigma_max" in given else
                  (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item()))
     is_of_edm = isinstance(diffusion, RF) and 1 < interval[1] < math.inf
-    if interval[1] < low or interval[0] > high or is_of_edm:
+    if interval[0] >= interval[1] or interval[1] < low or interval[0] > high or is_of_edm:
         raise ValueError(f"interval={list(interval)} does not fit the sampler's noise levels, from {high:g} to "
                          f"{low:g}. A sigma of EDM is t = sigma / (1 + sigma) of flow matching.")
 
@@ -133,8 +150,8 @@ def build_guidance(
     Raises ValueError, with the numbers and the setting, where they cannot work with `trained`.
     """
     if settings.scale is None:
-        settings.refuse("guidance", *GuidanceSettings.model_fields,
-                        why="nothing is guided without a scale; give scale=1.5")
+        changed = [name for name, plain in NO_GUIDANCE if getattr(settings, name) != plain]
+        settings.refuse("guidance", *changed, why="nothing is guided without a scale; give scale=1.5")
         return None, None
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")
@@ -190,9 +207,7 @@ def parse_seeds(key: str, given: str | int | Iterable[int] | None) -> list[int]:
 def parse_classes(
     key: str, given: str | int | Iterable | None, num_classes: int, class_names: list[str] | None, present: list[int],
 ) -> list[int]:
-    """Reads class names, indices and ranges of indices, or of names that are numbers; None is `present`.
-
-    Those are the classes that have images.
+    """Reads class names, indices and ranges of indices, or of names that are numbers; None is `present`, with images.
 
     Raises ValueError for a class that does not exist.
     """
@@ -200,25 +215,19 @@ def parse_classes(
         return present
     index = {name: i for i, name in enumerate(class_names or [])}
     # Where all names are numbers, a number is a name, in a range as well; 7 also names a class 007.
-    numbers = {int(name): i for name, i in index.items() if name.isascii() and name.isdigit()}
-    numbers = numbers if len(numbers) == len(index) else {}
+    known = {int(name): i for name, i in index.items() if name.isascii() and name.isdigit()}
+    if len(known) < max(1, len(index)):
+        known = {i: i for i in range(num_classes)}
     parts = [str(given)] if str(given) in index or isinstance(given, int) else given
     parts = parts.split(",") if isinstance(parts, str) else [str(part) for part in parts]
     labels = []
     for part in (part.strip() for part in parts):
-        if part not in index and not part[:1].isdigit():
-            names = f"; the names are {', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}" if index else ""
-            raise ValueError(f"{key}={given} asks for {part!r}, which is not a class. Write indices, as in {key}=[0,5] "
-                             f"or {key}=0-9, or names{names}.")
-        chosen = [index[part]] if part in index else parse_range(key, part)
-        if numbers and part not in index:
-            if lacking := [number for number in chosen if number not in numbers]:
-                raise ValueError(f"{key}={given} asks for class {lacking[0]}, but the classes are named by numbers: "
-                                 f"{', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}.")
-            chosen = [numbers[number] for number in chosen]
-        labels += chosen
-    if max(labels) >= num_classes:
-        raise ValueError(f"{key}={given} asks for class {max(labels)}; there are {num_classes}, numbered from 0.")
+        asked = [part] if part in index or not part[:1].isdigit() else parse_range(key, part)
+        if lacking := [one for one in asked if one not in index and one not in known]:
+            names = f", {', '.join(list(index)[:10])}{' …' if len(index) > 10 else ''}" if index else ""
+            raise ValueError(f"{key}={given} asks for class {lacking[0]}, which is none of the {num_classes}: write "
+                             f"indices from 0, as in {key}=[0,5] or {key}=0-9, or names{names}.")
+        labels += [index[one] if one in index else known[one] for one in asked]
     return labels
 
 

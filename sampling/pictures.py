@@ -24,12 +24,6 @@ from sampling.generate import Batch
 MOST_COLUMNS = 10  # of a grid, whose classes may have many images each
 
 
-def caption_font() -> ImageFont.FreeTypeFont:
-    """Loads DejaVu Sans, which comes with matplotlib and has letters far beyond Latin."""
-    [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
-    return ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
-
-
 def draw_grid(
     images: Tensor,                         # (N, H, W, 3) uint8
     labels: list[int],                      # one an image
@@ -38,9 +32,8 @@ def draw_grid(
 ) -> Image.Image:
     """Lays out images in captioned rows of at most MOST_COLUMNS; each class begins one.
 
-    Where each class has a single image, eight share a row.
-
-    A name with letters that the font lacks is replaced by the class's number.
+    Where each class has a single image, eight share a row. A name with letters that the font lacks is replaced by the
+    class's number.
     """
     images = images.numpy()
     height, width = images.shape[1:3]
@@ -53,7 +46,9 @@ def draw_grid(
         columns, groups = min(8, len(labels)), [[*range(len(labels))]]
     rows = [group[i:i + columns] for group in groups for i in range(0, len(group), columns)]
 
-    font = caption_font()
+    # DejaVu Sans comes with matplotlib and has letters far beyond Latin.
+    [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
+    font = ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
     unknown = bytes(font.getmask("\U0010ffff"))  # the box that stands for a letter the font lacks
 
     def caption(label: int) -> str:
@@ -128,21 +123,14 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
             continue
         named = file.parent == folder and re.fullmatch(r"\d{6,}_\d+\.png", file.name)
         drawn = read_drawn(file) if named else None
-        if drawn is None:
-            raise ValueError(f"out={folder} holds pictures that were not made by this code, such as {file.name}: name "
-                             f"another folder.")
-        if drawn.get("set") == name:
+        if drawn and drawn.get("set") == name:
             continue
-        if not overwrite:
-            raise ValueError(f"out={folder} holds pictures of another set, such as {file.name}: name another folder, "
-                             f"or clear it with overwrite=true.")
+        if not (drawn and overwrite):
+            whose, remedy = (("of another set", ", or clear it with overwrite=true") if drawn else
+                             ("that were not made by this code", ""))
+            raise ValueError(f"out={folder} holds pictures {whose}, such as {file.name}: name another folder{remedy}.")
         earlier.append(file)
     return earlier
-
-
-def clear_folder(earlier: list[Path]) -> None:
-    for file in earlier:
-        file.unlink()
 
 
 def write_pngs(batches: Iterable[Batch], folder: Path, name: str) -> None:

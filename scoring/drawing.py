@@ -70,9 +70,9 @@ class Drawing(Subject):
             "drawing_version": DRAWING_VERSION,  # and of one image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }
-        super().__init__(len(seeds), record, DRAWN_RULE, self.draw)
+        super().__init__(len(seeds), record, DRAWN_RULE, self.sample)
 
-    def draw(self, todo: np.ndarray) -> Indexed:
+    def sample(self, todo: np.ndarray) -> Indexed:
         """Samples this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
         seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
         place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # the seed of a copy

@@ -112,8 +112,7 @@ def extract(
         for name, values in features.items():
             if not (finite := values.isfinite().all(1).cpu()).all():
                 raise ValueError(f"The {extractor.name} features ({name}) of {int((~finite).sum())} of {len(finite)} "
-                                 f"images are not finite, of image {int(indices[~finite][0])} first: the images or "
-                                 f"the weights are damaged.")
+                                 f"images are not finite, of image {int(indices[~finite][0])} first.")
         yield indices, features
 
 
@@ -138,19 +137,17 @@ def hub_weights(repo: str, wheel: str | None = None) -> Path:
     return from_hub(repo, "model.safetensors", remedy=remedy) / "model.safetensors"
 
 
-def checked(path: Path, sha256: str | None) -> str:
-    """Returns the SHA-256 of weights; raises ValueError, with both, where `sha256` is another one."""
+@contextlib.contextmanager
+def reading(path: Path, sha256: str | None, what: str) -> Iterator[str]:
+    """Yields the SHA-256 of weights, and makes any error of a library's reader a ValueError: they are not `what`.
+
+    Raises ValueError where `sha256` is another one.
+    """
     found = files.sha256(path)
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")
-    return found
-
-
-@contextlib.contextmanager
-def reading(path: Path, what: str) -> Iterator[None]:
-    """Makes any error of a library's reader a ValueError, which says that the file is not `what`."""
     try:
-        yield
+        yield found
     except Exception as error:
         raise ValueError(f"{path} is not {what}: {first_line(error)}.") from error
 
@@ -161,7 +158,6 @@ def reading(path: Path, what: str) -> Iterator[None]:
 def adm(weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
     """Loads the frozen graph that OpenAI's evaluator runs; TensorFlow runs it on the CPU and never sees a GPU."""
     path = weights or fetch(ADM_GRAPH_URL)
-    digest = checked(path, sha256)
     os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
     try:
         import tensorflow as tf
@@ -181,7 +177,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
         logits = tf.matmul(pool, product.inputs[1])  # without the bias, as ADM does
         return pool, tf.reshape(spatial[..., :NUM_SPATIAL], [tf.shape(pool)[0], -1]), tf.nn.softmax(logits)
 
-    with reading(path, "the Inception graph that ADM's evaluator runs"):
+    with reading(path, sha256, "the Inception graph that ADM's evaluator runs") as digest:
         graph = tf.compat.v1.GraphDef.FromString(path.read_bytes())
         sizes = [value.shape[1] for value in run(tf.zeros([1, 8, 8, 3]))]
 
@@ -202,8 +198,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
     from torch_fidelity.feature_extractor_inceptionv3 import FeatureExtractorInceptionV3
 
     path = weights or fetch(INCEPTION_URL, hash_prefix="6726825d")
-    digest = checked(path, sha256)
-    with reading(path, "torch-fidelity's weights-inception-2015-12-05 as weights alone"):
+    with reading(path, sha256, "torch-fidelity's weights-inception-2015-12-05 as weights alone") as digest:
         # torch-fidelity reads the file as a pickle; what passes here holds nothing but tensors and cannot run code.
         torch.load(path, map_location="cpu", weights_only=True)
         network = FeatureExtractorInceptionV3("inception-v3-compat", ["2048", "logits_unbiased"],
@@ -236,8 +231,7 @@ def dinov2(
     import timm
 
     weights = weights or hub_weights(DINOV2_REPO)
-    digest = checked(weights, sha256)
-    with reading(weights, f"timm's {architecture} in safetensors"):
+    with reading(weights, sha256, f"timm's {architecture} in safetensors") as digest:
         state = read_tensors(weights)
         state["pos_embed"] = positions_at_224(state["pos_embed"])
         network = timm.create_model(architecture, pretrained=False, img_size=224, num_classes=0)
@@ -277,8 +271,7 @@ def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.d
         near = difflib.get_close_matches(model, timm.list_models(), n=3)
         raise ValueError(f"features={name}: timm has no such network{'; near are ' + ', '.join(near) if near else ''}.")
     weights = weights or in_wheel(model) or hub_weights(cfg.hf_hub_id or model, WHEELS.get(model))
-    digest = checked(weights, sha256)
-    with reading(weights, f"timm's {model} in safetensors, or a .pth of tensors"):
+    with reading(weights, sha256, f"timm's {model} in safetensors, or a .pth of tensors") as digest:
         state = read_timm(model, weights)
         network = timm.create_model(model, pretrained=True, num_classes=0, pretrained_cfg_overlay={"state_dict": state})
     cfg = timm.data.resolve_data_config(model=network)
@@ -322,8 +315,8 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
     """
     if weights is None:
         raise ValueError("features=torchscript needs features_weights=path/to/file.pt, a TorchScript file of your own.")
-    digest = checked(weights, sha256)
-    with reading(weights, "TorchScript from uint8 images (B, 3, H, W) of any size to (B, D)"), torch.no_grad():
+    what = "TorchScript from uint8 images (B, 3, H, W) of any size to (B, D)"
+    with reading(weights, sha256, what) as digest, torch.no_grad():
         network = load_torchscript(weights, device)
         _, size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
 

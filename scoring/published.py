@@ -3,7 +3,7 @@
 import json
 
 from runtime.schema import read
-from sampling.options import DrawingSettings, GuidanceSettings, sampler_settings
+from sampling.options import NO_GUIDANCE, DrawingSettings, sampler_settings
 from scoring.results import Published
 from weights.loading import Checkpoint, Trained
 
@@ -38,7 +38,7 @@ def as_published(cfg: DrawingSettings, checkpoint: Checkpoint | None = None) -> 
 def is_drawn_as(published: Published, cfg: DrawingSettings, trained: Trained) -> bool:
     """True if a checkpoint's images are sampled as those of the published scores were."""
     ours, theirs = (sampler_settings(trained.diffusion, dict(one.sampler)) for one in (cfg, published))
-    guidance = {key: getattr(published, key, unguided) for key, unguided in GuidanceSettings()}
+    guidance = {key: getattr(published, key, unguided) for key, unguided in NO_GUIDANCE}
     return (ours == theirs and all(getattr(cfg, key) == value for key, value in guidance.items())
             and cfg.num_steps == published.num_steps and (cfg.num_samples or 50_000) == published.num_samples
             and published.step in (None, trained.step) and cfg.classes is None and trained.weights != "model")

@@ -11,7 +11,7 @@ from pydantic import Field
 from runtime import files
 from runtime.command import commit
 from runtime.device import describe_device
-from runtime.schema import Number, Settings, Size, Steps, Whole, one_of
+from runtime.schema import Number, Settings, Size, Some, Steps, Whole, one_of
 from sampling.options import Pair, SamplerSettings
 from scoring.evaluation import Judge, Subject
 from scoring.feature_cache import SCORING_VERSION
@@ -20,7 +20,7 @@ from weights.records import DIFFUSIONS
 
 BALANCED = "class seed % number of classes"  # how a sample's record puts it
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
-Metrics = Annotated[list[str], Field(min_length=1)] | Literal["all"]
+Metrics = Some[str] | Literal["all"]
 
 
 class Published(Settings):

@@ -224,15 +224,19 @@ def measured_by(result: dict) -> dict[tuple[str, int], dict[str, dict[int, dict[
     return dict(sorted(groups.items()))
 
 
+def section(title: str, columns: list[str], rows: list[list]) -> list[str]:
+    """Returns a heading and its table; nothing where there are no rows."""
+    return ["", f"## {title}", "", table(columns, rows), ""] if rows else []
+
+
 def scores_over_steps(result: dict) -> list[str]:
     lines = []
     for (metric, num_samples), by_variant in measured_by(result).items():
         steps = sorted({step for by_step in by_variant.values() for step in by_step if by_step[step].get("unguided")})
         rows = [[variant, *(with_variety(by_step.get(step, {}).get("unguided", {}).values()) for step in steps)]
                 for variant, by_step in by_variant.items()]
-        if steps:
-            lines += ["", f"## {metric} of {num_samples:,} images, unguided",
-                      "", table(["variant", *(f"step {step:,}" for step in steps)], rows), ""]
+        lines += section(f"{metric} of {num_samples:,} images, unguided",
+                         ["variant", *(f"step {step:,}" for step in steps)], rows if steps else [])
     if result["floor"]:
         lines += ["", "## Real images, the floor", ""]
     return lines + [
@@ -247,15 +251,13 @@ def held_out_losses(result: dict) -> list[str]:
         for row in run.get("held_out", ()):
             for folder, by_level in row["losses"].items():
                 at[run["variant"], row["step"], folder].append(by_level)
-    if not at:
-        return []
     levels = list(dict.fromkeys(level for found in at.values() for by_level in found for level in by_level))
     rows = []
     for (variant, step, folder), found in sorted(at.items()):
         means = [f"{statistics.mean(by_level[level] for by_level in found):.4f}" for level in levels]
         rows.append([variant, f"{step:,}", folder, *means, len(found)])
-    return ["", "## Dense loss at fixed noise levels, the same noise for all", "",
-            table(["variant", "step", "images of", *levels, "n"], rows), ""]
+    return section("Dense loss at fixed noise levels, the same noise for all",
+                   ["variant", "step", "images of", *levels, "n"], rows)
 
 
 def differences(result: dict) -> list[str]:
@@ -267,10 +269,9 @@ def differences(result: dict) -> list[str]:
             found = paired(by_seed.values())
             rows.append([place_of(place, axis), *map(mean_of, map(list, zip(*by_seed.values(), strict=True))),
                          f"{found['difference']:+.3f}", in_words(first, second, found)])
-        if rows:
-            measure = measure_in_words(*unguided(result["runs"], first, second, metric=crossed["metric"]))
-            lines += ["", f"## {second} against {first}, at equal {AXES[axis]}: {measure}",
-                      "", table([AXES[axis], first, second, "difference", "lower"], rows), ""]
+        measure = measure_in_words(*unguided(result["runs"], first, second, metric=crossed["metric"]))
+        lines += section(f"{second} against {first}, at equal {AXES[axis]}: {measure}",
+                         [AXES[axis], first, second, "difference", "lower"], rows)
     return lines
 
 
@@ -292,11 +293,8 @@ def guided_scores(result: dict) -> list[str]:
                         passes, own = (side[seeds[0]].get("multiply_adds_an_image") for side in (by_seed, plain))
                         cost = f"{passes / own:.2f}" if passes and own else ""
                     rows.append([variant, f"{step:,}", guidance, with_variety(by_seed.values()), change, cost])
-        if rows:
-            lines += ["", f"## {metric} of {num_samples:,} images, guided",
-                      "",
-                      table(["variant", "step", "guidance", metric, "against unguided", "cost over unguided"], rows),
-                      ""]
+        lines += section(f"{metric} of {num_samples:,} images, guided",
+                         ["variant", "step", "guidance", metric, "against unguided", "cost over unguided"], rows)
     return lines
 
 

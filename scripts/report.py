@@ -25,6 +25,7 @@ from runtime.command import command, commit
 from runtime.schema import Location, Positive, Settings, as_text, read_json
 from runtime.typed import read_yaml
 from scoring.results import read_results
+from scoring.table import guided
 from weights import checkpoint as checkpoints
 
 AXES = {"step": "steps", "images": "images", "hours": "hours"}
@@ -114,10 +115,10 @@ def read_scores(path: Path, run: str, columns: dict[str, np.ndarray]) -> list[di
         source, step = found["source"], found["source"].get("step")
         place = {axis: float(np.interp(step, [0, *columns["step"]], [0, *columns[axis]], right=math.nan))
                  for axis in ("images", "hours") if axis in columns and step is not None}
-        guidance = ", ".join(f"{key} {as_text(part)}" for key, part in (source.get("guidance") or {}).items() if part)
         scores += [{
             "run": run, "metric": metric, "value": value, "num_samples": found["images"],
-            "guidance": guidance or "unguided", "step": step, **place, "features": found["extractor"]["name"],
+            "guidance": guided(found) if source.get("guidance") else "unguided", "step": step, **place,
+            "features": found["extractor"]["name"],
             "reference": found["reference"]["path"], "seeds": source.get("seeds"), "_conditions": json.dumps(
                 [found.get(key, source.get(key)) for key in CONDITIONS], sort_keys=True)}
             for metric, value in found["metrics"].items()]
@@ -373,16 +374,16 @@ def build(cfg: ReportSettings) -> str:
                             if name in run.columns]) for name in columns if name not in AXES]
     score_lines, study_lines = score_curves(scores, AXES), score_curves(study_scores, STUDY_AXES)
     front = [draw(*curve, {"step": "steps"}) for curve in [*curves[:1], *(study_lines or score_lines)[:1]]]
+    def titled(tables: dict[str, list[dict]], prefix: str = "") -> list:
+        return [part for name, rows in tables.items() if rows
+                for part in (prose(f"<h3>{html.escape(name)}</h3>"), *table(rows, f"{prefix}{name}"))]
+
     contents = {
         "Overview": overview(runs, front, out),
         "Training": tied(curves, AXES) + [download(run.name, run.source) for run in runs if run.columns],
-        "Scores": tied(score_lines, AXES) + [
-            part for name, rows in (("best", best_of(scores)), ("scores", scores)) if rows
-            for part in (prose(f"<h3>{name}</h3>"), *table(rows, name))],
+        "Scores": tied(score_lines, AXES) + titled({"best": best_of(scores), "scores": scores}),
         "Pictures": grids_by_step(runs, out),
-        "Study": tied(study_lines, STUDY_AXES) + [
-            part for name, rows in (tables | {"scores": study_scores}).items() if rows
-            for part in (prose(f"<h3>{html.escape(name)}</h3>"), *table(rows, f"study-{name}"))],
+        "Study": tied(study_lines, STUDY_AXES) + titled(tables | {"scores": study_scores}, "study-"),
         "Settings": side_by_side(runs, "config"),
         "Environment": side_by_side(runs, "environment") + side_by_side(runs, "record"),
     }

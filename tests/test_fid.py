@@ -454,7 +454,7 @@ def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_
 
 
 def test_scores_that_could_not_be_saved_are_refused_before_anything_is_sampled(tmp_path, run_folder, reference_npz, monkeypatch):
-    monkeypatch.setattr(drawing.Drawing, "draw", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(drawing.Drawing, "sample", lambda *_: pytest.fail("drawn"))
     results = tmp_path / "results.jsonl"
     for spoil in (results.mkdir, lambda: results.symlink_to(tmp_path / "elsewhere")):
         spoil()
@@ -519,14 +519,14 @@ def rows_of(tmp_path):
 
 
 def test_several_networks_score_images_that_are_sampled_once(tmp_path, run_folder, reference_npz, networks, monkeypatch):
-    drawn, draw = [], drawing.Drawing.draw
+    drawn, draw = [], drawing.Drawing.sample
 
     def counted(self, todo):
         for indices, images in draw(self, todo):
             drawn.extend(indices[indices >= 0].tolist())  # without copies
             yield indices, images
 
-    monkeypatch.setattr(drawing.Drawing, "draw", counted)
+    monkeypatch.setattr(drawing.Drawing, "sample", counted)
     options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=20, num_steps=2, keep_features=True)
     alone = [command(tmp_path, **options)["metrics"]]  # pixels, whose features are kept
     command(tmp_path, **options, **networks)

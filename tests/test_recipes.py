@@ -48,7 +48,7 @@ def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, 
     plain = {key.split(".")[0] for key in DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1).state_dict()}
     assert {key.split(".")[0] for key in end_of(tmp_path / "whole")["ema"]} == plain | set(of_its_own)
     loaded = load_trained(tmp_path / "whole")
-    [(_, latents)] = Drawing(loaded.net, loaded.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).draw(np.arange(2))
+    [(_, latents)] = Drawing(loaded.net, loaded.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).sample(np.arange(2))
     assert latents.isfinite().all()
 
 

@@ -190,7 +190,7 @@ def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_refere
     for scales, code in (("[null,1.5]", 1), ("[null,1]", 0)):
         result = train_here(run, shapes, "steps=1", *small, *scored, f"evaluate.guidance_scales={scales}")
         assert result.returncode == code, result.stderr
-        assert (run / "config.yaml").exists() == (code == 0) == ("which label_dropout=0 does not train" not in result.stderr)
+        assert (run / "config.yaml").exists() == (code == 0) == ("trained without label dropout" not in result.stderr)
     assert "they were trained without label dropout (label_dropout=0)" in drawn(run)
     assert drawn(run, "scale=1") is None
     child = tmp_path / "child"
@@ -402,7 +402,7 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
 
 
 def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
-    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "grid", "evaluation", "record", "model", "averages"))
+    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "judge", "record", "model", "averages"))
     run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
@@ -493,10 +493,10 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "with model.selection=l1 the network alone does"),
+    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "and model.selection=random, with which it knows which are kept"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
-    (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples routes all tokens of some samples"),
+    (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples keeps only 0"),
 ])
 def test_impossible_masks_and_routed_losses_raise_a_one_line_error(masked, tmp_path, fresh_accelerator, overrides, says):
     with pytest.raises(SystemExit) as stop:

@@ -62,7 +62,7 @@ def drawn(name: str) -> list[float]:
         guidance = Guidance(**guidance, net2=fill(DiT(**TINY | {"depth": 2})))
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
     drawing = Drawing(net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2, num_steps=4, guidance=guidance, sampler=sampler)
-    found = {int(i): checksum(image) for indices, images in drawing.draw(np.arange(3)) for i, image in zip(indices, images, strict=True)}
+    found = {int(i): checksum(image) for indices, images in drawing.sample(np.arange(3)) for i, image in zip(indices, images, strict=True)}
     return [found[i] for i in range(3)]
 
 

@@ -89,17 +89,11 @@ def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: torch.opti
 def load_optimizer(
     trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer, tensors: Mapping[str, Tensor],
 ) -> None:
-    """Restores what `optimizer_tensors` flattened; learning rate and the other settings are kept.
-
-    Raises ValueError for a tensor of a parameter that is not trained here, or of another shape than its parameter.
-    """
+    """Restores what `optimizer_tensors` flattened; learning rate and the other settings are kept."""
     place = {p: i for i, p in enumerate(p for group in optimizer.param_groups for p in group["params"])}
     state: dict[int, dict[str, Tensor]] = {}
     for key, value in tensors.items():
         name, _, entry = key.rpartition(".")
-        p = trained.get(name)
-        if p is None or value.ndim and value.shape != p.shape:
-            raise ValueError(f"The optimizer's state {key} {tuple(value.shape)} is not of this run: move the "
-                             f"checkpoint away, or give the settings that it began with.")
+        p = trained[name]
         state.setdefault(place[p], {})[entry] = sharding.part(value, like=p)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

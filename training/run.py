@@ -63,23 +63,6 @@ class Sums:
         self.values[:-2].zero_()
 
 
-@dataclass
-class Grid:
-    """What a sample grid is made of."""
-
-    decode: Callable[[Tensor], Tensor]
-    seeds: list[int]
-    labels: list[int]
-
-
-@dataclass
-class Evaluation:
-    """What the EMA weights are scored with."""
-
-    decode: Callable[[Tensor], Tensor]
-    judge: Judge
-
-
 @dataclass(kw_only=True)
 class Progress:
     """Where a run stands, which its checkpoints record."""
@@ -109,12 +92,13 @@ class Run(Progress):
     accelerator: Accelerator
     folder: Path
     latents: Latents
-    grid: Grid | None
-    evaluation: Evaluation | None
+    decode: Callable[[Tensor], Tensor] | None   # latents (B, C, h, w) -> images; None: nothing is sampled
+    grid: tuple[list[int], list[int]] | None    # seeds and labels of a grid of samples, if there are to be grids
+    judge: Judge | None                         # what averages are scored with, if they are to be
     record: dict                            # of network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
     averages: dict[str, DiT]                # of its weights, by name; the first is ema
-    objective: Objective | DiffusionLoss  # what is minimised; has the network as a part
+    objective: Objective | DiffusionLoss    # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
     paused: float = 0.0                     # seconds since the last report in which it saved, sampled or scored
@@ -232,7 +216,7 @@ def describe_schedule(cfg: TrainSettings) -> dict:
     return {key: step_of(value) if key in ("dense_before", "dense_after") else value for key, value in given.items()}
 
 
-def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
+def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
     """Returns what a checkpoint records of its run."""
     diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
     num_classes, schedule = cfg.data.num_classes or latents.num_classes, describe_schedule(cfg)
@@ -264,8 +248,8 @@ def describe(cfg: TrainSettings, latents: Latents, world: int, device: torch.dev
 
 def open_drawing(
     cfg: TrainSettings, accelerator: Accelerator, latents: Latents, autoencoder: str,
-) -> tuple[Grid | None, Evaluation | None]:
-    """Loads what grids and evaluations need, or None for what the settings do not ask for.
+) -> tuple[Callable | None, tuple[list[int], list[int]] | None, Judge | None]:
+    """Loads what grids and evaluations need, `decode`, `grid` and `judge` of a run, or None for what is not asked for.
 
     Prints a line where only their owner can decode the latents.
     """
@@ -273,7 +257,7 @@ def open_drawing(
         if autoencoder == autoencoders.NONE:
             accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are sampled; "
                               "sample.py writes latents with latents=true.")
-        return None, None
+        return None, None, None
     try:
         decoder = autoencoders.load_decoder(
             autoencoder, latents.shape, latents.convention, accelerator.device, DTYPES[cfg.decode_precision],
@@ -281,12 +265,12 @@ def open_drawing(
         )
     except ValueError as error:
         raise ValueError(f"{error} Or set samples.every=0 evaluate.every=0 to train without pictures.") from error
-    grid = evaluation = None
+    grid = judge = None
     if cfg.samples.every:
         seeds = parse_seeds("samples.seeds", cfg.samples.seeds)
         classes = parse_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names,
                                 latents.classes[:GRID_CLASSES])
-        grid = Grid(decoder.decode, seeds, labels_of(seeds, classes))
+        grid = seeds, labels_of(seeds, classes)
     if cfg.evaluate.every:
         if cfg.evaluate.reference is None:
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
@@ -298,8 +282,8 @@ def open_drawing(
         reference = statistics.open_reference(cfg.evaluate.reference, extractor, side, accelerator.device)
         metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
         reference.complete(extractor, metrics, cfg.evaluate.batch_size)
-        evaluation = Evaluation(decoder.decode, Judge(extractor, reference, metrics))
-    return grid, evaluation
+        judge = Judge(extractor, reference, metrics)
+    return decoder.decode, grid, judge
 
 
 def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> DiT:
@@ -314,20 +298,15 @@ def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
     if "weight" not in latents.arrays:
         raise ValueError(f"keep_masked=true needs masks, but {latents.where} has no masks-*.npy (docs/data.md): write "
                          f"them, or set keep_masked=false.")
-    if not model.routes:
-        raise ValueError("keep_masked=true keeps tokens off the routes, and model.routes is empty: set "
-                         "keep_masked=false. Masks weigh the loss in any case.")
     num_tokens = model.pos_embed.shape[1]
     most, image = latents.most_kept(model.patch_size)
     for route in chain(*schedule.every):
-        if route.path_drop:
-            raise ValueError(f"keep_masked=true: route {route} routes all tokens of some samples, so none is sure "
-                             f"to be kept. Set path_drop to 0 in model.routes, or keep_masked=false.")
-        room = num_tokens - int(num_tokens * route.selection_ratio)
+        # At a path drop all tokens of some samples are routed.
+        room = 0 if route.path_drop else num_tokens - int(num_tokens * route.selection_ratio)
         if most > room:
             raise ValueError(f"keep_masked=true: the mask of image {image} keeps {most} of {num_tokens} tokens, but "
                              f"route {route} keeps only {room}. Set selection_ratio to {1 - most / num_tokens:.4g} or "
-                             f"less in model.routes, or keep_masked=false.")
+                             f"less and path_drop to 0 in model.routes, or keep_masked=false.")
 
 
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
@@ -341,7 +320,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
     check_warmup(cfg, accelerator)
-    record = describe(cfg, latents, accelerator.num_processes, accelerator.device)
+    record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)
     model = initial_network(cfg, record, accelerator.device)
     schedule = build_schedule(model, record.get("route_schedule", {}), cfg.seed)
     if cfg.keep_masked:
@@ -371,6 +350,6 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         speed.share_buffers(objective)
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
-    grid, evaluation = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])  # which may take minutes
-    return Run(cfg, accelerator, Path(cfg.run_dir), latents, grid, evaluation, record, model, averages, objective,
-               optimizer, Sums(accelerator.device, objective.terms))
+    drawing = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])  # which may take minutes
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, *drawing, record, model, averages, objective, optimizer,
+               Sums(accelerator.device, objective.terms))

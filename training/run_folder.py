@@ -10,6 +10,7 @@ from omegaconf import OmegaConf
 from torch import nn
 
 from dit import LabelEmbedder
+from guidance import Guidance
 from latents.loader import find_damaged
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
@@ -72,9 +73,8 @@ def require_no_steps(run: Run) -> None:
     steps = [training_step(row) for row in files.read_rows(run.folder / "metrics.jsonl")]
     last = ranks.broadcast_from_main(run.accelerator, max(steps, default=0))
     if 0 < last >= min(run.cfg.checkpoint.every + 1, run.cfg.steps):
-        raise ValueError(f"{run.folder} has recorded {last} steps and has no checkpoint, so that training would start "
-                         f"again and replace the record. Restore its checkpoints, set name=<another>, or move the "
-                         f"folder away.")
+        raise ValueError(f"{run.folder} has recorded {last} steps and has no checkpoint, so training would replace the "
+                         f"record: restore its checkpoints, set name=<another>, or move the folder away.")
 
 
 def differing(old: object, new: object) -> tuple[object, object]:
@@ -164,18 +164,16 @@ def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_t
         parent.net.y_embedder = LabelEmbedder(network["num_classes"], parent.net.pos_embed.shape[-1])
         nn.init.normal_(parent.net.y_embedder.embedding_table.weight, std=0.02,
                         generator=torch.Generator().manual_seed(record["seed"]))
-    old, new = differing(*(architecture(side["network"]) for side in (parent.recorded, record)))
-    if old:
-        remedy = ("new_label_table=true makes the table of labels anew, to fine-tune on other classes."
-                  if old.keys() <= {"num_classes", "null_label"} else
-                  "Give model.backbone_type, model, objective and data as it was trained with.")
-        raise ValueError(f"init_from={path} has another network: {old} there, {new} here. {remedy}")
     # A weights file alone shows the name of its diffusion and nothing more.
     keys = ("name",) if parent.checkpoint.record is None else ("name", "sigma_data")
-    old, new = differing(*({key: side["diffusion"].get(key) for key in keys} for side in (parent.recorded, record)))
-    if old:
-        raise ValueError(f"init_from={path} was trained with another diffusion: {old} there, {new} here. Give "
-                         f"diffusion={parent.recorded['diffusion']['name']} and its settings.")
+    there, here = (architecture(side["network"]) | {f"diffusion.{key}": side["diffusion"].get(key) for key in keys}
+                   for side in (parent.recorded, record))
+    if there != here:
+        old, new = differing(there, here)
+        remedy = ("new_label_table=true makes the table of labels anew, to fine-tune on other classes."
+                  if old.keys() <= {"num_classes", "null_label"} else
+                  "Give model.backbone_type, model, objective, diffusion and data as it was trained with.")
+        raise ValueError(f"init_from={path} has another network or diffusion: {old} there, {new} here. {remedy}")
     return parent
 
 
@@ -185,9 +183,7 @@ def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_t
 def resume(run: Run) -> tuple[Path, dict] | None:
     """Restores a run's latest checkpoint, or else loads the weights that the run starts from.
 
-    Returns the checkpoint's folder and what its meta.json holds.
-
-    Raises ValueError for a run that cannot resume with these settings.
+    Returns the checkpoint's folder and what its meta.json holds. Raises ValueError for a run that cannot resume so.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
     found = latest_checkpoint(run.folder)
@@ -196,10 +192,11 @@ def resume(run: Run) -> tuple[Path, dict] | None:
     else:
         require_no_steps(run)
         begin(run)
-    scales = run.cfg.evaluate.guidance_scales
-    if run.evaluation and not run.record["null_label"] and any(scale not in (None, 1) for scale in scales):
-        raise ValueError(f"evaluate.guidance_scales={scales} guides by the null label, which "
-                         f"label_dropout=0 does not train: set evaluate.guidance_scales=[null], or label_dropout=0.1.")
+    for net in run.averages.values():
+        net.null_label = run.record["null_label"]
+    for scale in run.cfg.evaluate.guidance_scales if run.judge else ():
+        if scale is not None:
+            Guidance(scale).check(run.ema)  # now rather than after the first steps
     return found
 
 
@@ -273,9 +270,8 @@ def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
     for name, kind in kinds(run.cfg.ema.decay, run.cfg.ema.std).items():
         found[name] = was.get(kind, "ema" if name == "ema" else "model")
         if kind not in was and kind[0] == "std":
-            raise ValueError(f"ema.std={run.cfg.ema.std}: {name} averages over a whole run, and {run.folder} took its "
-                             f"first {meta.step} steps without it: leave it out, or start another run with "
-                             f"name=<another>.")
+            raise ValueError(f"ema.std={run.cfg.ema.std}: {name} averages over all steps, and {run.folder} took "
+                             f"{meta.step} without it: leave it out, or start another run with name=<another>.")
         if found[name] == "model":
             run.accelerator.print(f"{name} begins at step {meta.step} with the weights of that step.")
     return found

@@ -21,6 +21,7 @@ from runtime.schema import (
     Settings,
     Share,
     Size,
+    Some,
     Steps,
     Text,
     Whole,
@@ -68,7 +69,7 @@ class DataSettings(Settings):
 class LoRASettings(Settings):
     rank: Count | None
     alpha: Positive | None
-    targets: Annotated[list[Text], Field(min_length=1)] | None
+    targets: Some[Text] | None
 
 
 class AdamWSettings(Settings):
@@ -89,7 +90,7 @@ class MuonSettings(AdamWSettings):
 
 
 class EMASettings(Settings):
-    decay: Decay | Annotated[list[Decay], Field(min_length=1)]  # at 1 it would stay at the untrained network
+    decay: Decay | Some[Decay]  # at 1 it would stay at the untrained network
     warmup: bool
     std: list[Annotated[float, Field(gt=0, lt=WIDEST)]]
     snapshot_every: Count | None
@@ -125,8 +126,8 @@ class EvaluateSettings(Settings):
     metrics: results.Metrics | None
     num_samples: results.AtLeastTwo
     seed: Whole
-    guidance_scales: Annotated[list[Number | None], Field(min_length=1)]
-    weights: Annotated[list[WeightsName], Field(min_length=1)]
+    guidance_scales: Some[Number | None]
+    weights: Some[WeightsName]
     num_steps: Steps
     batch_size: Count
 
@@ -180,32 +181,34 @@ class TrainSettings(Settings):
 def check_settings(cfg: TrainSettings) -> None:
     """Raises ValueError for settings that do not go together."""
     check_run_dir(cfg)
+    check_pairs(cfg)
     check_effect(cfg)
     check_objective(cfg.objective)
     check_averages(cfg)
-    lora = cfg.lora
-    if cfg.new_label_table and (cfg.init_from is None or lora.rank is not None):
-        raise ValueError("new_label_table=true is for init_from=<weights> on other classes, all of whose weights are "
-                         "then trained: give init_from, and no lora.rank, whose adapter leaves the table as it is.")
-    if lora.rank is None and (lora.alpha, lora.targets) != (None, None):
-        raise ValueError(f"lora.alpha={lora.alpha} lora.targets={lora.targets} need an adapter, and lora.rank=null "
-                         f"makes none: set lora.rank=16, for instance.")
-    if lora.rank is not None and cfg.init_from is None:
-        raise ValueError(f"lora.rank={lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
+    if cfg.lora.rank is not None and cfg.init_from is None:
+        raise ValueError(f"lora.rank={cfg.lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
                          f"weights file>.")
-    adapter, muon, fp8, fsdp = f"lora.rank={lora.rank}", "optimizer=muon", "precision=fp8", "sharding=fsdp"
-    asked = {adapter: lora.rank is not None, muon: cfg.optimizer.name == "muon", fp8: cfg.precision == "fp8",
-             fsdp: cfg.sharding == "fsdp"}
-    for one, other in ((adapter, muon), (adapter, fp8), (adapter, fsdp), (muon, fp8)):
+
+
+def check_pairs(cfg: TrainSettings) -> None:
+    """Raises ValueError for two settings that are not supported together, or of which one takes the other's place."""
+    given, has_own_routes = cfg.typed, cfg.model.fusion or cfg.typed.get("model", "tread") != "tread"
+    adapter, muon, fsdp = f"lora.rank={cfg.lora.rank}", "optimizer=muon", "sharding=fsdp"
+    fp8, fp16, graphs = "precision=fp8", "precision=fp16", f"compile={as_text(cfg.compile)}"
+    preset, routes = f"routes={given.get('routes')}", f"model.routes={given.get('model.routes')}"
+    labels = "new_label_table=true"
+    network = "model=sprint" if cfg.model.fusion else f"model={given.get('model')}"
+    asked = {
+        adapter: cfg.lora.rank is not None, muon: cfg.optimizer.name == "muon", fsdp: cfg.sharding == "fsdp",
+        fp8: cfg.precision == "fp8", fp16: cfg.precision == "fp16", graphs: cfg.compile in speed.CUDA_GRAPHS,
+        labels: cfg.new_label_table, preset: given.get("routes", "null") != "null", routes: "model.routes" in given,
+        network: has_own_routes,
+    }
+    # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass. An adapter trains no table.
+    for one, other in ((adapter, muon), (adapter, fp8), (adapter, fsdp), (adapter, labels), (muon, fp8), (fsdp, fp8),
+                       (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network)):
         if asked[one] and asked[other]:
-            raise ValueError(f"{other} and {one} are not supported together: leave one out.")
-    if cfg.sharding == "fsdp":
-        if cfg.precision not in ("fp32", "bf16"):
-            raise ValueError(f"sharding=fsdp trains in bf16 or fp32, not in precision={cfg.precision}: set "
-                             f"precision=bf16, or sharding=none.")
-        if cfg.compile in speed.CUDA_GRAPHS:
-            raise ValueError(f"compile={cfg.compile} records CUDA graphs, which need weights at fixed addresses, and "
-                             f"sharding=fsdp gathers them in each pass: set compile=true.")
+            raise ValueError(f"{one} and {other} do not go together: leave one out.")
 
 
 def check_averages(cfg: TrainSettings) -> None:
@@ -223,37 +226,30 @@ def check_averages(cfg: TrainSettings) -> None:
 def check_run_dir(cfg: TrainSettings) -> None:
     """Raises ValueError for a run's folder that is, or lies in, one with another purpose."""
     run_dir, data = Path(cfg.run_dir).resolve(), cfg.data.path and Path(cfg.data.path).resolve()
+    is_of_runs = any(run_dir.glob("*/checkpoints")) and not (run_dir / "checkpoints").is_dir()
+    taken = []
     if run_dir in (Path.cwd(), *Path.cwd().parents):
-        raise ValueError(f"run_dir={cfg.run_dir} is the current folder or one around it: give another folder, such as "
-                         f"runs/{cfg.name}.")
-    if run_dir == Path("runs").resolve() or (
-            any(run_dir.glob("*/checkpoints")) and not (run_dir / "checkpoints").is_dir()):
-        raise ValueError(f"run_dir={cfg.run_dir} is the folder of runs, and not that of one: give one in it, such as "
-                         f"run_dir={run_dir.name}/first, or another name=.")
+        taken.append("is the current folder or one around it")
+    if run_dir == Path("runs").resolve() or is_of_runs:
+        taken.append("is the folder of runs, and not that of one")
     for folder in (run_dir, *run_dir.parents):
         if folder == data or any(folder.glob("latents-*.npy")):
-            raise ValueError(f"run_dir={cfg.run_dir} lies in the data folder {folder}: give another, such as "
-                             f"runs/{cfg.name}.")
+            taken.append(f"lies in the data folder {folder}")
         if folder != run_dir and (folder / "checkpoints").is_dir() and (folder / "metrics.jsonl").is_file():
-            raise ValueError(f"run_dir={cfg.run_dir} lies in the run {folder}: give another, such as "
-                             f"run_dir={folder}-2.")
+            taken.append(f"lies in the run {folder}")
+    if taken:
+        raise ValueError(f"run_dir={cfg.run_dir} {taken[0]}: give another folder, as runs/first, or another name=.")
 
 
 def check_effect(cfg: TrainSettings) -> None:
     """Raises ValueError for settings that others make void; what a preset sets in vain is none of the user's."""
-    model, preset, kind = cfg.model, cfg.typed.get("routes", "null"), cfg.typed.get("model", "tread")
-    if preset != "null" and (kind != "tread" or model.fusion):
-        raise ValueError(f"routes={preset} is a route for model=tread, and model={'sprint' if model.fusion else kind} "
-                         f"has its own or none: leave one of the two out.")
-    if preset != "null" and "model.routes" in cfg.typed:
-        raise ValueError(f"model.routes={cfg.typed['model.routes']} takes the place of routes={preset}: leave one of "
-                         f"the two out.")
-    if any(route.drop_batch and not route.path_drop for route in model.routes):
-        raise ValueError("drop_batch=true drops the path of no batch at path_drop=0: set both in model.routes.")
+    model = cfg.model
     for is_read, names, why in (
         (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
         (model.selection == "l1", ["model.l1_reg", "model.inverse"], "model.selection=l1 alone reads it"),
-        (cfg.init_from, ["diffusion_name"], "it says whose weights init_from=<a weights file> has"),
+        (model.routes or not cfg.keep_masked, ["keep_masked"], "model.routes is empty, so all tokens are kept"),
+        (cfg.init_from, ["diffusion_name", "new_label_table"], "it is about the weights of init_from=<weights>"),
+        (cfg.lora.rank, ["lora.alpha", "lora.targets"], "lora.rank=null makes no adapter"),
         (cfg.evaluate.every or "evaluate.every" in cfg.typed, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
         (cfg.ema.std, ["ema.snapshot_every"], "only power-function averages have snapshots; give ema.std=[0.05,0.10]"),

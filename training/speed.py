@@ -26,7 +26,7 @@ from runtime.schema import as_text
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
 CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
-TORCHAO = "0.18.0"  # fits torch 2.11
+TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
 
 
 # Compiling for a CPU asks where CUDA is, if torch is built for it, and warns that there is none.
@@ -66,13 +66,14 @@ def check_compiler(how: bool | str, device: torch.device) -> None:
             found = cpp_builder.get_cpp_compiler()
         except (exc.InvalidCxxCompiler, RuntimeError):
             found = None
+    headers, lacking = sysconfig.get_path("include"), None
     if found is None or shutil.which(found) is None:
-        raise ValueError(f"compile={as_text(how)} needs a {language} compiler, and none is found: install {package} "
-                         f"(Debian, Ubuntu: apt install build-essential), or set compile=false.")
-    headers = sysconfig.get_path("include")
-    if not Path(headers, "Python.h").is_file():
-        raise ValueError(f"compile={as_text(how)} needs Python's headers, and {headers} has no Python.h: install "
-                         f"python3-dev (of Debian and Ubuntu), or set compile=false.")
+        lacking = (f"a {language} compiler, and none is found: install {package} (Debian, Ubuntu: apt install "
+                   f"build-essential)")
+    elif not Path(headers, "Python.h").is_file():
+        lacking = f"Python's headers, and {headers} has no Python.h: install python3-dev (of Debian and Ubuntu)"
+    if lacking:
+        raise ValueError(f"compile={as_text(how)} needs {lacking}, or set compile=false.")
 
 
 def share_buffers(objective: Objective | DiffusionLoss) -> None:
@@ -89,14 +90,10 @@ def share_buffers(objective: Objective | DiffusionLoss) -> None:
 
 def check_float8(device: torch.device) -> None:
     """Raises ValueError where precision=fp8 cannot work: without torchao, or without a GPU that multiplies float8."""
-    if importlib.util.find_spec("torchao") is None:
-        raise ValueError(f"precision=fp8 needs torchao, which is not installed: pip install torchao=={TORCHAO}, or set "
-                         f"precision=bf16.")
-    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else None
-    if has is None or has < (8, 9):
-        here = "this is a CPU" if has is None else f"{torch.cuda.get_device_name(device)} has {has[0]}.{has[1]}"
-        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), but "
-                         f"{here}: set precision=bf16.")
+    has = torch.cuda.get_device_capability(device) if device.type == "cuda" else (0, 0)
+    if has < (8, 9) or importlib.util.find_spec("torchao") is None:
+        raise ValueError(f"precision=fp8 needs a GPU of compute capability 8.9 or more (Ada, Hopper, Blackwell), and "
+                         f"torchao: choose such a GPU and pip install torchao=={TORCHAO}, or set precision=bf16.")
 
 
 def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
@@ -114,9 +111,8 @@ def multiply_in_float8(model: DiT, emulate: bool = False) -> None:
 
     for name, layer in model.blocks[0].named_modules():
         if large(layer, name) and (layer.in_features % 16 or layer.out_features % 16):
-            raise ValueError(f"precision=fp8 needs layers whose sides are multiples of 16, but {name} is "
-                             f"{layer.in_features} × {layer.out_features}: change model.hidden_size, or set "
-                             f"precision=bf16.")
+            raise ValueError(f"precision=fp8 needs sides that are multiples of 16, but {name} is {layer.in_features} × "
+                             f"{layer.out_features}: change model.hidden_size, or set precision=bf16.")
     # Padding is for a number of tokens in the batch that 16 does not divide; published sizes need none.
     config = Float8LinearConfig(emulate=emulate, pad_inner_dim=True)
     convert_to_float8_training(model.blocks, module_filter_fn=large, config=config)

@@ -27,8 +27,7 @@ def load_autoencoder(
     """Loads what encodes and decodes: `identity`, `sd_vae_ema`, `sd_vae_mse`, a local diffusers folder, an LDM file.
 
     Reads weights only; `dtype` is the network's, moments come back in float32. `convention` is the one of latents that
-    exist, None the autoencoder's own. Raises ValueError where the name is unknown, the folder is not a whole one, or a
-    hub model is neither cached nor reachable.
+    exist, None the autoencoder's own. Raises ValueError for an unknown name, and for weights that cannot be had.
     """
     if runs_code(name):
         raise ValueError(f"autoencoder={name} decodes and does not encode: name another here.")
@@ -67,8 +66,7 @@ def load_decoder(
     """Loads an autoencoder, or a decoder of the user's own, to decode latents of `shape` that exist already.
 
     They are brought back by `convention`, which made them, not by the one that the decoder was published with. A
-    decoder of one's own is code, so it is loaded only where `asked`. Raises ValueError as `load_autoencoder` does, for
-    latents of other channels, and for code that no user has named.
+    decoder of one's own is code, so it is loaded only where `asked`. Raises ValueError also for other channels.
     """
     if not runs_code(name):
         loaded = load_autoencoder(name, device, dtype, convention)
@@ -92,10 +90,7 @@ def runs_code(name: str) -> bool:
 
 
 def samples_only(name: str) -> bool:
-    """True if an autoencoder, whose weights are not loaded, gives values and no distributions.
-
-    Raises ValueError for a name without an autoencoder.
-    """
+    """True if an autoencoder, whose weights are not loaded, gives values and no distributions."""
     if name in HUB_NAMES or name == NONE or runs_code(name) or Path(name).is_file():
         return False
     return name == "identity" or _read_config(name)["_class_name"] in SAMPLES_ONLY
@@ -111,7 +106,7 @@ def _read_config(folder: str) -> dict:
         raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
     config = json.loads((Path(folder) / "config.json").read_text())
     if config.get("_class_name") not in CLASSES:  # a name alone: nothing else is ever looked up by it
-        raise ValueError(f"autoencoder={folder} is of class {config.get('_class_name')}, and {', '.join(CLASSES)} are "
+        raise ValueError(f"autoencoder={folder} is of {config.get('_class_name')}, and only {', '.join(CLASSES)} are "
                          f"read.")
     return config
 
@@ -123,13 +118,11 @@ def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
     try:
         vae, found = network.from_pretrained(
             folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True)
+        if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
+            raise ValueError(f"the weights lack {len(lacking)} tensors, {lacking[0]} first")
     except Exception as error:  # absent, cut short, of other shapes: each raises its own
         raise ValueError(f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits "
-                         f"config.json (weights in .bin are pickles and are not loaded): {first_line(error)}"
-                         ) from error
-    if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
-        raise ValueError(f"autoencoder={folder}: the weights lack {len(lacking)} of the tensors of config.json, "
-                         f"{lacking[0]} first.")
+                         f"config.json (pickles, .bin, are not loaded): {first_line(error)}") from error
     return vae
 
 
@@ -162,8 +155,8 @@ def _from_ldm(file: Path) -> torch.nn.Module:
         state = state.get(key, state) if isinstance(state, dict) else {}
     levels = [f"encoder.down.{i}" for i in range(64) if f"encoder.down.{i}.block.0.conv1.weight" in state]
     if not levels or "post_quant_conv.weight" not in state:
-        raise ValueError(f"autoencoder={file} holds no weights of a latent-diffusion AutoencoderKL: encoder.down.0… or "
-                         f"post_quant_conv is missing among its {len(state)} tensors.")
+        raise ValueError(f"autoencoder={file} holds no weights of a latent-diffusion AutoencoderKL, such as "
+                         f"encoder.down.0… and post_quant_conv.")
     kinds = ["Attn" if f"{level}.attn.0.q.weight" in state else "" for level in levels]
     options = dict(
         block_out_channels=tuple(len(state[f"{level}.block.0.conv1.weight"]) for level in levels),
@@ -177,8 +170,7 @@ def _from_ldm(file: Path) -> torch.nn.Module:
     expected = vae.state_dict()
     theirs = {key: ldm_key(key, len(levels)) for key in expected}
     if lacking := [name for name in theirs.values() if name not in state]:
-        raise ValueError(f"autoencoder={file} lacks {len(lacking)} tensors of latent diffusion's AutoencoderKL, "
-                         f"{lacking[0]} first.")
+        raise ValueError(f"autoencoder={file} lacks {len(lacking)} tensors of an AutoencoderKL, {lacking[0]} first.")
     # A 1x1 convolution and a linear layer hold the same numbers.
     vae.load_state_dict({key: state[name].float().reshape(expected[key].shape) for key, name in theirs.items()},
                         assign=True)
@@ -192,8 +184,8 @@ def read_statistics(file: Path) -> Convention:
         mean, std = (tuple(tensors[key].double().flatten().tolist()) for key in ("mean", "std"))
         return Convention(latents_mean=mean, latents_std=std)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: "
-                         f"{first_line(error)}.") from error
+        raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: {first_line(error)}."
+                         ) from error
 
 
 def _python(name: str) -> Callable[[torch.Tensor], torch.Tensor]:

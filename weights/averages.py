@@ -35,14 +35,14 @@ def width_of(name: str) -> float | None:
 
 def known_weights(name: str) -> str:
     """Spells a name of weights as checkpoints do: model, ema, ema-0.999, ema-std0.10; raises ValueError for others."""
-    if not re.fullmatch(r"model|ema|ema-(std)?[01]?\.\d+", name):
+    is_name = re.fullmatch(r"model|ema|ema-(std)?[01]?\.\d+", name)
+    std = width_of(name) if is_name else None
+    if not is_name or std is not None and not 0 < std < WIDEST:
         raise ValueError(f"weights={name} is neither model, ema, ema-<decay>, as ema-0.999, nor ema-std<width>, as "
-                         f"ema-std0.10.")
-    if (std := width_of(name)) is None:
-        return f"ema-{float(name.removeprefix('ema-'))}" if "-" in name else name
-    if not 0 < std < WIDEST:
-        raise ValueError(f"weights={name}: the width, relative to the run's length, must lie between 0 and {WIDEST}.")
-    return power_name(std)
+                         f"ema-std0.10, of a width, relative to the run's length, between 0 and {WIDEST}.")
+    if std is not None:
+        return power_name(std)
+    return f"ema-{float(name.removeprefix('ema-'))}" if "-" in name else name
 
 
 WeightsName = Annotated[str, AfterValidator(known_weights)]
@@ -130,24 +130,23 @@ def place_of(folder: Path, std: float) -> Path:
     return folder.parent.parent / "averages" / f"{folder.name}-{power_name(std).removeprefix('ema-')}"
 
 
-def reconstruct(folder: Path, meta: dict, std: float) -> bool:
+def reconstruct(folder: Path, meta: dict, std: float) -> Path:
     """Makes the average of a width at a checkpoint of what its run has stored up to it, and writes it to `place_of`.
 
-    It is made once, and its meta.json says of what. Returns True; raises ValueError for a run that tracks no
-    power-function average.
+    It is made once, and its meta.json says of what. Raises ValueError for a run that tracks no such average.
     """
     run, name, out = folder.parent.parent, power_name(std), place_of(folder, std)
     if out.is_dir() and checkpoints.problem(out) is None:
-        return True
+        return out
     sources = {}
     for place in [*filter(checkpoints.is_step, (run / "averages").glob("step-*")), folder]:
         if (step := checkpoints.step_of(place)) <= meta["step"]:
-            with contextlib.suppress(checkpoints.Damaged):
+            with contextlib.suppress(ValueError):
                 of_place = meta if place == folder else checkpoints.check(place)
                 names = [Path(file).stem for file in of_place["files"]]
                 sources |= {(step, width): place / f"{one}.safetensors" for one in names if (width := width_of(one))}
     if not sources:
-        raise ValueError(f"{run} tracks none to make it of, as ema.std=[0.05,0.10] does. The checkpoint holds "
+        raise ValueError(f"{run} tracks none to make it of, as ema.std=[0.05,0.10] does, but "
                          f"{', '.join(sorted(meta['files']))}")
     shares, off = coefficients([*sources], meta["step"], std)
     with contextlib.ExitStack() as stack:
@@ -161,4 +160,4 @@ def reconstruct(folder: Path, meta: dict, std: float) -> bool:
     checkpoints.save(out, {name: state}, {**kept, "reconstructed": made_of})
     print(f"{name} at step {meta['step']:,} is made of {len(sources)} stored averages; their profile is off by "
           f"{off:.2%}: {out}")
-    return True
+    return out

@@ -17,7 +17,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 
 from runtime.files import atomic_write, record_sha256, remove, sha256
-from runtime.schema import Record, Whole, read, read_json
+from runtime.schema import read_json
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -36,17 +36,6 @@ def all_steps(run: Path) -> list[Path]:
     """Lists a run's checkpoint folders from the oldest to the newest, whole or not."""
     folders = (run / "checkpoints").glob("step-*")
     return sorted(filter(is_step, folders), key=step_of)
-
-
-class File(Record):
-    bytes: Whole
-    sha256: str
-
-
-class Files(Record):
-    """The part of meta.json that lists the checkpoint's files."""
-
-    files: dict[str, File]
 
 
 def write_tensors(path: Path, names: Iterable[str], values: Iterator[Tensor]) -> None:
@@ -99,32 +88,22 @@ def write_meta(folder: Path, meta: dict) -> None:
     (folder / "meta.json").write_text(json.dumps(content, indent=1), encoding="utf-8")
 
 
-class Damaged(ValueError):
-    """Why a checkpoint is not whole."""
-
-
 def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
-    """Reads the meta.json of a whole checkpoint; raises Damaged for another. `names` limits this to some files."""
+    """Reads the meta.json of a checkpoint that is whole, or of which the files `names` are; else raises ValueError."""
     try:
         meta = read_meta(folder)
-        files = read(Files, meta).files
-    except (OSError, ValueError) as error:
-        raise Damaged(f"meta.json is missing or unreadable ({error})") from None
+        files = {folder / name: (record["bytes"], record["sha256"]) for name, record in meta["files"].items()}
+    except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
+        raise ValueError(f"meta.json is missing or unreadable ({error})") from None
     content = {key: value for key, value in meta.items() if key != "sha256"}
     if meta.get("sha256") not in (None, record_sha256(content)):  # which older versions lack
-        raise Damaged("meta.json is not what was written: its SHA-256 differs")
+        raise ValueError("meta.json is not what was written: its SHA-256 differs")
     if is_step(folder) and meta.get("step") != step_of(folder):
-        raise Damaged(f"meta.json is of step {meta.get('step')}")
-    for file_name, record in files.items():
-        path = folder / file_name
-        if names is not None and path.stem not in names:
-            continue
-        if not path.is_file():
-            raise Damaged(f"{file_name} is missing")
-        if path.stat().st_size != record.bytes:
-            raise Damaged(f"{file_name} has {path.stat().st_size} bytes where {record.bytes} were written")
-        if sha256(path) != record.sha256:
-            raise Damaged(f"{file_name} is not what was written: its SHA-256 differs")
+        raise ValueError(f"meta.json is of step {meta.get('step')}")
+    for path, (size, digest) in files.items():
+        is_asked = names is None or path.stem in names
+        if is_asked and not (path.is_file() and path.stat().st_size == size and sha256(path) == digest):
+            raise ValueError(f"{path.name} is missing, or not what was written: its size or SHA-256 differs")
     return meta
 
 
@@ -132,7 +111,7 @@ def problem(folder: Path) -> str | None:
     """Returns why a checkpoint is not whole, or None."""
     try:
         check(folder)
-    except Damaged as error:
+    except ValueError as error:
         return str(error)
     return None
 
@@ -156,7 +135,7 @@ def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, 
     for folder in reversed(all_steps(run)):
         try:
             return folder, check(folder, names)
-        except Damaged as why:
+        except ValueError as why:
             warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
     return None
 

@@ -5,9 +5,9 @@
 
 import contextlib
 import shutil
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
@@ -101,28 +101,24 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     elif not (folder / "meta.json").is_file():
         if path.is_file():
             return Checkpoint(path)
-        if path.parent.name == "checkpoints" and path.name.startswith("step-"):
-            raise ValueError(f"There is no checkpoint {path}. Training deletes all but the newest checkpoint.keep_last "
-                             f"and those of checkpoint.keep_every: name another one, or the run.")
         if foreign := find_in_folder(path, name):
             return Checkpoint(foreign)
-        raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. "
-                         f"Set checkpoint=runs/<name>, runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
+        raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Training keeps the newest "
+                         f"checkpoint.keep_last and those of checkpoint.keep_every. Set checkpoint=runs/<name>, "
+                         f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
     exported = (folder / file for file in EXPORTED)
     file = path if path.is_file() else next(filter(Path.is_file, exported), folder / f"{name}.safetensors")
     found = Checkpoint(file, folder, meta or read_whole(folder, file.stem))
     if not file.is_file() and found.run and (std := width_of(name)):
-        return find_checkpoint(reconstruct_once(folder, found.meta, std), name)
+        made = on_main_rank(partial(reconstruct, folder, found.meta, std), f"{folder} has no {power_name(std)}")
+        return find_checkpoint(made or place_of(folder, std), name)
     if not file.is_file():
         raise ValueError(f"{folder} holds no weights={name}, but {', '.join(sorted(found.meta['files']))}.")
     return found
 
 
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
-    """Returns a run's latest whole checkpoint and its meta.json, as the main rank finds it, or None without any.
-
-    Raises ValueError where all are damaged, or where a rank does not see the one found.
-    """
+    """Returns a run's latest whole checkpoint and its meta.json, as the main rank finds it, or None without any."""
     state = PartialState()
     found = checkpoints.read_latest(run, names) if state.is_main_process else None
     step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found[0]))
@@ -140,28 +136,21 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[
 
 def read_whole(folder: Path, name: str) -> dict:
     """Reads the meta.json of a folder whose file of this name the main rank finds whole; else raises ValueError."""
-    state, meta, why = PartialState(), None, "the main rank says why"
-    if state.is_main_process:
-        try:
-            meta = checkpoints.check(folder, (name,))
-        except checkpoints.Damaged as error:
-            why = error
-    if ranks.broadcast_from_main(state, state.is_main_process and meta is None):
-        raise ValueError(f"The checkpoint {folder} is damaged: {why}. Choose another of its run.")
-    return meta or checkpoints.read_meta(folder)
+    said = f"The checkpoint {folder} is damaged, so choose another of its run"
+    return on_main_rank(partial(checkpoints.check, folder, (name,)), said) or checkpoints.read_meta(folder)
 
 
-def reconstruct_once(folder: Path, meta: dict, std: float) -> Path:
-    """Makes a power-function average of another width, on the main rank, and returns its folder (see `reconstruct`)."""
-    state, made, why = PartialState(), False, "the main rank says why"
+def on_main_rank(work: Callable[[], Any], failure: str) -> Any:
+    """Returns what work returns on the main rank, None on the others; where it fails all raise ValueError."""
+    state, found, why = PartialState(), None, "the main rank says why"
     if state.is_main_process:
         try:
-            made = reconstruct(folder, meta, std)
+            found = work()
         except (ValueError, OSError) as error:
             why = error
-    if not ranks.broadcast_from_main(state, made):
-        raise ValueError(f"{folder} has no {power_name(std)}: {why}.")
-    return place_of(folder, std)
+    if ranks.broadcast_from_main(state, state.is_main_process and found is None):
+        raise ValueError(f"{failure}: {why}.")
+    return found
 
 
 # ---- loaded ---------------------------------------------------------------------------------------------------------
@@ -218,8 +207,7 @@ def load_trained(
         state, record, bare = read_bare(found.file, weights, diffusion, {**(like or {}), **given})
         for key, value in given.items():
             if value != (known := record.network[key]):
-                raise ValueError(f"{key}={value} does not fit the weights in {found.file}, which have {known}: leave "
-                                 f"it out.")
+                raise ValueError(f"{key}={value} does not fit the weights in {found.file}, which have {known}.")
     else:
         state, record, bare = read_recorded(found, weights), found.record, {}
         other = {} if diffusion in (None, record.diffusion.get("name")) else {"diffusion_name": diffusion}
@@ -257,10 +245,7 @@ def read_bare(
     """
     held, pipeline = read_weights(file, weights), pipeline_of(file)
     said = {"num_classes": held.num_classes, **pipeline, **given}
-    try:
-        state = with_positions(held.state, said.get("input_size"))
-    except ValueError as error:
-        raise ValueError(f"{file} is not read: {error}.") from None
+    state = with_positions(held.state, said.get("input_size"), file)
     network = infer_architecture(state, said.get("num_heads"), said.get("num_classes"))
     fit(state, network, file)
     family = diffusion or given.get("diffusion") or held.family or pipeline.get("family")
@@ -313,10 +298,7 @@ def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | No
 
 
 def load_base(adapter: Checkpoint, moved: str | None = None) -> Trained:
-    """Loads the weights that an adapter was trained on, from its run, their place, or where they moved to.
-
-    Raises ValueError where none of these has their SHA-256.
-    """
+    """Loads the weights that an adapter was trained on, by their SHA-256, from its run or where they lie now."""
     record, parent = adapter.record, adapter.record.parent or ParentRecord()
     base = Path(record.lora.base)
     places = [(adapter.run or adapter.folder) / "base" / base.name, base, *([moved] if moved else [])]

@@ -30,8 +30,7 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
     """Attaches an adapter to linear layers of the blocks, freezes everything else and returns the number of layers.
 
     `targets` are ends of the layers' names, such as attn.qkv; None is all of a block's linear layers but those of its
-    modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, for a target that no layer has, and for
-    a rank above a layer's own.
+    modulation (adaLN). alpha None is the rank. Raises ValueError without PEFT, and for a target that no layer has.
     """
     if importlib.util.find_spec("peft") is None:
         raise ValueError(f"lora.rank={rank} needs PEFT, which is not installed: pip install peft=={PEFT}, or set "
@@ -45,10 +44,6 @@ def attach(net: nn.Module, rank: int, alpha: float | None = None, targets: list[
                              f"{', '.join(ends)}.")
     chosen = [name for name in layers if (
         "adaLN" not in name if targets is None else name.endswith(tuple(f".{target}" for target in targets)))]
-    narrow = min(chosen, key=lambda name: min(layers[name].weight.shape))
-    if rank > (width := min(layers[narrow].weight.shape)):
-        raise ValueError(f"lora.rank={rank} is more than {width}, the rank of {narrow} itself: set lora.rank={width} "
-                         f"or less, or train all weights with lora.rank=null.")
     from peft import LoraConfig, inject_adapter_in_model  # which takes seconds
 
     inject_adapter_in_model(LoraConfig(r=rank, lora_alpha=alpha or rank, target_modules=chosen), net)

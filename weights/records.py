@@ -114,10 +114,7 @@ def build_network(network: dict) -> DiT:
 
 
 def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
-    """Builds the schedule of a network's routes from its record, {} where they stay.
-
-    Raises ValueError for routes that do not fit the network, and for changes that are not in order.
-    """
+    """Builds the schedule of a network's routes from its record, {} where they do not change."""
     given = read(ScheduleSettings, record, "route_schedule: ").model_dump(exclude_none=True)
     changes = [(at, resolve_routes([Route(**route) for route in routes], len(net.blocks)))
                for at, routes in given.pop("changes", ())]
@@ -128,16 +125,13 @@ def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
 
 
 def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
-    """Separates the objective from a diffusion's record, in which version 1's loss once was a part of EDM.
-
-    Raises ValueError for a weight of a term that the loss does not have.
-    """
+    """Separates the objective from a diffusion's record, in which version 1's loss once was a part of EDM."""
     if diffusion.get("name") != "edm":
         return diffusion, objective
     kept, mae_weight = diffusion.get("routed_loss", "all"), diffusion.get("mae_weight", 0.0)
     if kept not in ("all", "kept") or (kept == "all" and mae_weight):
-        raise ValueError(f"diffusion.routed_loss={kept} diffusion.mae_weight={mae_weight}: routed_loss is all or kept, "
-                         f"and kept alone has the term that mae_weight weighs. Set objective=version1.")
+        raise ValueError(f"diffusion.routed_loss={kept} diffusion.mae_weight={mae_weight}: set objective=version1 for "
+                         f"the loss over kept tokens, which alone has the term that mae_weight weighs.")
     diffusion = {key: value for key, value in diffusion.items() if key not in ("routed_loss", "mae_weight")}
     return diffusion, {"version1": {"mae_weight": mae_weight}, **objective} if kept == "kept" else objective
 
@@ -147,8 +141,7 @@ def check_objective(objective: dict[str, dict]) -> None:
     for name, given in objective.items():
         known = read(keywords(class_of(name), inner=None), given, f"objective.{name}: ").model_dump()
         if negative := [key for key, value in known.items() if key.endswith("weight") and value < 0]:
-            raise ValueError(f"objective.{name}.{negative[0]}={known[negative[0]]} would reward what the term "
-                             f"measures: give 0 or more.")
+            raise ValueError(f"objective.{name}.{negative[0]}={known[negative[0]]}: give 0 or more.")
 
 
 def diffusion_keywords(diffusion: dict) -> dict:

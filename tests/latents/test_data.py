@@ -411,11 +411,11 @@ INFINITE = numbered()
 INFINITE[41, 1, 2, 2] = np.inf
 BAD = {
     "pickled": (lambda folder: np.save(folder / "labels-00001.npy", np.array([{}] * 40), allow_pickle=True), {}, ["not a whole npy file of numbers", "Python objects"]),
-    "display names": (record(display_names=["a"]), {}, ["num_classes 7", "names 1 classes in display_names"]),
+    "display names": (record(display_names=["a"]), {}, ["says 7", "display_names have 1"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
     "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
-    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["all masks are 0", "nothing would be trained"]),
+    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["masks run from 0 to 0", "not all 0"]),
     "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks run from nan"]),
     "one file of masks missing": (masks(), {}, ["No such file", "masks-00001.npy"]),
     "infinity in a mirrored copy": (latents(numbered(), INFINITE), {}, ["1 hold NaN or infinity", "image 41 first"]),

@@ -91,7 +91,7 @@ def test_dataset_json_without_labels_is_one_class_and_one_that_lacks_some_says_s
 
 
 def test_dataset_json_that_cannot_be_read_is_named_and_another_kind_is_said_to_be_passed_over(tmp_path):
-    with pytest.raises(ValueError, match=r"dataset.json is no JSON"):
+    with pytest.raises(ValueError, match=r"dataset.json is not JSON"):
         open_source(put(tmp_path / "a", EDM | {"dataset.json": "{"}))
     with pytest.raises(ValueError, match=r"b holds train/dataset.json, which lies on top of 9 of the 10 images: name .*b/train"):
         open_source(put(tmp_path / "b", {f"train/{name}": data for name, data in (EDM | dataset(None)).items()} | numbered("val/0.png")))

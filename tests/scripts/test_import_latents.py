@@ -312,18 +312,18 @@ def saved(file, value):
 LISTED, LAST, JSON = "vae-sd/00000", "vae-sd/00000/img-mean-std-00000011.npy", "vae-sd/dataset.json"
 STATS, NORMS = "latents_stats.pt", {"mean": torch.zeros(6), "std": torch.ones(6)}
 BAD = [
-    (write_repa, put(LAST, np.array([Loud()], object)), "can run code and are never loaded"), (write_repa, put(LAST, moments()[0, :4]), "one data set has one shape"),
+    (write_repa, put(LAST, np.array([Loud()], object)), "can run code and are never loaded"), (write_repa, put(LAST, moments()[0, :4]), "shape (4, 8, 8), but 00000/img-mean-std-"),
     (write_repa, each(LISTED, lambda z: z[:6]), "arrays of shape (6, 8, 8), where REPA's vae-sd has (8, R, R)"), (write_repa, each(LISTED, lambda z: z[:, :4]), "shape (8, 4, 8)"),
     (write_repa, put(LAST, np.full((8, 8, 8), 1e6, np.float32)), "latent 11 is not finite, or beyond float16"),
     (write_repa, each(LISTED, lambda z: -z), "a standard deviation is never negative"), (write_repa, each(LISTED, lambda z: z * 50), "root mean square is"),
     (write_repa, relabel(1_700_000_000), "label 1700000000 (row 3), outside 0..999999"), (write_repa, relabel("cat"), "whole numbers"),
     (write_repa, lambda s: (s / LAST).unlink(), "labelled but not there"), (write_repa, put("vae-sd/00000/more.npy", moments()[0]), "there but not labelled"),
     (partial(write_repa, zipped=True), flip_a_bit, "Bad CRC-32"), (write_fastdit, each("imagenet256_features", lambda z: z * 5.5), "root mean square is 5"),
-    (partial(write_maskdit, length=13), nothing, "but holds 25 entries"), (partial(write_maskdit, labels=["cat"]), nothing, "invalid literal for int()"),
+    (partial(write_maskdit, length=13), nothing, "holds 25 entries"), (partial(write_maskdit, labels=["cat"]), nothing, "invalid literal for int()"),
     (partial(write_maskdit, values=[*moments(11), normal(8, 4, 4)]), nothing, "cannot reshape array of size 128"),
     (partial(write_maskdit, flips=moments(COUNT), labels=range(24), length=COUNT), nothing, "holds no mirrored copies"),
     (write_maskdit, lambda s: os.truncate(s / "train/data.mdb", 20_000), "copy it again"), (partial(write_lightningdit, labels=torch.arange(3)), nothing, "has 3 labels"),
-    (partial(write_lightningdit, latents_flip=torch.zeros(5, 6, 8, 8)), nothing, "one data set has one shape"),
+    (partial(write_lightningdit, latents_flip=torch.zeros(5, 6, 8, 8)), nothing, "(5, 6, 8, 8)"),
     (write_lightningdit, saved(STATS, {"mean": Loud(), "std": 1}), "does not hold tensors mean and std"),
     (write_lightningdit, saved(STATS, {"mean": torch.zeros(3), "std": torch.ones(3)}), "3 numbers each, and the latents 6 channels"),
     (write_lightningdit, saved(STATS, NORMS | {"std": torch.zeros(6)}), "numbers above 0"),
@@ -391,8 +391,8 @@ def test_auto_does_not_guess(tmp_path):
     (both / "vae-in").mkdir()
     mixed, _ = write_tread(tmp_path)
     write_tar(mixed / "val-0000.tar", {"a.latent.npy": npy(normal(4, 8, 8)), "a.cls": b"0"})
-    for place, sentence in ((bare, "nothing in it tells which"), (tmp_path / "empty", "none of the forms"), (tmp_path / "folder", "latent folder already"),
-                            (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "There is nothing at"), (mixed, "some with train in their names")):
+    for place, sentence in ((bare, "write alike"), (tmp_path / "empty", "none of these forms"), (tmp_path / "folder", "latent folder already"),
+                            (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "does not exist"), (mixed, "with and without train in their names")):
         with pytest.raises(ValueError, match=sentence):
             import_latents(str(place), tmp_path / "out")
     import_latents(str(bare), tmp_path / "out", "repa")
