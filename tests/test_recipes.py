@@ -3,11 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from training_runs import assert_same_end, rows, train_here
+from training_runs import assert_resumes, end_of, rows, trained
 
 from dit import DiT
 from scoring.drawing import Drawing
-from weights import checkpoint as checkpoints
 from weights.loading import load_trained
 
 ROUTE = "model.routes=[{{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: {}, return_from: {}}}]"
@@ -43,35 +42,27 @@ ZEROS = {
 }  # fmt: skip
 
 
-def run_of(folder, data, *settings):
-    """Trains, and returns the tensors of the last checkpoint's model and average."""
-    result = train_here(folder, data, "log.every=1", *settings)
-    assert result.returncode == 0, result.stderr
-    return {name: checkpoints.load(checkpoints.latest(folder), name) for name in ("model", "ema")}
-
-
 @pytest.mark.parametrize(("settings", "of_its_own"), RECIPES.values(), ids=RECIPES)
 def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, settings, of_its_own):
-    for folder, last_steps in (("whole", [4]), ("parts", [2, 4])):
-        for last in last_steps:
-            end = run_of(tmp_path / folder, taught, *settings, f"steps={last}")
-    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    assert_resumes(tmp_path, taught, "log.every=1", *settings)
     plain = {key.split(".")[0] for key in DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1).state_dict()}
-    assert {key.split(".")[0] for key in end["ema"]} == plain | set(of_its_own)
-    trained = load_trained(tmp_path / "whole")
-    [(_, latents)] = Drawing(trained.net, trained.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).sample(np.arange(2))
+    assert {key.split(".")[0] for key in end_of(tmp_path / "whole")["ema"]} == plain | set(of_its_own)
+    loaded = load_trained(tmp_path / "whole")
+    [(_, latents)] = Drawing(loaded.net, loaded.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).sample(np.arange(2))
     assert latents.isfinite().all()
 
 
 @pytest.mark.parametrize(("zero", "plain"), ZEROS.values(), ids=ZEROS)
 def test_at_zero_a_run_is_the_plain_one_bit_for_bit(taught, tmp_path, zero, plain):
-    ends = [run_of(tmp_path / name, taught, "steps=2", *settings) for name, settings in (("zero", zero), ("plain", plain))]
-    assert all(torch.equal(value, ends[0][name][key]) for name in ends[1] for key, value in ends[1][name].items())
+    for name, settings in (("zero", zero), ("plain", plain)):
+        trained(tmp_path / name, taught, "log.every=1", "steps=2", *settings)
+    zeroed, wanted = (end_of(tmp_path / name) for name in ("zero", "plain"))
+    assert all(torch.equal(value, zeroed[name][key]) for name in ("model", "ema") for key, value in wanted[name].items())
     norms = [[row["grad_norm"] for row in rows(tmp_path / name)] for name in ("zero", "plain")]
     assert norms[0] == norms[1]
 
 
 @pytest.mark.parametrize("name", ["delayed return", "tokens of large norm", "sprint", "contrast, shift, clean", "internal", "layer sync", "dispersive", "version 1"])
 def test_a_recipe_compiles_one_graph_for_each_number_of_tokens(taught, tmp_path, graphs, name):
-    run_of(tmp_path / "run", taught, *RECIPES[name][0], "compile=true", "steps=3")
+    trained(tmp_path / "run", taught, *RECIPES[name][0], "compile=true", "steps=3")
     assert graphs.frame_count == 2

@@ -10,8 +10,9 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+import training_runs
 from test_sharding import all_well, assert_same_losses, on_ranks
-from training_runs import assert_same_end, command, train_here
+from training_runs import assert_same_end, command
 
 import train
 from dit import multiply_adds
@@ -49,9 +50,7 @@ def ratios_of(schedule, steps):
 
 
 def trained(folder, data, *settings):
-    result = train_here(folder, data, "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "steps=6", *settings)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return training_runs.trained(folder, data, "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "steps=6", *settings)
 
 
 def killed(run, step, folder):

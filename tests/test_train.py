@@ -18,7 +18,7 @@ from conftest import ROOT, run_command
 from PIL import Image
 from safetensors.torch import load_file
 from tqdm import tqdm
-from training_runs import assert_same_end, rows, train_here
+from training_runs import assert_same_end, rows, train_here, trained
 from training_runs import train_here as train
 
 import fid
@@ -44,8 +44,7 @@ TINY = partial(DiT, input_size=8, patch_size=2, in_channels=4, hidden_size=32, d
 def flow(shapes, tmp_path_factory) -> Path:
     """A routed flow-matching run of two steps."""
     run = tmp_path_factory.mktemp("flow") / "run"
-    result = train(run, shapes, "diffusion=rf", "steps=2")
-    assert result.returncode == 0, result.stderr
+    trained(run, shapes, "diffusion=rf", "steps=2")
     return run
 
 
@@ -217,8 +216,7 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
     options = ("samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000",
                "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
                "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
-    result = train(run, shapes, *options)
-    assert result.returncode == 0, result.stderr
+    trained(run, shapes, *options)
     scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
     assert [(row["source"]["step"], (row["source"]["guidance"] or {}).get("scale")) for row in scored] == [
         (step, scale) for step in (0, 10, 20, 24) for scale in (None, 1.5)]
@@ -295,8 +293,7 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     options = (f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2", "evaluate.batch_size=4")
 
     def scored(*changed, run=tmp_path / "run") -> list[tuple]:
-        result = train(run, shapes, *options, *changed)
-        assert result.returncode == 0, result.stderr
+        trained(run, shapes, *options, *changed)
         return [(row["source"]["step"], row["images"], row["finished"], row["source"]["multiply_adds"]["linear"])
                 for row in files.read_rows(run / "results.jsonl")]
 

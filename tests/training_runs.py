@@ -45,6 +45,30 @@ def train_here(run, data, *overrides) -> SimpleNamespace:
     return SimpleNamespace(returncode=code, stdout=stdout.getvalue(), stderr=stderr.getvalue())
 
 
+def trained(run, data, *overrides) -> str:
+    """Trains here until the end; returns what it has printed."""
+    result = train_here(run, data, *overrides)
+    assert result.returncode == 0, result.stderr
+    return result.stdout
+
+
+def assert_resumes(place: Path, data, *overrides, stops=(2,), end: int = 4) -> str:
+    """Trains `whole` of a folder at once and `parts` with stops after steps, which must be equal to the last bit.
+
+    Returns what the last command has printed.
+    """
+    trained(place / "whole", data, *overrides, f"steps={end}")
+    for step in (*stops, end):
+        printed = trained(place / "parts", data, *overrides, f"steps={step}")
+    assert_same_end(place / "parts", place / "whole")
+    return printed
+
+
+def end_of(run: Path) -> dict[str, dict[str, torch.Tensor]]:
+    """Loads the weights, the average and the training state of a run's last checkpoint."""
+    return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
+
+
 def start(run, data, *overrides) -> forked.Command:
     """Starts training in a session of its own, so that a signal reaches every rank, as a scheduler's does."""
     return forked.Command(*command(run, data, *overrides))

@@ -8,7 +8,7 @@ import torch
 from accelerate import Accelerator
 from conftest import ROOT
 from torch import nn
-from training_runs import assert_same_end, command, train_here
+from training_runs import assert_resumes, command, train_here
 
 from blocks import BLOCKS, BlockKind
 from dit import DiT, multiply_adds
@@ -146,11 +146,7 @@ def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
 
 def test_a_run_of_another_block_resumes_bit_for_bit(shapes, tmp_path):
     settings = ("diffusion=rf_lightning", "log.every=1", f"model.backbone_type={next(iter(BLOCKS['rwkv'].models))}", "model.patch_size=4")
-    for run, ends in (("whole", [4]), ("parts", [2, 4])):
-        for steps in ends:
-            result = train_here(tmp_path / run, shapes, *settings, f"steps={steps}")
-            assert result.returncode == 0, result.stderr
-    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    assert_resumes(tmp_path, shapes, *settings)
     trained = load_trained(tmp_path / "parts")
     assert type(trained.net.blocks[0]) is BLOCKS["rwkv"].block and trained.diffusion.cosine_weight == 1
     refused = train_here(tmp_path / "parts", shapes, *settings, "steps=5", "model.qk_norm=true")

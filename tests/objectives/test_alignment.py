@@ -7,7 +7,7 @@ import pytest
 import torch
 from conftest import change_record
 from test_published_parity import TINY, fill, published, wave
-from training_runs import assert_same_end, rows, train_here
+from training_runs import assert_resumes, end_of, rows, trained
 
 from dit import DiT
 from edm import EDM
@@ -198,23 +198,14 @@ def test_the_same_graphs_serve_before_and_after_the_end_on_a_route_and_off_it(gr
 ON_ROUTE = ("objective=alignment", "objective.alignment.blocks=[2]", "log.every=1")
 
 
-def trained(run, data, *overrides):
-    result = train_here(run, data, *overrides)
-    assert result.returncode == 0, result.stderr
-    return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
-
-
 def test_a_run_logs_its_alignment_resumes_bit_for_bit_past_its_end_and_saves_a_plain_network(taught, tmp_path):
-    ending = (*ON_ROUTE, "objective.alignment.end_step=5")
-    for name, steps in (("whole", [8]), ("parts", [3, 4, 8])):
-        for last in steps:
-            end = trained(tmp_path / name, taught, *ending, f"steps={last}")
-    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    assert_resumes(tmp_path, taught, *ON_ROUTE, "objective.alignment.end_step=5", stops=(3, 4), end=8)
+    end = end_of(tmp_path / "whole")
     assert [row["loss_alignment"] != 0 for row in rows(tmp_path / "whole")] == [True] * 5 + [False] * 3
     own = {key for key in end["training"] if key.startswith("objective.") and not key.endswith(("exp_avg", "exp_avg_sq", "step"))}
     assert own == {f"objective.projector.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
-    plain = trained(tmp_path / "plain", taught, "steps=1")
-    assert end["model"].keys() == end["ema"].keys() == plain["model"].keys()
+    trained(tmp_path / "plain", taught, "steps=1")
+    assert end["model"].keys() == end["ema"].keys() == end_of(tmp_path / "plain")["model"].keys()
 
 
 def test_a_run_whose_loss_falls_below_zero_is_sound_and_resumes(taught, tmp_path):
@@ -253,10 +244,6 @@ def pictured(shapes, tmp_path):
 
 
 def test_with_a_teacher_in_the_step_a_run_resumes_bit_for_bit_and_saves_nothing_of_it(pictured, tmp_path):
-    settings = (*ON_ROUTE, "objective.alignment.teacher=efficientnet_lite0", "grad_accum_steps=2")
-    for name, steps in (("whole", [4]), ("parts", [2, 4])):
-        for last in steps:
-            end = trained(tmp_path / name, pictured, *settings, f"steps={last}")
-    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    assert_resumes(tmp_path, pictured, *ON_ROUTE, "objective.alignment.teacher=efficientnet_lite0", "grad_accum_steps=2")
     assert all(row["loss_alignment"] != 0 for row in rows(tmp_path / "whole"))
-    assert not any("teacher" in key for tensors in end.values() for key in tensors)
+    assert not any("teacher" in key for tensors in end_of(tmp_path / "whole").values() for key in tensors)

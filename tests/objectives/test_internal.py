@@ -9,7 +9,7 @@ from closed_forms import amplitude_of, wave
 from conftest import run_command
 from safetensors.torch import load_file
 from test_published_parity import CountedNoise, assert_equal, published
-from training_runs import train_here
+from training_runs import trained
 
 from dit import DiT
 from edm import DDPM, EDM
@@ -178,8 +178,7 @@ def test_guidance_that_would_need_another_pass_raises_a_one_line_error(wrong, sa
 @pytest.fixture(scope="module")
 def run(shapes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("internal") / "run"
-    result = train_here(folder, shapes, "objective=internal", "steps=4", "checkpoint.every=2", "ema.decay=0.5")
-    assert result.returncode == 0 and "  internal " in result.stdout, result.stderr
+    assert "  internal " in trained(folder, shapes, "objective=internal", "steps=4", "checkpoint.every=2", "ema.decay=0.5")
     return folder
 
 
@@ -201,8 +200,7 @@ def test_a_checkpoint_with_a_head_samples_with_and_without_its_guidance(run, tmp
 
 def test_an_adapter_learns_around_the_trained_head_of_its_base(run, shapes, tmp_path):
     adapted = tmp_path / "adapted"
-    result = train_here(adapted, shapes, "objective=internal", f"init_from={run}", "lora.rank=2", "steps=2")
-    assert result.returncode == 0, result.stderr
+    trained(adapted, shapes, "objective=internal", f"init_from={run}", "lora.rank=2", "steps=2")
     base, net = (load_trained(folder).net.state_dict() for folder in (run, adapted))
     changed = {key for key in base if not torch.equal(base[key], net[key])}
     assert changed and not any(key.startswith("internal_head.") for key in changed)

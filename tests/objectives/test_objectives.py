@@ -6,7 +6,7 @@ from functools import partial
 import pytest
 import torch
 from conftest import ROOT
-from training_runs import assert_same_end, rows, train_here
+from training_runs import assert_resumes, end_of, rows, train_here, trained
 
 import objectives
 from dit import DiT
@@ -144,18 +144,9 @@ class Taught(Objective):
 PROBE = "+objective.probe.weight=0.1"
 
 
-def end_of(run):
-    return {name: checkpoints.load(checkpoints.latest(run), name) for name in ("model", "ema", "training")}
-
-
 def test_the_pages_loss_trains_is_logged_and_resumes_bit_for_bit(shapes, tmp_path):
-    for name, steps in (("whole", [6]), ("parts", [3, 6])):
-        for last in steps:
-            result = train_here(tmp_path / name, shapes, PROBE, f"steps={last}", "optimizer.name=adamw")
-            assert result.returncode == 0, result.stderr
-    assert_same_end(tmp_path / "parts", tmp_path / "whole")
-    written = rows(tmp_path / "whole")
-    assert all(row["loss_probe"] > 0 for row in written) and "  probe " in result.stdout
+    assert "  probe " in assert_resumes(tmp_path, shapes, PROBE, stops=(3,), end=6)
+    assert all(row["loss_probe"] > 0 for row in rows(tmp_path / "whole"))
     end = end_of(tmp_path / "whole")
     assert end["model"].keys() == end["ema"].keys() and not any("head" in key for key in end["model"])
     head = {key for key in end["training"] if "head" in key}
@@ -165,8 +156,7 @@ def test_the_pages_loss_trains_is_logged_and_resumes_bit_for_bit(shapes, tmp_pat
 
 
 def test_the_pages_loss_on_the_prediction_trains_and_is_edms_own_where_errors_are_small(shapes, tmp_path):
-    result = train_here(tmp_path / "run", shapes, "+objective.huber.delta=0.5", "steps=2", "log.every=1")
-    assert result.returncode == 0, result.stderr
+    trained(tmp_path / "run", shapes, "+objective.huber.delta=0.5", "steps=2", "log.every=1")
     assert all(0 < row["loss"] < 9 for row in rows(tmp_path / "run"))
     net, (x, y) = routed_net(), (0.1 * torch.randn(4, 3, 8, 8), torch.arange(4))
     own, losses = DiffusionLoss(net, EDM(), keep_masked=True), {}  # which draws the masks first, too

@@ -5,6 +5,7 @@ import shutil
 
 import pytest
 import torch
+import training_runs
 from conftest import run_command
 from safetensors.torch import load_file
 from test_published_parity import published, wave
@@ -93,9 +94,7 @@ def test_other_names_are_refused(name):
 
 
 def trained(run, data, *overrides):
-    result = train_here(run, data, "log.every=1", *overrides)
-    assert result.returncode == 0, result.stderr
-    return result.stdout
+    return training_runs.trained(run, data, "log.every=1", *overrides)
 
 
 def held(folder, name):
