@@ -176,7 +176,6 @@ TYPED = {
     "benchmark": [
         ("precision=fp8", "precision=fp8"), ("variants=[dit,sit]", "variants"),
         ("num_latents=1", "batch_size=5", "grad_accum_steps=2", "multiple of 2"),
-        ("scale=2", "mode=train does not read it, but sample"), ("images=9", "score"),
     ],
 }
 
