@@ -157,6 +157,8 @@ def start_trackers(run: Run) -> None:
 def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
     """Shows on the progress bar what the run does between steps, and takes its seconds out of training's."""
     bar.set_postfix_str(work)
+    if bar.disable and not run.step:  # on the network before its first step, which takes a minute of a CPU
+        run.accelerator.print(f"{work} the untrained network")
     if run.accelerator.device.type == "cuda":  # the steps that it is still at do count
         torch.cuda.synchronize(run.accelerator.device)
     began = time.perf_counter()

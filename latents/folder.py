@@ -160,7 +160,8 @@ class Latents:
         if tuple(shape) != self.shape:
             of_tars = f", or data.kind={'moments' if self.kind == 'sample' else 'sample'}" if self.applied else ""
             raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
-                             f"set data.channels={self.shape[0]} and data.input_size={self.shape[1]}{of_tars}.")
+                             f"set data=folder, which reads it, or data.channels={self.shape[0]} and "
+                             f"data.input_size={self.shape[1]}{of_tars}.")
         if num_classes < self.num_classes:
             raise ValueError(f"{self.where} has {self.num_classes} classes, but the network is set up for "
                              f"{num_classes}: set data.num_classes={self.num_classes} or more.")
@@ -209,10 +210,12 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
     elif tars := find_tars(path):
         latents = _open_tars(path, tars, kind, scale, num_classes)
     else:
-        seen = (f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
-                if path.is_dir() else f"There is no data set at {path}.")
-        raise ValueError(f"{seen} Prepare one with `python scripts/prepare_latents.py source=<images> "
-                         f"{as_argument('out', path)}`, or try the built-in shapes with `bash scripts/quickstart.sh`.")
+        seen, source, out = f"There is no data set at {path}.", "source=<images>", path
+        if path.is_dir():
+            seen = f"{path} holds neither metadata.json, which marks a latent folder, nor .tar files."
+            source, out = as_argument("source", path), Path("data") / path.name
+        raise ValueError(f"{seen} Prepare one with `python scripts/prepare_latents.py {source} "
+                         f"{as_argument('out', out)}`, or try the built-in shapes with `bash scripts/quickstart.sh`.")
     _check_values(latents)
     return latents
 

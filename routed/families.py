@@ -39,6 +39,14 @@ class Blocks:
     whole: bool = False
     takes: str = ""
 
+    def found_in(self, network: nn.Module) -> list[nn.Module]:
+        """Lists the blocks; raises ValueError where the network has none at this path."""
+        try:
+            return list(network.get_submodule(self.path))
+        except AttributeError:
+            raise ValueError(f"{type(network).__name__} has no {self.path}. Lists of blocks in it: "
+                             f"{lists_of_blocks(network)}.") from None
+
 
 @dataclass(frozen=True)
 class Family:
@@ -363,6 +371,7 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
                        takes="img txt vec freqs_cis attn_params"),), "text", text_last=True)),
 }
 GRIDS = "its blocks convolve over the grid of tokens, so tokens cannot be removed"
+UNETS = "a UNet has no row of like blocks that tokens could skip"
 SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
 CACHES = "its tokens attend to what an earlier pass has cached, of all tokens"
 PACKS = "it packs several streams into one sequence, whose layout counts every token"
@@ -372,6 +381,9 @@ REFUSED = {
     "SanaWMTransformer3DModel": GRIDS,
     "HunyuanDiT2DModel": SKIPS,
     "UViT": SKIPS,
+    "UNet2DModel": UNETS,
+    "UNet2DConditionModel": UNETS,
+    "UNet3DConditionModel": UNETS,
     "AnyFlowFARTransformer3DModel": CACHES,
     "SanaWMLTX2RefinerTransformer3DModel": CACHES,
     "WanAnimate2Transformer3DModel": CACHES,

@@ -394,7 +394,7 @@ class Routing:
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
         for spec in self.family.lists:
-            found = list(blocks if isinstance(blocks, nn.Module) else network.get_submodule(spec.path))
+            found = list(blocks) if isinstance(blocks, nn.Module) else spec.found_in(network)
             self.blocks += (getattr(block, "_orig_mod", block) for block in found) if compiled else found
             self.specs += [spec] * len(found)
         inner = [bare(block) for block in self.blocks]
@@ -595,10 +595,14 @@ def check_torch() -> None:
 
 
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
-    """Returns routes that may be mappings, alone or in a config as SimpleTuner's."""
+    """Returns routes that may be one alone, or mappings, alone or in a config as SimpleTuner's."""
     if isinstance(routes, Mapping):
         routes = routes.get("tread_config", routes)["routes"]
-    return [Route(**route) if isinstance(route, Mapping) else route for route in routes]
+    routes = [Route(**route) if isinstance(route, Mapping) else route
+              for route in ([routes] if isinstance(routes, Route) else routes)]
+    if strangers := [route for route in routes if not isinstance(route, Route)]:
+        raise ValueError(f"{strangers[0]!r} is no route: write Route(start_layer_idx, end_layer_idx, selection_ratio).")
+    return routes
 
 
 @contextmanager

@@ -14,7 +14,7 @@ fi
 # The stamp records what was installed last: a second call costs nothing, and a changed file is installed again.
 stamp="$venv/.installed-$(basename "$requirements")"
 if ! cat requirements*.txt | cmp -s - "$stamp"; then
-    echo "Installing $requirements (a few GB the first time)"
+    echo "Installing $requirements: 6 GB the first time, which takes minutes and shows nothing"
     "$venv/bin/python" -m pip install --quiet --disable-pip-version-check --progress-bar on -r "$requirements"
     cat requirements*.txt > "$stamp"
 fi

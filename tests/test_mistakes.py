@@ -45,7 +45,7 @@ TYPED = {
         ("model=dit", "route_schedule=off_ramp", "model.routes is empty"),
         ("model=dit", "diffusion=edm_v1", "model.routes"), ("+diffusion.mae_weight=0.1", "mae_weight=0.1"),
         # the data
-        ("data.path=nowhere", "nowhere"), ("data.path=null", "data.path"), ("data.input_size=32", "data.input_size=8"),
+        ("data.path=nowhere", "nowhere"), ("data.path=four", "source=four out=data/four"), ("data.path=null", "data.path"), ("data.input_size=32", "data.input_size=8"),
         ("data.num_classes=5", "data.num_classes=6"), ("data.kind=moments", "moments"), ("keep_masked=true", "masks"),
         ("batch_size=7", "grad_accum_steps=2", "multiple of 2"), ("batch_size=301", "12 latents"),
         ("samples.every=5", "samples.seeds=x", "samples.seeds=0-63"),

@@ -216,7 +216,8 @@ def test_the_keys_declared_are_those_of_the_config(name):
     with initialize_config_dir(str(schema.CONFIGS), version_base="1.3"):
         plain = OmegaConf.to_container(compose(name))
     assert keys_of(declared) == keys_in(plain, declared)
-    plain |= {key: "given" for key in ("source", "out") if key in plain}  # which a command may require
+    required = {"source": "given", "out": "given", "checkpoint": "given", "to": "hub"}  # by some commands
+    plain |= {key: value for key, value in required.items() if key in plain and plain[key] is None}
     read(declared, OmegaConf.to_container(OmegaConf.create(plain), resolve=True))
 
 
