@@ -210,7 +210,7 @@ def first_rows(table: Tensor, stay: Any) -> Any:
 def full_attention(settings: Any, stay: Any) -> Any:
     """For HunyuanVideo 1.5's settings of its attention; raises ValueError for one by tiles."""
     if stay.block.attn_mode == "flex-block-attn":
-        raise ValueError("attn_mode=flex-block-attn attends by tiles of the grid, which a route would tear: set "
+        raise ValueError("attn_mode=flex-block-attn attends by tiles of the grid, so tokens cannot be removed: set "
                          "attn_mode to flash or torch.")
     return settings
 
@@ -370,7 +370,7 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_params": fewer_in_params}, text="txt",
                        takes="img txt vec freqs_cis attn_params"),), "text", text_last=True)),
 }
-GRIDS = "its blocks convolve over the grid of tokens, which a route would tear"
+GRIDS = "its blocks convolve over the grid of tokens, so tokens cannot be removed"
 UNETS = "a UNet has no row of like blocks that tokens could skip"
 SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
 CACHES = "its tokens attend to what an earlier pass has cached, of all tokens"
@@ -389,7 +389,7 @@ REFUSED = {
     "WanAnimate2Transformer3DModel": CACHES,
     "Cosmos3OmniTransformer": PACKS,
     "MiniMaxH3Transformer3DModel": PACKS,
-    "Kandinsky6SRTransformer3DModel": "its attention is sparse by tiles of the grid, which a route would tear",
+    "Kandinsky6SRTransformer3DModel": "its attention is sparse by tiles of the grid, so tokens cannot be removed",
     "LatteTransformer3DModel": "it folds frames and places into the batch by turns, and each needs all of the other",
     "NucleusMoEImageTransformer2DModel": "each expert picks among all tokens, and who leaves changes what others get",
 }

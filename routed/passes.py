@@ -315,8 +315,8 @@ class Pass:
         for name, part, axis in routing.along[block]:
             value = given.get(name)
             if axis is None and value is not None:
-                raise ValueError(f"{routing.place(block)}: {name} relates the tokens in a way that a route would "
-                                 f"tear: call the network without it, or without routed().")
+                raise ValueError(f"{routing.place(block)}: {name} relates the tokens to one another, so tokens "
+                                 f"cannot be removed: call the network without it, or without routed().")
             if isinstance(value, tuple | list) and not callable(axis):
                 given[name] = type(value)(v if part not in ("", str(i)) else
                                           self.kept(v, axis, f"{name}.{i}", block, stream)
@@ -370,7 +370,10 @@ class Pass:
 
 @dataclass
 class Taken:
-    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token is routed."""
+    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token is routed.
+
+    Ids count only the tokens that may leave: with a class token, id 0 is token 1.
+    """
 
     ids_keep: list[Tensor | None]
 
@@ -422,8 +425,8 @@ class Routing:
                 self.route_of[i] = r
                 for part in self.blocks[i].modules():
                     if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(part.kernel_size) > 1:
-                        raise ValueError(f"{self.place(i)} convolves over the grid of tokens, which a route would "
-                                         f"tear.")
+                        raise ValueError(f"{self.place(i)} convolves over the grid of tokens, so tokens cannot be "
+                                         f"removed.")
                     if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
                         raise ValueError(f"{self.place(i)} attends over tokens (N, B, D): set batch_first=True.")
         own = getattr(network, "router", None)

@@ -74,7 +74,7 @@ def paired(pairs: Iterable[tuple[float, float]]) -> dict:
 
 
 def lower_of(first: str, second: str, found: dict) -> str | None:
-    """Names the variant that scores lower, where the interval leaves out 0; None elsewhere, and of one or two seeds."""
+    """Names the variant that scores lower, where the interval excludes 0; None elsewhere, and of one or two seeds."""
     low, high = found["interval"] or (0, 0)
     return second if high < 0 else first if low > 0 else None
 
@@ -99,9 +99,9 @@ def compared(
 ) -> list[tuple[float, dict[int, tuple[float, float]]]]:
     """Lists wherever on `axis` one of two variants was scored and both had come that far: (place, values by seed).
 
-    A seed's values are first's and second's, of the seeds that both have. Between two scores of a seed a line over the
-    axis's logarithm stands for it: learning curves are nearly straight there, and a line over the axis itself would
-    lie above the curve and flatter the variant that was scored more densely. The untrained network is left out.
+    A seed's values are first's and second's, of the seeds that both have. Between two scores of a seed, values are
+    interpolated on a log scale: learning curves are nearly straight there. A linear scale would give values above the
+    curve and flatter the variant that was scored more densely. The untrained network is left out.
     """
     sides = []
     for at in unguided(runs, first, second, metric=metric):
@@ -125,7 +125,7 @@ def on_line(values: dict[float, float], place: float) -> float:
 
 
 def crossing(runs: list[dict], first: str, second: str, axis: str, metric: str | None = None) -> dict:
-    """Finds where the mean scores of two variants cross for the last time, on a line over the axis's logarithm.
+    """Finds where the mean scores of two variants cross for the last time, interpolated on a log scale of the axis.
 
     Below it is from there on the one that is lower at the end. Seeds are compared that both have at the end, as a seed
     that ends early would move the means. `at` is None unless one variant is lower at a place and the other one at the

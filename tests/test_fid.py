@@ -11,6 +11,7 @@ import pytest
 import torch
 from conftest import run_command
 from PIL import Image
+from scipy import optimize
 from test_prepare_latents import prepare
 from training_runs import write_run
 
@@ -91,6 +92,11 @@ def inception_score(probs):
     return sums.score()
 
 
+def test_inception_score_knows_its_extremes():
+    assert inception_score(torch.full((100, 10), 0.1)) == pytest.approx(1)
+    assert inception_score(torch.eye(10).repeat(20, 1)) == pytest.approx(10)
+
+
 def test_inception_score_is_the_mean_over_splits_of_5000_in_order():
     probs = (normal(12_000, 6) * torch.linspace(0, 3, 12_000)[:, None]).softmax(1)
     scores = [(p * (p.log() - p.mean(0).log())).sum(1).mean().exp() for p in probs.split(5000)]
@@ -152,6 +158,17 @@ def test_mind_is_what_torch_fidelity_gives():
     # toshas/torch-fidelity 5e211a9, mind_features_to_metric, which is newer than the release 0.4.0.
     assert metrics.monge_distance(images, reference) == pytest.approx(145.21056747, rel=1e-6)
     assert metrics.monge_distance(images, reference[:1200]) == pytest.approx(143.81302643, rel=1e-6)
+
+
+def test_mind_is_the_mean_over_directions_of_the_cheapest_transport(monkeypatch):
+    monkeypatch.setattr(metrics, "PROJECTIONS", 5)
+    images, reference = normal(80, 12, seed=1), 2 * normal(80, 12, seed=2) + 0.5
+    directions = torch.randn(5, 12, generator=torch.Generator().manual_seed(2020)).double()
+    costs = []
+    for direction in directions / directions.norm(dim=1, keepdim=True):
+        apart = ((images @ direction)[:, None] - reference @ direction).square().numpy()
+        costs.append(apart[optimize.linear_sum_assignment(apart)].mean())
+    assert metrics.monge_distance(images, reference) == pytest.approx(3 * 12 * np.mean(costs), rel=1e-6)
 
 
 def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monkeypatch):
@@ -235,6 +252,16 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     assert found["sfid"] == pytest.approx(fid.frechet_distance(*statistics(features["spatial"]), mu_s, sigma_s), rel=1e-9)
     nine = adm.compute(shapes(50, seed=9))["pool"]
     assert (found["precision"], found["recall"]) == metrics.precision_recall(nine, features["pool"])
+
+
+def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
+    adm, own = inception_like(), shapes(50, seed=9)
+    np.savez(tmp_path / "ref.npz", mu_s=np.zeros(24), sigma_s=np.eye(24), arr_0=own.numpy())  # no mu and sigma
+    reference = open_reference(tmp_path / "ref.npz", adm)
+    found = evaluation.score_on([evaluation.Judge(adm, reference, ["fid", "sfid"])], [(torch.arange(80), shapes(80, seed=3))], 80)[0]
+    mu, sigma = statistics(adm.compute(own)["pool"])
+    assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(adm.compute(shapes(80, seed=3))["pool"]), mu, sigma), rel=1e-9)
+    torch.testing.assert_close(reference.statistics["spatial"][0], torch.zeros(24, dtype=torch.float64))
 
 
 def test_a_reference_without_images_gives_no_precision(tmp_path):
@@ -441,6 +468,19 @@ def test_a_row_says_what_was_measured(tmp_path, run_folder, reference_npz):
     assert row["extractor"]["name"] == "pixels" and row["versions"]["torch"] == torch.__version__ and row["seconds"] > 0
     other = command(tmp_path, **options)
     assert other["source"] != source and other["source"]["evaluations"] == 5 and other["source"]["guidance"] is None
+
+
+def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run_folder, reference_npz, capsys):
+    run = shutil.copytree(run_folder, tmp_path / "run")
+    last = checkpoints.step_folder(run, 7)
+    meta = checkpoints.read_meta(last)
+    checkpoints.write_meta(last, meta | {"data": meta["data"] | {"classes": [0, 2]}})
+    options = dict(reference=reference_npz, num_samples=6, num_steps=2)
+    default, named, absent, every, old = (command(tmp_path, checkpoint=folder, **options, **given) for folder, given in (
+        (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}), (run_folder, {})))
+    assert [row["source"]["classes"] for row in (default, named, absent, every, old)] == [[0, 2], [0, 2], [1], "all", "all"]
+    assert default["metrics"] == named["metrics"] != absent["metrics"] and every["metrics"] == old["metrics"] != default["metrics"]
+    assert capsys.readouterr().out.count("1 of 3 classes have no training images (1), which are sampled if named.") == 4
 
 
 def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_npz):

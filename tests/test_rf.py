@@ -1,5 +1,6 @@
 """Flow matching against closed forms: exact velocities, exact samples, and the published sampler in a few lines."""
 
+import copy
 
 import pytest
 import torch
@@ -91,6 +92,23 @@ def test_samplers_converge_at_their_order_to_the_flow_of_a_gaussian(solver, orde
     ratios = [first / second for first, second in zip(errors, errors[1:], strict=False)]
     assert errors[-1] < 0.05 * std and ratios[-1] == pytest.approx(2**order, rel=0.15), ratios
     assert abs(ratios[-1] - 2**order) < abs(ratios[0] - 2**order), "the ratio approaches its limit"
+
+
+def test_tread_guidance_without_a_difference_is_the_plain_sample_bit_for_bit():
+    net, (noise, y) = small_dit(), noise_and_labels()
+    plain = RF().sample(net, noise, y, num_steps=4)
+    assert torch.equal(sample_tread(net, 0.0, net, 0.0, noise, y, num_steps=4), plain)
+    assert torch.equal(sample_tread(net, 0.0, copy.deepcopy(net), 0.0, noise, y, num_steps=4), plain)
+    assert torch.equal(sample_tread(net, 0.0, net, 0.7, noise, y, num_steps=4, scale=1), plain)
+    assert not torch.allclose(sample_tread(net, 0.0, net, 0.7, noise, y, num_steps=4), plain, atol=1e-3)
+
+
+def test_the_sde_samples_the_distribution_of_the_data():
+    torch.manual_seed(0)
+    z = torch.randn(20_000, 1, 1, 1)
+    x = RF().sample(ExactVelocity(0.5, (0.7,)), z, torch.zeros(20_000, dtype=torch.int64), num_steps=100, solver="euler_maruyama")
+    assert x.mean().item() == pytest.approx(0.7, abs=0.02) and x.std().item() == pytest.approx(0.5, rel=0.03)
+    assert abs(torch.corrcoef(torch.stack([x.flatten(), z.flatten()]))[0, 1]) < 0.9, "each step adds noise"
 
 
 @torch.no_grad()

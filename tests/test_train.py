@@ -443,6 +443,12 @@ def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
     assert sums.values[2] == 3
 
 
+def test_latents_on_the_device_train_the_same_network_bit_for_bit(shapes, reference, tmp_path):
+    run, there = tmp_path / "run", "data.on_device=true"
+    assert train(run, shapes, "steps=12", there).returncode == 0 and train(run, shapes, there).returncode == 0
+    assert_same_end(run, reference)
+
+
 HALF = torch.ones(4, 1, 8, 8)
 HALF[..., 4:] = 0
 

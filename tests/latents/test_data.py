@@ -140,6 +140,15 @@ def test_mirrored_copies_are_sampled_about_half_the_time_and_never_change_the_or
     assert flips[:16].astype(int).tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1]  # which a resumed run draws again
 
 
+def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
+    plain, copies = numbered(), numbered(seed=9)
+    latents = open_latents(write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies))
+    indices, mirror = np.array([90, 5, 41, 5]), np.array([True, False, True, True])
+    stored, labels = latents.read(indices, mirror)
+    np.testing.assert_array_equal(stored, np.where(mirror[:, None, None, None], copies[indices], plain[indices]))
+    np.testing.assert_array_equal(labels, labels_of()[indices])
+
+
 # --- moments
 
 
@@ -296,6 +305,17 @@ def test_an_extra_array_follows_its_image_and_mirrors_as_its_metadata_says(tmp_p
     np.save(out / "teacher-00001.npy", tokens[0][:39])
     with pytest.raises(ValueError, match=r"teacher-00001.npy has float16 \(39, 3, 5\), but metadata.json says float16 \(40, 3, 5\)"):
         open_latents(out)
+
+
+def test_the_mask_of_a_mirrored_copy_is_mirrored(tmp_path):
+    plain, copies, masks = numbered(), numbered(), masks_of()
+    plain[:, 1, 0, 0], copies[:, 1, 0, 0] = 0, 1
+    latents = open_latents(write_masks(write_folder(tmp_path / "set", plain, labels_of(), mirrored=copies), masks))
+    for stored, _, weights in take_weighted(latents, 10, 10, seed=1):
+        flipped = stored[:, 1, 0, 0].numpy()[:, None, None] == 1
+        mask = masks[numbers(stored)]
+        np.testing.assert_array_equal(weights[:, 0].numpy(), np.where(flipped, mask[..., ::-1], mask))
+        assert 0 < flipped.sum() < 10
 
 
 def test_masks_are_part_of_the_data_set(folder):

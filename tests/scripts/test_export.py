@@ -339,3 +339,46 @@ def test_overwriting_replaces_what_an_export_made_and_never_a_run_or_the_weights
     with pytest.raises(SystemExit, match="holds the weights that are to be exported"):
         exported(folder, "hub", folder, overwrite=True)
     assert checkpoints.problem(folder) is None
+
+
+KILLED = """
+import os, sys
+from pathlib import Path
+from runtime.files import atomic_write
+out, state = Path(sys.argv[1]), {"left": 0, "on": False}
+def call(*_):
+    if state["on"]:
+        state["left"] -= 1
+        if state["left"] == 0:
+            os._exit(9)
+sys.addaudithook(lambda event, _: call() if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") else None)
+ended, at = None, 0
+while ended != 0:
+    at += 1
+    for name in ("a", "sub/b"):
+        place = out.parent / str(at) / out.name / name
+        place.parent.mkdir(parents=True, exist_ok=True)
+        place.write_text("old")
+    pid = os.fork()
+    if pid == 0:
+        state |= {"left": at, "on": True}
+        with atomic_write(out.parent / str(at) / out.name) as partial:
+            (partial / "sub").mkdir(parents=True)
+            for name in ("a", "sub/b"):
+                (partial / name).write_text("new")
+        os._exit(0)
+    ended = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+    assert ended in (0, 9), ended
+"""
+
+
+def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new(tmp_path):
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    found, rounds = [], sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
+    for folder in rounds:
+        place = folder / "out"
+        if not place.is_dir():  # between two renames the old one is there by another name
+            [place] = folder.glob(".out.*.old.tmp")
+        [content] = {(place / name).read_text() for name in ("a", "sub/b")}  # of one kind
+        found.append(content)
+    assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True) and os.listdir(rounds[-1]) == ["out"]

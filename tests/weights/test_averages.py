@@ -77,6 +77,18 @@ def test_tracked_and_reconstructed_averages_equal_edm2s():
             assert ours.flatten().tolist() == pytest.approx(value, abs=1e-5)
 
 
+def test_an_untracked_width_is_close_to_the_tracked_one_and_closer_with_more_snapshots():
+    sought = tracked([0.07], every=40)[40, 0.07]
+    distances = []
+    for every in (40, 8, 2):
+        kept = tracked([0.05, 0.10], every=every)
+        shares, off = averages.coefficients([*kept], 40, 0.07)
+        made = {key: sum(share * one[key] for share, one in zip(shares, kept.values(), strict=True)) for key in sought}
+        distances.append((off, max((made[key] - sought[key]).abs().max().item() for key in sought)))
+    assert [*zip(*distances, strict=True)] == [tuple(sorted(values, reverse=True)) for values in zip(*distances, strict=True)]
+    assert distances[0][1] > 0.03 and distances[-1][0] < 0.01 and distances[-1][1] < 0.02
+
+
 @pytest.mark.parametrize(("given", "name"), [
     ("model", "model"), ("ema", "ema"), ("ema-0.9990", "ema-0.999"), ("ema-std0.1", "ema-std0.10"), ("ema-std0.075", "ema-std0.075"),
 ])  # fmt: skip

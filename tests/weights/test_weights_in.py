@@ -492,6 +492,7 @@ def test_the_steps_are_respaced_as_in_facebookresearch_dit():
         assert seen == steps[::-1]
 
 
+
 # ---- guidance on the first channels -----------------------------------------------------------------------------------
 
 
