@@ -23,6 +23,7 @@ from latents.labels import check_labels
 from latents.listing import find_tars
 from latents.tars import allow_open_files, map_tars
 from routing_module import kept_tokens
+from runtime.files import is_inside
 from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, first_line, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -262,6 +263,15 @@ class Metadata(Record):
     arrays: dict[str, ArrayRecord] = {}
 
 
+def own_file(folder: Path, name: str) -> Path:
+    """Returns a file of a latent folder; raises ValueError for one outside, by its name or by a link."""
+    file = folder / name
+    if Path(name).name != name or not is_inside(file, folder):
+        raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a file of that folder alone: "
+                         f"copy the file there, and let the record name it without a path.")
+    return file
+
+
 def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
     try:
@@ -308,7 +318,7 @@ def _open_folder(folder: Path, kind: str | None, scale: float | None) -> Latents
         masks = _map_shards(folder, meta, "masks", [sides, [1, *sides]], ["uint8", "float16"])
         arrays[WEIGHT] = Array([mask.reshape(-1, 1, *sides) for mask in masks], "flip")
     return Latents(where=str(folder), starts=np.concatenate([[0], np.cumsum(counts)]),
-                   files=[folder / _file_of(shard, part) for part in ("latents", "mirrored") if part in maps
+                   files=[own_file(folder, _file_of(shard, part)) for part in ("latents", "mirrored") if part in maps
                           for shard in meta.shards],
                    shards=maps["latents"] + maps.get("mirrored", []), arrays=arrays,
                    labels=np.concatenate(maps["labels"], dtype=np.min_scalar_type(meta.num_classes - 1),
@@ -337,7 +347,7 @@ def _file_of(shard: Shard, name: str) -> str:
 
 
 def _map_shards(folder: Path, meta: Metadata, name: str, shapes: list, dtypes: list[str]) -> list[np.ndarray]:
-    return [map_npy(folder / _file_of(shard, name), [(shard.count, *shape) for shape in shapes], dtypes)
+    return [map_npy(own_file(folder, _file_of(shard, name)), [(shard.count, *shape) for shape in shapes], dtypes)
             for shard in meta.shards]
 
 

@@ -1,13 +1,15 @@
 """Damaged files, beside those of test_mistakes.py: no code in them runs, and what can be rebuilt is."""
 
 import io
+import json
 import os
+import shutil
 
 import numpy as np
 import pytest
 import torch
 from PIL import Image
-from test_data import labels_of, numbered, write_tars
+from test_data import labels_of, numbered, write_folder, write_tars
 from test_import_latents import import_latents, write_fastdit
 
 from dit import DiT
@@ -97,6 +99,24 @@ def test_an_index_of_tars_that_leads_elsewhere_is_made_again(tmp_path, changes):
     spoilt = (tmp_path / tars.TAR_INDEX).read_bytes()
     assert folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint == first
     assert (tmp_path / tars.TAR_INDEX).read_bytes() != spoilt
+
+
+@pytest.mark.parametrize("where", ["../outside.npy", "sub/../latents-00000.npy", "/absolute", "link"])
+@pytest.mark.parametrize("part", ["latents", "labels"])
+def test_a_record_names_files_of_its_folder_alone(tmp_path, where, part):
+    out = tmp_path / "set"
+    write_folder(out, numbered(), labels_of(), shard=1000)
+    record = json.loads((out / "metadata.json").read_text())
+    whole = out / record["shards"][0][part]
+    if where == "link":
+        whole.rename(tmp_path / "outside.npy")
+        whole.symlink_to(tmp_path / "outside.npy")
+    else:
+        shutil.copy(whole, tmp_path / "outside.npy")
+        record["shards"][0][part] = str(whole) if where == "/absolute" else where
+    (out / "metadata.json").write_text(json.dumps(record))
+    with pytest.raises(ValueError, match="which is not a file of that folder alone"):
+        folder.open_latents(out)
 
 
 # ---- checkpoints and records ----------------------------------------------------------------------------------------
