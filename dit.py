@@ -231,8 +231,8 @@ def infer_architecture(
     and num_heads is None.
     """
     if "router.fusion.weight" in state_dict:
-        raise ValueError("These weights fuse what comes out of a route with what went around it (model=sprint), and do "
-                         "not say where the route begins and ends: load them from their run or checkpoint folder.")
+        raise ValueError("These weights are of model=sprint, but do not say where its route begins and ends: load them "
+                         "from their run or checkpoint folder.")
     first = {key.removeprefix("blocks.0."): value for key, value in state_dict.items() if key.startswith("blocks.0.")}
     block = next((name for name, kind in BLOCKS.items() if kind.mark in first), "dit")
     kind = BLOCKS[block]
@@ -252,8 +252,8 @@ def infer_architecture(
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:
         raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its "
-                         f"number of heads cannot be told from its weights: give num_heads=, or load it from its run "
-                         f"or checkpoint folder.")
+                         f"number of heads cannot be inferred: set num_heads=, or load it from its run or checkpoint "
+                         f"folder.")
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
         hidden_size=hidden_size, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,

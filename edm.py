@@ -155,8 +155,8 @@ class DDPM(EDM):
         """
         out = net(x.float(), self.preconditioning(sigma.float())[3], y, routes=routes).float()
         if out.shape[1] != 2 * x.shape[1]:
-            raise ValueError(f"solver=ancestral draws with the variance that the network predicts, in 2·{x.shape[1]} "
-                             f"channels, and this one has {out.shape[1]}: set sampler.solver=heun.")
+            raise ValueError(f"solver=ancestral needs a network that also predicts a variance, in 2·{x.shape[1]} "
+                             f"channels, but this one has {out.shape[1]}: set sampler.solver=heun.")
         return out
 
     def sample_ancestral(

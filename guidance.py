@@ -68,8 +68,8 @@ class Guidance:
                 object.__setattr__(self, name, tuple(value))
         ratios = ends(self.gamma1) + ends(self.gamma2)
         if not all(0 <= ratio <= 1 for ratio in ratios) or min(ends(self.gamma1)) > max(ends(self.gamma2)):
-            raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: shares of tokens that skip lie in [0, 1], "
-                             f"and that of the strong pass, gamma1, is not above gamma2. Only schedules may cross.")
+            raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: selection ratios must lie in [0, 1], and "
+                             f"gamma1, of the strong pass, must not exceed gamma2. Only schedules may cross.")
         if self.internal and (self.drop_label or self.net2 or any(ratios)):
             raise ValueError("internal=true takes the weak prediction from the strong pass, with its label and all of "
                              "its tokens: leave out weak, gamma1 and gamma2, and set drop_label=false.")
@@ -90,19 +90,20 @@ class Guidance:
             if self.routes is not None:
                 network.router.taken(resolve_routes(self.routes, len(network.blocks)), network.routes)
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
-                raise ValueError(f"{name}={gamma} is asked of a network that has no route: give one, as "
+                raise ValueError(f"{name}={gamma} needs a network with a route, and this one has none: give one, as "
                                  f"routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or choose guidance=cfg.")
         if self.internal and not hasattr(net, "internal_head"):
-            raise ValueError("guidance=internal needs the head in the middle of a network that objective=internal "
-                             "trains, and this network has none: guide by the label (guidance=cfg), for instance.")
+            raise ValueError("guidance=internal needs the intermediate head that objective=internal trains, but "
+                             "this network has none: use guidance=cfg, for instance.")
         if self.drop_label and self.scale != 1 and not getattr(self.net2 or net, "null_label", True):
-            raise ValueError("guidance by the label needs a null label, which these weights lack, as they were trained "
-                             "without label dropout (label_dropout=0): leave it out, or set drop_label=false.")
+            raise ValueError("guidance by the label needs a null label, but these weights have none, as they were "
+                             "trained with label_dropout=0: leave guidance out, or set drop_label=false.")
         if self.channels is not None and not 1 <= self.channels <= net.in_channels:
-            raise ValueError(f"channels={self.channels} is not among the {net.in_channels} channels of the latents.")
+            raise ValueError(f"channels={self.channels} must be from 1 to {net.in_channels}, the channels of the "
+                             "latents.")
         if self.net2 is not None and shape_of(net) != shape_of(self.net2):
-            raise ValueError(f"Channels, side and classes are {shape_of(self.net2)} of the weak one and "
-                             f"{shape_of(net)} of the strong network: choose a checkpoint of the same data.")
+            raise ValueError(f"The weak network has channels, side and classes {shape_of(self.net2)}, but the "
+                             f"strong one {shape_of(net)}: choose a checkpoint of the same data.")
 
     def routes_at(self, net: nn.Module, gamma: Gamma, progress: float) -> tuple[Route, ...]:
         """Returns the routes of one pass; none at a ratio of 0, the dense network."""

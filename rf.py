@@ -89,7 +89,7 @@ class RF:
         """
         if self.contrastive_weight and len(x) == 1:
             raise ValueError(f"contrastive_weight={self.contrastive_weight} compares images of a rank's part of the "
-                             f"batch, which is one: raise batch_size, or lower grad_accum_steps or the ranks.")
+                             f"batch, which is only one: raise batch_size, or lower grad_accum_steps or the ranks.")
         if t is None:
             t = self.draw_t(x)
         if eps is None:

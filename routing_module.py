@@ -143,7 +143,7 @@ class RouteSchedule:
         starts = [start for start, _ in phases]
         if any(later <= start for start, later in pairwise(starts)):
             raise ValueError(f"The routes change at steps {', '.join(map(str, starts[1:]))}: each change must come "
-                             f"after the one before it. In order are dense_before, changes and dense_after.")
+                             f"after the one before it. The order is dense_before, changes, dense_after.")
         return dict(phases)
 
     @property

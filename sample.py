@@ -73,8 +73,8 @@ def main(cfg: SampleSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32)
     kind = Path(cfg.out).suffix if cfg.out else ".png"
     if kind not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
-        raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz, which latents=true needs, "
-                         f"nor a folder, which has no suffix.")
+        raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz (which latents=true needs), "
+                         f"nor a folder (a name without a suffix).")
     if cfg.latents:
         cfg.refuse("autoencoder", "decode_precision", "decode_batch_size", why="latents=true decodes nothing")
     seeds = parse_seeds("seeds", cfg.seeds)
@@ -108,7 +108,7 @@ def compare_guided(cfg: GridSettings) -> None:
     sampling = open_sampling(cfg, state, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:
-        raise ValueError(f"python rf.py samples flow matching (diffusion=rf) with and without guidance, as scale=1.5, "
+        raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, such as scale=1.5, "
                          f"not {trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: see sample.py.")
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
     default = default_grid(Path(cfg.checkpoint), trained)

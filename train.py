@@ -150,7 +150,7 @@ def start_trackers(run: Run) -> None:
         run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, {"wandb": wandb})
     except Exception as error:
         raise ValueError(f"log.trackers={trackers} could not start: {error}. For wandb run `wandb login` "
-                         f"or set WANDB_MODE=offline; log.trackers=[] does without.") from error
+                         f"or set WANDB_MODE=offline, or log.trackers=[].") from error
 
 
 @contextlib.contextmanager

@@ -327,7 +327,8 @@ def of_file(listing: Listing, images: list[int], labels: str, member: int | None
     if member is not None:
         listing.left_out = [row for row in listing.left_out if row[0] != listing.shown[member]]
     elif not Path(labels).is_file():
-        raise ValueError(f"labels={labels} is no file here or in {listing.path}: give folders, none, names or a file.")
+        raise ValueError(f"labels={labels} is not a file here or in {listing.path}: give folders, none, names or a "
+                         "file.")
     content = Path(labels).read_bytes() if member is None else listing.read(member)
     stems = {stem_of(listing.names[i]) for i in images}
     pairs, said = read_pairs(content, labels, lambda cell: stem_of(clean(cell)) in stems)
