@@ -35,8 +35,8 @@ def pixels_to_images(pixels: torch.Tensor) -> torch.Tensor:
 class Convention:
     """Makes the network's latents of an autoencoder's own: latent = (z - shift - mean) / std * scale.
 
-    `latents_mean` and `latents_std` are a number a channel, or None for 0 and 1. `pixels` is the range of what the
-    autoencoder decodes to. Raises ValueError for values that are not such numbers.
+    `latents_mean` and `latents_std` have one number per channel, or are None for 0 and 1. `pixels` is the range of what
+    the autoencoder decodes to. Raises ValueError for values that are not such numbers.
     """
 
     scale: float = 1.0

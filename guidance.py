@@ -1,7 +1,7 @@
 """Guidance: extrapolate from a weak prediction to a strong one, weak + scale · (strong - weak).
 
-What makes the weak one weak is a setting: no label (classifier-free guidance), fewer tokens (TREAD guidance, SG), a
-worse network (AutoGuidance), or several of these, and at which noise levels.
+A setting chooses how the weak prediction is weakened: no label (classifier-free guidance), fewer tokens (TREAD
+guidance, SG), a worse network (AutoGuidance), or several of these, and at which noise levels.
 """
 
 import hashlib
@@ -35,21 +35,21 @@ class Guidance:
 
     scale       1 is the strong prediction alone and costs one pass
     gamma1      selection ratio of the strong pass, a number or a pair (first, last) of a cosine schedule
-    gamma2      selection ratio of the weak pass, likewise; at 1 it leaves out the blocks of the routes
+    gamma2      selection ratio of the weak pass, in the same forms; at 1 it skips the blocks of the routes
     drop_label  whether the weak pass sees the null label
-    net2        the weak network, if it is another one (AutoGuidance)
+    net2        the weak network, if it is a different one (AutoGuidance)
     interval    the lowest and the highest noise level (sigma of EDM, t of flow matching) outside which only the
-                strong pass runs; None: everywhere both do
-    routes      where tokens are routed and rejoin, their ratios not used; None: on each network's own routes
+                strong pass runs; None: both run everywhere
+    routes      where tokens are routed and rejoin (their ratios are not used); None: the routes of each network
     channels    how many channels are guided, the first ones; the others are the strong pass's (3 in the code of DiT,
                 SiT and LightningDiT); None: all
-    internal    whether the weak prediction is that of the network's internal head, of the strong pass itself
+    internal    whether the weak prediction is that of the network's internal head, in the strong pass
 
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
     Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Internal guidance: arXiv 2512.24176.
-    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, or a weak pass beside the
-    internal head.
+    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, or a weak pass in
+    addition to the internal head.
     """
 
     scale: float
@@ -85,7 +85,7 @@ class Guidance:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def check(self, net: nn.Module) -> None:
-        """Raises ValueError where `net` and the weak network cannot be guided so."""
+        """Raises ValueError if `net` and the weak network do not support this guidance."""
         for name, gamma, network in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
             if self.routes is not None:
                 network.router.taken(resolve_routes(self.routes, len(network.blocks)), network.routes)
@@ -119,8 +119,8 @@ class Guidance:
         """Guides `predict(net, x, t, y, routes)`, a diffusion's estimate, through one sampling of `num_steps` steps.
 
         Returns a function of the state x (B, C, h, w), the noise level t and the step's index to the guided estimate,
-        shaped like x. Every evaluation within a step, and both passes, see the masks that the step drew. Passes that
-        share network and ratio run as one doubled batch, and an internal head has answered in the strong pass. Raises
+        shaped like x. Every evaluation within a step, and both passes, see the masks of that step. Passes that
+        share network and ratio run as one doubled batch. An internal head is evaluated in the strong pass. Raises
         ValueError as `check` does.
         """
         self.check(net)

@@ -84,7 +84,7 @@ def find_damaged(latents: Latents, batch_size: int, seed: int, steps: range, arr
 
 
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns x (B, C, h, w) float32 on the device of `stored`; moments are drawn from, x = mean + std * eps.
+    """Returns x (B, C, h, w) float32 on the device of `stored`; moments are sampled, x = mean + std * eps.
 
     eps comes from the device's default generator.
     """

@@ -1,7 +1,7 @@
-"""`routed` takes a network on a route from outside, its code as it is; `families` has what must be known of each class.
+"""`routed` routes a network from outside, without changes to its code; `families` describes the known classes.
 
-It wraps forwards and registers no hooks: compiled code notices a changed forward but no new hook, and would stay dense
-without a word.
+It wraps forwards and registers no hooks, because compiled code notices a changed forward but not a new hook, and would
+silently be dense.
 """
 
 import inspect
@@ -371,7 +371,7 @@ class Pass:
 
 @dataclass
 class Taken:
-    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token is routed.
+    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, or None before a pass or if no token is routed.
 
     Ids count only the tokens that may leave: with a class token, id 0 is token 1.
     """
@@ -623,13 +623,13 @@ def routed(
 ) -> Iterator[Taken]:
     """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
 
-    Indices of routes count the blocks of all lists of the network, routes are numbered in order of depth, and masks are
-    drawn anew in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
-    are the kept tokens, of the N that may be routed: text, class and register tokens and condition images never are,
-    and those of keep_mask are not in this pass. A callable keep_mask gets the arguments of the call, by name, in a
-    dict. A block that a backward recomputes sees the masks of its pass, outside the `with` block too. Raises
-    ValueError, with the reason, for a network or a call that cannot be routed exactly, and where a pass has not gone
-    through the blocks.
+    Indices of routes count the blocks of all lists of the network, and routes are numbered in order of depth. Masks
+    are sampled in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
+    are the kept tokens among the N that may be routed. Text, class and register tokens and condition images are never
+    routed, and tokens of keep_mask are not routed in this pass. A callable keep_mask gets the arguments of the call as
+    a dict by name. A block that a backward recomputes sees the masks of its pass, also outside the `with` block. Raises
+    ValueError, with the reason, for a network or a call that cannot be routed exactly, and for a pass that does not
+    reach the blocks.
     """
     check_torch()
     network = network_of(model)
