@@ -1,15 +1,15 @@
-"""Images -> features -> statistics -> FID, sFID, Inception Score, precision and recall, as ADM's evaluator has them.
+"""Images -> features -> statistics -> FID, sFID, Inception Score, precision and recall, as in ADM's evaluator.
 
     python fid.py checkpoint=runs/x reference=VIRTUAL_imagenet256_labeled.npz num_samples=50000
     accelerate launch fid.py checkpoint=runs/x reference=… features=inception         # all GPUs, Inception on them too
-    python fid.py images=FOLDER|ZIP|NPZ|NPY reference=FOLDER|ZIP|NPZ|NPY               # what somebody else made
+    python fid.py images=FOLDER|ZIP|NPZ|NPY reference=FOLDER|ZIP|NPZ|NPY               # images made elsewhere
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
-    python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # somebody's, as published
-    python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # ours, as theirs was sampled
+    python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # published weights, as published
+    python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # our run, sampled as published
     python fid.py --multirun checkpoint=runs/x reference=… scale=1.5,2 gamma2=0.3,0.5  # each scale at each ratio
 
 Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml and
-configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
+configs/drawing.yaml; docs/evaluation.md explains the numbers, and why they may differ from others'.
 """
 
 import time

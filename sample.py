@@ -1,12 +1,12 @@
 """Seeds -> images, over ranks: a labelled grid, a folder of PNGs, or one npz.
 
-    python sample.py checkpoint=runs/quickstart-tread                     # a grid, one row a class
+    python sample.py checkpoint=runs/quickstart-tread                     # a grid, one row per class
     python sample.py checkpoint=runs/x seeds=0-63 'classes=[207,360]' num_steps=40 out=dogs.png
     accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance=cfg scale=1.5
 
-`checkpoint` is a run, a checkpoint folder, or a weights file (ours, or others': docs/interop.md). Each image is a
-function of its own seed: the same picture on any number of ranks and at any batch size. Options:
-configs/sample.yaml and configs/drawing.yaml. `python rf.py` is here too: guided and unguided grids with what they cost.
+`checkpoint` is a run, a checkpoint folder, or a weights file (ours, or others': docs/interop.md). Each image
+depends only on its seed, so it is the same on any number of ranks and at any batch size. Options:
+configs/sample.yaml and configs/drawing.yaml. `python rf.py` is here too: guided and unguided grids, with costs.
 """
 
 from collections.abc import Iterator

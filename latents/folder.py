@@ -1,8 +1,8 @@
 """Latent folders and TREAD's webdataset tars, opened, checked and read by index.
 
-Files are memory-mapped and never read whole, unless all of them are to lie on a device. What grows with the data set
-is 4 bytes an image for the epoch's permutation, 1 for the coin where there are mirrored copies, 1 or 2 for the label
-and, in tars, 8 for the offset.
+Files are memory-mapped and never read completely, unless all latents are copied to a device. Memory grows by 4 bytes
+per image for the epoch's permutation, 1 for the choice between mirrored copies, 1 or 2 for the label and, in tars, 8
+for the offset.
 """
 
 import hashlib

@@ -1,6 +1,6 @@
-"""The forms in which other code bases store latents: by which each is known, how it is read, what its values are.
+"""The formats in which other code stores latents: how each is recognised and read, and what its values are.
 
-`recognize` names a source's form and `open_stored` opens it; docs/interop.md says whose each is. Nothing is unpickled.
+`recognize` names a source's format and `open_stored` opens it. docs/interop.md lists the formats. Nothing is unpickled.
 """
 
 import itertools

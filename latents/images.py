@@ -1,7 +1,6 @@
 """Folders, zips and tars of images, and the built-in shapes, as numbered items: name, label, pixels.
 
-Which files there are says `latents.listing`, what a file of labels holds `latents.labels`. Pixels are read one image at
-a time.
+`latents.listing` lists the files, and `latents.labels` reads files of labels. Pixels are read one image at a time.
 """
 
 import colorsys

@@ -1,7 +1,7 @@
 """Files of a folder, a zip or tars by number: their names with slashes, and the bytes of each.
 
-An archive is listed as the folder that it was made of, whichever system made it. Kept are names and places only, about
-130 bytes a file (170 MB for ImageNet), of a zip about 900.
+An archive is listed like the folder it was made from, whichever system made it. Only names and positions are kept,
+about 130 bytes per file (170 MB for ImageNet), or 900 in a zip.
 """
 
 import glob

@@ -1,6 +1,6 @@
 """Internal guidance (arXiv 2512.24176): a second final layer, in the middle of the network, that learns with it.
 
-In sampling its answer is the weak prediction of the pass that it is made in: `guidance.Guidance(internal=True)`.
+When sampling, its output is the weak prediction, in the same pass: `guidance.Guidance(internal=True)`.
 """
 
 import copy

@@ -1,4 +1,4 @@
-"""Files that are renamed when they are whole, so that a kill cannot halve them; rows of JSON; the lock on a folder."""
+"""Files that are renamed once complete, so that a kill cannot truncate them; rows of JSON; the lock on a folder."""
 
 import contextlib
 import errno

@@ -1,4 +1,4 @@
-"""What a command that samples has loaded first: network, sampler, guidance, classes, decoder."""
+"""What a command that samples loads first: network, sampler, guidance, classes, decoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass

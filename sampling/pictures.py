@@ -1,4 +1,4 @@
-"""Drawn images -> a grid, PNG files, an npz."""
+"""Sampled images -> a grid, PNG files, an npz."""
 
 import importlib.util
 import json

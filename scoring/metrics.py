@@ -1,6 +1,6 @@
 """Features -> statistics -> scores: FID, sFID, Inception Score, precision, recall as ADM has them, and KID and MIND.
 
-Mathematics on tensors alone. Where several processes share the work, the caller brings what sums over them.
+Only mathematics on tensors. If several processes share the work, the caller passes what sums over them.
 """
 
 import contextlib

@@ -1,4 +1,4 @@
-"""Published scores: drawing as their images were drawn, and comparing ours with them where that is so."""
+"""Published scores: sampling as their images were sampled, and comparing our scores with them if so."""
 
 import json
 
