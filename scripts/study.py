@@ -28,11 +28,24 @@ sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from fid import DRAWN
 from runtime import ranks
-from runtime.command import command, commit
+from runtime.command import command, commit, compose
 from runtime.files import read_rows, remove, write_text
-from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, as_setting, one_of, read_record
+from runtime.schema import (
+    Count,
+    Location,
+    Positive,
+    Record,
+    Settings,
+    Text,
+    Whole,
+    as_setting,
+    one_of,
+    read,
+    read_record,
+)
 from scoring.results import read_results
 from scripts.comparison import AXES, crossing, draw_differences, draw_figures, metrics_of, tables
+from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 from weights.records import RouteSettings, build_network, build_schedule
 
@@ -216,9 +229,18 @@ def record_of(run: Run) -> dict | None:
     folder = checkpoints.latest(run.folder) if run.folder.is_dir() else None
     if folder is None:
         return None
-    meta = checkpoints.read_meta(folder)
-    refuse_foreign(run, run.folder, {key: leaf(meta["config"], key) for key in settings_of(run.train)}, meta["step"])
+    meta, made = checkpoints.read_meta(folder), settings_composed(tuple(run.train))
+    other = {key: asked if (own := leaf(meta["config"], key)) == leaf(made, key) else own
+             for key, asked in settings_of(run.train).items()}
+    refuse_foreign(run, run.folder, other, meta["step"])
     return meta
+
+
+@cache
+def settings_composed(train: tuple[str, ...]) -> dict:
+    """Returns a run's settings as its checkpoints record them, where the name of diffusion=rf_uniform is rf."""
+    [plain] = compose("config", TrainSettings, list(train))
+    return read(TrainSettings, plain).model_dump(mode="json")
 
 
 def finished(run: Run) -> bool:

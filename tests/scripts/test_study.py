@@ -342,6 +342,19 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
 
 
+def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypatch):
+    record = {"step": 4, "config": {"model": {"name": "tread-balanced"}, "diffusion": {"name": "rf"}}}
+    monkeypatch.setattr(study.checkpoints, "latest", lambda folder: folder)
+    monkeypatch.setattr(study.checkpoints, "read_meta", lambda folder: record)
+    flow = {"train": ["model=tread", "routes=balanced", "diffusion=rf_uniform"], "seeds": [0]}
+    [run] = study.runs_of(settings(tmp_path, study=MATRIX | {"variants": {"flow": flow}, "compare": []}))
+    run.folder.mkdir(parents=True)
+    assert study.record_of(run) == record
+    for other, seen in (("diffusion=edm_v1", "diffusion=rf"), ("routes=paper", "model=tread-balanced")):
+        with pytest.raises(ValueError, match=f"holds another flow, seed 0: {seen} there"):
+            study.record_of(run.model_copy(update={"train": [*run.train, other]}))
+
+
 @pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
 def test_without_a_difference_a_verdict_is_as_rare_as_promised(seeds, share):
     """Two variants alike; in every other trial a seed moves both, and by much more than they differ."""
