@@ -280,7 +280,7 @@ def score_floor(cfg: StudySettings) -> None:
 def score_once(
     cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
 ) -> None:
-    """Runs fid.py, unless `results` has a row of this point and step, and adds the point to the new row.
+    """Runs fid.py, unless `results` has a row of this point and step, and adds the point to the new rows.
 
     Raises ValueError where that row was scored by other settings of the study.
     """
@@ -295,8 +295,9 @@ def score_once(
     before = len(rows)
     call(cfg, "fid.py", settings)
     rows = read_rows(results)
-    assert len(rows) == before + 1, f"fid.py left {len(rows) - before} rows in {results}, not one"
-    rows[-1] |= {"study": point, "scored_by": scored_by}
+    assert len(rows) > before, f"fid.py left no row in {results}"
+    for row in rows[before:]:
+        row |= {"study": point, "scored_by": scored_by}
     write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
 

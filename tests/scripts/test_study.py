@@ -342,6 +342,22 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
 
 
+def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_path, monkeypatch):
+    results, called = tmp_path / "results.jsonl", []
+    cfg = settings(tmp_path, study=MATRIX | {"score": ["features=[pixels,torchscript]"]})
+
+    def scored(cfg, program, overrides):
+        called.append(program)
+        with results.open("a") as file:
+            for name in ("fd_pixels", "fd_torchscript"):
+                file.write(json.dumps({"source": {"step": 4, "guidance": None}, "metrics": {name: 1.0}}) + "\n")
+
+    monkeypatch.setattr(study, "call", scored)
+    for _ in range(2):
+        study.score_once(cfg, [], results, ["num_samples=4"], 4)
+    assert [json.loads(row)["study"] for row in results.read_text().splitlines()] == 2 * [["num_samples=4"]] and called == ["fid.py"]
+
+
 def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypatch):
     record = {"step": 4, "config": {"model": {"name": "tread-balanced"}, "diffusion": {"name": "rf"}}}
     monkeypatch.setattr(study.checkpoints, "latest", lambda folder: folder)
