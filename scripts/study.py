@@ -313,6 +313,14 @@ def changes_route(run: Run) -> bool:
                 or schedule.get("route_schedule") == "off_ramp")
 
 
+def without_start(run: Run) -> list[str]:
+    """Returns a run's settings without the weights that it starts from, as only an adapter's steps need them."""
+    if run.last("lora.rank") not in (None, "null"):
+        return run.train
+    of_weights = ("init_from", "diffusion_name", "new_label_table")
+    return [*(text for text in run.train if text.partition("=")[0] not in of_weights), "init_from=null"]
+
+
 def time_in_turns(cfg: StudySettings) -> None:
     """Times the training step of each variant, one after the other, again and again, and writes timing.json.
 
@@ -328,7 +336,7 @@ def time_in_turns(cfg: StudySettings) -> None:
         folder = Path(cfg.out).resolve() / "timing" / name
         remove(folder)
         call(cfg, "train.py", [
-            *firsts[name].train, "samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", "init_from=null",
+            *without_start(firsts[name]), "samples.every=0", "evaluate.every=0", "checkpoint.every=1000000",
             "checkpoint.keep_every=0", "optimizer.warmup_steps=0",
             f"log.every={cfg.steps_timed}", f"steps={2 * cfg.steps_timed}", f"run_dir={folder}"])
         seconds = read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"]

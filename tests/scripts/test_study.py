@@ -237,6 +237,14 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
 
 
+@pytest.mark.parametrize(("asked", "timed"), [
+    (["init_from=x.pt", "diffusion_name=sit", "new_label_table=true"], ["init_from=null"]),
+    (["init_from=runs/x", "lora.rank=2"], ["init_from=runs/x", "lora.rank=2"])])
+def test_a_fine_tune_is_timed_without_weights_and_an_adapter_on_its_base(asked, timed):
+    run = study.Run(variant="tuned", seed=0, folder=Path("x"), train=[*TINY, *asked], at_end=[], at_each=[], held_out=[])
+    assert study.without_start(run) == [*TINY, *timed]
+
+
 @pytest.mark.parametrize(("code", "ends"), [("143", SystemExit), ("0", SystemExit), ("1", ValueError)])
 def test_a_signal_reaches_what_the_study_runs_once_and_its_failure_is_no_stop(tmp_path, code, ends):
     (tmp_path / "stub.py").write_text("""if True:
