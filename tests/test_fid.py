@@ -520,6 +520,16 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
 
+def test_features_of_bare_weights_are_kept_for_what_they_were_taken_for(tmp_path, run_folder, reference_npz):
+    bare = shutil.copy(checkpoints.latest(run_folder) / "ema.safetensors", tmp_path / "bare.safetensors")
+    options = dict(checkpoint=bare, diffusion_name="edm", num_heads=2, autoencoder="identity", reference=reference_npz, num_samples=6, num_steps=1,
+                   keep_features=True)
+    command(tmp_path, **options)
+    for other in ({"num_heads": 4}, {"num_classes": 4}, {"diffusion_name": "tread"}):
+        assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
+    assert command(tmp_path, **options)["resumed_images"] == 6
+
+
 @pytest.mark.parametrize("what", ["checkpoint", "reference"])
 def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, reference_npz):
     np.savez(tmp_path / "images.npz", arr_0=shapes(70, seed=4).numpy())
