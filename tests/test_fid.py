@@ -604,7 +604,9 @@ def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_set
         ratios.append(fid.frechet_distance(*own, *real) / unit)
         assert list(row["metrics"]) == [network.distance, "recall", "floor", "fdr"] and row["floor"]["path"].endswith("floor.npy")
         assert (row["metrics"]["floor"], row["metrics"]["fdr"]) == pytest.approx((unit, ratios[-1]), rel=1e-6)
-    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["none"]]
+    out = capsys.readouterr().out
+    assert all(f"{metric} {network}" in out for metric in ("recall", "fdr") for network in ("coarse", "rows"))  # and none takes another's place
+    [line] = [line.split() for line in out.splitlines() if line.split()[:1] == ["none"]]
     assert float(line[-1]) == pytest.approx(np.mean(ratios), rel=1e-4) and len({*ratios}) == 3
     for floor, why in ((reference_npz, "between them is 0"), (tmp_path / "none.npy", "none.npy failed: No such file")):
         with pytest.raises(SystemExit, match=why):
