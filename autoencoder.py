@@ -148,10 +148,10 @@ class Autoencoder:
 class Identity(Autoencoder):
     """The autoencoder of pixel space: a latent is the image itself in [-1, 1]."""
 
-    name, channels, downsample, convention = "identity", 3, 1, Convention()
+    name, channels, downsample = "identity", 3, 1
 
-    def __init__(self, device: torch.device | str = "cpu"):
-        self.device = device
+    def __init__(self, device: torch.device | str = "cpu", convention: Convention | None = None):
+        self.device, self.convention = device, convention or Convention()
 
     def _encode(self, pixels: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         return pixels, torch.zeros_like(pixels)

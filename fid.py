@@ -144,7 +144,7 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Check
     weights = describe_weights(
         str(trained.checkpoint.folder or given), trained.step, trained.weights, trained.autoencoder,
         cfg.decode_precision, sampling.classes, trained.net.num_classes, weights_sha256=trained.checkpoint.sha256,
-        **({"family": trained.family} if trained.family else {}))  # how bare weights were read
+        **trained.read_as)
     home = trained.checkpoint.run or (given if given.is_dir() else given.parent)
     for scale in scales:
         at_scale = cfg.model_copy(update=dict(NO_GUIDANCE) if scale is None else {"scale": scale})

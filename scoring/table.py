@@ -1,5 +1,7 @@
 """Scores as a table for a terminal, a page in Markdown, or a paper in LaTeX."""
 
+from pathlib import Path
+
 from runtime.schema import as_text
 from scoring.results import summary
 
@@ -11,15 +13,17 @@ FORMS = ("text", "markdown", "latex")
 def with_mean_fdr(rows: list[dict]) -> dict:
     """Makes one row of those of several networks, with FDr as the mean over them (arXiv 2604.28190).
 
-    A metric of each network, as precision, is the first one's; the others' bear the network's name.
+    A metric of each network, as precision, is the first one's; the others' bear the network's name, or its file's.
     """
     if len(rows) == 1:
         return rows[0]
     metrics: dict[str, float | None] = {}
     for row in rows:
+        network = row["extractor"]["name"]
+        network = Path(row["extractor"]["weights"]).stem if network == "torchscript" else network
         for name, value in row["metrics"].items():
             is_shared = name in metrics or name in ("fdr", "floor")
-            metrics[f"{name} {row['extractor']['name']}" if is_shared else name] = value
+            metrics[f"{name} {network}" if is_shared else name] = value
     ratios = [row["metrics"]["fdr"] for row in rows if "fdr" in row["metrics"]]
     if ratios:
         metrics["fdr"] = None if None in ratios else sum(ratios) / len(ratios)

@@ -28,11 +28,24 @@ sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from fid import DRAWN
 from runtime import ranks
-from runtime.command import command, commit
+from runtime.command import command, commit, compose
 from runtime.files import read_rows, remove, write_text
-from runtime.schema import Count, Location, Positive, Record, Settings, Text, Whole, as_setting, one_of, read_record
+from runtime.schema import (
+    Count,
+    Location,
+    Positive,
+    Record,
+    Settings,
+    Text,
+    Whole,
+    as_setting,
+    one_of,
+    read,
+    read_record,
+)
 from scoring.results import read_results
 from scripts.comparison import AXES, crossing, draw_differences, draw_figures, metrics_of, tables
+from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 from weights.records import RouteSettings, build_network, build_schedule
 
@@ -216,9 +229,18 @@ def record_of(run: Run) -> dict | None:
     folder = checkpoints.latest(run.folder) if run.folder.is_dir() else None
     if folder is None:
         return None
-    meta = checkpoints.read_meta(folder)
-    refuse_foreign(run, run.folder, {key: leaf(meta["config"], key) for key in settings_of(run.train)}, meta["step"])
+    meta, made = checkpoints.read_meta(folder), settings_composed(tuple(run.train))
+    other = {key: asked if (own := leaf(meta["config"], key)) == leaf(made, key) else own
+             for key, asked in settings_of(run.train).items()}
+    refuse_foreign(run, run.folder, other, meta["step"])
     return meta
+
+
+@cache
+def settings_composed(train: tuple[str, ...]) -> dict:
+    """Returns a run's settings as its checkpoints record them, where the name of diffusion=rf_uniform is rf."""
+    [plain] = compose("config", TrainSettings, list(train))
+    return read(TrainSettings, plain).model_dump(mode="json")
 
 
 def finished(run: Run) -> bool:
@@ -258,7 +280,7 @@ def score_floor(cfg: StudySettings) -> None:
 def score_once(
     cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
 ) -> None:
-    """Runs fid.py, unless `results` has a row of this point and step, and adds the point to the new row.
+    """Runs fid.py, unless `results` has a row of this point and step, and adds the point to the new rows.
 
     Raises ValueError where that row was scored by other settings of the study.
     """
@@ -273,8 +295,9 @@ def score_once(
     before = len(rows)
     call(cfg, "fid.py", settings)
     rows = read_rows(results)
-    assert len(rows) == before + 1, f"fid.py left {len(rows) - before} rows in {results}, not one"
-    rows[-1] |= {"study": point, "scored_by": scored_by}
+    assert len(rows) > before, f"fid.py left no row in {results}"
+    for row in rows[before:]:
+        row |= {"study": point, "scored_by": scored_by}
     write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
 
 
@@ -288,6 +311,14 @@ def changes_route(run: Run) -> bool:
     schedule = {key: value for key, value in settings_of(run.train).items() if key.startswith("route_schedule")}
     return bool(schedule.keys() - {"route_schedule", "route_schedule.selection_ratios"}
                 or schedule.get("route_schedule") == "off_ramp")
+
+
+def without_start(run: Run) -> list[str]:
+    """Returns a run's settings without the weights that it starts from, as only an adapter's steps need them."""
+    if run.last("lora.rank") not in (None, "null"):
+        return run.train
+    of_weights = ("init_from", "diffusion_name", "new_label_table")
+    return [*(text for text in run.train if text.partition("=")[0] not in of_weights), "init_from=null"]
 
 
 def time_in_turns(cfg: StudySettings) -> None:
@@ -305,7 +336,7 @@ def time_in_turns(cfg: StudySettings) -> None:
         folder = Path(cfg.out).resolve() / "timing" / name
         remove(folder)
         call(cfg, "train.py", [
-            *firsts[name].train, "samples.every=0", "evaluate.every=0", "checkpoint.every=1000000", "init_from=null",
+            *without_start(firsts[name]), "samples.every=0", "evaluate.every=0", "checkpoint.every=1000000",
             "checkpoint.keep_every=0", "optimizer.warmup_steps=0",
             f"log.every={cfg.steps_timed}", f"steps={2 * cfg.steps_timed}", f"run_dir={folder}"])
         seconds = read_rows(folder / "metrics.jsonl")[-1]["sec_per_step"]

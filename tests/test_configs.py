@@ -1,5 +1,6 @@
 """Every config composes and builds its network; a key that does not exist is an error."""
 
+import contextlib
 import functools
 import inspect
 import re
@@ -21,7 +22,7 @@ from runtime import schema
 from sampling.options import sampler_settings
 from scripts.choose_routes import Costs
 from training.run import describe_network
-from training.settings import MuonSettings, TrainSettings
+from training.settings import MuonSettings, TrainSettings, check_pairs
 from weights.records import architecture, build_diffusion, build_network, with_objective
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -66,6 +67,17 @@ def test_an_experiment_composes_and_builds(experiment):
     model = network(cfg)
     objective_of(cfg, model)
     assert bool(model.routes) == (cfg.model.name != "dit") and cfg.steps != 0
+
+
+@pytest.mark.parametrize(("typed", "refused"), [
+    (["experiment=b2_sit_tread_repa_before", "model=dit"], True), (["experiment=xl2_tread_v1", "routes=balanced"], True),
+    (["experiment=b2_sit_tread_repa_before", "model=dit", "model.routes=[]"], False), (["experiment=b2_tread", "model=dit"], False),
+    (["experiment=b2_tread", "routes=balanced"], False), (["experiment=b2_sit_sprint", "model=tread"], False)])
+def test_the_routes_of_an_experiment_do_not_replace_those_that_are_typed(typed, refused):
+    cfg = settings(load(*typed))
+    cfg.typed.update(text.split("=", 1) for text in typed)
+    with pytest.raises(ValueError, match=f"{typed[1]} and {typed[0]} do not go together") if refused else contextlib.nullcontext():
+        check_pairs(cfg)
 
 
 PUBLISHED = [name for name in EXPERIMENTS if re.search(r"^published:(?! null)", (CONFIGS / "experiment" / f"{name}.yaml").read_text(), re.M)]

@@ -520,6 +520,16 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
 
+def test_features_of_bare_weights_are_kept_for_what_they_were_taken_for(tmp_path, run_folder, reference_npz):
+    bare = shutil.copy(checkpoints.latest(run_folder) / "ema.safetensors", tmp_path / "bare.safetensors")
+    options = dict(checkpoint=bare, diffusion_name="edm", num_heads=2, autoencoder="identity", reference=reference_npz, num_samples=6, num_steps=1,
+                   keep_features=True)
+    command(tmp_path, **options)
+    for other in ({"num_heads": 4}, {"num_classes": 4}, {"diffusion_name": "tread"}):
+        assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
+    assert command(tmp_path, **options)["resumed_images"] == 6
+
+
 @pytest.mark.parametrize("what", ["checkpoint", "reference"])
 def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, reference_npz):
     np.savez(tmp_path / "images.npz", arr_0=shapes(70, seed=4).numpy())
@@ -594,7 +604,9 @@ def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_set
         ratios.append(fid.frechet_distance(*own, *real) / unit)
         assert list(row["metrics"]) == [network.distance, "recall", "floor", "fdr"] and row["floor"]["path"].endswith("floor.npy")
         assert (row["metrics"]["floor"], row["metrics"]["fdr"]) == pytest.approx((unit, ratios[-1]), rel=1e-6)
-    [line] = [line.split() for line in capsys.readouterr().out.splitlines() if line.split()[:1] == ["none"]]
+    out = capsys.readouterr().out
+    assert all(f"{metric} {network}" in out for metric in ("recall", "fdr") for network in ("coarse", "rows"))  # and none takes another's place
+    [line] = [line.split() for line in out.splitlines() if line.split()[:1] == ["none"]]
     assert float(line[-1]) == pytest.approx(np.mean(ratios), rel=1e-4) and len({*ratios}) == 3
     for floor, why in ((reference_npz, "between them is 0"), (tmp_path / "none.npy", "none.npy failed: No such file")):
         with pytest.raises(SystemExit, match=why):

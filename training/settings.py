@@ -11,6 +11,7 @@ from latents.folder import KINDS
 from routing_module import Router
 from runtime.device import DTYPES
 from runtime.schema import (
+    CONFIGS,
     Classes,
     Count,
     Location,
@@ -28,6 +29,7 @@ from runtime.schema import (
     as_text,
     one_of,
 )
+from runtime.typed import read_yaml
 from scoring import results
 from scoring.features import Features
 from training import speed
@@ -196,17 +198,22 @@ def check_pairs(cfg: TrainSettings) -> None:
     adapter, muon, fsdp = f"lora.rank={cfg.lora.rank}", "optimizer=muon", "sharding=fsdp"
     fp8, fp16, graphs = "precision=fp8", "precision=fp16", f"compile={as_text(cfg.compile)}"
     preset, routes = f"routes={given.get('routes')}", f"model.routes={given.get('model.routes')}"
-    labels = "new_label_table=true"
+    labels, experiment = "new_label_table=true", f"experiment={given.get('experiment')}"
+    has_preset, has_routes = given.get("routes", "null") != "null", any("model.routes" in key for key in given)
+    chosen = read_yaml(CONFIGS / f"presets/routes/{given['routes']}.yaml")["routes"] if has_preset else []
+    is_chosen = [route.model_dump(exclude_defaults=True) for route in cfg.model.routes] == chosen
     network = "model=sprint" if cfg.model.fusion else f"model={given.get('model')}"
     asked = {
         adapter: cfg.lora.rank is not None, muon: cfg.optimizer.name == "muon", fsdp: cfg.sharding == "fsdp",
         fp8: cfg.precision == "fp8", fp16: cfg.precision == "fp16", graphs: cfg.compile in speed.CUDA_GRAPHS,
-        labels: cfg.new_label_table, preset: given.get("routes", "null") != "null", routes: "model.routes" in given,
-        network: has_own_routes,
+        labels: cfg.new_label_table, preset: has_preset, routes: "model.routes" in given, network: has_own_routes,
+        # Some experiments set model.routes, which Hydra would put before what is chosen here.
+        experiment: (has_preset or given.get("model") == "dit") and not has_routes and not is_chosen,
     }
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass. An adapter trains no table.
     for one, other in ((adapter, muon), (adapter, fp8), (adapter, fsdp), (adapter, labels), (muon, fp8), (fsdp, fp8),
-                       (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network)):
+                       (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network), (preset, experiment),
+                       (network, experiment)):
         if asked[one] and asked[other]:
             raise ValueError(f"{one} and {other} do not go together: leave one out.")
 

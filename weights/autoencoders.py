@@ -35,9 +35,7 @@ def load_autoencoder(
         raise ValueError("autoencoder=none: these latents cannot be decoded. Name what decodes them, as in "
                          "autoencoder=path/to/folder, or write latents: sample.py out=x.npz latents=true.")
     if name == "identity":
-        identity = Identity(device)
-        identity.convention = convention or identity.convention
-        return identity
+        return Identity(device, convention)
     if Path(name).is_file():
         vae, statistics = _from_ldm(Path(name)).to(dtype), Path(name).with_name(STATISTICS)
         if convention is None and not statistics.is_file():

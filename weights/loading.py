@@ -175,6 +175,13 @@ class Trained:
     said: str = ""                  # of such, which weights of the file they are
 
     @property
+    def read_as(self) -> dict:
+        """What weights without a record were taken for, as their images depend on it; empty where there is a record."""
+        return {} if self.family is None else {
+            "family": self.family, "num_heads": self.recorded["network"]["num_heads"],
+            "null_label": self.net.null_label}
+
+    @property
     def inferred(self) -> str | None:
         """A sentence that says what was read off weights without a record; None where there is a record."""
         if self.family is None:

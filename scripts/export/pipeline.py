@@ -113,7 +113,8 @@ class LatentDiTPipeline(DiffusionPipeline):
         latents = diffusion.sample(net, noise, y, num_steps=num_inference_steps, guidance=guidance,
                                    randn_like=randn_like, **(sampler or {}))
         convention = Convention.read(self.config.convention)  # by which the latents were made
-        decoder = Identity(device) if self.vae is None else DiffusersAutoencoder("vae", self.vae, device, convention)
+        decoder = (Identity(device, convention) if self.vae is None else
+                   DiffusersAutoencoder("vae", self.vae, device, convention))
         images = decoder.decode(latents).cpu()              # (B, H, W, 3) uint8
         self.maybe_free_model_hooks()
         if output_type == "pil":

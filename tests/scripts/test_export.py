@@ -128,8 +128,9 @@ def elsewhere(vae, tmp_path_factory):
     home = tmp_path_factory.mktemp("elsewhere")
     folders = {}
     for name, (diffusion, changes, call, _) in CASES.items():
-        by_channel = {"scale": 2.0, "shift": 0.1, "latents_mean": [0.5, 0.0, -0.5, 0.1], "latents_std": [1.0, 2.0, 0.5, 1.5]}
-        run = save_run(home / "runs" / name, diffusion, "identity" if changes else vae, by_channel if name == "rf" else None, **changes)
+        conventions = {"rf": {"scale": 2.0, "shift": 0.1, "latents_mean": [0.5, 0.0, -0.5, 0.1], "latents_std": [1.0, 2.0, 0.5, 1.5]},
+                       "pixels": {"scale": 0.5, "shift": 0.1}}
+        run = save_run(home / "runs" / name, diffusion, "identity" if changes else vae, conventions.get(name), **changes)
         folders[name] = (str(exported(run, "diffusers", home / f"folder-{name}")), call)
     unguided = []
     for name, changes in (("plain", {}), ("with a head", {"head_block": 1})):

@@ -237,6 +237,14 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
 
 
+@pytest.mark.parametrize(("asked", "timed"), [
+    (["init_from=x.pt", "diffusion_name=sit", "new_label_table=true"], ["init_from=null"]),
+    (["init_from=runs/x", "lora.rank=2"], ["init_from=runs/x", "lora.rank=2"])])
+def test_a_fine_tune_is_timed_without_weights_and_an_adapter_on_its_base(asked, timed):
+    run = study.Run(variant="tuned", seed=0, folder=Path("x"), train=[*TINY, *asked], at_end=[], at_each=[], held_out=[])
+    assert study.without_start(run) == [*TINY, *timed]
+
+
 @pytest.mark.parametrize(("code", "ends"), [("143", SystemExit), ("0", SystemExit), ("1", ValueError)])
 def test_a_signal_reaches_what_the_study_runs_once_and_its_failure_is_no_stop(tmp_path, code, ends):
     (tmp_path / "stub.py").write_text("""if True:
@@ -340,6 +348,35 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     route = RouteSettings(start_layer_idx=2, end_layer_idx=8, selection_ratio=0.25)
     assert study.leaf({"model": {"routes": [route.model_dump()]}}, "model.routes") == asked
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
+
+
+def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_path, monkeypatch):
+    results, called = tmp_path / "results.jsonl", []
+    cfg = settings(tmp_path, study=MATRIX | {"score": ["features=[pixels,torchscript]"]})
+
+    def scored(cfg, program, overrides):
+        called.append(program)
+        with results.open("a") as file:
+            for name in ("fd_pixels", "fd_torchscript"):
+                file.write(json.dumps({"source": {"step": 4, "guidance": None}, "metrics": {name: 1.0}}) + "\n")
+
+    monkeypatch.setattr(study, "call", scored)
+    for _ in range(2):
+        study.score_once(cfg, [], results, ["num_samples=4"], 4)
+    assert [json.loads(row)["study"] for row in results.read_text().splitlines()] == 2 * [["num_samples=4"]] and called == ["fid.py"]
+
+
+def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypatch):
+    record = {"step": 4, "config": {"model": {"name": "tread-balanced"}, "diffusion": {"name": "rf"}}}
+    monkeypatch.setattr(study.checkpoints, "latest", lambda folder: folder)
+    monkeypatch.setattr(study.checkpoints, "read_meta", lambda folder: record)
+    flow = {"train": ["model=tread", "routes=balanced", "diffusion=rf_uniform"], "seeds": [0]}
+    [run] = study.runs_of(settings(tmp_path, study=MATRIX | {"variants": {"flow": flow}, "compare": []}))
+    run.folder.mkdir(parents=True)
+    assert study.record_of(run) == record
+    for other, seen in (("diffusion=edm_v1", "diffusion=rf"), ("routes=paper", "model=tread-balanced")):
+        with pytest.raises(ValueError, match=f"holds another flow, seed 0: {seen} there"):
+            study.record_of(run.model_copy(update={"train": [*run.train, other]}))
 
 
 @pytest.mark.parametrize(("seeds", "share"), [(1, 0), (2, 0), (3, 0.05), (5, 0.05)])
