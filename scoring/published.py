@@ -45,7 +45,7 @@ def is_drawn_as(published: Published, cfg: DrawingSettings, trained: Trained) ->
 
 
 def compare_published(row: dict, published: Published) -> str:
-    """Compares the scores of a row with published ones, unless its images were drawn otherwise."""
+    """Compares the scores of a row with published ones, unless its images were sampled differently."""
     if row["published"] is None:
         how = published.model_dump(exclude={"where", "scores", "tolerance"}, exclude_none=True)
         return f"{published.where}: not compared, as the images were sampled differently. Theirs: {json.dumps(how)}"

@@ -53,7 +53,7 @@ def test_weights_that_are_not_a_dits_raise_a_one_line_error():
     ({"input_size": 9}, "side 9 is not a multiple of the patch size 2"),
     ({"num_heads": 3}, "hidden_size 32 must be a multiple of num_heads 3"),
     ({"block": "unet"}, "block is 'unet'; it must be one of dit, lightning"),
-    ({"block": "lightning", "num_heads": 16}, "16 heads leaves 2 channels"),
+    ({"block": "lightning", "num_heads": 16}, "16 heads gives 2 channels"),
 ])
 def test_sizes_that_do_not_fit_are_refused(options, says):
     with pytest.raises(ValueError, match=says):

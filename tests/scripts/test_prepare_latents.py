@@ -153,7 +153,7 @@ def test_posterior_samples_depend_on_the_seed_and_the_image_alone(pets, vae_fold
 
 def test_a_teachers_tokens_are_those_of_the_image_and_of_its_mirror_image(pets, pooled, tmp_path, capsys):
     prepare(pets, tmp_path / "out", shard_size=4, batch_size=3, mirror=True, teacher=pooled, patch_size=8, images=True)
-    assert "teacher, teacher_mirrored, image: 15,560 bytes an image, 0.000156 GB in all" in capsys.readouterr().out
+    assert "teacher, teacher_mirrored, image: 15,560 bytes per image, 0.000156 GB in all" in capsys.readouterr().out
     latents = open_latents(tmp_path / "out")
     indices, images = np.arange(10), np.stack([noise(32, k) for k in range(10)])
     for mirror in (False, True):
