@@ -35,8 +35,8 @@ def pixels_to_images(pixels: torch.Tensor) -> torch.Tensor:
 class Convention:
     """Makes the network's latents of an autoencoder's own: latent = (z - shift - mean) / std * scale.
 
-    `latents_mean` and `latents_std` are a number a channel, or None for 0 and 1. `pixels` is the range of what the
-    autoencoder decodes to. Raises ValueError for values that are not such numbers.
+    `latents_mean` and `latents_std` have one number per channel, or are None for 0 and 1. `pixels` is the range of what
+    the autoencoder decodes to. Raises ValueError for values that are not such numbers.
     """
 
     scale: float = 1.0
@@ -48,8 +48,8 @@ class Convention:
     def __post_init__(self):
         mean, std = self.latents_mean or (), self.latents_std or ()
         if len(mean) != len(std):
-            raise ValueError(f"latents_mean has {len(mean)} numbers and latents_std {len(std)}: give both, a number a "
-                             f"channel each.")
+            raise ValueError(f"latents_mean has {len(mean)} numbers and latents_std {len(std)}: give both, with "
+                             f"one number per channel.")
         if not all(math.isfinite(number) and number > 0 for number in (self.scale, *std)):
             raise ValueError(f"scale={self.scale} and latents_std={list(std)} are not all numbers above 0.")
 
@@ -68,8 +68,8 @@ class Convention:
     def require(self, channels: int, where: str) -> None:
         """Raises ValueError where there are statistics of another number of channels."""
         if self.latents_mean is not None and len(self.latents_mean) != channels:
-            raise ValueError(f"{where}: latents_mean and latents_std have {len(self.latents_mean)} numbers each, and "
-                             f"the latents {channels} channels.")
+            raise ValueError(f"{where}: latents_mean and latents_std have {len(self.latents_mean)} numbers each, but "
+                             f"the latents have {channels} channels.")
 
     def latent(self, z: torch.Tensor) -> torch.Tensor:
         """Maps an autoencoder's own latent (B,C,h,w) to the network's."""
@@ -175,8 +175,8 @@ class DiffusersAutoencoder(Autoencoder):
         self.channels, self.downsample = latent_form(type(vae), vae.config)
         if type(vae).__name__ == "AutoencoderTiny":
             if convention is not None and convention.latents_mean is not None:
-                raise ValueError(f"autoencoder={name} is an AutoencoderTiny, for latents with one scale, and these are "
-                                 f"normalised a channel at a time: give another.")
+                raise ValueError(f"autoencoder={name} is an AutoencoderTiny, for latents with one scale, but these are "
+                                 f"normalised per channel: choose another.")
             convention = None
         if convention is None:
             if vae.config.get("scaling_factor") is None:
@@ -231,7 +231,7 @@ class OwnDecoder(Autoencoder):
         self.downsample = found[-1] // shape[2]
         if not self.downsample or found != (1, 3, shape[1] * self.downsample, shape[2] * self.downsample):
             raise ValueError(f"autoencoder={name} maps one latent {(1, *shape)} to {found}; images are (1, 3, H, W), "
-                             f"of H and W that are whole multiples of {shape[1]} and {shape[2]}.")
+                             f"where H and W are multiples of {shape[1]} and {shape[2]}.")
 
     def _decode(self, z: torch.Tensor) -> torch.Tensor:
         return self.function(z).to(z.device)  # which may compute elsewhere; ranks gather what is on their devices

@@ -87,7 +87,7 @@ class DiT(nn.Module):
     """A diffusion transformer over square latents, whose tokens may take routes.
 
     input_size is the side of the latent and must be a multiple of patch_size. `routes` are the routes the network is
-    meant to train with; they are checked and kept in `self.routes`, and each call says whether it takes them. `init`
+    meant to train with. They are checked and kept in `self.routes`, and each call says whether it uses them. `init`
     is "adaln_zero" (each block starts as the identity, as DiT) or "xavier" (the modulation and output layers are not
     zeroed: what the official TREAD code does in effect). `block` is a name of blocks.BLOCKS, and qk_norm normalises
     the queries and keys of its attention. `router` chooses the tokens; without one, at random. Without a `null_label`
@@ -175,8 +175,8 @@ class DiT(nn.Module):
     ) -> Tensor:
         """Predicts (B, out_channels, h, w) from a noised latent x (B, C, h, w), noise level t (B,) and label y (B,).
 
-        `routes` are resolved routes, as in `self.routes`; without them every token passes through every block. Which
-        tokens take them is drawn here, or decided by mask_noise (B, len(routes), N) (see `Router.get_mask`).
+        `routes` are resolved routes, as in `self.routes`. Without them every token passes through every block. The
+        routed tokens are sampled here, or decided by mask_noise (B, len(routes), N) (see `Router.get_mask`).
         """
         # In this order the sum is laid out as pos_embed is, contiguous, and block 0 meets no strides of its own.
         x = self.pos_embed + self.x_embedder(x)                                                   # (B, N, D)
@@ -225,14 +225,14 @@ def infer_architecture(
 ) -> dict:
     """Reads a DiT's constructor arguments off the shapes of its weights, for files that come without a config.
 
-    The number of heads leaves no trace in the shapes: not given, it is that of the published size with this width and
-    depth. The last label is the null label, unless `num_classes` or a table of one row say that there is none. Raises
-    ValueError where the weights are not a DiT's, where they fuse a route, or where their size is not a published one
-    and num_heads is None.
+    The number of heads cannot be read from the shapes. Unless given, it is that of the published size with this width
+    and depth. The last label is the null label, unless `num_classes` or a table of one row says that there is none.
+    Raises ValueError where the weights are not a DiT's, where they fuse a route, or where their size is not a published
+    one and num_heads is None.
     """
     if "router.fusion.weight" in state_dict:
-        raise ValueError("These weights fuse what comes out of a route with what went around it (model=sprint), and do "
-                         "not say where the route begins and ends: load them from their run or checkpoint folder.")
+        raise ValueError("These weights are of model=sprint, but do not say where its route begins and ends: load them "
+                         "from their run or checkpoint folder.")
     first = {key.removeprefix("blocks.0."): value for key, value in state_dict.items() if key.startswith("blocks.0.")}
     block = next((name for name, kind in BLOCKS.items() if kind.mark in first), "dit")
     kind = BLOCKS[block]
@@ -252,8 +252,8 @@ def infer_architecture(
     num_heads = num_heads or heads.get((hidden_size, depth))
     if num_heads is None:
         raise ValueError(f"A DiT of width {hidden_size} and depth {depth} is none of the published sizes, so its "
-                         f"number of heads cannot be told from its weights: give num_heads=, or load it from its run "
-                         f"or checkpoint folder.")
+                         f"number of heads cannot be inferred: set num_heads=, or load it from its run or checkpoint "
+                         f"folder.")
     return dict(
         input_size=math.isqrt(num_tokens) * patch_size, patch_size=patch_size, in_channels=in_channels,
         hidden_size=hidden_size, depth=depth, num_heads=num_heads, mlp_ratio=mlp_ratio,

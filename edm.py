@@ -43,7 +43,7 @@ class EDM:
     def denoise(self, net: nn.Module, x: Tensor, sigma: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the clean latent D_x (B, C, h, w) from a noised x at noise levels sigma (B,) (Eq. 7), in float32.
 
-        The network runs in whatever precision the caller's autocast sets; all around it stays float32. A network that
+        The network runs in the precision of the caller's autocast; everything around it is float32. A network that
         also predicts variances (learn_sigma) returns 2C channels; the first C are F_x.
         """
         x, sigma = x.float(), sigma.float().view(-1, 1, 1, 1)
@@ -59,8 +59,8 @@ class EDM:
         """Returns each sample's denoising loss (B,), a mean over channels and pixels with weight 1/c_out² (Eq. 8).
 
         x is (B, C, h, w) float32 and y (B,); sigma (B,) and unit noise eps like x are drawn where they are not given.
-        `weight` (B or 1, 1, h, w) multiplies the squared error. The mean is still over all pixels and not over the
-        weights' sum: a pixel counts the same in every image, and an image of zeros divides by no zero.
+        `weight` (B or 1, 1, h, w) multiplies the squared error. The mean is still over all pixels, not divided by the
+        weights' sum, so a pixel counts the same in every image, and an image of zero weights divides by no zero.
         mask_noise (B, len(routes), N) decides the masks; without it the network draws them.
         """
         if sigma is None:
@@ -114,8 +114,8 @@ class EDM:
 class DDPM(EDM):
     """A network that predicts eps at 1000 discrete steps of a linear schedule, seen as a denoiser (Table 1, iDDPM).
 
-    This is what the weights published with facebookresearch/DiT are; it serves to sample them with the same sampler,
-    or with the ancestral one that their numbers come from.
+    The weights published with facebookresearch/DiT are of this kind. They can be sampled with EDM's sampler, or with
+    the ancestral one that their published numbers come from.
     """
 
     def __init__(self, num_timesteps: int = 1000, beta_min: float = 1e-4, beta_max: float = 0.02):
@@ -155,8 +155,8 @@ class DDPM(EDM):
         """
         out = net(x.float(), self.preconditioning(sigma.float())[3], y, routes=routes).float()
         if out.shape[1] != 2 * x.shape[1]:
-            raise ValueError(f"solver=ancestral draws with the variance that the network predicts, in 2·{x.shape[1]} "
-                             f"channels, and this one has {out.shape[1]}: set sampler.solver=heun.")
+            raise ValueError(f"solver=ancestral needs a network that also predicts a variance, in 2·{x.shape[1]} "
+                             f"channels, but this one has {out.shape[1]}: set sampler.solver=heun.")
         return out
 
     def sample_ancestral(

@@ -1,15 +1,15 @@
-"""Images -> features -> statistics -> FID, sFID, Inception Score, precision and recall, as ADM's evaluator has them.
+"""Images -> features -> statistics -> FID, sFID, Inception Score, precision and recall, as in ADM's evaluator.
 
     python fid.py checkpoint=runs/x reference=VIRTUAL_imagenet256_labeled.npz num_samples=50000
     accelerate launch fid.py checkpoint=runs/x reference=… features=inception         # all GPUs, Inception on them too
-    python fid.py images=FOLDER|ZIP|NPZ|NPY reference=FOLDER|ZIP|NPZ|NPY               # what somebody else made
+    python fid.py images=FOLDER|ZIP|NPZ|NPY reference=FOLDER|ZIP|NPZ|NPY               # images made elsewhere
     python fid.py reference_from=FOLDER|ZIP|NPZ|LATENTS out=ref.npz                    # statistics, in ADM's keys
-    python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # somebody's, as published
-    python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # ours, as theirs was sampled
+    python fid.py gauge=dit_xl2 checkpoint=DiT-XL-2-256x256.pt reference=…             # published weights, as published
+    python fid.py checkpoint=runs/b2_tread sampler=published reference=…               # our run, sampled as published
     python fid.py --multirun checkpoint=runs/x reference=… scale=1.5,2 gamma2=0.3,0.5  # each scale at each ratio
 
 Each result is a row of results.jsonl that says exactly what was measured. Options: configs/fid.yaml and
-configs/drawing.yaml; what the numbers mean and why they differ from somebody else's: docs/evaluation.md.
+configs/drawing.yaml; docs/evaluation.md explains the numbers, and why they may differ from others'.
 """
 
 import time
@@ -91,8 +91,8 @@ def of_each(cfg: ScoringSettings, key: str, shared: bool = False) -> list:
     value, networks = getattr(cfg, key), as_list(cfg.features)
     values = [value] * len(networks) if value is None or shared and isinstance(value, str) else as_list(value)
     if len(values) != len(networks):
-        raise ValueError(f"{key}={as_text(value)} is for {len(values)} networks, and features= names {len(networks)}: "
-                         f"give a list with one for each{'' if shared else ', or null'}.")
+        raise ValueError(f"{key}={as_text(value)} has {len(values)} values, but features= names {len(networks)} "
+                         f"networks: give a list with one for each{'' if shared else ', or null'}.")
     return values
 
 
@@ -118,8 +118,8 @@ def check_settings(cfg: ScoringSettings) -> None:
         out = Path(cfg.out or "")
         if (out.suffix != ".npz" or not is_replaceable(out) or out.resolve() == Path(cfg.reference_from).resolve()
                 or len(as_list(cfg.features)) > 1):
-            raise ValueError(f"reference_from={cfg.reference_from} is measured on one network, and needs out=<an npz> "
-                             f"that is free or that an earlier reference_from= has written, not out={cfg.out} "
+            raise ValueError(f"reference_from={cfg.reference_from} needs one network in features=, and out=<an npz> "
+                             f"that does not exist or that reference_from= wrote, not out={cfg.out} "
                              f"features={as_text(cfg.features)}.")
     elif cfg.reference is None:
         raise ValueError(f"{given[0]}={getattr(cfg, given[0])} needs reference=<a folder, zip, npz or npy>.")
@@ -163,7 +163,7 @@ def open_stored(cfg: ScoringSettings, state: PartialState, key: str) -> tuple[Im
     images = open_images(key, path, cfg.resolution, state.device, cfg.autoencoder, cfg.decode_batch_size)
     needed = max(cfg.num_samples or 0, cfg.reference_images)
     if images.count < needed:
-        raise ValueError(f"{key}={path} holds {images.count} images and {needed} are needed.")
+        raise ValueError(f"{key}={path} holds {images.count} images, but {needed} are needed.")
     return images, images.choose(cfg.num_samples or images.count)
 
 
@@ -194,7 +194,7 @@ def open_judges(cfg: ScoringSettings, state: PartialState, count: int) -> list[J
     for judge in judges:
         if judge.floor and judge.floor.record.get("sha256", 0) == judge.reference.record.get("sha256", 1):
             raise ValueError(f"floor={judge.floor.record['path']} holds the images of reference=, so the distance "
-                             f"between them is 0: give another real set, as the validation set.")
+                             f"between them is 0: give another real set, such as the validation set.")
         asked = cfg.metrics
         if isinstance(asked, list):  # what no network gives, the first one refuses
             others = {name for other in judges if other is not judge for name in other.extractor.gives}
@@ -232,7 +232,7 @@ def score_images(cfg: ScoringSettings, judges: list[Judge], opened: Opened, reus
     """
     state, started, (subject, home, published) = PartialState(), time.perf_counter(), opened
     if cfg.published and cfg.checkpoint is not None:
-        state.print(f"Drawing takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
+        state.print(f"Sampling takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
     results = Path(cfg.results or home)
     files.open_to_append(results).close()  # fails now rather than after hours of sampling

@@ -1,7 +1,7 @@
 """Guidance: extrapolate from a weak prediction to a strong one, weak + scale · (strong - weak).
 
-What makes the weak one weak is a setting: no label (classifier-free guidance), fewer tokens (TREAD guidance, SG), a
-worse network (AutoGuidance), or several of these, and at which noise levels.
+A setting chooses how the weak prediction is weakened: no label (classifier-free guidance), fewer tokens (TREAD
+guidance, SG), a worse network (AutoGuidance), or several of these, and at which noise levels.
 """
 
 import hashlib
@@ -35,21 +35,21 @@ class Guidance:
 
     scale       1 is the strong prediction alone and costs one pass
     gamma1      selection ratio of the strong pass, a number or a pair (first, last) of a cosine schedule
-    gamma2      selection ratio of the weak pass, likewise; at 1 it leaves out the blocks of the routes
+    gamma2      selection ratio of the weak pass, in the same forms; at 1 it skips the blocks of the routes
     drop_label  whether the weak pass sees the null label
-    net2        the weak network, if it is another one (AutoGuidance)
+    net2        the weak network, if it is a different one (AutoGuidance)
     interval    the lowest and the highest noise level (sigma of EDM, t of flow matching) outside which only the
-                strong pass runs; None: everywhere both do
-    routes      where tokens are routed and rejoin, their ratios not used; None: on each network's own routes
+                strong pass runs; None: both run everywhere
+    routes      where tokens are routed and rejoin (their ratios are not used); None: the routes of each network
     channels    how many channels are guided, the first ones; the others are the strong pass's (3 in the code of DiT,
                 SiT and LightningDiT); None: all
-    internal    whether the weak prediction is that of the network's internal head, of the strong pass itself
+    internal    whether the weak prediction is that of the network's internal head, in the strong pass
 
     Classifier-free guidance: Ho & Salimans, arXiv 2207.12598. By selection ratios: arXiv 2601.01608 (SG).
     AutoGuidance: Karras et al., arXiv 2406.02507. Intervals: Kynkäänniemi et al., arXiv 2404.07724.
     Path-drop guidance, gamma2 = 1: Sprint, arXiv 2510.21986. Internal guidance: arXiv 2512.24176.
-    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, or a weak pass beside the
-    internal head.
+    Raises ValueError for a ratio outside [0, 1], a strong pass sparser than the weak one, or a weak pass in
+    addition to the internal head.
     """
 
     scale: float
@@ -68,8 +68,8 @@ class Guidance:
                 object.__setattr__(self, name, tuple(value))
         ratios = ends(self.gamma1) + ends(self.gamma2)
         if not all(0 <= ratio <= 1 for ratio in ratios) or min(ends(self.gamma1)) > max(ends(self.gamma2)):
-            raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: shares of tokens that skip lie in [0, 1], "
-                             f"and that of the strong pass, gamma1, is not above gamma2. Only schedules may cross.")
+            raise ValueError(f"gamma1={self.gamma1} gamma2={self.gamma2}: selection ratios must lie in [0, 1], and "
+                             f"gamma1, of the strong pass, must not exceed gamma2. Only schedules may cross.")
         if self.internal and (self.drop_label or self.net2 or any(ratios)):
             raise ValueError("internal=true takes the weak prediction from the strong pass, with its label and all of "
                              "its tokens: leave out weak, gamma1 and gamma2, and set drop_label=false.")
@@ -85,24 +85,25 @@ class Guidance:
         return {name: list(value) if isinstance(value, tuple) else value for name, value in record.items()}
 
     def check(self, net: nn.Module) -> None:
-        """Raises ValueError where `net` and the weak network cannot be guided so."""
+        """Raises ValueError if `net` and the weak network do not support this guidance."""
         for name, gamma, network in (("gamma1", self.gamma1, net), ("gamma2", self.gamma2, self.net2 or net)):
             if self.routes is not None:
                 network.router.taken(resolve_routes(self.routes, len(network.blocks)), network.routes)
             if any(ends(gamma)) and not (network.routes if self.routes is None else self.routes):
-                raise ValueError(f"{name}={gamma} is asked of a network that has no route: give one, as "
+                raise ValueError(f"{name}={gamma} needs a network with a route, and this one has none: give one, as "
                                  f"routes='[{{start_layer_idx: 2, end_layer_idx: -4}}]', or choose guidance=cfg.")
         if self.internal and not hasattr(net, "internal_head"):
-            raise ValueError("guidance=internal needs the head in the middle of a network that objective=internal "
-                             "trains, and this network has none: guide by the label (guidance=cfg), for instance.")
+            raise ValueError("guidance=internal needs the intermediate head that objective=internal trains, but "
+                             "this network has none: use guidance=cfg, for instance.")
         if self.drop_label and self.scale != 1 and not getattr(self.net2 or net, "null_label", True):
-            raise ValueError("guidance by the label needs a null label, which these weights lack, as they were trained "
-                             "without label dropout (label_dropout=0): leave it out, or set drop_label=false.")
+            raise ValueError("guidance by the label needs a null label, but these weights have none, as they were "
+                             "trained with label_dropout=0: leave guidance out, or set drop_label=false.")
         if self.channels is not None and not 1 <= self.channels <= net.in_channels:
-            raise ValueError(f"channels={self.channels} is not among the {net.in_channels} channels of the latents.")
+            raise ValueError(f"channels={self.channels} must be from 1 to {net.in_channels}, the channels of the "
+                             "latents.")
         if self.net2 is not None and shape_of(net) != shape_of(self.net2):
-            raise ValueError(f"Channels, side and classes are {shape_of(self.net2)} of the weak one and "
-                             f"{shape_of(net)} of the strong network: choose a checkpoint of the same data.")
+            raise ValueError(f"The weak network has channels, side and classes {shape_of(self.net2)}, but the "
+                             f"strong one {shape_of(net)}: choose a checkpoint of the same data.")
 
     def routes_at(self, net: nn.Module, gamma: Gamma, progress: float) -> tuple[Route, ...]:
         """Returns the routes of one pass; none at a ratio of 0, the dense network."""
@@ -118,8 +119,8 @@ class Guidance:
         """Guides `predict(net, x, t, y, routes)`, a diffusion's estimate, through one sampling of `num_steps` steps.
 
         Returns a function of the state x (B, C, h, w), the noise level t and the step's index to the guided estimate,
-        shaped like x. Every evaluation within a step, and both passes, see the masks that the step drew. Passes that
-        share network and ratio run as one doubled batch, and an internal head has answered in the strong pass. Raises
+        shaped like x. Every evaluation within a step, and both passes, see the masks of that step. Passes that
+        share network and ratio run as one doubled batch. An internal head is evaluated in the strong pass. Raises
         ValueError as `check` does.
         """
         self.check(net)

@@ -65,8 +65,8 @@ class RF:
     def velocity(self, net: nn.Module, z: Tensor, t: Tensor, y: Tensor, routes: tuple[Route, ...] = ()) -> Tensor:
         """Estimates the velocity v (B, C, h, w) at states z and noise levels t (B,), in float32.
 
-        The network runs in whatever precision the caller's autocast sets. One that has channels for variances too
-        (learn_sigma) answers with 2C channels, of which the first C are v.
+        The network runs in the precision of the caller's autocast. One that has channels for variances too
+        (learn_sigma) returns 2C channels, of which the first C are v.
         """
         z = z.float()
         return net(z, t.float(), y, routes=routes)[:, : z.shape[1]].float()
@@ -82,14 +82,14 @@ class RF:
     ) -> Tensor:
         """Returns each sample's squared error of the velocity (B,), a mean over channels and pixels.
 
-        To it come cosine_weight times one minus the cosine over channels, a mean over pixels, and minus
+        Added to it are cosine_weight times one minus the cosine over channels, a mean over pixels, and minus
         contrastive_weight times the squared error of the velocity of the sample before (of the first one: the last).
         x is (B, C, h, w) float32 and y (B,); t (B,) and unit noise eps like x are drawn where they are not given.
         `weight` and `mask_noise` are those of `EDM.loss`. Raises ValueError for a contrast with a sample itself.
         """
         if self.contrastive_weight and len(x) == 1:
             raise ValueError(f"contrastive_weight={self.contrastive_weight} compares images of a rank's part of the "
-                             f"batch, which is one: raise batch_size, or lower grad_accum_steps or the ranks.")
+                             f"batch, which is only one: raise batch_size, or lower grad_accum_steps or the ranks.")
         if t is None:
             t = self.draw_t(x)
         if eps is None:
@@ -186,7 +186,7 @@ def sample_tread(
 
     net1 at ratio gamma1 is the strong pass and net2, often the same network, at gamma2 ≥ gamma1 the weak one. Both
     passes see the label; the official code drops it in both. noise is (B, C, h, w), y (B,); returns latents like
-    noise, float32. `routes` are for networks that have none of their own.
+    noise, float32. `routes` are for networks without routes.
     """
     net2 = None if net2 is net1 else net2
     guidance = Guidance(scale, gamma1, gamma2, drop_label=False, net2=net2, routes=routes)

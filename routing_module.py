@@ -18,14 +18,13 @@ Selection = Literal["random", "grid", "l1"]     # of the tokens that are kept, s
 
 @dataclass(frozen=True)
 class Route:
-    """A road around blocks start_layer_idx..end_layer_idx, both inclusive, that a share of the tokens takes.
+    """A share of the tokens skips blocks start_layer_idx..end_layer_idx, both inclusive.
 
-    Before block `start_layer_idx`, `selection_ratio` of the tokens are routed; after block `end_layer_idx` they rejoin
-    at their own positions with the value they had before block `return_from`; None is the start, so that they return as
-    they were. Indices may be negative and then count from the last block. In the recipe of the paper's first version
-    x_T is 1: a token rejoins as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`).
-    In a share `path_drop` of the samples, or with drop_batch of the batches, all tokens return as if
-    they had been routed.
+    Before block `start_layer_idx`, `selection_ratio` of the tokens are routed. After block `end_layer_idx` they rejoin
+    at their positions with the value they had before block `return_from`. None is the start, so they return unchanged.
+    Negative indices count from the last block. In the recipe of the paper's first version x_T is 1, and a token rejoins
+    as x_T · (its value before block 0) + x_D_last · (its value before block `return_from`). In a share `path_drop` of
+    the samples, or with drop_batch of the batches, all tokens return as if they had been routed.
     """
 
     start_layer_idx: int
@@ -102,7 +101,7 @@ def resolve_routes(routes: Iterable[Route], depth: int) -> tuple[Route, ...]:
 
 
 def describe_routes(routes: Iterable[Route]) -> str:
-    """Names the routes that some token takes, "none" where all pass through every block."""
+    """Names the routes that any token takes, or "none" if all tokens pass through every block."""
     return ", ".join(str(route) for route in routes if route.selection_ratio or route.path_drop) or "none"
 
 
@@ -110,10 +109,10 @@ def describe_routes(routes: Iterable[Route]) -> str:
 class RouteSchedule:
     """The routes of each step of training, a function of (seed, step): the same on all ranks and after resuming.
 
-    `routes` are those of the start, and from the step of each of `changes` on, those that it gives. Before step
-    `dense_before` (on-ramp) and from step `dense_after` on (off-ramp) their selection ratio is 0, as it is where a
-    change gives none; a path drop is kept. With `selection_ratios` each step samples one of them, for all its routes.
-    Raises ValueError for changes that are not in order of their steps.
+    A run starts with `routes`, and from the step of each of `changes` on uses the routes of that change. Before step
+    `dense_before` (on-ramp) and from step `dense_after` on (off-ramp) the selection ratio is 0, as it is for a change
+    to no routes; path drop continues. With `selection_ratios` each step samples one of them for all its routes. Raises
+    ValueError for changes that are not in order of their steps.
     """
 
     routes: tuple[Route, ...]
@@ -128,7 +127,7 @@ class RouteSchedule:
 
     @cached_property
     def phases(self) -> dict[int, tuple[tuple[Route, ...], ...]]:
-        """The routes among which a step samples, by the first step of which this is true."""
+        """The routes among which a step samples, by the first step of each phase."""
         def at_ratio(routes: tuple[Route, ...], ratio: float) -> tuple[Route, ...]:
             return tuple(replace(route, selection_ratio=ratio) for route in routes)
 
@@ -143,12 +142,12 @@ class RouteSchedule:
         starts = [start for start, _ in phases]
         if any(later <= start for start, later in pairwise(starts)):
             raise ValueError(f"The routes change at steps {', '.join(map(str, starts[1:]))}: each change must come "
-                             f"after the one before it. In order are dense_before, changes and dense_after.")
+                             f"after the one before it. The order is dense_before, changes, dense_after.")
         return dict(phases)
 
     @property
     def every(self) -> tuple[tuple[Route, ...], ...]:
-        """All that some step may take."""
+        """All routes that any step may use."""
         return tuple(routes for sampled in self.phases.values() for routes in sampled)
 
     def at(self, step: int) -> tuple[Route, ...]:
@@ -158,7 +157,7 @@ class RouteSchedule:
         return sampled[number % len(sampled)]
 
     def counts(self, steps: int) -> Counter[tuple[Route, ...]]:
-        """Counts of the first `steps` those of each routes."""
+        """Counts how many of the first `steps` use each of the routes."""
         return Counter(map(self.at, range(steps)))
 
     def describe(self, start: int) -> str:
@@ -195,9 +194,9 @@ def stretches(taken: Mapping[int, Route], depth: int) -> Iterator[tuple[range, i
 class Router:
     """Chooses the tokens that are kept, takes them out, and puts them back. It has no parameters and no state.
 
-    `selection` is "random"; "grid": of 2 × 2 neighbours none is the second kept before one of each four is; or "l1":
-    then a share `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest uniform noise, and tokens of large
-    norm are kept, or with `inverse` those of small norm. Raises ValueError for others.
+    `selection` is "random"; "grid", which keeps one token of each 2 × 2 neighbours before it keeps a second of any; or
+    "l1", where a share `l1_reg` in [0, 1] of a token's score is its L1 norm and the rest uniform noise. "l1" keeps
+    tokens of large norm, or with `inverse` those of small norm. Raises ValueError for other values.
     """
 
     selection: Selection = "random"
@@ -212,7 +211,7 @@ class Router:
                              f"score, and the rest is noise.")
 
     def check(self, routes: tuple[Route, ...], grid_size: float) -> None:
-        """Raises ValueError where it cannot lead the tokens of a square grid around the routes of a network."""
+        """Raises ValueError if it cannot route the tokens of a square grid on the routes of a network."""
         if self.selection == "grid" and grid_size % 2:
             raise ValueError(f"selection=grid chooses among groups of 2 × 2 tokens of a square, and there are "
                              f"{grid_size**2:.0f} tokens: set selection=random, or another patch size or resolution.")
@@ -224,15 +223,15 @@ class Router:
     def get_mask(
         self, x: Tensor, selection_ratio: float, noise: Tensor | None = None, keep_mask: Tensor | None = None,
     ) -> Tensor:
-        """Draws, for each sample anew, the kept tokens: without replacement, uniform where selection is "random".
+        """Samples the kept tokens of each sample without replacement, uniformly if selection is "random".
 
         x is (B, N, D); the result is ids_keep (B, K) int64 with K = N - int(N * selection_ratio), ascending, so that
-        raster order survives. Where all are kept nothing is drawn. `noise` (B, N) float32, uniform in [0, 1), decides
-        instead of a fresh draw: the tokens of its K lowest values are kept, so of two ratios on the same noise the
-        higher keeps a subset of the lower's.
+        raster order is preserved. If all tokens are kept, nothing is sampled. `noise` (B, N) float32, uniform in [0,
+        1), decides instead of new random numbers: the tokens of its K lowest values are kept. So with the same noise, a
+        higher ratio keeps a subset of the tokens of a lower one.
         Tokens where keep_mask (B, N) bool is True are kept in any case, as are those of negative noise (see `keep`).
-        K does not change: raises ValueError for a keep_mask on the CPU with more than K tokens in a sample. On a GPU
-        that would make the step wait, so there some of them are routed.
+        K does not change. Raises ValueError for a keep_mask on the CPU with more than K tokens in a sample. On a GPU
+        the check would make the step wait, so there the surplus tokens are routed.
         """
         batch, num_tokens, _ = x.shape
         num_keep = num_tokens - int(num_tokens * selection_ratio)
@@ -274,8 +273,8 @@ class Router:
     ) -> Tensor:
         """Puts the kept tokens (B, K, D) back among those that skipped, which keep their value in original_x (B, N, D).
 
-        All tokens keep it in the samples of `dropped` (B or 1,) bool, which a route with path drop alone passes. The
-        gradient of a token that skipped flows through this identity path to where its value comes from.
+        In the samples of `dropped` (B or 1,) bool, all tokens keep that value; only a route with path drop passes it.
+        The gradient of a routed token flows through this identity path.
         """
         x = original_x.scatter(1, ids_keep.unsqueeze(-1).expand(-1, -1, x_kept.shape[-1]), x_kept)
         return x if dropped is None else torch.where(dropped.view(-1, 1, 1), original_x, x)

@@ -1,12 +1,12 @@
 """Seeds -> images, over ranks: a labelled grid, a folder of PNGs, or one npz.
 
-    python sample.py checkpoint=runs/quickstart-tread                     # a grid, one row a class
+    python sample.py checkpoint=runs/quickstart-tread                     # a grid, one row per class
     python sample.py checkpoint=runs/x seeds=0-63 'classes=[207,360]' num_steps=40 out=dogs.png
     accelerate launch sample.py checkpoint=runs/x seeds=100000-149999 out=samples.npz guidance=cfg scale=1.5
 
-`checkpoint` is a run, a checkpoint folder, or a weights file (ours, or others': docs/interop.md). Each image is a
-function of its own seed: the same picture on any number of ranks and at any batch size. Options:
-configs/sample.yaml and configs/drawing.yaml. `python rf.py` is here too: guided and unguided grids with what they cost.
+`checkpoint` is a run, a checkpoint folder, or a weights file (ours, or others': docs/interop.md). Each image
+depends only on its seed, so it is the same on any number of ranks and at any batch size. Options:
+configs/sample.yaml and configs/drawing.yaml. `python rf.py` is here too: guided and unguided grids, with costs.
 """
 
 from collections.abc import Iterator
@@ -74,8 +74,8 @@ def main(cfg: SampleSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32)
     kind = Path(cfg.out).suffix if cfg.out else ".png"
     if kind not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
-        raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz, which latents=true needs, "
-                         f"nor a folder, which has no suffix.")
+        raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz (which latents=true needs), "
+                         f"nor a folder (a name without a suffix).")
     if cfg.latents:
         cfg.refuse("autoencoder", "decode_precision", "decode_batch_size", why="latents=true decodes nothing")
     seeds = parse_seeds("seeds", cfg.seeds)
@@ -109,7 +109,7 @@ def compare_guided(cfg: GridSettings) -> None:
     sampling = open_sampling(cfg, state, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:
-        raise ValueError(f"python rf.py samples flow matching (diffusion=rf) with and without guidance, as scale=1.5, "
+        raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, such as scale=1.5, "
                          f"not {trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: see sample.py.")
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
     default = default_grid(Path(cfg.checkpoint), trained)

@@ -51,7 +51,7 @@ from weights.records import build_network
 
 
 def step_seed(seed: int, step: int, rank: int) -> int:
-    """Mixes (seed, step, rank) into the one seed from which a rank draws everything random in a step."""
+    """Mixes (seed, step, rank) into the seed of everything random that a rank does in a step."""
     return int(np.random.SeedSequence(seed, spawn_key=(step, rank)).generate_state(1, np.uint64)[0])
 
 
@@ -150,7 +150,7 @@ def start_trackers(run: Run) -> None:
         run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, {"wandb": wandb})
     except Exception as error:
         raise ValueError(f"log.trackers={trackers} could not start: {error}. For wandb run `wandb login` "
-                         f"or set WANDB_MODE=offline; log.trackers=[] does without.") from error
+                         f"or set WANDB_MODE=offline, or log.trackers=[].") from error
 
 
 @contextlib.contextmanager

@@ -6,8 +6,8 @@ A block is an nn.Module, `Block(hidden_size, num_heads, mlp_ratio, grid_size, qk
 settings that it does not have, as `refuse_qk_norm` does. examples/custom_block.py is a complete one.
 
 Two parts are optional. `adaLN_modulation` is a Sequential that makes shifts, scales and gates of c; with
-init=adaln_zero its last layer begins at zero. Only where weights without a record are to be recognised, a block's kind
-has a `mark`, and the block `read_mlp_ratio(weights, hidden_size)`, of the weights of one block by name.
+init=adaln_zero its last layer begins at zero. To recognise weights without a record, a block's kind has a
+`mark`, and the block `read_mlp_ratio(weights, hidden_size)`, of the weights of one block by name.
 """
 
 from collections.abc import Callable

@@ -23,7 +23,7 @@ class FusingRouter(Router, nn.Module):
 
     def check(self, routes: tuple[Route, ...], grid_size: int) -> None:
         if len(routes) != 1:
-            raise ValueError(f"fusion=true fuses one route with what goes around it, and the network has "
+            raise ValueError(f"fusion=true fuses one route with what bypasses it, but the network has "
                              f"{len(routes)} routes: give one in model.routes, or set model.fusion=false.")
         super().check(routes, grid_size)
 
@@ -33,7 +33,7 @@ class FusingRouter(Router, nn.Module):
         Raises ValueError for a route around other blocks.
         """
         if len({(route.start_layer_idx, route.end_layer_idx) for route in (*routes, *own)}) > 1:
-            raise ValueError(f"The network fuses after route {own[0]}, so its tokens take no other, but were given "
+            raise ValueError(f"The network fuses after route {own[0]}, so it cannot use other routes, such as "
                              f"{', '.join(map(str, routes))}: leave routes out.")
         return dict(enumerate(routes or (replace(own[0], selection_ratio=0.0, path_drop=0.0),)))
 

@@ -63,8 +63,8 @@ class RotaryAttention(nn.Module):
         super().__init__()
         self.num_heads, self.grid_size, self.head_dim = num_heads, grid_size, hidden_size // num_heads
         if self.head_dim % 4:
-            raise ValueError(f"hidden_size {hidden_size} in {num_heads} heads leaves {self.head_dim} channels to a "
-                             f"head, but pairs of them turn by a token's row and column: make it a multiple of 4.")
+            raise ValueError(f"hidden_size {hidden_size} with {num_heads} heads gives {self.head_dim} channels per "
+                             f"head, but rotary positions need a multiple of 4.")
         self.qkv = nn.Linear(hidden_size, 3 * hidden_size)
         self.q_norm = RMS_NORM(self.head_dim) if qk_norm else nn.Identity()
         self.k_norm = RMS_NORM(self.head_dim) if qk_norm else nn.Identity()

@@ -1,8 +1,8 @@
 """Latent folders and TREAD's webdataset tars, opened, checked and read by index.
 
-Files are memory-mapped and never read whole, unless all of them are to lie on a device. What grows with the data set
-is 4 bytes an image for the epoch's permutation, 1 for the coin where there are mirrored copies, 1 or 2 for the label
-and, in tars, 8 for the offset.
+Files are memory-mapped and never read completely, unless all latents are copied to a device. Memory grows by 4 bytes
+per image for the epoch's permutation, 1 for the choice between mirrored copies, 1 or 2 for the label and, in tars, 8
+for the offset.
 """
 
 import hashlib
@@ -267,8 +267,8 @@ def own_file(folder: Path, name: str) -> Path:
     """Returns a file of a latent folder; raises ValueError for one outside, by its name or by a link."""
     file = folder / name
     if Path(name).name != name or not is_inside(file, folder):
-        raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a file of that folder alone: "
-                         f"copy the file there, and let the record name it without a path.")
+        raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a plain file in that folder: "
+                         f"copy the file there, and name it without a path.")
     return file
 
 
@@ -277,12 +277,12 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     try:
         array = np.lib.format.open_memmap(file, mode="r")
     except ValueError as error:  # no npy, or cut short, or Python objects, which are pickled
-        raise ValueError(f"{file} is not a whole npy file of numbers ({first_line(error)}): copy the folder again, "
-                         f"or remove it and prepare it anew.") from error
+        raise ValueError(f"{file} is not a complete npy file of numbers ({first_line(error)}): copy the folder "
+                         f"again, or delete it and prepare it again.") from error
     if array.shape not in shapes or array.dtype not in dtypes:
         allowed = f"{' or '.join(dtypes)} {' or '.join(map(str, shapes))}"
-        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: the two are not "
-                         f"of one preparation.")
+        raise ValueError(f"{file} has {array.dtype} {array.shape}, but metadata.json says {allowed}: they are from "
+                         f"different preparations.")
     return np.asarray(array)  # rows of a memmap take longer
 
 
@@ -356,13 +356,13 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
     rows, starts, labels, stored_shape, stored_dtype = map_tars(tars)
     channels = stored_shape[0]
     if kind is None:
-        raise ValueError(f"{path} holds latents of {channels} channels, and tars do not say of what: set "
-                         "data.kind=moments for [mean, logvar], as 8 almost surely are, or data.kind=sample.")
+        raise ValueError(f"{path} holds latents of {channels} channels, and tars do not say of which kind: "
+                         "set data.kind=moments for [mean, logvar], as 8 almost certainly are, or data.kind=sample.")
     # TREAD trains on samples as they are, so they are scaled already; moments are an autoencoder's own.
     scale = scale or (1.0 if kind == "sample" else SD_VAE_SCALE)
     check_labels(labels, num_classes, path, "set data.num_classes above it, or correct the tars")
     if kind == "moments" and channels == 4:
-        warnings.warn(f"{path} holds latents of 4 channels, which are almost surely samples: set data.kind=sample, "
+        warnings.warn(f"{path} holds latents of 4 channels, which are almost certainly samples: set data.kind=sample, "
                       "unless they are the moments of a 2-channel autoencoder.", stacklevel=3)
     # The autoencoder is the one TREAD trains on; nothing in the tars names one.
     return Latents(where=str(path), files=tars, shards=rows, starts=starts,
@@ -386,8 +386,8 @@ def _check_values(latents: Latents) -> None:
                          "Prepare them again; an autoencoder in half precision is the usual cause.")
     masks = latents.rows_of([WEIGHT], indices, mirror)[WEIGHT] if WEIGHT in latents.arrays else np.ones(1)
     if not (0 <= masks.min() and 0 < masks.max() <= 1):  # nor NaN
-        raise ValueError(f"{where}: masks run from {masks.min():.4g} to {masks.max():.4g}, but as weights of the loss "
-                         f"they lie in 0..1 and are not all 0: store mask / 255 as float16, or 0 and 1 as uint8.")
+        raise ValueError(f"{where}: masks range from {masks.min():.4g} to {masks.max():.4g}, but weights of the loss "
+                         f"must lie in 0..1 and not all be 0: store mask / 255 as float16, or 0 and 1 as uint8.")
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if std.min() < 0:
         raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard deviation "

@@ -1,6 +1,6 @@
-"""The forms in which other code bases store latents: by which each is known, how it is read, what its values are.
+"""The formats in which other code stores latents: how each is recognised and read, and what its values are.
 
-`recognize` names a source's form and `open_stored` opens it; docs/interop.md says whose each is. Nothing is unpickled.
+`recognize` names a source's format and `open_stored` opens it. docs/interop.md lists the formats. Nothing is unpickled.
 """
 
 import itertools
@@ -117,8 +117,8 @@ def array_reader(
             if array.shape != (shape or array.shape):
                 raise ValueError(f"shape {array.shape}, but {names[0]} {shape}")
         except (ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-            raise ValueError(f"{where}/{name} is not a whole npy file of numbers as the others ({first_line(error)}): "
-                             f"copy it again.") from error
+            raise ValueError(f"{where}/{name} is not a complete npy file of numbers like the others "
+                             f"({first_line(error)}): copy it again.") from error
         return array
 
     def read(start: int, end: int) -> np.ndarray:
@@ -154,8 +154,8 @@ def open_listed(source: Path, name: str) -> Stored:
         raise ValueError(f'{where}/dataset.json does not hold {{"labels": [[file name, class], …]}} '
                          f'({error}).') from error
     if alone := sorted(label_of.keys() ^ set(names)):
-        raise ValueError(f"{where}/dataset.json labels {len(label_of)} files and {len(names)} are there; {alone[0]!r} "
-                         f"is {'labelled but not there' if alone[0] in label_of else 'there but not labelled'}.")
+        raise ValueError(f"{where}/dataset.json labels {len(label_of)} files, but there are {len(names)}: {alone[0]!r} "
+                         f"is {'labelled but missing' if alone[0] in label_of else 'not labelled'}.")
     return Stored(np.array([label_of[name] for name in names]), *array_reader(names, content, where))
 
 
@@ -165,7 +165,7 @@ def open_pairs(source: Path) -> Stored:
     alone = sorted(names[FEATURES] ^ names[LABELS])
     if alone or not names[FEATURES]:
         raise ValueError(f"source={source} has {len(names[FEATURES])} latents in {FEATURES} and {len(names[LABELS])} "
-                         f"labels in {LABELS}" + (f"; {alone[0]} is in one of the two folders only." if alone else "."))
+                         f"labels in {LABELS}" + (f"; {alone[0]} is only in one of the two folders." if alone else "."))
     order = sorted(names[FEATURES], key=lambda name: int(name.removesuffix(".npy")))
     del names
 
@@ -195,7 +195,7 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     try:
         env = lmdb.open(str(folder), readonly=True, lock=False, readahead=False, create=False)
     except lmdb.Error as error:
-        raise ValueError(f"{file} is not a whole lmdb ({error}): copy it again.") from error
+        raise ValueError(f"{file} is not a complete lmdb ({error}): copy it again.") from error
     written, found = (env.info()["last_pgno"] + 1) * env.stat()["psize"], file.stat().st_size
     if found < written:  # to read beyond would end the process
         raise ValueError(f"{file} has {found:,} bytes where {written:,} were written: copy it again.")
@@ -203,7 +203,7 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
 
     def value(key: str) -> memoryview:
         if (content := transaction.get(key.encode())) is None:
-            raise ValueError(f"{file} lacks {key}: it was not finished, or is of another form.")
+            raise ValueError(f"{file} lacks {key}: it was not finished, or has another format.")
         return content
 
     def number(key: str) -> int:
@@ -212,15 +212,15 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     length = number("length")
     total = 2 * length if entries == 4 * length + 1 else length  # some count the flipped images, some do not
     if entries != 2 * total + 1 or not total:  # a z and a y each, and length
-        raise ValueError(f"{file} holds {entries:,} entries, not 2 a latent and length {length:,}: it was not "
-                         f"finished, or is of another form.")
+        raise ValueError(f"{file} holds {entries:,} entries, not 2 per latent and length {length:,}: it was not "
+                         f"finished, or has another format.")
     labels = np.array([number(f"y-{index}") for index in range(total)])
     half = total // 2
     same = total % 2 == 0 and np.array_equal(labels[:half], labels[half:])
     if (mirrored or total > length) and not same:
         raise ValueError(f"{file} holds no mirrored copies: the labels of its halves differ.")
     if mirrored is None and same and labels[0] == labels[-1] and total > 1:
-        raise ValueError(f"{file} has one class, which does not tell copies of flipped images from images: set "
+        raise ValueError(f"{file} has one class, so labels do not show whether it has mirrored copies: set "
                          f"mirrored=true or mirrored=false.")
     in_order = bool((np.diff(labels[:half]) >= 0).all())  # as extract_latent.py goes through the classes, twice
     copies = same and in_order if mirrored is None else mirrored
@@ -253,7 +253,7 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
                 sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
                 own = shard.get_tensor("labels").numpy()
         except (SafetensorError, OSError) as error:
-            raise ValueError(f"{file} is not a whole safetensors file ({error}): copy it again.") from error
+            raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again.") from error
         found = [size[1:] for size in sizes]
         if found != (form := form or found) or any(size != (len(own), *form[0]) for size in sizes):
             raise ValueError(f"{file} has {len(own)} labels and latents {sizes}, but {files[0].name} latents {form}.")
@@ -294,11 +294,11 @@ def open_tars(source: Path, kind: str | None) -> Stored:
         raise ValueError(f"source={source} names no .tar.")
     refuse_pickles(tars[0])
     if len({"train" in tar.name for tar in tars}) > 1:
-        raise ValueError(f"source={source} holds tars with and without train in their names, and TREAD trains on the "
-                         f"former: name them, as in \"source='{source}/*train*.tar'\".")
+        raise ValueError(f"source={source} has tars with and without train in their names, and TREAD trains only on "
+                         f"the former: select them, as in \"source='{source}/*train*.tar'\".")
     rows, starts, labels, shape, _ = map_tars(tars)
     if kind is None and shape[0] != 4:
-        raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, and tars do not say of what: set "
+        raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, and tars do not say of which kind: set "
                          f"kind=moments for [mean, log-variance], or kind=sample.")
 
     def read(start: int, end: int) -> np.ndarray:
@@ -352,7 +352,7 @@ def recognize(source: str) -> tuple[str, str]:
         raise ValueError(f"source={source} could be {each}: set format= to one of them.")
     known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
     raise ValueError(f"source={source} {'is none of these forms' if path.exists() else 'does not exist'} ({known}). "
-                     f"docs/interop.md has how each looks; images go through scripts/prepare_latents.py.")
+                     f"docs/interop.md describes each. For images use scripts/prepare_latents.py.")
 
 
 def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
@@ -363,7 +363,7 @@ def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
         if "vae-in" in parts or posixpath.basename(name).startswith("img-latents-"):
             return [("srdit", f"{name} is named as SR-DiT names it")]
         if posixpath.basename(name).startswith("img-mean-std-"):
-            raise ValueError(f"source={source} holds {posixpath.basename(name)}, which REPA and EDM2 write alike: set "
+            raise ValueError(f"source={source} holds {posixpath.basename(name)}, which both REPA and EDM2 write: set "
                              f"format=repa (VAE input in -1..1) if REPA's, SiT-REPA's or Sprint's preprocessing made "
                              f"it, format=edm2 (VAE input in 0..1) if EDM2's dataset_tool.py did.")
     return []
@@ -377,7 +377,7 @@ def open_stored(
     for key, given, of in (("kind", kind is not None, "tread"), ("latent_norm", not latent_norm, "lightningdit"),
                            ("mirrored", mirrored is not None, "maskdit")):
         if given and format != of:
-            raise ValueError(f"{key} is a setting of format={of}, and this is format={format}: leave it out.")
+            raise ValueError(f"{key} is a setting of format={of}, but this is format={format}: leave it out.")
     openers = {"maskdit": partial(open_lmdb, mirrored=mirrored), "tread": partial(open_tars, kind=kind),
                "lightningdit": partial(open_safetensors, latent_norm=latent_norm), "fastdit": open_pairs,
                "srdit": partial(open_listed, name="vae-in")}
@@ -389,5 +389,5 @@ def open_stored(
     is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
     if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, where {form.whose} has "
-                         f"({form.channels or 'C'}, R, R): it is of another form or autoencoder.")
+                         f"({form.channels or 'C'}, R, R): it has another format or autoencoder.")
     return stored, form

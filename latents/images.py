@@ -1,7 +1,6 @@
 """Folders, zips and tars of images, and the built-in shapes, as numbered items: name, label, pixels.
 
-Which files there are says `latents.listing`, what a file of labels holds `latents.labels`. Pixels are read one image at
-a time.
+`latents.listing` lists the files, and `latents.labels` reads files of labels. Pixels are read one image at a time.
 """
 
 import colorsys
@@ -327,7 +326,8 @@ def of_file(listing: Listing, images: list[int], labels: str, member: int | None
     if member is not None:
         listing.left_out = [row for row in listing.left_out if row[0] != listing.shown[member]]
     elif not Path(labels).is_file():
-        raise ValueError(f"labels={labels} is no file here or in {listing.path}: give folders, none, names or a file.")
+        raise ValueError(f"labels={labels} is not a file here or in {listing.path}: give folders, none, names or a "
+                         "file.")
     content = Path(labels).read_bytes() if member is None else listing.read(member)
     stems = {stem_of(listing.names[i]) for i in images}
     pairs, said = read_pairs(content, labels, lambda cell: stem_of(clean(cell)) in stems)

@@ -46,7 +46,7 @@ def number_classes(classes: Sequence[str], where: str, remedy: str, further: Seq
     distinct = {*classes}
     if distinct and all(map(NUMBER.fullmatch, distinct)):
         if broken := [text for text in distinct if not WHOLE.fullmatch(text)]:
-            raise ValueError(f"{where} has labels such as {broken[0]}, which is no class: {remedy}.")
+            raise ValueError(f"{where} has labels such as {broken[0]}, which is not a class: {remedy}.")
         number = {text: int(text.partition(".")[0]) for text in {*distinct, *filter(WHOLE.fullmatch, further)}}
         every = np.array([*number.values()], dtype=np.int64)
         labels = np.array([number[text] for text in classes], dtype=np.int64)
@@ -83,7 +83,7 @@ def as_label(value: Any, where: str) -> str | None:
         value = value[0]
     if isinstance(value, list):
         if not all(number in (0, 1) for number in value) or sum(value) != 1:
-            raise ValueError(f"{where} has {str(value)[:60]} for a label: an image has one class here.")
+            raise ValueError(f"{where} has {str(value)[:60]} as a label, but an image can have only one class.")
         value = value.index(1)
     if value is None or value != value or isinstance(value, dict):
         return None
@@ -110,7 +110,7 @@ def read_pairs(content: bytes, where: str, is_image: Callable[[str], bool]) -> t
             heads, rows = rows[0], rows[1:]
     rows = [row for row in rows if len(row) > 1]
     if not rows:
-        raise ValueError(f"{where} holds no names with labels: write a name and a class a line.")
+        raise ValueError(f"{where} has no names with labels: write a name and a class on each line.")
     is_pairs = heads is None and suffix in (".json", ".jsonl")  # [name, label]
     name, label, said = (0, 1, None) if is_pairs else choose_columns(heads, rows, where, is_image)
     pairs = [(str(row[name]), as_label(row[label], where)) for row in rows if len(row) > max(name, label)]
@@ -173,7 +173,8 @@ def choose_columns(
         return name, others[0], f"labels: of the columns {said} of {where}, {heads[others[0]]} is read." if (
             len(others) > 1) else None
     if width > 2 and heads is not None:
-        raise ValueError(f"{where} has the columns {', '.join(map(str, heads))}: call that of the classes label.")
+        raise ValueError(f"{where} has the columns {', '.join(map(str, heads))}: rename the column of the classes to "
+                         "label.")
     return name, 1 - name if width == 2 else (name + 1) % width, None
 
 
@@ -204,7 +205,7 @@ def match(names: list[str], pairs: Pairs, folder: str, where: str) -> tuple[list
         for row in rows:
             other = image_of.setdefault(row, name)
             if other.rpartition("/")[0] != name.rpartition("/")[0]:
-                raise ValueError(f"{where} names {labelled[row]}, which may be {other} or {name}: write the folder.")
+                raise ValueError(f"{where} names {labelled[row]}, which may be {other} or {name}: include the folder.")
         labels.append(min(found, default=None))
     unused = dict.fromkeys(name for row, name in enumerate(labelled) if row not in image_of and pairs[row][1])
     return labels, list(unused)

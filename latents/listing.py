@@ -1,7 +1,7 @@
 """Files of a folder, a zip or tars by number: their names with slashes, and the bytes of each.
 
-An archive is listed as the folder that it was made of, whichever system made it. Kept are names and places only, about
-130 bytes a file (170 MB for ImageNet), of a zip about 900.
+An archive is listed like the folder it was made from, whichever system made it. Only names and positions are kept,
+about 130 bytes per file (170 MB for ImageNet), or 900 in a zip.
 """
 
 import glob
@@ -84,7 +84,7 @@ def list_source(source: str | Path) -> Listing:
         listing = list_folder(path)
         if tars and (images := list(filter(looks_like_image, listing.names))):
             raise ValueError(f"source={source} holds {len(tars)} tars and {len(images)} images, such as {min(images)}: "
-                             f'name the tars alone by source="{source}/*.tar", or move them away.')
+                             f'select only the tars by source="{source}/*.tar", or move the tars away.')
         return list_tars(tars, path) if tars else listing
     if tars:
         return list_tars(tars, path)
@@ -128,7 +128,7 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
     try:
         return zipfile.ZipFile(path)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise ValueError(f"source={path} is not a whole zip file ({error}): copy it again.") from error
+        raise ValueError(f"source={path} is not a complete zip file ({error}): copy it again.") from error
 
 
 def name_in_zip(info: zipfile.ZipInfo, has_slashes: bool) -> str:
@@ -175,7 +175,8 @@ def find_tars(pattern: str | Path) -> list[Path]:
     found = {name: glob.glob(name) for name in names}
     absent = [name for name in names if not found[name]]
     if 0 < len(absent) < len(names):
-        raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are absent, {absent[0]} first.")
+        raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are missing, {absent[0]} "
+                         "first.")
     return sorted({Path(file) for files in found.values() for file in files})
 
 
@@ -190,7 +191,8 @@ def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end
                 raise tarfile.ReadError(f"it has no end mark at byte {tar.offset:,}")
     except tarfile.TarError as error:
-        raise ValueError(f"{file} is not a whole uncompressed tar ({error}): decompress or copy it again.") from error
+        raise ValueError(f"{file} is not a complete, uncompressed tar ({error}): decompress it or copy it "
+                         "again.") from error
 
 
 def list_tars(tars: list[Path], path: Path) -> Listing:

@@ -43,7 +43,7 @@ def batches(latents: Latents, batch_size: int, *, seed: int, rank: int = 0, worl
 def check_batch_size(batch_size: int, count: int, world: int, num_parts: int = 1) -> None:
     """Raises ValueError for a global batch that ranks and parts do not divide, or of more images than there are."""
     if batch_size % (world * num_parts):
-        raise ValueError(f"batch_size={batch_size} counts the images of a whole step and must be a multiple of "
+        raise ValueError(f"batch_size={batch_size} is the number of images per step and must be a multiple of "
                          f"{world * num_parts}: {world} ranks × grad_accum_steps={num_parts}.")
     if batch_size > count:
         raise ValueError(f"batch_size={batch_size} is more than the {count} latents of the data set.")
@@ -84,7 +84,7 @@ def find_damaged(latents: Latents, batch_size: int, seed: int, steps: range, arr
 
 
 def to_latent(stored: torch.Tensor, kind: str) -> torch.Tensor:
-    """Returns x (B, C, h, w) float32 on the device of `stored`; moments are drawn from, x = mean + std * eps.
+    """Returns x (B, C, h, w) float32 on the device of `stored`; moments are sampled, x = mean + std * eps.
 
     eps comes from the device's default generator.
     """

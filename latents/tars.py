@@ -113,7 +113,7 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
             except (ValueError, TokenError) as error:  # the second is numpy's, of a header without an end
                 raise ValueError(f"{file}: {member.name}: {error}.") from error
     if not firsts:
-        raise ValueError(f"{file} holds no '<key>.latent.npy': tars of images go through scripts/prepare_latents.py "
+        raise ValueError(f"{file} holds no '<key>.latent.npy': if it has images, use scripts/prepare_latents.py "
                          "first.")
     if alone := sorted(firsts.keys() ^ labels.keys()):
         raise ValueError(f"{file}: {len(alone)} samples lack either '.latent.npy' or '.cls', {alone[0]!r} first.")

@@ -53,7 +53,7 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         return False
     if is_main:
         sweep(out, "record-*.json")  # of a run that was killed on its last lines
-        print(f"{out} is already whole: nothing to do.")
+        print(f"{out} is already complete: nothing to do.")
     return True
 
 
@@ -79,10 +79,10 @@ def write_folder(
     records = read_records(out, len(shards), types)
     todo = [shard for shard, record in enumerate(records) if record is None]
     row_bytes = sum(math.prod(shape) * np.dtype(dtype).itemsize for shape, dtype in types.values())
-    state.print(f"{', '.join(types)}: {row_bytes:,} bytes an image, {row_bytes * num_items / 1e9:,.3g} GB in all")
+    state.print(f"{', '.join(types)}: {row_bytes:,} bytes per image, {row_bytes * num_items / 1e9:,.3g} GB in all")
     require_room(out, sum(len(shards[shard]) for shard in todo) * row_bytes,
-                 "name another disk by out=; of images, kind=sample and mirror=false take half each, and images=true "
-                 "less than a teacher's tokens.")
+                 "choose another disk with out=. kind=sample and mirror=false each take half the space, and "
+                 "images=true takes less than a teacher's tokens.")
     state.wait_for_everyone()  # everyone has looked at `out` before anyone writes there
 
     jobs = [(shard, shards[shard][start : start + batch_size])
@@ -94,7 +94,7 @@ def write_folder(
             stack.callback(lock.release)
             write_json(out / "preparing.json", settings)
             if len(todo) < len(shards):
-                print(f"going on: {len(shards) - len(todo)} of {len(shards)} shards are whole")
+                print(f"resuming: {len(shards) - len(todo)} of {len(shards)} shards are complete")
         state.wait_for_everyone()
         bar = stack.enter_context(tqdm(
             desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",

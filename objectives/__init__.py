@@ -1,7 +1,7 @@
 """What is minimised, one file each: the diffusion's loss in diffusion.py, and what is put around it or added to it.
 
 A file `objectives/<name>.py` holds a class of the same name in CamelCase, and `objective=<name>` or
-`objective=[<name>,<another>]` trains with it: docs/training.md, "Add a loss of your own", has one in 30 lines.
+`objective=[<name>,<another>]` trains with it: CONTRIBUTING.md, "Add a loss of your own", has one in 30 lines.
 """
 
 import importlib

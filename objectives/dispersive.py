@@ -37,7 +37,7 @@ class Dispersive(Objective):
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         if len(x) == 1:
-            raise ValueError("objective=dispersive compares images, and a rank's part of the batch is one: raise "
+            raise ValueError("objective=dispersive compares images, but a rank's part of the batch is only one: raise "
                              "batch_size, or lower grad_accum_steps.")
         loss, terms = self.inner(x, y, **arrays)
         tokens, _ = self.hidden[self.block]

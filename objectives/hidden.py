@@ -15,7 +15,7 @@ def early_block(depth: int) -> int:
 def take_hidden(net: nn.Module, blocks: Iterable[int]) -> dict[int, tuple[Tensor, Tensor]]:
     """Records in each pass of a DiT what the given blocks return: tokens (B, K, D) and their positions (1 or B, K).
 
-    The returned dictionary is filled anew in each pass. Inside a route K counts the kept tokens, and positions
+    Each pass fills the returned dictionary. Inside a route K counts the kept tokens, and positions
     are their places in raster order. Negative indices count from the last block; raises ValueError for blocks that the
     network does not have.
     """

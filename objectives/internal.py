@@ -1,6 +1,6 @@
 """Internal guidance (arXiv 2512.24176): a second final layer, in the middle of the network, that learns with it.
 
-In sampling its answer is the weak prediction of the pass that it is made in: `guidance.Guidance(internal=True)`.
+When sampling, its output is the weak prediction, in the same pass: `guidance.Guidance(internal=True)`.
 """
 
 import copy
@@ -26,7 +26,7 @@ class InternalHead(FinalLayer):
         super().__init__(net.pos_embed.shape[-1], net.patch_size, net.out_channels,
                          copy.deepcopy(net.final_layer.norm_final))
         if not 0 <= block < len(net.blocks) - 1:
-            raise ValueError(f"objective.internal.block={block} is to lie before the last of the network's "
+            raise ValueError(f"objective.internal.block={block} must come before the last of the network's "
                              f"{len(net.blocks)} blocks, which are counted from 0.")
         for p in (*self.linear.parameters(), *self.adaLN_modulation.parameters()):
             nn.init.zeros_(p)
@@ -79,8 +79,8 @@ class Internal(Objective):
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         loss, terms = self.inner(x, y, **arrays)
         if self.drawn is None:
-            raise ValueError("objective=internal adds to the diffusion's own loss, and the one inside it samples "
-                             "its own noise: leave version1 out.")
+            raise ValueError("objective=internal needs the noise of the diffusion's loss, but version1 samples "
+                             "its own: leave version1 out.")
         head = self.net.internal_head
         kept = head.kept()
         weight = arrays.get("weight", 1.0) * kept / kept.mean()

@@ -33,7 +33,7 @@ class Teacher(nn.Module):
         self.requires_grad_(False).eval()
         made = self(torch.zeros(1, 3, 256, 256, dtype=torch.uint8))
         if made.shape[1] != grid**2:
-            raise ValueError(f"The teacher makes {made.shape[1]} tokens of an image, but the network's grid has "
+            raise ValueError(f"The teacher makes {made.shape[1]} tokens per image, but the network's grid has "
                              f"{grid} × {grid}: name another teacher, or set model.patch_size to fit.")
         self.width = made.shape[2]
 
@@ -95,7 +95,7 @@ def of_timm(name: str, grid: int) -> Teacher:
     if cfg is None or not cfg.hf_hub_id:
         near = difflib.get_close_matches(name, timm.list_models(pretrained=True), n=3)
         raise ValueError(f"teacher={name} is neither {LITE0}, a file nor a model of timm's with weights"
-                         f"{'; near are ' + ', '.join(near) if near else ''}.")
+                         f"{'; did you mean ' + ', '.join(near) + '?' if near else '.'}")
     options = {"pretrained": True, "pretrained_cfg_overlay": {"file": str(hub_weights(name, cfg.hf_hub_id))}}
     with torch.device("meta"):
         outline = timm.create_model(name)

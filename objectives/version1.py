@@ -27,7 +27,7 @@ class Version1(Objective):
                              "objective=[version1,<the others>].")
         if type(self.diffusion) is not EDM or not self.net.routes or self.net.router.selection != "random":
             raise ValueError("objective=version1 is a loss of EDM over the patches of the kept tokens: set diffusion="
-                             "edm, model.routes, and model.selection=random, with which it knows which are kept.")
+                             "edm, model.routes, and model.selection=random, as it must know which are kept.")
         self.mae_weight = mae_weight
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:

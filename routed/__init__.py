@@ -1,4 +1,4 @@
-"""Other people's networks on a route: `from routed import routed, Route`. Needs torch alone."""
+"""Routes the tokens of other people's networks: `from routed import routed, Route`. Needs only torch."""
 
 from routed.families import Blocks, Family
 from routed.passes import routed

@@ -446,8 +446,8 @@ def family_of(network: nn.Module) -> Family:
     family = family or next((family for family in families if fits(family, network)), None)
     if family is None:
         raise ValueError(f"{owner.__name__} of {owner.__module__} is not a known network (docs/trainers.md): name its "
-                         f"list of blocks by blocks=, and by along= what runs along the tokens. Lists of blocks in it: "
-                         f"{lists_of_blocks(network)}.")
+                         f"list of blocks as blocks=, and the arguments with a value per token as along=. Lists of "
+                         f"blocks: {lists_of_blocks(network)}.")
     return family
 
 

@@ -1,7 +1,7 @@
-"""`routed` takes a network on a route from outside, its code as it is; `families` has what must be known of each class.
+"""`routed` routes a network from outside, without changes to its code; `families` describes the known classes.
 
-It wraps forwards and registers no hooks: compiled code notices a changed forward but no new hook, and would stay dense
-without a word.
+It wraps forwards and registers no hooks, because compiled code notices a changed forward but not a new hook, and would
+silently be dense.
 """
 
 import inspect
@@ -190,7 +190,7 @@ class Pass:
                                                int(text.max()) if isinstance(text, Tensor) else text)
         if self.free < 1:
             raise ValueError(f"{routing.place(block)}: {length - self.free} of {length} tokens are never routed, so "
-                             f"none may be; see keep=.")
+                             f"there are none to route; see keep=.")
         noise, shape = routing.mask_noise, (batch, len(routing.routes), self.free)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
@@ -295,8 +295,8 @@ class Pass:
             if name in spec.along or not isinstance(value, dict):
                 continue
             if not all(isinstance(v, plain) for v in value.values()):
-                raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and what of it runs along the "
-                                 f"tokens is not known: call the network without it, or without routed().")
+                raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and it is not known which of "
+                                 f"them have a value per token: call the network without it, or without routed().")
         tokens, starts = argument(names, spec.tokens), block == routing.routes[r].start_layer_idx
         x = given.get(tokens)
         if not isinstance(x, Tensor) or x.ndim != 3:
@@ -334,7 +334,8 @@ class Pass:
                 lengths = value.shape[int(len(value) == batch):-1] if is_wide else ()
                 if any(length in (self.free, stream) for length in lengths):
                     raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. "
-                                     f"Name its axis in along=, or write along={{{name!r}: {{}}}} if it is not theirs.")
+                                     f"Name its axis in along=, or write along={{{name!r}: {{}}}} if it has no value "
+                                     f"per token.")
 
     def leave(self, block: int, output: Any, recomputable: bool) -> Any:
         """Returns a block's output, at the end of a route that of all tokens."""
@@ -370,7 +371,7 @@ class Pass:
 
 @dataclass
 class Taken:
-    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, None before one and where no token is routed.
+    """What `routed` yields: `ids_keep[r]` (B, K) of the latest pass, or None before a pass or if no token is routed.
 
     Ids count only the tokens that may leave: with a class token, id 0 is token 1.
     """
@@ -384,8 +385,8 @@ class Routing:
     def __init__(self, network, routes, blocks, along, keep, mask_noise, keep_mask, grow, router, compiled, family):
         self.own = family is not None or blocks is not None
         if (family is not None or blocks is None) and (family and blocks, along, keep) != (None, None, None):
-            raise ValueError("along= and keep= are for what blocks= names; family= says all of it, and so does what is "
-                             "known of a network without blocks=.")
+            raise ValueError("along= and keep= describe the blocks that blocks= names: leave them out with family=, or "
+                             "for a known network.")
         if family is None and blocks is not None:
             family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),),
                             reads=encoder_depths)
@@ -404,18 +405,18 @@ class Routing:
             keys = [key.split(".") if isinstance(key, str) else [argument(names, key)] for key in spec.along]
             self.along.append([(*key, "")[:2] + (axis,) for key, axis in zip(keys, spec.along.values(), strict=True)])
         if repeated := len(self.blocks) - len({*self.blocks}):
-            raise ValueError(f"{repeated} of {len(self.blocks)} blocks are one that came before, and a route needs "
+            raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
                              f"blocks that are called once.")
         known = {name for names in self.names for name in names[1:]}
         if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known
                        and not all(map(takes_any, inner))]:
-            raise ValueError(f"along= names {unknown[0]!r}; beside their tokens the blocks take {sorted(known)}.")
+            raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(known)}.")
         self.routes = resolve_routes(routes, len(self.blocks))
         self.route_of: list[int | None] = [None] * len(self.blocks)
         for r, route in enumerate(self.routes):
             if not route.is_identity or route.path_drop:
-                raise ValueError(f"Route {route}: routed() gives tokens back as they were, without x_T, x_D_last, "
-                                 f"return_from and path_drop.")
+                raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
+                                 f"x_D_last, return_from and path_drop.")
             span = range(route.start_layer_idx, route.end_layer_idx + 1)
             for i, name in self.family.reads(network).items() if self.family.reads else ():
                 if route.selection_ratio > 0 and route.start_layer_idx <= i < route.end_layer_idx:
@@ -534,7 +535,7 @@ def mark_checkpoint(run: Pass) -> bool:
     pack, unpack = hooks
     if (other := getattr(unpack, "run", None)) is not None:
         if other is not run:
-            raise ValueError("One checkpoint holds two routed passes: give each a checkpoint of its own.")
+            raise ValueError("One checkpoint contains two routed passes: use one checkpoint for each.")
         return True
 
     done = -1                               # the backward that has recomputed it all
@@ -601,7 +602,8 @@ def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any])
     routes = [Route(**route) if isinstance(route, Mapping) else route
               for route in ([routes] if isinstance(routes, Route) else routes)]
     if strangers := [route for route in routes if not isinstance(route, Route)]:
-        raise ValueError(f"{strangers[0]!r} is no route: write Route(start_layer_idx, end_layer_idx, selection_ratio).")
+        raise ValueError(f"{strangers[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
+                         "selection_ratio).")
     return routes
 
 
@@ -621,19 +623,19 @@ def routed(
 ) -> Iterator[Taken]:
     """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
 
-    Indices of routes count the blocks of all lists of the network, routes are numbered in order of depth, and masks are
-    drawn anew in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
-    are the kept tokens, of the N that may be routed: text, class and register tokens and condition images never are,
-    and those of keep_mask are not in this pass. A callable keep_mask gets the arguments of the call, by name, in a
-    dict. A block that a backward recomputes sees the masks of its pass, outside the `with` block too. Raises
-    ValueError, with the reason, for a network or a call that cannot be routed exactly, and where a pass has not gone
-    through the blocks.
+    Indices of routes count the blocks of all lists of the network, and routes are numbered in order of depth. Masks
+    are sampled in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
+    are the kept tokens among the N that may be routed. Text, class and register tokens and condition images are never
+    routed, and tokens of keep_mask are not routed in this pass. A callable keep_mask gets the arguments of the call as
+    a dict by name. A block that a backward recomputes sees the masks of its pass, also outside the `with` block. Raises
+    ValueError, with the reason, for a network or a call that cannot be routed exactly, and for a pass that does not
+    reach the blocks.
     """
     check_torch()
     network = network_of(model)
     other = getattr(vars(network).get("forward"), "routing", None)
     if other is not None and other.open and other.modules[0] is network:
-        raise ValueError(f"{type(network).__name__} is routed already: give all routes to one routed().")
+        raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed().")
     around = [*takewhile(lambda part: part is not network, model.modules()), network]
     compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl for part in around)
     routing = Routing(network, read_routes(routes), blocks, along, keep, mask_noise, keep_mask, grow, router, compiled,

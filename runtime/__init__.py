@@ -1,1 +1,1 @@
-"""What every command stands on: checked settings, the frame of a command, whole files, ranks, the device."""
+"""What every command uses: checked settings, the entry point of a command, atomic file writes, ranks, the device."""

@@ -1,4 +1,4 @@
-"""Files that are renamed when they are whole, so that a kill cannot halve them; rows of JSON; the lock on a folder."""
+"""Files that are renamed once complete, so that a kill cannot truncate them; rows of JSON; the lock on a folder."""
 
 import contextlib
 import errno
@@ -47,7 +47,7 @@ def require_room(out: Path, needed: int, remedy: str) -> None:
     free = shutil.disk_usage(existing).free
     if needed > free:
         more, left = (f"{size / 1e9:.1f} GB" if size >= 1e9 else f"{size / 1e6:.3g} MB" for size in (needed, free))
-        raise ValueError(f"{out} needs {more} more and its disk has {left} free: {remedy}")
+        raise ValueError(f"{out} needs {more} more, but its disk has {left} free: {remedy}")
 
 
 @contextlib.contextmanager
@@ -103,7 +103,7 @@ def open_to_append(path: Path) -> BinaryIO:
     Raises OSError for a link, which in somebody else's run may lead anywhere.
     """
     if path.is_symlink():
-        raise OSError(errno.ELOOP, "it is a link, and rows are appended to files only", str(path))
+        raise OSError(errno.ELOOP, "it is a link, and rows are only appended to plain files", str(path))
     path.parent.mkdir(parents=True, exist_ok=True)
     return open(path, "a+b")
 

@@ -65,7 +65,7 @@ class Record(Settings):
 
 def _square(tokens: int) -> int:
     if math.isqrt(tokens) ** 2 != tokens:
-        raise ValueError(f"{tokens} tokens are not a square: take 64, 256 or 1024, for instance.")
+        raise ValueError(f"{tokens} tokens are not a square: use 64, 256 or 1024, for instance.")
     return tokens
 
 

@@ -1,4 +1,4 @@
-"""Shards a network over ranks by torch's FSDP2, block by block; takes its tensors out whole and puts whole ones in.
+"""Shards a network over ranks by torch's FSDP2, block by block; gathers its tensors, and copies complete ones into it.
 
 A sharded tensor is a DTensor, which has the whole's shape and on each rank some of its rows. Every function here that
 handles tensors returns plain ones unchanged, so that its callers need not ask which they have.

@@ -1,4 +1,4 @@
-"""What a command that samples has loaded first: network, sampler, guidance, classes, decoder."""
+"""What a command that samples loads first: network, sampler, guidance, classes, decoder."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -65,6 +65,6 @@ def open_sampling(
 def finite(latents: Tensor) -> Tensor:
     """Returns latents as they are; raises ValueError where they are not finite."""
     if not latents.isfinite().all():
-        raise ValueError("The sampled latents are not finite: bring scale= and the sampler's settings nearer to "
-                         "their usual values, set precision=fp32, or choose an earlier checkpoint.")
+        raise ValueError("The sampled latents are not finite: use more common values of scale= and of the "
+                         "sampler's settings, set precision=fp32, or choose an earlier checkpoint.")
     return latents

@@ -126,7 +126,7 @@ def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None
             raise ValueError(f"sampler.{low}={settings[low]} is not below sampler.{high}={settings[high]}.")
     churn = [f"sampler.{name}={given[name]}" for name in ("S_min", "S_max", "S_noise") if name in given]
     if churn and "S_churn" not in given:
-        raise ValueError(f"{' '.join(churn)} would change nothing without churn: give sampler.S_churn=40, too.")
+        raise ValueError(f"{' '.join(churn)} would change nothing without churn: set sampler.S_churn=40, too.")
     return settings
 
 
@@ -158,11 +158,11 @@ def build_guidance(
     ratios = ends(settings.gamma1) + ends(settings.gamma2)
     is_same = not (settings.drop_label or settings.weak or settings.internal) and settings.gamma1 == settings.gamma2
     if (settings.scale != 1 and is_same) or (settings.routes and not any(ratios)):
-        raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same, or routes= leads no "
-                         f"token away: set drop_label=true, gamma2= above gamma1=, or weak=.")
+        raise ValueError(f"scale={settings.scale:g} guides nothing, as both passes are the same, or no token takes "
+                         f"routes=: set drop_label=true, gamma2= above gamma1=, or weak=.")
     if 1 in ratios and settings.routes is None and not any(route.path_drop for route in trained.net.routes):
-        raise ValueError("guidance=path_drop, or a ratio of 1, leaves out the blocks of the network's route, and it "
-                         "has not learned to do without (path_drop): choose guidance=tread, or name blocks by routes=.")
+        raise ValueError("guidance=path_drop, or a ratio of 1, skips the blocks of the network's route, but it was "
+                         "not trained for that (path_drop): choose guidance=tread, or name blocks by routes=.")
     if settings.interval:
         check_interval(settings.interval, trained.diffusion, dict(getattr(settings, "sampler", {})))
     weak = None

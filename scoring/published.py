@@ -1,4 +1,4 @@
-"""Published scores: drawing as their images were drawn, and comparing ours with them where that is so."""
+"""Published scores: sampling as their images were sampled, and comparing our scores with them if so."""
 
 import json
 
@@ -24,8 +24,8 @@ def as_published(cfg: DrawingSettings, checkpoint: Checkpoint | None = None) -> 
             why = f"{published.where} is of {published.diffusion}, and this network of {trained_with}"
             published = None
     if asked and published is None:
-        raise ValueError(f"sampler=published cannot draw {cfg.checkpoint or cfg.images}: {why}. Leave it out, or give "
-                         f"num_steps=, sampler.solver= and the like.")
+        raise ValueError(f"sampler=published cannot sample {cfg.checkpoint or cfg.images}: {why}. Leave it out, or "
+                         f"give num_steps=, sampler.solver= and the like.")
     if not asked:
         return cfg.model_copy(update={"published": published, "num_steps": cfg.num_steps or 40})
     given = {} if cfg.sampler == "published" else {key: value for key, value in cfg.sampler if value is not None}
@@ -48,7 +48,7 @@ def compare_published(row: dict, published: Published) -> str:
     """Compares the scores of a row with published ones, unless its images were drawn otherwise."""
     if row["published"] is None:
         how = published.model_dump(exclude={"where", "scores", "tolerance"}, exclude_none=True)
-        return f"{published.where}: not compared, as the images were drawn otherwise. Theirs: {json.dumps(how)}"
+        return f"{published.where}: not compared, as the images were sampled differently. Theirs: {json.dumps(how)}"
     lines = [f"{published.where}:", f"{'':<16}  {'ours':>9} {'theirs':>9}"]
     for name, theirs in published.scores.items():
         ours, tolerance = row["metrics"].get(name), published.tolerance.get(name)

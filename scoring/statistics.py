@@ -105,7 +105,7 @@ def open_reference(
     space, (of, _, digest) = str(found.get("space", "")), str(found.get("weights_sha256", "")).partition(":")
     if (space or extractor.space) != extractor.space or (of == extractor.name and digest != str(extractor.sha256)):
         raise ValueError(f"{key}={path} was measured on {space} features by weights of SHA-256 {digest or 'unknown'}, "
-                         f"and features={extractor.name} are {extractor.space} by weights of {extractor.sha256}: make "
+                         f"but features={extractor.name} are {extractor.space} by weights of {extractor.sha256}: make "
                          f"the reference again with the same features.")
     statistics = {}
     for feature, names in FEATURE_KEYS.items():

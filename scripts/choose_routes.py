@@ -122,7 +122,7 @@ def main(cfg: ChoiceSettings) -> None:
         found = candidates(depth)
         if not found:
             raise ValueError(f"{size}: no route from near block 2 to near depth - 4 covers half of the blocks. Set "
-                             f"model.routes yourself, or take a deeper network.")
+                             f"model.routes yourself, or use a deeper network.")
         reach = [route for route in found if first.flop_ratio((route,)) >= cfg.speedup]
         if reach:
             print(f"{size}: routes with a FLOP ratio of at least {cfg.speedup:g} at {cfg.tokens[0]} tokens, the best "

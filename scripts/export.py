@@ -63,7 +63,7 @@ def check_plain(trained: Trained, to: str) -> None:
     network = trained.recorded["network"]
     if other := [f"{key}={network[key]}" for key, usual in plain.items() if network.get(key, usual) != usual]:
         raise ValueError(f"to={to} holds DiT's own blocks and weights, and this network has {', '.join(other)}: to=hub "
-                         f"takes any.")
+                         f"accepts any.")
 
 
 def without_head(trained: Trained) -> Trained:
@@ -133,7 +133,7 @@ def command_to_sample(trained: Trained, out: Path) -> str:
     usual = vars(build_diffusion({"name": name}))
     lost = [f"{key}={value}" for key, value in recorded.items() if usual.get(key, value) != value]
     own = f"\nIt cannot be given {', '.join(lost)}: keep the run to draw exactly as it does." if lost else ""
-    return (f"The file holds tensors alone (docs/interop.md). Here: python sample.py {as_argument('checkpoint', out)} "
+    return (f"The file holds only tensors (docs/interop.md). Here: python sample.py {as_argument('checkpoint', out)} "
             f"diffusion_name={name} num_heads={heads} {as_argument('autoencoder', trained.autoencoder)}{own}")
 
 
@@ -268,8 +268,8 @@ def check_out(cfg: ExportSettings) -> Path:
     if (out.suffix == ".pt") != (cfg.to == "dit"):
         raise ValueError(f"out={out}: to=dit writes a file whose name ends in .pt, the other forms a folder.")
     if out.exists() and not (cfg.overwrite and (out.is_file() or is_export(out))):
-        raise ValueError(f"out={out} is there already: name another. overwrite=true replaces a .pt, and a folder that "
-                         f"an export has made.")
+        raise ValueError(f"out={out} exists already: choose another name. overwrite=true replaces a .pt, and a folder "
+                         f"that an export has made.")
     return out
 
 

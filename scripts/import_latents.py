@@ -60,7 +60,7 @@ def probe(stored: Stored, form: Form, source: str) -> str:
             mean, std = row.chunk(2, dim=1)
             if std.min() < 0:
                 raise ValueError(f"source={source}: the second half of the channels reaches {std.min():.3g} in latent "
-                                 f"{index}, but a standard deviation is never negative: these are of another form.")
+                                 f"{index}, but a standard deviation is never negative: this is another format.")
             square += (mean.square() + std.square()).mean().item()
         else:
             square += row.square().mean().item()

@@ -28,7 +28,7 @@ def main(cfg: MergeSettings) -> None:
     checkpoint = find_checkpoint(cfg.checkpoint)
     folder, meta = checkpoint.folder, checkpoint.meta or {}
     if not meta.get("lora"):
-        raise ValueError(f"checkpoint={cfg.checkpoint} holds whole weights and no adapter to merge.")
+        raise ValueError(f"checkpoint={cfg.checkpoint} holds complete weights and no adapter to merge.")
     held = {Path(file).stem for file in meta["files"]} - {"training"}
     nets = {weights: load_trained(folder, weights).net for weights in sorted(held)}
     merged = {key: value for key, value in meta.items() if key not in ("lora", "files")} | {"merged": meta["lora"]}

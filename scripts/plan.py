@@ -84,8 +84,8 @@ def measured_rates(files: list[Path]) -> dict[tuple[str, float], tuple[float, st
                  (rows[variant]["images/s"] / rows[variant]["ranks"], record["device"])
                  for variant, ratio in (("dit", 0.0), ("tread", ROUTE.selection_ratio)) if variant in rows}
         if not found:
-            raise ValueError(f"{file} times no DiT of patch 2 at 256 tokens: give the JSON of scripts/benchmark.py "
-                             f"mode=train.")
+            raise ValueError(f"{file} has no time of a DiT of patch 2 at 256 tokens: give the JSON of "
+                             f"scripts/benchmark.py mode=train.")
         rates |= found
     return rates
 

@@ -1,7 +1,8 @@
 """Images -> a latent folder that train.py reads, over all ranks, resumable after a kill.
 
-Every row of the result is a function of its image and the settings, and every shard is renamed into place when whole:
-neither a kill nor the number of ranks shows. Commands: configs/prepare_latents.yaml; the format: docs/data.md.
+Every row of the result is a function of its image and the settings, and every shard is renamed into place when
+complete. So the result does not depend on kills or on the number of ranks. Commands: configs/prepare_latents.yaml; the
+format: docs/data.md.
 """
 
 import re

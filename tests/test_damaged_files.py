@@ -115,7 +115,7 @@ def test_a_record_names_files_of_its_folder_alone(tmp_path, where, part):
         shutil.copy(whole, tmp_path / "outside.npy")
         record["shards"][0][part] = str(whole) if where == "/absolute" else where
     (out / "metadata.json").write_text(json.dumps(record))
-    with pytest.raises(ValueError, match="which is not a file of that folder alone"):
+    with pytest.raises(ValueError, match="which is not a plain file in that folder"):
         folder.open_latents(out)
 
 

@@ -128,7 +128,7 @@ def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, 
 
 
 def test_too_few_images_for_neighbours_raise_a_one_line_error():
-    with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images against 50 are too few"):
+    with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images and 50 others are too few"):
         metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
 
@@ -294,7 +294,7 @@ def test_an_npz_is_read_in_any_order_and_damage_raises_a_one_line_error(write, t
     with pytest.raises(ValueError, match="images.npz is damaged before image 40"):
         opened.read(np.arange(40))
     path.write_bytes(content[: len(content) // 2])
-    with pytest.raises(ValueError, match="images.npz is not a whole npz"):
+    with pytest.raises(ValueError, match="images.npz is not a complete npz"):
         image_sets.open_array("images", str(path))
 
 
@@ -439,7 +439,7 @@ def test_a_folder_a_zip_and_an_npz_of_the_same_images_score_the_same(tmp_path, r
     assert rows[0]["images"] == 40 and rows[0]["source"]["not_images"] == 1
     assert [row["source"]["order"] for row in rows] == 2 * ["shuffled by the files' SHA-256"] + 2 * ["as stored"]
     out = capsys.readouterr().out
-    assert "1 files have no image's name and are skipped: notes.txt" in out and "fd_pixels" in out
+    assert "1 files do not have the name of an image and are skipped: notes.txt" in out and "fd_pixels" in out
 
 
 def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(tmp_path):

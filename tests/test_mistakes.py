@@ -102,7 +102,7 @@ TYPED = {
         ("sampler.S_noise=1.003", "S_churn=40"), ("drop_label=false", "scale=1.5"),
         ("guidance=cfg", "drop_label=false", "both passes are the same"),
         ("guidance=cfg", "routes=[{start_layer_idx: 1, end_layer_idx: 2}]", "gamma2="),
-        ("checkpoint=dense", "guidance=path_drop", "has not learned"),
+        ("checkpoint=dense", "guidance=path_drop", "not trained for that"),
         ("latents=true", "out=new.npz", "decode_precision=bf16", "decodes nothing"), ("latents=true", "latents=true"),
         ("out=grid.jpg", ".png"), ("out=images.npz/x.png", "images.npz"), ("out=images.npz", "overwrite=true"),
         ("out=four", "overwrite=true", "name another folder"), ("autoencoder=python:decode", "python:"),
@@ -120,7 +120,7 @@ TYPED = {
     ],
     "rf": [
         ("checkpoint=run", "edm"), ("guidance=none", "guidance"), ("out=x.npz", ".png"),
-        ("checkpoint=dense", "no route"), ("interval=[0.28,2.9]", "interval="), ("sampler.S_churn=1", "solver"),
+        ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "interval="), ("sampler.S_churn=1", "solver"),
         ("guidance=autoguidance", "weak=run", "mixed"),
     ],
     "fid": [
@@ -137,7 +137,7 @@ TYPED = {
         ("reference_from=four", "reference=null", "out=new.npz", "results=null", "keep_features=true", "keep_features=true"),
         ("reference_from=four", "out=new.npz", "reference=images.npz"),
         ("images=four", "features_weights=weights.pt", "pixels has no weights"),
-        ("images=four", "features=[pixels,torchscript]", "features_weights=x.pt", "is for 1 networks, and features= names 2"),
+        ("images=four", "features=[pixels,torchscript]", "features_weights=x.pt", "has 1 values, but features= names 2"),
         ("images=four", "features=[pixels,pixels]", "metrics=[fd_dinov2]", "fd_dinov2 cannot be measured"),
         ("images=four", "metrics=[kd_pixels]", "its subsets have 1000 images, and there are 4"),
         ("images=four", "guidance_scales=[null,2]", "would change nothing"),

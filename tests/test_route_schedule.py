@@ -161,7 +161,7 @@ def test_every_objective_takes_the_routes_of_its_step(parts):
 def test_an_error_of_a_later_route_is_raised_before_the_first_step():
     net = small_net()
     later = RouteSchedule(net.routes, changes=((9, (Route(1, 1, 0.75),)),))
-    with pytest.raises(ValueError, match="projector=conv needs the whole grid .* block 1 lies on route 1→1"):
+    with pytest.raises(ValueError, match="projector=conv needs the complete grid .* block 1 lies on route 1→1"):
         build_objective(net, EDM(), {"alignment": {"blocks": [1], "projector": "conv"}}, False, {"teacher": (16, 5)}, later)
     two = RouteSchedule(net.routes, changes=((9, (Route(1, 1, 0.5), Route(3, 3, 0.5))),))
     with pytest.raises(ValueError, match="block 1 lies on route 1→1 .* and block 3 on 3→3"):

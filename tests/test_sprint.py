@@ -184,7 +184,7 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
     (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
     (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* given 1→3"),
     (lambda: Guidance(3.0, gamma2=1, routes=(Route(1, 3, 0.5),)).check(net()), "leave routes out"),
-    (lambda: check_plain(SimpleNamespace(recorded={"network": RECORD}), "dit"), "fusion=True: to=hub takes any"),
+    (lambda: check_plain(SimpleNamespace(recorded={"network": RECORD}), "dit"), "fusion=True: to=hub accepts any"),
     (lambda: routed(net(), [Route(2, 3, 0.5)]).__enter__(), "call it with routes=net.routes"),
     (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)], blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),
 ])

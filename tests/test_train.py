@@ -190,8 +190,8 @@ def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_refere
     for scales, code in (("[null,1.5]", 1), ("[null,1]", 0)):
         result = train_here(run, shapes, "steps=1", *small, *scored, f"evaluate.guidance_scales={scales}")
         assert result.returncode == code, result.stderr
-        assert (run / "config.yaml").exists() == (code == 0) == ("trained without label dropout" not in result.stderr)
-    assert "they were trained without label dropout (label_dropout=0)" in drawn(run)
+        assert (run / "config.yaml").exists() == (code == 0) == ("trained with label_dropout=0" not in result.stderr)
+    assert "they were trained with label_dropout=0" in drawn(run)
     assert drawn(run, "scale=1") is None
     child = tmp_path / "child"
     assert train_here(child, shapes, "steps=1", *small, f"init_from={run}").returncode == 0
@@ -422,7 +422,7 @@ def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_p
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = train_here(tmp_path / "run", shapes, "steps=4").stderr
-    assert re.search(r"run needs [1-9][.\d]* MB more and its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
+    assert re.search(r"run needs [1-9][.\d]* MB more, but its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
@@ -499,7 +499,7 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "and model.selection=random, with which it knows which are kept"),
+    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "and model.selection=random, as it must know which are kept"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
     (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples keeps only 0"),

@@ -171,7 +171,7 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Tr
     if steps is None:
         steps = min(100_000, max(5_000, 200 * count // batch_size))
     if (batch_size, steps) != (cfg.batch_size, cfg.steps):
-        accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Either can be given.")
+        accelerator.print(f"For {count:,} latents: batch_size={batch_size} steps={steps}. Set either to change it.")
     check_batch_size(batch_size, count, accelerator.num_processes, cfg.grad_accum_steps)
     return cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
 
@@ -255,7 +255,7 @@ def open_drawing(
     """
     if not cfg.evaluate.every and (not cfg.samples.every or autoencoder == autoencoders.NONE):
         if autoencoder == autoencoders.NONE:
-            accelerator.print("autoencoder=none: only their owner can decode these latents, so no grids are sampled; "
+            accelerator.print("autoencoder=none: these latents cannot be decoded here, so no grids are sampled; "
                               "sample.py writes latents with latents=true.")
         return None, None, None
     try:
@@ -312,7 +312,7 @@ def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
 def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     """Builds a run at step 0; raises ValueError, with the setting to change, for whatever cannot work."""
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
-        raise ValueError("sharding=fsdp shares a network out over ranks, and this is a single process: start it with "
+        raise ValueError("sharding=fsdp splits a network over ranks, but this is a single process: start it with "
                          "accelerate launch or torchrun, or set sharding=none.")
     speed.check_compiler(cfg.compile, accelerator.device)
     if cfg.precision == "fp8":

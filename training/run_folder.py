@@ -143,7 +143,7 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
         if old != new:
             raise ValueError(f"{run_dir} was trained with another {fact}, so it cannot resume: it has {old}, this "
                              f"command {new}. Start another run with name=<another>, or give the settings that "
-                             f"it began with.")
+                             f"it started with.")
     was, is_now = numbers(meta), numbers(now)
     changed = [key for key in is_now if key in was and was[key] != is_now[key]]
     return [f"{key} was {was[key]} and is now {is_now[key]}" for key in changed]
@@ -237,7 +237,8 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
                          f"steps, or start another run with name=<another>.")
     for change in changes if meta.step < cfg.steps else []:
-        accelerator.print(f"Resuming with a change: {change}. From here on it differs from a run without it.")
+        accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
+                          "change.")
     run.record["null_label"] = not meta.null_label_untrained or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
@@ -270,7 +271,7 @@ def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
     for name, kind in kinds(run.cfg.ema.decay, run.cfg.ema.std).items():
         found[name] = was.get(kind, "ema" if name == "ema" else "model")
         if kind not in was and kind[0] == "std":
-            raise ValueError(f"ema.std={run.cfg.ema.std}: {name} averages over all steps, and {run.folder} took "
+            raise ValueError(f"ema.std={run.cfg.ema.std}: {name} averages over all steps, but {run.folder} took "
                              f"{meta.step} without it: leave it out, or start another run with name=<another>.")
         if found[name] == "model":
             run.accelerator.print(f"{name} begins at step {meta.step} with the weights of that step.")

@@ -30,9 +30,9 @@ def load_autoencoder(
     exist, None the autoencoder's own. Raises ValueError for an unknown name, and for weights that cannot be had.
     """
     if runs_code(name):
-        raise ValueError(f"autoencoder={name} decodes and does not encode: name another here.")
+        raise ValueError(f"autoencoder={name} can only decode: choose another here.")
     if name == NONE:
-        raise ValueError("autoencoder=none: only their owner can decode these latents. Name what decodes them, as in "
+        raise ValueError("autoencoder=none: these latents cannot be decoded. Name what decodes them, as in "
                          "autoencoder=path/to/folder, or write latents: sample.py out=x.npz latents=true.")
     if name == "identity":
         return Identity(device, convention)
@@ -73,10 +73,10 @@ def load_decoder(
         loaded = OwnDecoder(name, function, shape, device)
         loaded.convention = convention or loaded.convention
     else:
-        raise ValueError(f"autoencoder={name} runs code, so it is loaded only where the command names it, and here "
-                         f"a file does: give autoencoder={name} (of train.py: data.autoencoder) if you trust it.")
+        raise ValueError(f"autoencoder={name} runs code, so it is loaded only if the command names it, but here a "
+                         f"file does: set autoencoder={name} (of train.py: data.autoencoder) if you trust it.")
     if loaded.channels != shape[0]:
-        raise ValueError(f"autoencoder={name} decodes latents of {loaded.channels} channels, and these have "
+        raise ValueError(f"autoencoder={name} decodes latents of {loaded.channels} channels, but these have "
                          f"{shape[0]}: give the autoencoder of these latents.")
     loaded.decode_batch_size = batch_size
     return loaded
@@ -182,7 +182,7 @@ def read_statistics(file: Path) -> Convention:
         mean, std = (tuple(tensors[key].double().flatten().tolist()) for key in ("mean", "std"))
         return Convention(latents_mean=mean, latents_std=std)
     except (AttributeError, KeyError, TypeError, ValueError) as error:
-        raise ValueError(f"{file} does not hold tensors mean and std, a number a channel: {first_line(error)}."
+        raise ValueError(f"{file} does not hold tensors mean and std, one number per channel: {first_line(error)}."
                          ) from error
 
 

@@ -158,6 +158,6 @@ def reconstruct(folder: Path, meta: dict, std: float) -> Path:
     made_of = {"averages": len(sources), "distance": off}
     kept = {key: value for key, value in meta.items() if key not in ("files", "sha256")}
     checkpoints.save(out, {name: state}, {**kept, "reconstructed": made_of})
-    print(f"{name} at step {meta['step']:,} is made of {len(sources)} stored averages; their profile is off by "
-          f"{off:.2%}: {out}")
+    print(f"{name} at step {meta['step']:,} is made of {len(sources)} stored averages, with an error of "
+          f"{off:.2%} in its profile: {out}")
     return out

@@ -1,4 +1,4 @@
-"""Named tensors <-> checkpoint folders, written whole or not at all and checked by hash. No pickle.
+"""Named tensors <-> checkpoint folders, written completely or not at all, and checked by hash. No pickle.
 
 A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<name>.safetensors` files and a
 `meta.json`, which lists every file with its size and SHA-256, and has one of its content.

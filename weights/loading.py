@@ -124,7 +124,7 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[
     step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found[0]))
     if step < 0:
         if ranks.broadcast_from_main(state, len(checkpoints.all_steps(run))):
-            raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is whole, as the warnings say. Restore "
+            raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is complete; see the warnings. Restore "
                              f"one, or move the folder away to start from the beginning.")
         return None
     folder = checkpoints.step_folder(run, step)
@@ -312,7 +312,7 @@ def load_base(adapter: Checkpoint, moved: str | None = None) -> Trained:
     found = find_by_hash(places, parent.weights_sha256)
     if found is None:
         why = "is another file now: its SHA-256 differs" if base.is_file() else "is not there"
-        raise ValueError(f"{adapter.folder} holds an adapter (LoRA) alone, and its base {base} {why}. Put that file "
+        raise ValueError(f"{adapter.folder} holds only an adapter (LoRA), and its base {base} {why}. Put that file "
                          f"back; scripts/merge_lora.py makes weights that need no base.")
     return load_trained(found, like=record.network | {
         "diffusion": parent.diffusion_name or record.diffusion.get("name")})

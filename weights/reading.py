@@ -55,7 +55,7 @@ def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn
     try:
         return torch.jit.load(file, map_location=device).eval()
     except Exception as error:  # torch has several
-        raise ValueError(f"{file} is not a whole TorchScript file: {first_line(error)}") from error
+        raise ValueError(f"{file} is not a complete TorchScript file: {first_line(error)}") from error
 
 
 def in_wheel(model: str) -> Path | None:

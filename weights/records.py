@@ -131,7 +131,7 @@ def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
     kept, mae_weight = diffusion.get("routed_loss", "all"), diffusion.get("mae_weight", 0.0)
     if kept not in ("all", "kept") or (kept == "all" and mae_weight):
         raise ValueError(f"diffusion.routed_loss={kept} diffusion.mae_weight={mae_weight}: set objective=version1 for "
-                         f"the loss over kept tokens, which alone has the term that mae_weight weighs.")
+                         f"the loss over kept tokens, to which mae_weight belongs.")
     diffusion = {key: value for key, value in diffusion.items() if key not in ("routed_loss", "mae_weight")}
     return diffusion, {"version1": {"mae_weight": mae_weight}, **objective} if kept == "kept" else objective
 

@@ -90,12 +90,12 @@ class LatentDiTPipeline(DiffusionPipeline):
         net, device = Network(self.transformer, self.config.null_label), self._execution_device
         y = torch.as_tensor(class_labels).flatten()
         if y.is_floating_point() or not len(y) or not ((y >= 0) & (y <= net.num_classes)).all():
-            raise ValueError(f"class_labels={class_labels} are to be whole numbers: 0 … {net.num_classes - 1}, and "
+            raise ValueError(f"class_labels={class_labels} must be integers: 0 … {net.num_classes - 1}, or "
                              f"{net.num_classes} for no class.")
         y = y.to(device, torch.int64)
         one_each = isinstance(generator, list | tuple)
         if one_each and len(generator) != len(y):
-            raise ValueError(f"There are {len(y)} class_labels and {len(generator)} generators: give one an image, a "
+            raise ValueError(f"There are {len(y)} class_labels and {len(generator)} generators: give one per image, a "
                              f"single one for all, or none.")
 
         def randn(shape: tuple[int, ...]) -> torch.Tensor:

@@ -430,13 +430,13 @@ TAR, SAMPLE, MOMENTS = "shard-000001.tar", {"kind": "sample", "scale": 1}, {"kin
 INFINITE = numbered()
 INFINITE[41, 1, 2, 2] = np.inf
 BAD = {
-    "pickled": (lambda folder: np.save(folder / "labels-00001.npy", np.array([{}] * 40), allow_pickle=True), {}, ["not a whole npy file of numbers", "Python objects"]),
+    "pickled": (lambda folder: np.save(folder / "labels-00001.npy", np.array([{}] * 40), allow_pickle=True), {}, ["not a complete npy file of numbers", "Python objects"]),
     "display names": (record(display_names=["a"]), {}, ["says 7", "display_names have 1"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
     "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
-    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["masks run from 0 to 0", "not all 0"]),
-    "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks run from nan"]),
+    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["masks range from 0 to 0", "not all be 0"]),
+    "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks range from nan"]),
     "one file of masks missing": (masks(), {}, ["No such file", "masks-00001.npy"]),
     "infinity in a mirrored copy": (latents(numbered(), INFINITE), {}, ["1 hold NaN or infinity", "image 41 first"]),
     "logvar for std": (latents(moments(numbered(), numbered() - 9), **MOMENTS), {}, ["never negative", "[mean, logvar]"]),
@@ -446,8 +446,8 @@ BAD_TARS = {
     "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
     "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale is 0.18215: set data.scale=1."]),
     "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
-    "truncated between members": (without_end_mark, SAMPLE, [TAR, "not a whole uncompressed tar"]),
-    "one absent": (None, {**SAMPLE, "name": "shard-{000000..000003}.tar"}, ["names 4 tars, but 1 of them are absent, ", "shard-000003.tar first"]),
+    "truncated between members": (without_end_mark, SAMPLE, [TAR, "not a complete, uncompressed tar"]),
+    "one absent": (None, {**SAMPLE, "name": "shard-{000000..000003}.tar"}, ["names 4 tars, but 1 of them are missing, ", "shard-000003.tar first"]),
     "images": (in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", "prepare_latents"]),
     "no label": (in_tar("n00000050.cls", "n00000050.txt"), SAMPLE, ["1 samples lack", "n00000050"]),
     "label no number": (in_tar("50.json", "50b.cls"), SAMPLE, [TAR, "n00000050b.cls", "invalid literal"]),

@@ -121,7 +121,7 @@ def test_webdatasets_own_tars_are_read(tmp_path, label_kind):
         for index in range(5):
             assert np.array_equal(source.pixels(index), noise(8, 8, index))
     assert len(open_source(tmp_path / "set-001.tar")) == 2
-    with pytest.raises(ValueError, match="names 3 tars, but 1 of them are absent, .*set-002.tar"):
+    with pytest.raises(ValueError, match="names 3 tars, but 1 of them are missing, .*set-002.tar"):
         open_source(tmp_path / "set-{000..002}.tar")
 
 
@@ -143,7 +143,7 @@ def test_damaged_tars_are_refused(tmp_path):
     data[offset : offset + 100] = b"\xff" * 100
     (tmp_path / "damaged.tar").write_bytes(data)
     for name in ("endless.tar", "damaged.tar"):
-        with pytest.raises(ValueError, match=f"{name} is not a whole uncompressed tar"):
+        with pytest.raises(ValueError, match=f"{name} is not a complete, uncompressed tar"):
             open_source(tmp_path / name)
 
 

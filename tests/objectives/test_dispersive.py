@@ -87,7 +87,7 @@ def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says)
 
 
 def test_a_part_of_one_image_raises_a_one_line_error():
-    with pytest.raises(ValueError, match="part of the batch is one: raise batch_size"):
+    with pytest.raises(ValueError, match="part of the batch is only one: raise batch_size"):
         loss_of(of(), count=1)
 
 

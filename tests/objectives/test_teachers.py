@@ -74,8 +74,8 @@ def test_a_torchscript_file_gets_images_as_they_are(script):
 
 @pytest.mark.parametrize(("name", "says"), [
     ("test_vit", "model.safetensors of timm/test_vit.r160_in1k .* put it at .*test_vit.safetensors"),
-    ("vit_base_patch14_dinov22", "near are vit_base_patch14_dinov2"), ("no.pt", "no.pt is not a whole TorchScript file"),
-    ("script", r"makes 16 tokens of an image, but the network's grid has 8 × 8"), (__file__, "is not a whole TorchScript file"),
+    ("vit_base_patch14_dinov22", "did you mean vit_base_patch14_dinov2"), ("no.pt", "no.pt is not a complete TorchScript file"),
+    ("script", r"makes 16 tokens per image, but the network's grid has 8 × 8"), (__file__, "is not a complete TorchScript file"),
 ])
 def test_an_unavailable_teacher_raises_a_one_line_error(hub, script, name, says):
     with pytest.raises(ValueError, match=says):

@@ -395,7 +395,7 @@ def test_a_custom_network_is_known_by_its_own_row():
     net.__class__.__name__ = "MMDiT"
     with routed(net, [Route(0, -1, 0.5)], mask_noise=noise):
         assert torch.equal(net(x, ids), out)
-    refused(net, "family= says all", family=row, blocks="double_layers")
+    refused(net, "leave them out with family=", family=row, blocks="double_layers")
 
 
 def test_a_function_of_positions_is_named_in_along():

@@ -371,9 +371,9 @@ def refused(model, routes=TWO, call=lambda: None, **options):
 @pytest.mark.parametrize(("says", "of_network", "options"), [
     ("Mine of test_routed is not a known network (docs/trainers.md)", {}, dict(blocks=None, along=None)),
     ("leaves it: indices lie in [-4, 3]", {}, dict(routes=[Route(0, 4, 0.5)])),
-    ("(1, 2, 0.5) is no route: write Route(start_layer_idx", {}, dict(routes=[(1, 2, 0.5)])),
+    ("(1, 2, 0.5) is not a route: write Route(start_layer_idx", {}, dict(routes=[(1, 2, 0.5)])),
     ("Mine has no transformer.blocks. Lists of blocks in it: transformer.h (4 of ", {}, dict(blocks="transformer.blocks")),
-    ("without x_T", {}, dict(routes=[Route(0, 1, 0.5, x_T=1.0)])),
+    ("does not support x_T", {}, dict(routes=[Route(0, 1, 0.5, x_T=1.0)])),
     ("return_from", {}, dict(routes=[Route(1, 1, 0.5, return_from=0)])),
     ("names 'rop'", {}, dict(along={"rop": 0})),
     ("9 of 9 tokens are never routed", {}, dict(keep=9)),
@@ -396,7 +396,7 @@ def test_networks_that_are_routed_already_or_known_or_run_as_copies_are_refused(
     net = own()
     assert "routed already" in refused(net, call=lambda: routed(net, TWO).__enter__())
     assert "routes" in refused(net, call=lambda: net(*batch(), routes=resolve_routes(TWO, 8)))
-    assert "along= and keep= are for" in refused(net, keep=1)
+    assert "along= and keep= describe" in refused(net, keep=1)
     assert "DistributedDataParallel" in refused(nn.DataParallel(net))
 
 

@@ -60,7 +60,7 @@ def test_a_table_as_long_as_the_tokens_that_is_not_named_is_refused_as_a_block_m
 
     net = network(block, lambda part, x, table: part(x, cut(table)))
     said = refused(net, HALF, lambda: net(X), blocks="layers")
-    assert "as long as the tokens. Name its axis in along=, or write along={'rope': {}} if it is not theirs" in said
+    assert "as long as the tokens. Name its axis in along=, or write along={'rope': {}} if it has no value per token" in said
     with routed(net, HALF, blocks="layers", along={"rope": {}}):
         net(X)
 
@@ -144,4 +144,4 @@ def test_sequences_before_samples_are_refused():
 def test_a_block_that_is_called_again_is_refused():
     net = network(by_default, lambda part, x, table: part(x))
     net.layers[2] = net.layers[0]
-    assert "1 of 3 blocks are one that came before" in refused(net, HALF, blocks="layers")
+    assert "1 of 3 blocks repeat an earlier one" in refused(net, HALF, blocks="layers")

@@ -186,7 +186,7 @@ def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_
 
 def test_channels_are_checked_before_anything_is_sampled(tmp_path):
     write_run(tmp_path / "four", NETWORK | {"in_channels": 4})
-    with pytest.raises(SystemExit, match="decodes latents of 3 channels, and these have 4"):
+    with pytest.raises(SystemExit, match="decodes latents of 3 channels, but these have 4"):
         run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png")
     assert not (tmp_path / "x.png").exists()
 
@@ -240,7 +240,7 @@ def test_our_own_grid_or_npz_is_replaced_and_no_other_file(run, tmp_path):
     np.savez(tmp_path / "data.npz", arr_0=np.zeros(3))
     for name in ("photo.png", "data.npz"):
         before = (tmp_path / name).read_bytes()
-        with pytest.raises(SystemExit, match=f"{name} is there already and was not made by this code: .*overwrite=true"):
+        with pytest.raises(SystemExit, match=f"{name} exists and was not made by this code: .*overwrite=true"):
             sample(tmp_path / name)
         assert (tmp_path / name).read_bytes() == before
         sample(tmp_path / name, "overwrite=true")

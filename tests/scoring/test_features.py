@@ -223,7 +223,7 @@ def test_timms_other_weights_and_other_names_raise_a_one_line_error(tmp_path):
     for file in ("code.pth", "other.pth"):
         with pytest.raises(ValueError, match=rf"{file} is not timm's vit_tiny_patch16_224"):
             load_extractor("timm:vit_tiny_patch16_224", tmp_path / file)
-    with pytest.raises(ValueError, match="timm has no such network; near are .*vit_tiny_patch16_224"):
+    with pytest.raises(ValueError, match="timm has no such network; did you mean .*vit_tiny_patch16_224"):
         load_extractor("timm:vit_tiny_patch16_225")
 
 

@@ -98,7 +98,7 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
              "num_heads=2", "cpu=true", f"results={tmp_path}/results.jsonl"]
     run_command(fid.main, "fid.py", *given, "num_samples=4", "num_steps=5")
     said = capsys.readouterr().out
-    assert "hours of one H100 [derived" in said and "not compared, as the images were drawn otherwise" in said
+    assert "hours of one H100 [derived" in said and "not compared, as the images were sampled differently" in said
     assert str(cfg.published.scores["fid"]) not in said
     [row] = files.read_rows(tmp_path / "results.jsonl")
     source = row["source"]
@@ -194,7 +194,7 @@ def test_a_row_sampled_differently_has_no_published_score_beside_it(flow, place,
                  *(["num_samples=6", "num_steps=3"] if "sampler" in otherwise[0] else []), *otherwise)
     said = capsys.readouterr().out
     assert row["published"] is None and "12.25" not in said
-    assert 'Somebody: not compared, as the images were drawn otherwise. Theirs: {"diffusion": "rf", "step": 2' in said
+    assert 'Somebody: not compared, as the images were sampled differently. Theirs: {"diffusion": "rf", "step": 2' in said
     if otherwise == ["num_steps=4"]:  # what is given goes first, and the rest is as published
         assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama", 6)
 

@@ -303,7 +303,7 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
 
 @pytest.mark.parametrize(("settings", "says"), [
     (dict(to="diffusers", out="x", autoencoder="python:mine.decode"), "is code of your own, which the folder cannot hold"),
-    (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, and these have 3"),
+    (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, but these have 3"),
     (dict(to="hub", out="x", autoencoder="no_such_thing"), "autoencoder=no_such_thing is neither one of identity"),
 ])  # fmt: skip
 def test_a_mistake_raises_a_one_line_error_and_writes_nothing(settings, says, vae, tmp_path, monkeypatch):
@@ -321,7 +321,7 @@ def test_a_mistake_raises_a_one_line_error_and_writes_nothing(settings, says, va
     ("dit", dict(block="lightning")), ("diffusers", dict(block="lightning")), ("dit", dict(qk_norm=True)), ("diffusers", dict(mlp_ratio=2.0))])
 def test_what_the_format_cannot_hold_is_refused(to, changes, tmp_path):
     run = save_run(tmp_path / "run", EDM, in_channels=3, **changes)
-    with pytest.raises(SystemExit, match=f"to={to} holds DiT's own blocks.*to=hub takes any"):
+    with pytest.raises(SystemExit, match=f"to={to} holds DiT's own blocks.*to=hub accepts any"):
         exported(run, to, tmp_path / ("x.pt" if to == "dit" else "x"))
     key, value = next(iter(changes.items()))
     assert load_trained(exported(run, "hub", tmp_path / "hub")).recorded["network"][key] == value

@@ -317,7 +317,7 @@ BAD = [
     (write_repa, put(LAST, np.full((8, 8, 8), 1e6, np.float32)), "latent 11 is not finite, or beyond float16"),
     (write_repa, each(LISTED, lambda z: -z), "a standard deviation is never negative"), (write_repa, each(LISTED, lambda z: z * 50), "root mean square is"),
     (write_repa, relabel(1_700_000_000), "label 1700000000 (row 3), outside 0..999999"), (write_repa, relabel("cat"), "whole numbers"),
-    (write_repa, lambda s: (s / LAST).unlink(), "labelled but not there"), (write_repa, put("vae-sd/00000/more.npy", moments()[0]), "there but not labelled"),
+    (write_repa, lambda s: (s / LAST).unlink(), "labelled but missing"), (write_repa, put("vae-sd/00000/more.npy", moments()[0]), "not labelled"),
     (partial(write_repa, zipped=True), flip_a_bit, "Bad CRC-32"), (write_fastdit, each("imagenet256_features", lambda z: z * 5.5), "root mean square is 5"),
     (partial(write_maskdit, length=13), nothing, "holds 25 entries"), (partial(write_maskdit, labels=["cat"]), nothing, "invalid literal for int()"),
     (partial(write_maskdit, values=[*moments(11), normal(8, 4, 4)]), nothing, "cannot reshape array of size 128"),
@@ -325,7 +325,7 @@ BAD = [
     (write_maskdit, lambda s: os.truncate(s / "train/data.mdb", 20_000), "copy it again"), (partial(write_lightningdit, labels=torch.arange(3)), nothing, "has 3 labels"),
     (partial(write_lightningdit, latents_flip=torch.zeros(5, 6, 8, 8)), nothing, "(5, 6, 8, 8)"),
     (write_lightningdit, saved(STATS, {"mean": Loud(), "std": 1}), "does not hold tensors mean and std"),
-    (write_lightningdit, saved(STATS, {"mean": torch.zeros(3), "std": torch.ones(3)}), "3 numbers each, and the latents 6 channels"),
+    (write_lightningdit, saved(STATS, {"mean": torch.zeros(3), "std": torch.ones(3)}), "3 numbers each, but the latents have 6 channels"),
     (write_lightningdit, saved(STATS, NORMS | {"std": torch.zeros(6)}), "numbers above 0"),
 ]  # fmt: skip
 
@@ -348,7 +348,7 @@ def test_a_source_with_damage_beyond_the_probe_resumes_once_it_is_corrected(tmp_
         import_latents(str(source), tmp_path / "out", shard_size=2)
     put("vae-sd/00000/img-mean-std-00000007.npy", values[7])(source)
     import_latents(str(source), tmp_path / "out", shard_size=2)
-    assert "going on: 3 of 6 shards are whole" in capsys.readouterr().out
+    assert "resuming: 3 of 6 shards are complete" in capsys.readouterr().out
     same_bits(read_folder(tmp_path / "out")[1]["latents"], values * SCALE)
 
 
@@ -391,7 +391,7 @@ def test_auto_does_not_guess(tmp_path):
     (both / "vae-in").mkdir()
     mixed, _ = write_tread(tmp_path)
     write_tar(mixed / "val-0000.tar", {"a.latent.npy": npy(normal(4, 8, 8)), "a.cls": b"0"})
-    for place, sentence in ((bare, "write alike"), (tmp_path / "empty", "none of these forms"), (tmp_path / "folder", "latent folder already"),
+    for place, sentence in ((bare, "both REPA and EDM2 write"), (tmp_path / "empty", "none of these forms"), (tmp_path / "folder", "latent folder already"),
                             (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "does not exist"), (mixed, "with and without train in their names")):
         with pytest.raises(ValueError, match=sentence):
             import_latents(str(place), tmp_path / "out")

@@ -35,7 +35,7 @@ def test_hours_follow_from_the_count_or_from_what_was_measured(monkeypatch, caps
     [row] = [line for line in printed(monkeypatch, capsys, "--measured", tmp_path / "b2.json").splitlines() if "measured" in line]
     assert row.startswith("| B/2 TREAD |") and "| 2,000 | 14.2 | 1.9 |" in row and "X100" in row
     (tmp_path / "other.json").write_text("{}")
-    with pytest.raises(SystemExit, match="other.json times no DiT of patch 2"):
+    with pytest.raises(SystemExit, match="other.json has no time of a DiT of patch 2"):
         printed(monkeypatch, capsys, "--measured", tmp_path / "other.json")
 
 

@@ -247,7 +247,7 @@ def test_a_folder_that_was_begun_with_classes_in_the_order_of_numbers_keeps_it(t
         prepare(tmp_path / "set", tmp_path / "out")
         metadata, arrays = read_folder(tmp_path / "out")
         assert metadata["class_names"] == ["1", "2", "10"] and arrays["labels"].tolist() == [0, 1, 2]
-    assert "already whole" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
@@ -291,13 +291,13 @@ def test_what_cannot_work_is_refused_before_anything_is_written(pets, vae_folder
     with pytest.raises(ValueError, match="resolution=30 is not divisible by 8"):
         prepare(pets, tmp_path / "out", 30, vae_folder)
     monkeypatch.setattr("shutil.disk_usage", lambda path: SimpleNamespace(free=10_000))
-    with pytest.raises(ValueError, match="needs 0.0615 MB more and its disk has 0.01 MB free: name another disk"):
+    with pytest.raises(ValueError, match="needs 0.0615 MB more, but its disk has 0.01 MB free: choose another disk"):
         prepare(pets, tmp_path / "out")
     with pytest.raises(ValueError, match="needs 0.0625 MB more"):  # of 10 images, 16 · 3 numbers each
         prepare(pets, tmp_path / "out", teacher=pooled, patch_size=8)
     with pytest.raises(ValueError, match="needs 0.0922 MB more"):
         prepare(pets, tmp_path / "out", images=True)
-    for patch_size, says in ((4, "makes 16 tokens of an image, but the network's grid has 8 × 8"), (5, "patch_size=5 does not divide")):
+    for patch_size, says in ((4, "makes 16 tokens per image, but the network's grid has 8 × 8"), (5, "patch_size=5 does not divide")):
         with pytest.raises(ValueError, match=says):
             prepare(pets, tmp_path / "out", teacher=pooled, patch_size=patch_size)
     assert not (tmp_path / "out").exists()
@@ -316,7 +316,7 @@ def test_a_finished_folder_is_left_alone_and_other_settings_are_refused(pets, tm
     prepare(pets, tmp_path / "out", shard_size=4)
     before = {path.name: path.stat().st_mtime_ns for path in (tmp_path / "out").iterdir()}
     prepare(pets, tmp_path / "out", shard_size=4)
-    assert "already whole" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
     with pytest.raises(ValueError, match="resolution=32 then and 16 now"):
         prepare(pets, tmp_path / "out", resolution=16, shard_size=4)
     (pets / "emu" / "new.png").write_bytes(png(noise(32, 99)))
@@ -353,7 +353,7 @@ def test_a_folder_of_the_version_before_is_resumed(pets, tmp_path, capsys):
     file = tmp_path / "out" / "preparing.json"
     file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "tf32"}))
     prepare(pets, tmp_path / "out", shard_size=4)
-    assert "already whole" in capsys.readouterr().out
+    assert "already complete" in capsys.readouterr().out
     (tmp_path / "out" / "metadata.json").unlink()
     prepare(pets, tmp_path / "out", shard_size=4)
     assert json.loads(file.read_text())["tf32"] is True

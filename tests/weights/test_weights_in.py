@@ -221,7 +221,7 @@ def test_each_row_is_a_class_where_the_file_has_no_null_label(num_classes, say, 
     x, t, y = torch.randn(1, 4, 8, 8), torch.tensor([3.0]), torch.tensor([num_classes - 1])
     assert torch.equal(trained.net(x, t, y), fill(DiT(**TINY, learn_sigma=True)).eval()(x, t, y))
     Guidance(3, drop_label=False).check(trained.net)
-    with pytest.raises(ValueError, match="trained without label dropout .*set drop_label=false"):
+    with pytest.raises(ValueError, match="trained with label_dropout=0.*set drop_label=false"):
         Guidance(3).check(trained.net)
     assert build_network(trained.recorded["network"]).null_label is False
 
