@@ -10,6 +10,7 @@ import math
 import os
 import sys
 import time
+from collections import defaultdict
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -392,14 +393,17 @@ def build(cfg: ReportSettings) -> str:
               for name, parts in contents.items() if parts]
     tabs = bk.Tabs(tabs=panels, sizing_mode="stretch_width", stylesheets=[".bk-headers-wrapper { flex-wrap: wrap }"])
     title = ", ".join([study] * bool(study) + [run.name for run in runs])
-    doc, built = Document(title=title), time.strftime("Built on %d %B %Y, %H:%M")
-    doc.add_root(column(prose(f"<h2>{html.escape(title)}</h2>{built}, commit {commit()}."), tabs,
-                        sizing_mode="stretch_width", margin=(0, 12)))
-    plots = list(doc.select({"type": bk.Plot}))
-    for name in {renderer.name for plot in plots for renderer in plot.renderers}:
-        alike = list(doc.select({"name": name}))  # what is hidden in one figure is hidden in all
-        for one, other in zip(alike, alike[1:] + alike[:1], strict=True):
+    built = time.strftime("Built on %d %B %Y, %H:%M")
+    page = column(prose(f"<h2>{html.escape(title)}</h2>{built}, commit {commit()}."), tabs,
+                  sizing_mode="stretch_width", margin=(0, 12))
+    plots, alike = list(page.select({"type": bk.Plot})), defaultdict(list)
+    for renderer in (renderer for plot in plots for renderer in plot.renderers):
+        alike[renderer.name].append(renderer)
+    for lines in alike.values():  # what is hidden in one figure is hidden in all
+        for one, other in zip(lines, lines[1:] + lines[:1], strict=True):
             one.js_link("visible", other, "visible")
+    doc = Document(title=title)
+    doc.add_root(page)  # last, as each link in a document goes through all its figures
     doc.js_on_event("document_ready", bk.CustomJS(code=OPEN, args={
         "tabs": tabs, "plots": plots, "wait": 1000 * cfg.every if cfg.watch else None}))
     files.write_text(index, file_html(doc, resources="inline", template=HEAD))
