@@ -276,7 +276,7 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
 
 def test_a_reference_of_other_weights_raises_a_one_line_error(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc")
-    with pytest.raises(ValueError, match="weights of SHA-256 abc, and features=pixels are pixels-8x8 by weights of None"):
+    with pytest.raises(ValueError, match="weights of SHA-256 abc, but features=pixels are pixels-8x8 by weights of None"):
         open_reference(tmp_path / "ref.npz", load_extractor("pixels"))
 
 

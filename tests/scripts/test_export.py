@@ -332,10 +332,10 @@ def test_overwriting_replaces_what_an_export_made_and_never_a_run_or_the_weights
     folder, pt = exported(run, "hub", tmp_path / "x"), exported(run, "dit", tmp_path / "x.pt")
     for out, to in ((folder, "hub"), (pt, "dit")):
         before = out.stat().st_ino
-        with pytest.raises(SystemExit, match="is there already"):
+        with pytest.raises(SystemExit, match="exists already"):
             exported(run, to, out)
         assert exported(run, to, out, overwrite=True).stat().st_ino != before
-    with pytest.raises(SystemExit, match="is there already"):
+    with pytest.raises(SystemExit, match="exists already"):
         exported(folder, "hub", run, overwrite=True)
     with pytest.raises(SystemExit, match="holds the weights that are to be exported"):
         exported(folder, "hub", folder, overwrite=True)

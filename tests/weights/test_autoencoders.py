@@ -448,7 +448,7 @@ def test_grids_in_training_are_decoded_by_a_custom_decoder(folder, own, tmp_path
 
 
 def test_no_images_of_none_are_scored_in_training(folder, tmp_path, fresh_accelerator):
-    with pytest.raises(SystemExit, match="autoencoder=none: these latents cannot be decoded .* Or set samples.every=0 evaluate.every=0"):
+    with pytest.raises(SystemExit, match="autoencoder=none: these latents cannot be decoded.* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: these latents cannot be decoded"):
         image_sets.open_images("images", str(folder))
