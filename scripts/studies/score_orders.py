@@ -31,7 +31,7 @@ from scoring.metrics import Moments, frechet_distance, kernel_distance, monge_di
 from scripts.presentation import save_figure, table
 
 FIFTHS = 5
-SMALL = 256     # dimensions up to which KID is measured: its 100 subsets take minutes beyond
+SMALL = 256     # dimensions up to which KID and MIND are measured too: they take minutes beyond
 Split = list[tuple[float, float]]  # of each fifth: its score, and that of the others together
 
 
@@ -48,18 +48,17 @@ def moments(features: Tensor) -> tuple[Tensor, Tensor]:
     return sums.mean_and_covariance()
 
 
-def score(features: Tensor, reference: Tensor) -> dict[str, float]:
-    """Computes the Fréchet distance, MIND and, of few dimensions, KID between features (N, D) and (M, D)."""
-    scores = {"FD": frechet_distance(*moments(features), *moments(reference)),
-              "MIND": monge_distance(features, reference)}
-    return scores | ({"KID": kernel_distance(features, reference)} if features.shape[1] <= SMALL else {})
-
-
 def split_scores(features: Tensor, reference: Tensor) -> dict[str, Split]:
-    """Scores each fifth of the features, and the others together."""
-    parts = features.chunk(FIFTHS)
-    both = [(score(part, reference), score(torch.cat([*parts[:index], *parts[index + 1 :]]), reference))
-            for index, part in enumerate(parts)]
+    """Scores each fifth of features (N, D), and the others together, against a reference (M, D)."""
+    parts, statistics_there = features.chunk(FIFTHS), moments(reference)
+
+    def score(some: Tensor) -> dict[str, float]:
+        scores = {"FD": frechet_distance(*moments(some), *statistics_there)}
+        if some.shape[1] <= SMALL:
+            scores |= {"KID": kernel_distance(some, reference), "MIND": monge_distance(some, reference)}
+        return scores
+
+    both = [(score(part), score(torch.cat([*parts[:index], *parts[index + 1 :]]))) for index, part in enumerate(parts)]
     return {name: [(few[name], many[name]) for few, many in both] for name in both[0][0]}
 
 
