@@ -25,7 +25,7 @@ from torch import Tensor
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.command import program
 from runtime.files import write_text
-from runtime.schema import as_path
+from runtime.schema import as_path, read_json
 from scoring.feature_cache import read_kept
 from scoring.metrics import Moments, frechet_distance, kernel_distance, monge_distance
 from scripts.presentation import save_figure, table
@@ -36,10 +36,17 @@ Split = list[tuple[float, float]]  # of each fifth: its score, and that of the o
 
 
 def read_features(folder: Path) -> tuple[dict, Tensor]:
-    """Reads a folder of fid.py's kept features: its record, and features (N, D) float32 in the order of the images."""
-    parts = [read_kept(file) for file in folder.glob("*.safetensors")]
+    """Reads a folder of fid.py's kept features: its record, and features (N, D) float32 in the order of the images.
+
+    Raises ValueError where images are missing, as of an evaluation that was killed.
+    """
+    record = read_json(folder / "record.json")
+    parts = [part for file in folder.glob("*.safetensors") if (part := read_kept(file))]
+    if sum(len(part["indices"]) for part in parts) != record["count"]:
+        raise ValueError(f"{folder} has not the features of all {record['count']} images: rerun its fid.py to resume, "
+                         f"or move the folder away.")
     order = torch.cat([part["indices"] for part in parts]).argsort()
-    return json.loads((folder / "record.json").read_text()), torch.cat([part["pool"] for part in parts])[order].float()
+    return record, torch.cat([part["pool"] for part in parts])[order].float()
 
 
 def moments(features: Tensor) -> tuple[Tensor, Tensor]:
@@ -91,6 +98,10 @@ def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--out", type=as_path, required=True)
     given = parser.parse_args()
     kept = [read_features(folder) for folder in sorted(given.features.iterdir())]
+    real = [record["images"]["path"] for record, _ in kept if "checkpoint" not in record["images"]]
+    if len(set(real)) != 1:
+        raise ValueError(f"{given.features} has features of {', '.join(sorted(set(real))) or 'no reference'}: one "
+                         f"reference is needed, so move the other folders away.")
     references = {record["extractor"]["sha256"]: pool for record, pool in kept if "checkpoint" not in record["images"]}
     scores: dict[str, dict[str, Split]] = {}
     for record, pool in sorted(kept, key=lambda each: str(each[0]["images"])):

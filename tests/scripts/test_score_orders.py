@@ -20,7 +20,7 @@ def test_networks_are_ordered_by_their_distance_from_the_reference_whatever_orde
         tmp_path, monkeypatch):
     def keep(name: str, images: dict, pool: torch.Tensor) -> None:
         (tmp_path / "features" / name).mkdir(parents=True)
-        record = {"images": images, "extractor": {"weights": "data/net.pt", "sha256": "5e"}}
+        record = {"images": images, "count": 100, "extractor": {"weights": "data/net.pt", "sha256": "5e"}}
         (tmp_path / "features" / name / "record.json").write_text(json.dumps(record))
         for part in torch.randperm(len(pool), generator=rng).split(30):
             save_file({"indices": part, "pool": pool[part]},
@@ -38,3 +38,7 @@ def test_networks_are_ordered_by_their_distance_from_the_reference_whatever_orde
     few, many = found["scores"]["FD on net"]["runs/2"][0]
     assert 1000 < many < few  # 300 dimensions, each 2 away, and more for fewer images
     assert (tmp_path / "out.png").stat().st_size > 5000
+
+    next((tmp_path / "features/1").glob("*.safetensors")).unlink()
+    with pytest.raises(SystemExit, match="features/1 has not the features of all 100 images: rerun its fid.py"):
+        main()
