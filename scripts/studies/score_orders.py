@@ -83,12 +83,14 @@ def agreement(splits: list[Split]) -> dict[str, float]:
 
 def draw(scores: dict[str, dict[str, Split]], path: Path) -> None:
     """Draws each fifth's score over that of the other images: a panel a score, a colour a network."""
-    figure = Figure(figsize=(3 * len(scores), 3.2), layout="constrained", dpi=110)
-    for plot, (name, splits) in zip(figure.subplots(1, len(scores), squeeze=False)[0], scores.items(), strict=True):
-        for split in splits.values():
+    figure = Figure(figsize=(3 * len(scores), 3.6), layout="constrained", dpi=110)
+    plots = figure.subplots(1, len(scores), squeeze=False)[0]
+    for plot, (name, splits) in zip(plots, scores.items(), strict=True):
+        for network, split in splits.items():
             few, many = zip(*split, strict=True)
-            plot.plot(many, few, "o", markersize=4)
+            plot.plot(many, few, "o", markersize=4, label=network)
         plot.set(title=name, xlabel="of the other 4,000 images", ylabel="of 1,000 images")
+    figure.legend(*plots[0].get_legend_handles_labels(), loc="outside lower center", ncols=3, fontsize=8)
     save_figure(figure, path)
 
 
@@ -104,7 +106,7 @@ def main(parser: argparse.ArgumentParser) -> None:
                          f"reference is needed, so move the other folders away.")
     references = {record["extractor"]["sha256"]: pool for record, pool in kept if "checkpoint" not in record["images"]}
     scores: dict[str, dict[str, Split]] = {}
-    for record, pool in sorted(kept, key=lambda each: str(each[0]["images"])):
+    for record, pool in sorted(kept, key=lambda each: (str(each[0]["images"]), str(each[0]["extractor"]["weights"]))):
         if "checkpoint" in record["images"]:
             network = Path(record["extractor"]["weights"]).stem
             for name, split in split_scores(pool, references[record["extractor"]["sha256"]]).items():
