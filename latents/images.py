@@ -9,6 +9,7 @@ import io
 import json
 import posixpath
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
@@ -25,6 +26,7 @@ from latents.listing import (
     clean,
     has_image_suffix,
     is_hidden,
+    key_of,
     list_source,
     looks_like_image,
 )
@@ -298,6 +300,9 @@ def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, 
     """
     places = [i for i, name in enumerate(listing.names) if posixpath.basename(name) == "dataset.json"
               and not is_hidden(name)]
+    if twice := [name for name, count in Counter(listing.names[i] for i in places).items() if count > 1]:
+        raise ValueError(f"source={listing.path} holds {twice[0]} in more than one tar: prepare each tar alone, or set "
+                         f"labels=none.")
     notes = []
     for i in sorted(places, key=lambda i: -listing.names[i].count("/")):
         folder = posixpath.dirname(listing.names[i])
@@ -342,6 +347,10 @@ def of_pairs(listing: Listing, images: list[int], pairs: Pairs, labels: str, wha
     """Gives images the labels of [name, label]; leaves out, counts and names images without one."""
     names = [listing.names[i] for i in images]
     classes, unused = match(names, pairs, posixpath.dirname(f"{listing.path.absolute()}/"), labels)
+    times = Counter(names) if listing.tars > 1 and labels != "names" else {}
+    if several := [name for name, label in zip(names, classes, strict=True) if label and times.get(name, 1) > 1]:
+        raise ValueError(f"labels={labels} labels {several[0]}, but {times[several[0]]} tars hold a file of that name: "
+                         f"prepare each tar alone, or put a .cls into the tars.")
     lacking = [i for i, label in zip(images, classes, strict=True) if label is None]
     if len(lacking) == len(images):
         raise ValueError(f"labels={labels} labels none of the {len(images)} images, such as {names[0]}: {what} are not "
@@ -404,13 +413,6 @@ def tar_label(suffix: str, text: bytes) -> str | None:
         return None
 
 
-def key_of(name: str) -> tuple[str, str]:
-    """Splits a name at the first dot after its folder: a sample's key, and which part of it this is."""
-    folder, _, base = name.rpartition("/")
-    key, _, suffix = base.partition(".")
-    return f"{folder}/{key}" if folder else key, suffix.lower()
-
-
 LABEL_PARTS = ("cls", "json", "txt")  # of a sample, the first counts
 HOW_SAMPLES_ARE_LABELLED = ('a sample needs a .cls, a .json with "label", or a .txt with a whole number. Otherwise set '
                             'labels=none, labels=names or labels=<file>.')
@@ -423,15 +425,15 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
     beside the images that hold no label. Whole numbers are the class indices themselves; names are numbered in order.
     Raises ValueError where some images have a label and others none.
     """
-    parts = {key_of(name): i for i, name in enumerate(listing.names) if name.lower().endswith((".cls", ".json", ".txt"))
-             and key_of(name)[1] in LABEL_PARTS}
+    parts = {(listing.sample_of(i), part): i for i, name in enumerate(listing.names)
+             if name.lower().endswith((".cls", ".json", ".txt")) and (part := key_of(name)[1]) in LABEL_PARTS}
     keys = {key for key, _ in parts}
     images = sorted(images) if listing.tars else images  # the order of the tars is the fast one to read them in
-    if not any(key_of(listing.names[i])[0] in keys for i in images):
+    if not any(listing.sample_of(i) in keys for i in images):
         return None
-    chosen: dict[str, int] = {}
+    chosen: dict[tuple[int, str], int] = {}
     for i in images:
-        key = key_of(listing.names[i])[0]
+        key = listing.sample_of(i)
         chosen[key] = min(chosen.get(key, i), i, key=lambda i: (listing.names[i].count("."), listing.names[i]))
     if not labelled:
         return [*chosen.values()] if listing.tars else None
@@ -454,7 +456,7 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
     if several:
         notes.append(f"{len(several):,} samples have several labels, of which .cls counts before .json and .json "
                      f"before .txt: {a_few(several)}")
-    taken = {i: chosen[key_of(listing.names[i])[0]] for i in images}
+    taken = {i: chosen[listing.sample_of(i)] for i in images}
     spare = [(listing.shown[i], f"is another picture of the sample, of which {listing.shown[other]} is taken")
              for i, other in taken.items() if i != other]
     if spare:

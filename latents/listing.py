@@ -34,6 +34,7 @@ class Listing:
 
     `shown[i]` names the file for people, and of a tar also says which one it is in. `left_out` are [name, reason] of
     what is there and no file, `title` is the class of a set without classes, `path` the file or folder on disk.
+    `tar_of[i]` is the number of the tar that holds file i: several may hold files with the same names.
     """
 
     names: list[str]
@@ -43,6 +44,11 @@ class Listing:
     title: str
     tars: int = 0
     left_out: list[tuple[str, str]] = field(default_factory=list)
+    tar_of: np.ndarray | None = None
+
+    def sample_of(self, index: int) -> tuple[int, str]:
+        """Returns what the files of one webdataset sample share: their tar, and the name up to its first dot."""
+        return 0 if self.tar_of is None else int(self.tar_of[index]), key_of(self.names[index])[0]
 
     def below(self, folder: str) -> "Listing":
         """Returns the files in one of the folders, named from there."""
@@ -50,7 +56,7 @@ class Listing:
         names = [self.names[i].removeprefix(f"{folder}/") for i in chosen]
         shown = [self.shown[i] for i in chosen] if self.tars else names
         return replace(self, names=names, shown=shown, read=lambda i: self.read(chosen[i]), path=self.path / folder,
-                       title=posixpath.basename(folder))
+                       title=posixpath.basename(folder), tar_of=None if self.tar_of is None else self.tar_of[chosen])
 
 
 def clean(name: str) -> str:
@@ -66,6 +72,13 @@ def is_hidden(name: str) -> bool:
 
 def has_image_suffix(name: str) -> bool:
     return posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
+
+
+def key_of(name: str) -> tuple[str, str]:
+    """Splits a name at the first dot after its folder: a sample's key, and which part of it this is."""
+    folder, _, base = name.rpartition("/")
+    key, _, suffix = base.partition(".")
+    return f"{folder}/{key}" if folder else key, suffix.lower()
 
 
 def looks_like_image(name: str) -> bool:
@@ -219,4 +232,4 @@ def list_tars(tars: list[Path], path: Path) -> Listing:
 
     folder = path if path.is_dir() else path.parent
     title = clean(tars[0].stem if len(tars) == 1 else folder.resolve().name)
-    return Listing(names, read, shown, path, title, len(tars), left_out)
+    return Listing(names, read, shown, path, title, len(tars), left_out, places[:, 0])

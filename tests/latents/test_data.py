@@ -187,13 +187,13 @@ def test_moments_are_sampled_with_their_mean_and_standard_deviation_and_samples_
 
 
 def write_tars(folder, latents, labels, maxcount=40):
-    """Writes tars as TREAD's users do, with webdataset's own writer."""
+    """Writes tars as TREAD's users do, with webdataset's own writer; as many do, the keys begin again in each tar."""
     import webdataset
 
     folder.mkdir(parents=True, exist_ok=True)
     with webdataset.ShardWriter(str(folder / "shard-%06d.tar"), maxcount=maxcount, verbose=0) as writer:
         for i, (latent, label) in enumerate(zip(latents, labels, strict=True)):
-            writer.write({"__key__": f"n{i:08d}", "latent.npy": latent, "cls": int(label), "json": {"i": i}})
+            writer.write({"__key__": f"n{i % maxcount:08d}", "latent.npy": latent, "cls": int(label), "json": {"i": i}})
     return folder
 
 

@@ -263,6 +263,31 @@ def test_a_tar_without_labels_is_its_folder_and_several_ask_for_them(tmp_path):
     assert open_source(tmp_path, labels="none").class_names == [tmp_path.name]
 
 
+@pytest.mark.parametrize("label", [("cls", "{}"), ("json", '{{"label": {}}}'), ("txt", "{}")], ids=["cls", "json", "txt"])
+def test_tars_whose_keys_begin_again_keep_every_sample_with_the_label_of_its_own_tar(tmp_path, label):
+    for tar, value in enumerate(("1", "0")):
+        samples = {f"{k:06d}.{part}": content for k in range(4)
+                   for part, content in (("png", png(10 * tar + k)), (label[0], label[1].format(value)))}
+        put_tar(tmp_path / f"shard-{tar}.tar", samples)
+    source = open_source(tmp_path)
+    assert classes(source) == {0: "1", 1: "1", 2: "1", 3: "1", 10: "0", 11: "0", 12: "0", 13: "0"}
+    assert not source.notes and not source.left_out
+    assert len(open_source(tmp_path, labels="none")) == 8
+
+
+def test_what_one_name_in_two_tars_cannot_say_is_refused(tmp_path):
+    for tar in ("a.tar", "b.tar"):
+        put_tar(tmp_path / tar, numbered("000_0.png", "001_0.png") | {"labels.csv": "000_0.png,cat\n"})
+    (tmp_path / "labels.csv").write_text("000_0.png,cat\n001_0.png,dog\n")
+    with pytest.raises(ValueError, match="labels 000_0.png, but 2 tars hold a file of that name: prepare each tar alone"):
+        open_source(tmp_path / "*.tar", labels=str(tmp_path / "labels.csv"))
+    assert np.bincount(open_source(tmp_path, labels="names").labels).tolist() == [2, 2]
+    for tar in ("a.tar", "b.tar"):
+        put_tar(tmp_path / tar, numbered("0.png") | dataset([["0.png", 0]]))
+    with pytest.raises(ValueError, match="dataset.json in more than one tar"):
+        open_source(tmp_path)
+
+
 # ---- pixels ---------------------------------------------------------------------------------------------------------
 
 
