@@ -19,6 +19,7 @@ from pathlib import Path
 
 import numpy as np
 
+TARS = r"\.(tar(\.\w+)?|tgz)$"
 IMAGE_SUFFIXES = {".apng", ".avif", ".bmp", ".gif", ".j2k", ".jfif", ".jif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm",
                   ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
 OF_A_SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN"}  # folders of copies and thumbnails, which end in .jpg as well
@@ -92,18 +93,48 @@ def list_source(source: str | Path) -> Listing:
     archive = next((parent for parent in path.parents if parent.is_file()), None)
     if archive is not None:  # set.zip/train
         return list_source(archive).below(path.relative_to(archive).as_posix())
-    tars = [] if path.suffix.lower() == ".zip" else find_tars(path)
+    is_zip = path.is_file() and what_else(path) is None and (path.suffix.lower() == ".zip" or starts_as_zip(path))
+    tars = [] if is_zip else find_tars(path)
     if path.is_dir():
         listing = list_folder(path)
         if tars and (images := list(filter(looks_like_image, listing.names))):
             raise ValueError(f"source={source} holds {len(tars)} tars and {len(images)} images, such as {min(images)}: "
                              f'select only the tars by source="{source}/*.tar", or move the tars away.')
         return list_tars(tars, path) if tars else listing
+    if is_zip:
+        return list_zip(path)
+    if tars and (what := what_else(tars[0]) or ("a zip" if starts_as_zip(tars[0]) else None)):
+        of = f"names {len(tars)} files, of which {tars[0]} is" if len(tars) > 1 else "is"
+        raise ValueError(f"source={source} {of} {what}: give a folder of images, or one zip or tar of them.")
     if tars:
         return list_tars(tars, path)
-    if path.is_file():
-        return list_zip(path)
     raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
+
+
+def starts_as_zip(file: Path) -> bool:
+    with open(file, "rb") as content:
+        return content.read(2) == b"PK"
+
+
+PICKLED = "a pickle, which can run code and is never loaded"
+BEGINNINGS = {b"\x93NUMPY": "numpy's array", b"\x89HDF": "an HDF5 file", b"\x80": PICKLED, b"PAR1": "a parquet file",
+              b"ARROW1": "an arrow file", b"Rar!": "a RAR archive", b"7z\xbc\xaf": "a 7z archive"}
+PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".ckpt"}
+
+
+def what_else(file: Path) -> str | None:
+    """Says what a file is that is no archive of images; None for a zip or a tar, complete or not."""
+    suffix = file.suffix.lower()
+    if starts_as_zip(file):
+        return "numpy's .npz of arrays" if suffix == ".npz" else PICKLED if suffix in PICKLES else None
+    with open(file, "rb") as content:
+        start = content.read(8)
+    if what := next((what for beginning, what in BEGINNINGS.items() if start.startswith(beginning)), None):
+        return what
+    if suffix in IMAGE_SUFFIXES or suffix in PICKLES:
+        return "one image" if suffix in IMAGE_SUFFIXES else PICKLED
+    is_archive = suffix == ".zip" or re.search(TARS, file.name, re.IGNORECASE) or tarfile.is_tarfile(file)
+    return None if is_archive else f"a file of another kind ({suffix or 'without a suffix'})"
 
 
 def list_folder(folder: Path) -> Listing:
@@ -180,7 +211,7 @@ def find_tars(pattern: str | Path) -> list[Path]:
 
     path = Path(pattern)
     if path.is_dir():
-        return sorted(file for file in path.iterdir() if re.search(r"\.(tar(\.\w+)?|tgz)$", file.name, re.IGNORECASE)
+        return sorted(file for file in path.iterdir() if re.search(TARS, file.name, re.IGNORECASE)
                       and not is_hidden(file.name))
     if path.is_file():
         return [path]
@@ -204,6 +235,8 @@ def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
             if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end
                 raise tarfile.ReadError(f"it has no end mark at byte {tar.offset:,}")
     except tarfile.TarError as error:
+        if what := what_else(file):
+            raise ValueError(f"{file} is {what}, not a tar.") from error
         raise ValueError(f"{file} is not a complete, uncompressed tar ({error}): decompress it or copy it "
                          "again.") from error
 

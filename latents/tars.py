@@ -14,7 +14,7 @@ import numpy as np
 from tqdm import tqdm
 
 from latents.listing import tar_members
-from runtime.files import atomic_write
+from runtime.files import atomic_write, read_array_header
 from runtime.notebook import is_hidden
 
 TAR_INDEX = "latent-index.npz"
@@ -123,8 +123,7 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
 def _read_form(content: BinaryIO, size: int) -> NpyForm:
     """Reads the header of a latent's npy, of `size` bytes, and leaves `content` at the first value."""
     end = content.tell() + size
-    np.lib.format.read_magic(content)
-    shape, fortran, dtype = np.lib.format.read_array_header_1_0(content)  # numpy's for every plain array
+    shape, fortran, dtype = read_array_header(content)
     is_whole = content.tell() + math.prod(shape) * dtype.itemsize == end
     if len(shape) != 3 or fortran or dtype not in ("float16", "float32") or not is_whole:
         raise ValueError(f"{dtype} {shape} in {size} bytes{', in Fortran order' * fortran}; a latent is a C-ordered "

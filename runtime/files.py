@@ -153,6 +153,14 @@ def write_array(archive: zipfile.ZipFile, key: str, parts: Iterable[np.ndarray],
             file.write(part.tobytes())
 
 
+def read_array_header(file: BinaryIO) -> tuple[tuple[int, ...], bool, np.dtype]:
+    """Reads the header of an npy file of any version: shape, whether in Fortran's order, and type."""
+    major, _ = np.lib.format.read_magic(file)
+    # Version 3 differs from 2 only in the alphabet of field names, which plain numbers do not have.
+    read = np.lib.format.read_array_header_1_0 if major == 1 else np.lib.format.read_array_header_2_0
+    return read(file)
+
+
 def sha256(path: Path) -> str:
     with open(path, "rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()

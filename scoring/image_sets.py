@@ -20,6 +20,7 @@ from tqdm import tqdm
 
 from latents.folder import open_latents
 from latents.images import UnreadableImage, open_image, open_source
+from latents.listing import what_else
 from runtime import files
 from runtime.notebook import is_hidden
 from weights import autoencoders
@@ -64,6 +65,10 @@ def open_images(
 
     Raises ValueError for what cannot be scored, and for fewer than two images, which have no covariance.
     """
+    file = Path(path)
+    if file.suffix not in ARRAYS and file.is_file() and (what := what_else(file)):
+        raise ValueError(f"{key}={path} is {what}: give a folder, zip or tar of images, an .npz or .npy of them, "
+                         f"{'' if key == 'images' else 'an .npz of mu and sigma, '}or a latent folder.")
     if Path(path).suffix in ARRAYS:
         images = open_array(key, path)
     elif (Path(path) / "metadata.json").is_file():
@@ -86,13 +91,15 @@ def open_array(key: str, path: str) -> Images:
     try:
         # For as long as it is read.
         file = open(path, "rb") if kind == ".npy" else zipfile.ZipFile(path).open("arr_0.npy")  # noqa: SIM115
-        np.lib.format.read_magic(file)
-        shape, fortran, dtype = np.lib.format.read_array_header_1_0(file)  # numpy's for every plain array
+        shape, fortran, dtype = files.read_array_header(file)
         first, size = file.tell(), math.prod(shape[1:])
-        if kind == ".npy" and os.path.getsize(path) < first + shape[0] * size:
+        if kind == ".npy" and not dtype.hasobject and os.path.getsize(path) < first + math.prod(shape):
             raise EOFError("it ends early")
     except (KeyError, zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
         raise ValueError(f"{key}={path} is not a complete {kind[1:]} of images ({error}).") from error
+    if dtype.hasobject:
+        raise ValueError(f"{key}={path} holds Python objects as a pickle, which can run code and is never loaded: save "
+                         f"images as uint8 (N, H, W, 3), or statistics as mu and sigma in an .npz.")
     if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
         raise ValueError(f"{key}={path}: the array is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
 

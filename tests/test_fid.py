@@ -298,6 +298,28 @@ def test_an_npz_is_read_in_any_order_and_damage_raises_a_one_line_error(write, t
         image_sets.open_array("images", str(path))
 
 
+@pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
+def test_an_npy_of_any_version_is_read_and_one_that_is_a_pickle_is_not(tmp_path, version):
+    with open(tmp_path / "images.npy", "wb") as file:
+        np.lib.format.write_array(file, shapes(4).numpy(), version=version)
+    opened = image_sets.open_images("images", str(tmp_path / "images.npy"))
+    assert np.array_equal(opened.read(np.array([2, 0])), shapes(4).numpy()[[2, 0]])
+    for value in ({"mu": 0}, [{}, None]):
+        np.save(tmp_path / "pickle.npy", np.array(value), allow_pickle=True)
+        with pytest.raises(ValueError, match="reference=.*pickle.npy holds Python objects as a pickle, .* mu and sigma in an .npz"):
+            image_sets.open_images("reference", str(tmp_path / "pickle.npy"))
+
+
+@pytest.mark.parametrize(("name", "content", "what"), [
+    ("stats.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code and is never loaded"), ("stats.pt", b"PK\x03\x04", "is a pickle"),
+    ("x.h5", b"\x89HDF\r\n\x1a\n", "is an HDF5 file"), ("x.png", b"\x89PNG", "is one image"),
+])
+def test_a_reference_of_another_kind_is_called_what_it_is(tmp_path, name, content, what):
+    (tmp_path / name).write_bytes(content)
+    with pytest.raises(ValueError, match=f"reference=.*{name} {what}.*: give a folder, zip or tar of images, .*mu and sigma"):
+        image_sets.open_images("reference", str(tmp_path / name))
+
+
 # ---- the order of the Inception Score's splits
 
 

@@ -147,6 +147,27 @@ def test_damaged_tars_are_refused(tmp_path):
             open_source(tmp_path / name)
 
 
+@pytest.mark.parametrize(("name", "content", "what"), [
+    ("x.npz", None, "is numpy's .npz of arrays"), ("x.npy", b"\x93NUMPY\x01\x00", "is numpy's array"), ("x.jpg", b"\xff\xd8\xff", "is one image"),
+    ("x.h5", b"\x89HDF\r\n\x1a\n", "is an HDF5 file"), ("x.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code"), ("x.pt", None, "is a pickle"),
+    ("x.mat", b"MATLAB 5.0", r"is a file of another kind \(.mat\)"), ("*.jpg", b"\xff\xd8\xff", "names 2 files, of which .*a.jpg is one image"),
+    ("*.zip", None, "names 2 files, of which .*a.zip is a zip"),
+])
+def test_a_source_that_is_no_folder_zip_or_tar_is_called_what_it_is(tmp_path, name, content, what):
+    for file in (name,) if "*" not in name else (name.replace("*", "a"), name.replace("*", "b")):
+        if content is None:
+            put_zip(tmp_path / file, {"archive/data.pkl": b"", "arr_0.npy": b""})
+        else:
+            (tmp_path / file).write_bytes(content)
+    with pytest.raises(ValueError, match=f"source=.*{what}.*: give a folder of images, or one zip or tar of them"):
+        open_source(tmp_path / name)
+
+
+def test_an_archive_is_known_by_its_content_whatever_it_is_called(tmp_path):
+    put_zip(tmp_path / "pets.part", PETS)
+    assert open_source(tmp_path / "pets.part").class_names == ["cat", "dog", "emu"]
+
+
 # Pixels
 
 
