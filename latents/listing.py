@@ -13,7 +13,6 @@ import unicodedata
 import zipfile
 import zlib
 from collections.abc import Callable, Iterator
-from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -22,6 +21,7 @@ import numpy as np
 TARS = r"\.(tar(\.\w+)?|tgz)$"
 IMAGE_SUFFIXES = {".apng", ".avif", ".bmp", ".gif", ".j2k", ".jfif", ".jif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm",
                   ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
+HALF = "\uff3c"  # stands for the byte of a backslash that is half of a letter, and no separator
 OF_A_SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN"}  # folders of copies and thumbnails, which end in .jpg as well
 
 
@@ -151,7 +151,7 @@ def list_folder(folder: Path) -> Listing:
         prefix = "" if parent == str(folder) else f"{os.path.relpath(parent, folder)}/"
         files += [prefix + file for file in inside]
         if prefix and not folders and not inside:
-            empty.append((clean(prefix) + "/", "an empty folder"))
+            empty.append((clean(as_text(prefix)) + "/", "an empty folder"))
 
     def read(index: int) -> bytes:
         name = files[index]
@@ -163,7 +163,7 @@ def list_folder(folder: Path) -> Listing:
                 raise UnreadableImage(str(error)) from error
             raise  # it was there when it was listed: the source is changing or has gone, and the run must stop
 
-    names = [clean(file) for file in files]
+    names = [clean(as_text(file)) for file in files]
     return Listing(names, read, names, folder, clean(folder.resolve().name), left_out=empty)
 
 
@@ -175,12 +175,26 @@ def open_zip(path: str | Path) -> zipfile.ZipFile:
         raise ValueError(f"source={path} is not a complete zip file ({error}): copy it again.") from error
 
 
+def as_text(name: str) -> str:
+    """Returns the name of a file whose bytes may not be UTF-8: each such byte as a character of its own, of cp437."""
+    if not any("\udc80" <= letter <= "\udcff" for letter in name):
+        return name
+    text = re.sub("[\udc80-\udcff]", lambda byte: os.fsencode(byte[0]).decode("cp437"), name)
+    return re.sub(r"([^\x00-\x7f])\\", rf"\1{HALF}", text)
+
+
 def name_in_zip(info: zipfile.ZipInfo, has_slashes: bool) -> str:
-    """Returns an entry's name: a Mac writes UTF-8 without saying so, and old Windows programs backslashes."""
+    """Returns an entry's name: a Mac writes UTF-8 without saying so, and old Windows programs backslashes.
+
+    A name in another code page, which no zip names, stays in cp437, where different bytes are different letters.
+    """
     name = info.filename
     if not name.isascii() and not info.flag_bits & 0x800:  # read as cp437, as nothing else is said
-        with suppress(UnicodeError):
+        try:
             name = name.encode("cp437").decode("utf-8")
+        except UnicodeError:  # the second byte of 表 is a backslash, as in 1 of 188 letters of Shift-JIS, GBK and Big5
+            letter = r"[^\x00-\x7f]\\" if "/" in name else r"[^\x00-\x7f]."
+            name = re.sub(letter, lambda letter: letter[0].replace("\\", HALF), name)
     return name if has_slashes and info.create_system else name.replace("\\", "/")
 
 
@@ -227,7 +241,7 @@ def find_tars(pattern: str | Path) -> list[Path]:
 def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
     """Yields the members of a tar; raises ValueError where it is compressed, or does not end as a tar does."""
     try:
-        with tarfile.open(file, "r:", errors="replace") as tar:
+        with tarfile.open(file, "r:") as tar:
             for member in tar:
                 tar.members = []  # which would take a kilobyte a member
                 yield member
@@ -252,9 +266,11 @@ def list_tars(tars: list[Path], path: Path) -> Listing:
             elif member.islnk() and member.linkname in found:
                 found[member.name] = found[member.linkname]
             elif not member.isdir():
-                left_out.append((f"{tar.name}/{member.name}", "is a link or a device, which a tar holds no bytes of"))
-        names += [clean(name) for name in found]
-        shown += [f"{tar.name}/{name}" for name in found]
+                left_out.append((f"{tar.name}/{as_text(member.name)}",
+                                 "is a link or a device, which a tar holds no bytes of"))
+        texts = [as_text(name) for name in found]
+        names += map(clean, texts)
+        shown += [f"{tar.name}/{name}" for name in texts]
         where += [(number, *place) for place in found.values()]
     places = np.array(where, dtype=np.int64).reshape(-1, 3)
 

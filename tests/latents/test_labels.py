@@ -210,6 +210,37 @@ def test_names_in_utf_8_that_a_zip_does_not_mark_as_such_are_read(tmp_path):
     assert classes(open_source(path)) == WANTED
 
 
+OTHER_PAGES = {  # the second byte of the first letters is a backslash
+    "shift_jis": ["表示", "表題", "ソ示", "犬"], "gbk": ["郳猫", "郳犬", "乗猫", "狗"], "big5": ["功夫", "功能", "許夫", "犬"], "latin-1": ["cafés", "cafès", "größe", "z"]}
+
+
+@pytest.mark.parametrize("page", OTHER_PAGES)
+@pytest.mark.parametrize("mark", ["/", "\\"])
+@pytest.mark.parametrize("system", [0, 3], ids=["Windows", "Unix"])
+def test_class_names_in_other_code_pages_remain_apart(tmp_path, page, mark, system):
+    class Info(zipfile.ZipInfo):
+        def _encodeFilenameFlags(self):  # as such a program writes it: no mark of UTF-8
+            return self.filename.replace("/", mark).encode(page), self.flag_bits & ~0x800
+
+    names = OTHER_PAGES[page]
+    files = {f"{name}/{name}_{k}.png": png(10 * i + k) for i, name in enumerate(names) for k in range(2)}
+    with zipfile.ZipFile(tmp_path / "set.zip", "w") as archive:
+        for name, data in files.items():
+            info = Info(name)
+            info.create_system = system
+            archive.writestr(info, data)
+    sources = [tmp_path / "set.zip"]
+    if mark == "/":
+        sources += [put_tar(tmp_path / "set.tar", {os.fsdecode(name.encode(page)): data for name, data in files.items()})]
+        sources += [put(tmp_path / "set", {os.fsdecode(name.encode(page)): data for name, data in files.items()})]
+    for source in sources:
+        for labels in ("folders", "names"):
+            found = open_source(source, labels=labels)
+            of = classes(found)
+            assert len(found) == 2 * len(names) == 2 * len({*of.values()}) and all(of[k] == of[k + 1] for k in range(0, 10 * len(names), 10))
+            assert all("\\" not in name and name.isprintable() for name in found.names)
+
+
 def test_a_file_that_was_added_again_is_the_later_one_and_a_hard_link_is_its_file(tmp_path):
     with zipfile.ZipFile(tmp_path / "a.zip", "w") as archive, pytest.warns(UserWarning, match="Duplicate"):
         for data in (png(1), png(2)):

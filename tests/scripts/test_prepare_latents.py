@@ -189,8 +189,8 @@ def test_names_that_are_not_text_are_written_so_that_training_reads_them(pets, t
     Path(os.fsdecode(os.fsencode(pets) + b"/dog/\xff.png")).write_bytes(b"no image")
     (pets / "emu").rename(pets / "große\nKatze")
     prepare(pets, tmp_path / "out")
-    assert open_latents(tmp_path / "out").class_names == ["caf?", "dog", "große\nKatze"]
-    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/?.png"]
+    assert open_latents(tmp_path / "out").class_names == ["cafΘ", "dog", "große\nKatze"]
+    assert read_folder(tmp_path / "out")[0]["unreadable"] == ["dog/\xa0.png"]
 
 
 def test_the_example_of_a_writer_writes_a_folder_that_training_reads(tmp_path, monkeypatch):
