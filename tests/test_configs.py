@@ -99,6 +99,9 @@ def test_a_row_of_a_published_table_has_its_network_routes_and_training(experime
     length = (80_000, 1024, 2e-4, [0.9, 0.95]) if block == "lightning" else (400_000, 256, 1e-4, [0.9, 0.999])
     assert (cfg.steps, cfg.batch_size, cfg.optimizer.lr, list(cfg.optimizer.betas)) == length
     assert (cfg.ema.decay, cfg.optimizer.weight_decay, cfg.label_dropout) == (0.9999, 0, 0.1)
+    # All of TREAD's own rows, the dense Mamba and RWKV too; that on LightningDiT is a co-author's fork of its code.
+    by_treads_code = block in ("mamba", "rwkv") or "tread" in kind and block != "lightning"
+    assert cfg.model.init == ("xavier" if by_treads_code else "adaln_zero")
     drawn = "uniform" if "sit" in kind else "logit_normal" if block == "lightning" else None
     assert (cfg.diffusion.name, cfg.diffusion.get("timestep_sampling")) == ("rf" if drawn else "edm", drawn)
     assert cfg.diffusion.get("cosine_weight", 0) == (block == "lightning")
