@@ -79,18 +79,21 @@ def lower_of(first: str, second: str, found: dict) -> str | None:
     return second if high < 0 else first if low > 0 else None
 
 
-def curve(at: Scores, axis: str) -> list[tuple[float, float, float | None, int]]:
-    """Returns a variant's scores in the order of training: (place on the axis, mean over seeds, deviation or None, n).
+def shared_seeds(sides: list[Scores]) -> set[int]:
+    """Finds the seeds that all variants have where the shortest one ends: curves of other seeds do not compare."""
+    if not all(sides):
+        return set()
+    end = min(max(at) for at in sides)
+    return set.intersection(*(set(at[max(images for images in at if images <= end)]) for at in sides))
 
-    They are of the seeds that have come furthest, as one that ended early would bend the line where it ends.
-    """
+
+def curve(at: Scores, axis: str, seeds: set[int]) -> list[tuple[float, float, float | None]]:
+    """Returns (place on the axis, mean, deviation or None) wherever a variant was scored with all of these seeds."""
     points = []
-    furthest = at[max(at)].keys() if at else ()
     for by_seed in at.values():
-        there = [score for seed, score in by_seed.items() if seed in furthest]
-        if there and there[0][axis] is not None:
-            values = [score["value"] for score in there]
-            points.append((there[0][axis], statistics.mean(values), spread(values), len(values)))
+        if seeds and seeds <= by_seed.keys() and (place := by_seed[min(seeds)][axis]):
+            values = [by_seed[seed]["value"] for seed in seeds]
+            points.append((place, statistics.mean(values), spread(values)))
     return points
 
 
@@ -301,7 +304,7 @@ def guided_scores(result: dict) -> list[str]:
 def draw_figures(result: dict, out: Path) -> list[Path]:
     """Draws score against images, seconds and FLOPs: a panel of each comparison, or one of all variants where none is.
 
-    A panel has a line for each variant, with a band of ± one deviation.
+    A panel has a line for each variant, of the same seeds, with a band of ± one deviation.
     """
     drawn, runs = [], result["runs"]
     groups = dict.fromkeys(tuple(found["between"]) for found in result["crossings"])
@@ -309,10 +312,11 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
     for axis, label in AXES.items():
         path, panels = out / f"score-over-{axis}.png", []
         for names in groups:
-            sides = dict(zip(names, unguided(runs, *names), strict=True))
-            curves = {name: [point for point in curve(at, axis) if point[0] > 0] for name, at in sides.items()}
-            if any(curves.values()):
-                panels.append((measure_in_words(*sides.values()), curves))
+            sides = unguided(runs, *names)
+            seeds = shared_seeds(sides)
+            curves = {name: curve(at, axis, seeds) for name, at in zip(names, sides, strict=True)}
+            if all(curves.values()):  # seconds may be known of one alone
+                panels.append((f"{measure_in_words(*sides)}, n={len(seeds)}", curves))
         if not panels:
             path.unlink(missing_ok=True)  # of an earlier report
             continue
@@ -322,15 +326,16 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
         figure = Figure(figsize=size, layout="constrained", dpi=110)
         figure.suptitle(f"{result['name']}: mean over n seeds ± standard deviation")
         figure.supxlabel(label)
+        figure.supylabel("distance, lower is better")
         for place, (measure, curves) in enumerate(panels, 1):
             plot = figure.add_subplot(rows, columns, place)
             plot.set_prop_cycle(LINES)
             for variant, points in curves.items():
-                if points:
-                    x, mean, deviation, seeds = np.array(points, float).T  # without a deviation NaN, and no band
-                    [line] = plot.plot(x, mean, marker="o", label=f"{variant}, n={seeds[-1]:.0f}")
-                    plot.fill_between(x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.2)
-            plot.set(xscale="log", ylabel=measure)
+                x, mean, deviation = np.array(points, float).T  # without a deviation NaN, and no band
+                [line] = plot.plot(x, mean, marker="o", label=variant)
+                plot.fill_between(x, mean - deviation, mean + deviation, color=line.get_color(), alpha=0.2)
+            plot.set(xscale="log")
+            plot.set_title(measure, fontsize="small")
             plot.xaxis.set_major_locator(LogLocator(subs=(1, 2, 3, 4, 6)))
             plot.xaxis.set(major_formatter=EngFormatter(sep=""), minor_formatter=NullFormatter())
             plot.legend(fontsize="small")

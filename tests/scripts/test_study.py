@@ -293,8 +293,9 @@ def three(variant: str, *scores: tuple[int, float]) -> list[dict]:
     return [of(variant, seed, *scores) for seed in range(3)]
 
 
-def curve_of(runs, variant):
-    return comparison.curve(*comparison.unguided(runs, variant), "images")
+def curves_of(runs, *variants):
+    sides = comparison.unguided(runs, *variants)
+    return [comparison.curve(at, "images", comparison.shared_seeds(sides)) for at in sides]
 
 
 def test_a_crossing_is_where_the_lines_between_the_scores_meet():
@@ -315,11 +316,18 @@ def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_t
     [_, last] = runs[0]["scores"]
     runs[0]["scores"] += [last | {"num_samples": 999, "value": 1.0}, last | {"metric": "fd_other", "value": 0.5}]
     runs[1]["scores"].append(runs[1]["scores"][1] | {"metric": "fd_other", "value": 0.75})
-    assert curve_of(runs, "a") == [(10, 5, None, 1), (20, 3, None, 1)]
+    assert curves_of(runs, "a") == [[(10, 5, None), (20, 3, None)]]
     assert comparison.measure_in_words(*comparison.unguided(runs, "a", "b")) == "fd of 9 images"
     assert comparison.metrics_of(runs, "a", "b") == ["fd", "fd_other"]  # features of other networks stand apart
     assert comparison.crossing(runs, "a", "b", "images")["difference"] == -1
     assert comparison.crossing(runs, "a", "b", "images", "fd_other")["difference"] == 0.25
+
+
+def test_curves_are_of_the_seeds_that_both_variants_have_where_the_shorter_one_ends():
+    a = [of("a", 0, (10, 5), (20, 3)), of("a", 1, (10, 7), (20, 5)), of("a", 2, (10, 9))]
+    b = [of("b", seed, (10, 6 + seed)) for seed in range(3)]
+    assert curves_of([*a, *b], "a", "b") == [[(10, 7, 2.0)], [(10, 7, 1.0)]]  # not a's mean of two seeds after 20 images
+    assert curves_of([*a, b[0]], "a", "b") == [[(10, 5, None), (20, 3, None)], [(10, 6, None)]]
 
 
 def test_of_several_crossings_the_last_one_counts_and_lines_that_only_touch_do_not_cross():
