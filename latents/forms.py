@@ -132,7 +132,7 @@ def array_reader(
 def open_listed(source: Path, name: str) -> Stored:
     """Opens .npy files and their dataset.json, {"labels": [[name, class], …]}, in a folder or a zip.
 
-    They lie at its top or in the folder `name`.
+    `{"labels": null}` is one class. They lie at its top or in the folder `name`.
     """
     if source.is_dir():
         where = source / name if (source / name).is_dir() else source
@@ -149,7 +149,8 @@ def open_listed(source: Path, name: str) -> Stored:
         def content(file: str) -> bytes:
             return archive.read(inside + file)
     try:
-        label_of = dict(json.loads(content("dataset.json"))["labels"])
+        pairs = json.loads(content("dataset.json"))["labels"]
+        label_of = dict.fromkeys(names, 0) if pairs is None else dict(pairs)
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f'{where}/dataset.json does not hold {{"labels": [[file name, class], …]}} '
                          f'({error}).') from error

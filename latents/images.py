@@ -17,6 +17,7 @@ from pathlib import Path
 
 import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
 from latents.labels import LABEL_SUFFIXES, Pairs, match, number_classes, read_pairs, stem_of
 from latents.listing import (
@@ -46,6 +47,19 @@ def is_deep_grey(image: Image.Image) -> bool:
     return image.mode in ("F", "I") or image.mode.startswith("I;16")
 
 
+def deep_values(image: Image.Image) -> np.ndarray:
+    """Returns the values of grey of 16 bits and more, 0 for black; Pillow inverts a TIFF's only up to 8 bits."""
+    values = np.asarray(image)
+    return 65535 - values if getattr(image, "tag_v2", {}).get(PHOTOMETRIC_INTERPRETATION) == 0 else values
+
+
+def has_several(image: Image.Image) -> bool:
+    """True for pages of a TIFF, and frames of a GIF, APNG, WebP or AVIF; a phone's JPEG only has previews (MPO)."""
+    with suppress(Exception):  # of a damaged second frame, of which nothing is used
+        return image.format != "MPO" and getattr(image, "is_animated", False)
+    return True
+
+
 def to_rgb(image: Image.Image) -> Image.Image:
     """Converts any PIL image to RGB: transparency is laid over white, grey of 16 bits and more is scaled to 8.
 
@@ -54,7 +68,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if image.mode == "RGB" and "transparency" not in image.info:
         return image
     if is_deep_grey(image):
-        values = np.asarray(image)  # convert("RGB") would clip at 255 and leave nearly everything white
+        values = deep_values(image)  # convert("RGB") would clip at 255 and leave nearly everything white
         if not (0 <= values.min() and values.max() <= 65535 and (values == np.floor(values)).all()):
             raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range")
         grey = (values.astype(np.uint32) * 255 + 32767) // 65535
@@ -158,6 +172,7 @@ class ImageSource:
     read: Callable[[int], bytes] | None = None  # the file's bytes; None for the shapes, which are drawn
     notes: list[str] = field(default_factory=list)
     listing: Listing | None = None
+    several: set[int] = field(default_factory=set)  # of those read so far: files of which only the first frame is used
 
     @property
     def not_images(self) -> list[str]:
@@ -168,7 +183,11 @@ class ImageSource:
 
     def pixels(self, index: int, resolution: int | None = None) -> np.ndarray:
         """Returns image `index` as uint8 RGB (H,W,3), a centred square of `resolution` or as stored."""
-        image = decode_image(self.read(index))
+        with open_image(self.read(index)) as file:
+            file.load()
+            image = to_rgb(file)
+            if has_several(file):
+                self.several.add(index)
         return np.array(image if resolution is None else center_crop(image, resolution))
 
     def fingerprint(self) -> str:
@@ -479,7 +498,7 @@ def note_on_dark(source: ImageSource) -> str | None:
             data = source.read(index)
             with open_image(data) as image:
                 if is_deep_grey(image):
-                    found.append(int(np.asarray(image).max()))
+                    found.append(int(deep_values(image).max()))
                 elif data.startswith(b"\x89PNG") and data[24] == 16:  # of which Pillow keeps the upper eight bits
                     found.append(int(np.asarray(image.convert("RGB")).max()) << 8)
         except (UnreadableImage, ValueError, OverflowError):  # told when the images are read

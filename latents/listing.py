@@ -23,6 +23,7 @@ IMAGE_SUFFIXES = {".apng", ".avif", ".bmp", ".gif", ".j2k", ".jfif", ".jif", ".j
                   ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
 HALF = "\uff3c"  # stands for the byte of a backslash that is half of a letter, and no separator
 OF_A_SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN"}  # folders of copies and thumbnails, which end in .jpg as well
+FIRST_OF_SEVERAL = "has several pages or frames, of which the first is used"
 
 
 class UnreadableImage(Exception):

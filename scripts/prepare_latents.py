@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from latents.folder import KINDS
 from latents.images import ImageSource, UnreadableImage, note_on_dark, open_source
 from latents.labels import decode_text
-from latents.listing import Listing
+from latents.listing import FIRST_OF_SEVERAL, Listing
 from latents.writer import class_order, is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
@@ -64,16 +64,18 @@ class PrepareSettings(Settings):
 
 
 def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[np.ndarray, list[int], list[list[str]]]:
-    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, reason] of the others."""
-    pixels, readable, unreadable = [], [], []
+    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, remark] of others and of first frames."""
+    pixels, readable, remarks = [], [], []
     for index in indices:
         try:
             pixels.append(source.pixels(index, resolution))
             readable.append(index)
+            if index in source.several:
+                remarks.append([source.names[index], FIRST_OF_SEVERAL])
         except UnreadableImage as error:
-            unreadable.append([source.names[index], str(error)])
+            remarks.append([source.names[index], str(error)])
     images = np.stack(pixels) if pixels else np.empty((0, resolution, resolution, 3), np.uint8)
-    return images, readable, unreadable
+    return images, readable, remarks
 
 
 def encode_rows(
@@ -218,9 +220,9 @@ def main(cfg: PrepareSettings) -> None:
         arrays["image"] = {"shape": [3, resolution, resolution], "dtype": "uint8", "mirror": "flip"}
 
     def encode(decoded: tuple[np.ndarray, list[int], list]) -> tuple[dict[str, np.ndarray], list]:
-        images, indices, unreadable = decoded
+        images, indices, remarks = decoded
         if not indices:
-            return {}, unreadable
+            return {}, remarks
         batch, rows = torch.from_numpy(images), {"labels": source.labels[indices].astype("<i8")}
         for mirror in (False, True)[: 1 + cfg.mirror]:
             rows["mirrored" if mirror else "latents"] = encode_rows(vae, batch, indices, kind, cfg.seed, mirror)
@@ -229,7 +231,7 @@ def main(cfg: PrepareSettings) -> None:
                 rows[name] = teach_rows(teacher, batch, cfg.precision, mirror)
         if cfg.images:
             rows["image"] = images.transpose(0, 3, 1, 2)
-        return rows, unreadable
+        return rows, remarks
 
     metadata = {
         "shape": [vae.channels, side, side], "kind": kind, "mirrored": cfg.mirror,

@@ -298,6 +298,15 @@ def test_an_npz_is_read_in_any_order_and_damage_raises_a_one_line_error(write, t
         image_sets.open_array("images", str(path))
 
 
+def test_files_of_several_frames_are_counted_in_images_to_be_scored(tmp_path, capsys):
+    frames = [Image.new("RGB", (8, 8), (k, 0, 0)) for k in range(3)]
+    frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
+    frames[1].save(tmp_path / "still.png")
+    opened = image_sets.open_images("images", str(tmp_path))
+    assert "1 of 2 images: the file has several pages or frames, of which the first is used: moving.gif" in capsys.readouterr().out
+    assert sorted(opened.read(np.arange(2))[:, 0, 0, 0].tolist()) == [0, 1]
+
+
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
 def test_an_npy_of_any_version_is_read_and_one_that_is_a_pickle_is_not(tmp_path, version):
     with open(tmp_path / "images.npy", "wb") as file:

@@ -3,6 +3,7 @@
 import io
 import json
 import os
+import struct
 import tarfile
 import unicodedata
 import zipfile
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from PIL import Image
 
-from latents.images import note_on_dark, open_source
+from latents.images import decode_image, note_on_dark, open_source
 
 PETS = ["cat", "dog", "owl"]
 
@@ -326,6 +327,42 @@ def grey(highest: int, kind=np.uint16, form: str = "tiff") -> bytes:
     buffer = io.BytesIO()
     Image.fromarray(np.array([[0, highest]], kind)).save(buffer, form)
     return buffer.getvalue()
+
+
+def tiff(values: np.ndarray, photometric: int) -> bytes:
+    """An uncompressed TIFF of grey values as they are; 262 is PhotometricInterpretation, of which 0 is WhiteIsZero."""
+    height, width = values.shape
+    tags = {256: width, 257: height, 258: 8 * values.itemsize, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height, 279: values.nbytes}
+    directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
+    return struct.pack("<2sHI", b"II", 42, 8 + values.nbytes) + values.tobytes() + struct.pack("<H", len(tags)) + directory + bytes(4)
+
+
+@pytest.mark.parametrize("kind", [np.uint8, np.uint16])
+def test_grey_whose_white_is_0_looks_as_in_a_viewer(kind):
+    values = (np.arange(16, dtype=kind) * (np.iinfo(kind).max // 15)).reshape(4, 4)
+    as_shown = values.astype(int).ravel() * 255 // np.iinfo(kind).max
+    for photometric, wanted in ((1, as_shown), (0, 255 - as_shown)):
+        assert np.asarray(decode_image(tiff(values, photometric)))[..., 0].ravel().tolist() == wanted.tolist()
+
+
+def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(tmp_path, capsys):
+    from test_prepare_latents import prepare
+
+    pages, files = [Image.new("RGB", (4, 4), (k, 0, 0)) for k in (9, 8, 7)], {"0.png": png(5)}
+    for kind in ("tiff", "gif", "png", "webp"):
+        buffer = io.BytesIO()
+        pages[0].save(buffer, kind, save_all=True, append_images=pages[1:], **({"lossless": True} if kind == "webp" else {}))
+        files[f"several.{kind}"] = buffer.getvalue()
+    buffer = io.BytesIO()
+    pages[0].save(buffer, "mpo", save_all=True, append_images=pages[1:])  # a phone's photo with its previews
+    source = open_source(put(tmp_path / "set", files | {"photo.jpg": buffer.getvalue()}))
+    assert {int(source.pixels(i)[0, 0, 0]) for i, name in enumerate(source.names) if name.startswith("several")} == {9}
+    for _ in range(2):  # also where the shard is there already
+        prepare(tmp_path / "set", tmp_path / "out", resolution=4, shard_size=3)
+        said = "4 of 6 images: the file has several pages or frames, of which the first is used: several.gif, several.png"
+        assert said in capsys.readouterr().out and json.loads((tmp_path / "out/metadata.json").read_text())["unreadable"] == []
+        (tmp_path / "out/metadata.json").unlink()
+        (tmp_path / "out/latents-00000.npy").unlink()
 
 
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])

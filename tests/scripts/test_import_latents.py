@@ -190,6 +190,15 @@ def test_edm2s_come_in_by_their_own_statistics_and_only_by_name(tmp_path):
     assert metadata["scale"] == 0.5 and metadata["autoencoder"] == "sd_vae_mse" and metadata["pixels"] == [0, 1]
 
 
+@pytest.mark.parametrize("format", ["repa", "edm2"])
+@pytest.mark.parametrize("zipped", [False, True])
+def test_a_set_without_labels_is_one_class(tmp_path, format, zipped):
+    source, _ = write_repa(tmp_path, zipped=zipped, values=moments(mean=2.0), extra={"dataset.json": b'{"labels": null}'}.items())
+    import_latents(str(source), tmp_path / "out", format)
+    metadata, arrays = read_folder(tmp_path / "out")
+    assert metadata["num_classes"] == 1 and metadata["count"] == COUNT and not arrays["labels"].any()
+
+
 def test_srdits_samples_come_in_times_their_scale_without_the_batch_axis(tmp_path):
     source, values = write_srdit(tmp_path)
     import_latents(str(source), tmp_path / "out")
