@@ -19,11 +19,14 @@ import numpy as np
 from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
+from latents.hub import Rows, count_lacking, find_shards, open_rows
 from latents.labels import LABEL_SUFFIXES, Pairs, match, number_classes, read_pairs, stem_of
 from latents.listing import (
     IMAGE_SUFFIXES,
+    SPLITS,
     Listing,
     UnreadableImage,
+    a_few,
     clean,
     has_image_suffix,
     is_hidden,
@@ -33,7 +36,6 @@ from latents.listing import (
 )
 
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
-SPLITS = {"train", "val", "valid", "validation", "test"}
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow hands others to programs
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # prompts and workflows exceed Pillow's 1 MB
 LARGE = 2**28  # bytes of a file that might hold labels; a larger one is not looked at
@@ -218,12 +220,14 @@ class ShapeSource(ImageSource):
 
 def open_source(
     source: str, shapes_count: int = 6000, shapes_seed: int = 0, labels: str = "folders", by_number: bool = False,
+    image_column: str | None = None, label_column: str | None = None,
 ) -> ImageSource:
-    """Lists the images of a folder, a zip, tars or `shapes`, with their classes.
+    """Lists the images of a folder, a zip, tars, Hugging Face's shards or `shapes`, with their classes.
 
-    `labels` is `folders` (and `dataset.json`, or webdataset's `.cls`, where there are any), `none`, `names`, or a file.
-    `by_number` has folders named by numbers in the order of the numbers, as versions before did. Raises ValueError
-    where there is nothing to read, or where a class is unknown.
+    `labels` is `folders` (and `dataset.json`, webdataset's `.cls`, or a shard's column, where there are any), `none`,
+    `names`, or a file. The columns are of shards; None: the only one that may be meant. `by_number` has
+    folders named by numbers in the order of the numbers, as versions before did. Raises ValueError where there is
+    nothing to read, or where a class is unknown.
     """
     if source == "shapes":
         if shapes_count < len(SHAPES):
@@ -232,6 +236,12 @@ def open_source(
             raise ValueError(f"labels={labels} is for images; source=shapes knows its classes: leave it out.")
         return ShapeSource(shapes_count, shapes_seed)
     listing = list_source(source)
+    if shards := find_shards(listing, f"source={source}", mixed="{" in str(source)):
+        return of_rows(open_rows(listing, shards, f"source={source}", image_column), labels, label_column)
+    if asked := [f"{key}={value}" for key, value in (("image_column", image_column), ("label_column", label_column))
+                 if value is not None]:
+        raise ValueError(f"{' '.join(asked)} would change nothing: source={source} has no parquet or arrow files with "
+                         "columns.")
     images = [i for i, name in enumerate(listing.names) if looks_like_image(name)]
     others = [(shown, "is hidden, or of a system" if has_image_suffix(name) else "does not look like an image")
               for name, shown in zip(listing.names, listing.shown, strict=True) if not looks_like_image(name)]
@@ -244,18 +254,43 @@ def open_source(
     if (found := of_samples(listing, images, labels == "folders")) and labels == "folders":
         return found
     images = found or images
-    if labels == "none":
-        return one_class(listing, images)
-    if labels == "names":
-        pairs = [(listing.names[i], stem_of(listing.names[i]).rpartition("_")[0] or None) for i in images]
-        return of_pairs(listing, images, pairs, "names", "the form <class>_<number>")
     if labels != "folders":
-        return of_file(listing, images, labels)
+        return of_choice(listing, images, labels)
     file, notes = find_dataset_json(listing, images)
     if file is not None:
         return of_file(listing, images, listing.shown[file], file)
     found = of_folders(listing, images, by_number)
     found.notes += notes
+    return found
+
+
+def of_choice(listing: Listing, images: list[int], labels: str) -> ImageSource:
+    """Labels images by `none`, by their `names` or by a file."""
+    if labels == "none":
+        return one_class(listing, images)
+    if labels == "names":
+        pairs = [(listing.names[i], stem_of(listing.names[i]).rpartition("_")[0] or None) for i in images]
+        return of_pairs(listing, images, pairs, "names", "the form <class>_<number>")
+    return of_file(listing, images, labels)
+
+
+def of_rows(rows: Rows, labels: str, label_column: str | None) -> ImageSource:
+    """Labels the rows of shards, in their order, which is the fast one to read them in."""
+    listing = rows.listing(named=labels not in ("folders", "none"))
+    column = rows.choose_labels(label_column) if labels == "folders" else None
+    if column is not None:
+        numbers, kept, class_names, notes = rows.labels(column)
+        left_out = [(listing.shown[i], "has no label") for i in sorted({*range(len(rows))} - {*kept})]
+        found = make_source(listing, kept, numbers, class_names, left_out, notes)
+    elif label_column is not None:
+        raise ValueError(f"label_column={label_column} would change nothing: labels={labels} has the classes.")
+    else:
+        found = of_choice(listing, [*range(len(rows))], "none" if labels == "folders" else labels)
+    said = f"labels of column {column}" if column else f"labels={labels}"
+    if labels == "folders" and column is None:
+        said = "one class, as no column is named like labels: label_column= names one"
+    found.notes = [f"Images of column {rows.image[0]}, {said}. The columns are {rows.columns}.",
+                   *filter(None, [count_lacking(rows)]), *found.notes]
     return found
 
 
@@ -269,10 +304,6 @@ def make_source(listing: Listing, images: list[int], labels: np.ndarray, class_n
 
 def one_class(listing: Listing, images: list[int]) -> ImageSource:
     return make_source(listing, images, np.zeros(len(images), np.int64), [listing.title])
-
-
-def a_few(names: list[str], count: int = 5) -> str:
-    return ", ".join(names[:count]) + (" …" if len(names) > count else "")
 
 
 def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> ImageSource:
@@ -492,10 +523,13 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
 
 def note_on_dark(source: ImageSource) -> str | None:
     """Returns a line where images of 16 bits use 12 of them at most; looks at up to `DEEP_PROBED` images."""
-    found = []
-    for index in np.unique(np.linspace(0, len(source) - 1, min(len(source), DEEP_PROBED)).astype(np.int64)):
+    found, read, files = [], source.read, np.arange(len(source))
+    if source.listing is not None and source.listing.quick is not None:
+        read, files = source.listing.read, source.listing.quick
+    chosen = files[np.unique(np.linspace(0, len(files) - 1, min(len(files), DEEP_PROBED)).astype(np.int64))]
+    for index in chosen.tolist():
         try:
-            data = source.read(index)
+            data = read(index)
             with open_image(data) as image:
                 if is_deep_grey(image):
                     found.append(int(deep_values(image).max()))
@@ -505,6 +539,6 @@ def note_on_dark(source: ImageSource) -> str | None:
             continue
     if not found or max(found) >= 4096:
         return None
-    return (f"{len(found):,} of {min(len(source), DEEP_PROBED):,} images looked at have 16 bits or more, and none has "
+    return (f"{len(found):,} of {len(chosen):,} images looked at have 16 bits or more, and none has "
             f"a value above {max(found):,}: divided by 65,535 they are nearly black. Multiply 12-bit values by 16 "
             f"first.")

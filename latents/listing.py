@@ -22,6 +22,8 @@ TARS = r"\.(tar(\.\w+)?|tgz)$"
 IMAGE_SUFFIXES = {".apng", ".avif", ".bmp", ".gif", ".j2k", ".jfif", ".jif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm",
                   ".pgm", ".png", ".pnm", ".ppm", ".tif", ".tiff", ".webp"}
 HALF = "\uff3c"  # stands for the byte of a backslash that is half of a letter, and no separator
+SHARD_SUFFIXES = {".parquet", ".arrow"}  # of Hugging Face's data sets, which latents.hub reads
+SPLITS = {"train", "val", "valid", "validation", "test"}
 OF_A_SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN"}  # folders of copies and thumbnails, which end in .jpg as well
 FIRST_OF_SEVERAL = "has several pages or frames, of which the first is used"
 
@@ -36,7 +38,8 @@ class Listing:
 
     `shown[i]` names the file for people, and of a tar also says which one it is in. `left_out` are [name, reason] of
     what is there and no file, `title` is the class of a set without classes, `path` the file or folder on disk.
-    `tar_of[i]` is the number of the tar that holds file i: several may hold files with the same names.
+    `tar_of[i]` is the number of the tar that holds file i: several may hold files with the same names. `quick` are the
+    numbers of files that are read without others before them, where that is not all.
     """
 
     names: list[str]
@@ -47,6 +50,7 @@ class Listing:
     tars: int = 0
     left_out: list[tuple[str, str]] = field(default_factory=list)
     tar_of: np.ndarray | None = None
+    quick: np.ndarray | None = None
 
     def sample_of(self, index: int) -> tuple[int, str]:
         """Returns what the files of one webdataset sample share: their tar, and the name up to its first dot."""
@@ -59,6 +63,10 @@ class Listing:
         shown = [self.shown[i] for i in chosen] if self.tars else names
         return replace(self, names=names, shown=shown, read=lambda i: self.read(chosen[i]), path=self.path / folder,
                        title=posixpath.basename(folder), tar_of=None if self.tar_of is None else self.tar_of[chosen])
+
+
+def a_few(names: list[str], count: int = 5) -> str:
+    return ", ".join(names[:count]) + (" …" if len(names) > count else "")
 
 
 def clean(name: str) -> str:
@@ -104,6 +112,8 @@ def list_source(source: str | Path) -> Listing:
         return list_tars(tars, path) if tars else listing
     if is_zip:
         return list_zip(path)
+    if shards := [file for file in tars if file.suffix.lower() in SHARD_SUFFIXES]:
+        return list_files(shards)
     if tars and (what := what_else(tars[0]) or ("a zip" if starts_as_zip(tars[0]) else None)):
         of = f"names {len(tars)} files, of which {tars[0]} is" if len(tars) > 1 else "is"
         raise ValueError(f"source={source} {of} {what}: give a folder of images, or one zip or tar of them.")
@@ -166,6 +176,14 @@ def list_folder(folder: Path) -> Listing:
 
     names = [clean(as_text(file)) for file in files]
     return Listing(names, read, names, folder, clean(folder.resolve().name), left_out=empty)
+
+
+def list_files(files: list[Path]) -> Listing:
+    """Lists single files, by their names below the folder that they share."""
+    folder = Path(os.path.commonpath([file.parent for file in files]))
+    names = [file.relative_to(folder).as_posix() for file in files]
+    title = clean(files[0].stem if len(files) == 1 else folder.resolve().name)
+    return Listing(names, lambda index: files[index].read_bytes(), names, folder, title)
 
 
 def open_zip(path: str | Path) -> zipfile.ZipFile:

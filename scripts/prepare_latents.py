@@ -25,7 +25,7 @@ from latents.writer import class_order, is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
-from runtime.schema import Count, Location, Settings, Size, Whole, one_of, read_json
+from runtime.schema import Count, Location, Settings, Size, Text, Whole, one_of, read_json
 from weights import autoencoders
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -49,6 +49,8 @@ class PrepareSettings(Settings):
     patch_size: Size
     images: bool
     labels: Location
+    image_column: Text | None
+    label_column: Text | None
     label_map: Location | None
     words: Location | None
     seed: Whole
@@ -182,7 +184,8 @@ def main(cfg: PrepareSettings) -> None:
         cfg.refuse("seed", why="kind=moments stores means and deviations and draws nothing")
 
     order = class_order(out)
-    source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, by_number=order == "numbers")
+    source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, by_number=order == "numbers",
+                         image_column=cfg.image_column, label_column=cfg.label_column)
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
     shown = display_names(source.class_names, cfg.words, cfg.source, source.listing)
@@ -194,7 +197,7 @@ def main(cfg: PrepareSettings) -> None:
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
-                    labels=cfg.labels, class_order=order,
+                    labels=cfg.labels, class_order=order, image_column=cfg.image_column, label_column=cfg.label_column,
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None, images=cfg.images or None)
     if is_finished(out, settings, state.is_main_process):
         return

@@ -1,0 +1,424 @@
+"""Rows of Hugging Face data sets as numbered images: parquet shards, and the arrow files of `save_to_disk`.
+
+Of a shard only the columns that are needed are read, a few rows at a time. pyarrow is imported with the first shard.
+"""
+
+import bisect
+import itertools
+import json
+import posixpath
+import re
+import tempfile
+import threading
+from collections.abc import Iterator
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+from weakref import WeakValueDictionary
+
+import numpy as np
+
+from latents.labels import LABEL_HEADS, as_label, check_labels, head_of, number_classes
+from latents.listing import (
+    SHARD_SUFFIXES,
+    SPLITS,
+    Listing,
+    UnreadableImage,
+    a_few,
+    clean,
+    is_hidden,
+    looks_like_image,
+)
+from runtime.schema import first_line
+
+PYARROW = "pyarrow==26.0.1"
+IN_MEMORY = 2**26  # bytes of a row group; what goes beyond waits in a temporary file
+ROWS = 16  # decoded at once
+LISTS = ("List", "LargeList", "Sequence")
+Column = tuple[str, ...]  # a column's name, or with that of a part: ("image", "bytes")
+
+# ---- which files ----------------------------------------------------------------------------------------------------
+
+
+def find_shards(listing: Listing, where: str, mixed: bool = False) -> list[str]:
+    """Returns the names of the shards among the files of `where`, in order; an image folder's metadata.parquet is none.
+
+    Raises ValueError where they are of several splits or sets, unless `mixed` says that all were named.
+    """
+    names = sorted(name for name in listing.names if Path(name).suffix.lower() in SHARD_SUFFIXES
+                   and not is_hidden(name) and not re.match(r"metadata\.|cache-.*\.arrow", posixpath.basename(name)))
+    if not names:
+        return []
+    folder, there = listing.path, {*listing.names}
+    if not (folder / names[0]).is_file():
+        raise ValueError(f"{where} holds {names[0]} in an archive, where it cannot be read in parts: unpack it "
+                         "first.")
+    if images := [name for name in listing.names if looks_like_image(name)]:
+        chosen = folder / posixpath.dirname(names[0]) / f"*{Path(names[0]).suffix}"
+        raise ValueError(f"{where} holds {len(names)} shards such as {names[0]} and {len(images)} images such "
+                         f'as {min(images)}: select only the shards by source="{chosen}", or move them away.')
+    saved = {parent for parent in map(posixpath.dirname, names) if posixpath.join(parent, "state.json") in there}
+    sets = dict.fromkeys(parent if (parent := posixpath.dirname(name)) in saved else set_of(name) for name in names)
+    if len(sets) > 1 and not mixed:
+        chosen, found = max(sets, key=lambda name: "train" in name), a_few([name or "others" for name in sets])
+        raise ValueError(f"{where} holds {len(sets)} splits or sets ({found}): name one of them, as in "
+                         f'source="{folder / chosen}".')
+    return in_order_of_state(folder, min(saved), names, where) if len(saved) == 1 else names
+
+
+def in_order_of_state(root: Path, folder: str, names: list[str], where: str) -> list[str]:
+    """Returns the files of a folder that `save_to_disk` wrote, as its state.json has them."""
+    state = json.loads((root / folder / "state.json").read_bytes())
+    if not state.get("_data_files"):
+        return names
+    if state.get("_indices_data_files"):
+        raise ValueError(f"{where} selects rows by {state['_indices_data_files'][0]['filename']}, as an old "
+                         "version of datasets wrote: load it and save it again.")
+    files = [posixpath.join(folder, file["filename"]) for file in state["_data_files"]]
+    if lacking := [name for name in files if name not in names]:
+        raise ValueError(f"{where} lacks {len(lacking)} of the {len(files)} files that state.json names, "
+                         f"{lacking[0]} first: copy it again.")
+    return files
+
+
+def set_of(name: str) -> str:
+    """Returns what the shards of one split share, as a pattern: data/train-*-of-00294.parquet; empty where unknown."""
+    folder, base = posixpath.split(name)
+    if found := re.fullmatch(r"(.*?-)?\d+(-of-\d+)\b.*(\.\w+)", base):
+        return posixpath.join(folder, f"{found[1] or ''}*{found[2]}*{found[3]}")
+    if split := next((word for word in re.split(r"[-_.]", base) if word.lower() in SPLITS), None):
+        return posixpath.join(folder, f"*{split}*")
+    parts = folder.split("/")
+    return "/".join(parts[: next((i for i, part in enumerate(parts, 1) if part.lower() in SPLITS), 0)])
+
+
+# ---- a shard --------------------------------------------------------------------------------------------------------
+
+
+def import_pyarrow() -> None:
+    try:
+        import pyarrow  # noqa: F401
+    except ImportError:
+        raise ValueError("Parquet and arrow files are read by pyarrow, which is missing: pip install "
+                         f"{PYARROW}") from None
+
+
+class RowGroup:
+    """The images of one row group, read as far as was asked for, and kept in a temporary file where they are many."""
+
+    def __init__(self, batches: Iterator[list[bytes | None]], where: str):
+        self.batches, self.where, self.lock = batches, where, threading.Lock()
+        self.file = tempfile.SpooledTemporaryFile(IN_MEMORY)  # noqa: SIM115 (for as long as it is read)
+        self.places: list[tuple[int, int] | None] = []
+        self.end = 0
+
+    def read(self, row: int) -> bytes | None:
+        """Reads an image, and those before it that no call has read yet."""
+        with self.lock:
+            while len(self.places) <= row:
+                if (batch := next(self.batches, None)) is None:  # another thread was told why
+                    raise ValueError(f"{self.where} is damaged after row {len(self.places)} of a row group.")
+                for image in batch:
+                    self.places.append(None if image is None else (self.end, len(image)))
+                    self.file.seek(self.end)
+                    self.end += self.file.write(image or b"")
+            if self.places[row] is None:
+                return None
+            start, size = self.places[row]
+            self.file.seek(start)
+            return self.file.read(size)
+
+class Parquet:
+    """One parquet file; its images are read from the start of their row group on."""
+
+    def __init__(self, path: Path):
+        import pyarrow.parquet
+
+        self.path, self.groups, self.kept, self.lock = path, WeakValueDictionary(), threading.local(), threading.Lock()
+        with pyarrow.parquet.ParquetFile(path) as file:
+            self.schema, self.metadata = file.schema_arrow, file.metadata
+        sizes = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
+        self.starts = [0, *itertools.accumulate(sizes)]
+
+    def batches(self, column: Column, groups: list[int] | None = None, size: int = 4096) -> Iterator[list]:
+        import pyarrow.parquet
+
+        try:
+            with pyarrow.parquet.ParquetFile(self.path, metadata=self.metadata, buffer_size=2**20) as file:
+                for batch in file.iter_batches(size, groups, [".".join(column)], use_threads=False):
+                    values = batch.column(0).to_pylist()
+                    for part in column[1:]:
+                        values = [value and value[part] for value in values]
+                    yield values
+        except (pyarrow.ArrowException, OSError) as error:
+            raise ValueError(f"{self.path} is damaged in its column {column[0]} ({first_line(error)}): download it "
+                             "again.") from error
+
+    def image(self, row: int, column: Column) -> bytes | None:
+        number = bisect.bisect_right(self.starts, row) - 1
+        with self.lock:
+            group = self.groups.get(number)
+            if group is None:
+                group = self.groups[number] = RowGroup(self.batches(column, [number], ROWS), str(self.path))
+        self.kept.group = group  # for as long as this thread reads in it
+        return group.read(row - self.starts[number])
+
+
+class Arrow:
+    """One arrow file, mapped into memory."""
+
+    def __init__(self, path: Path):
+        import pyarrow
+
+        mapped = pyarrow.memory_map(str(path))
+        try:
+            self.table = pyarrow.ipc.open_stream(mapped).read_all()
+        except pyarrow.ArrowInvalid:  # a feather file, which has its index at the end
+            self.table = pyarrow.ipc.open_file(mapped).read_all()
+        self.path, self.schema = path, self.table.schema
+        self.starts = [0, *itertools.accumulate(batch.num_rows for batch in self.table.to_batches())]
+
+    def batches(self, column: Column) -> Iterator[list]:
+        for chunk in self.table.column(column[0]).chunks:
+            for part in column[1:]:
+                chunk = chunk.field(part)
+            yield chunk.to_pylist()
+
+    def image(self, row: int, column: Column) -> bytes | None:
+        value = self.table.column(column[0])[row]
+        for part in column[1:]:
+            value = value[part] if value.is_valid else value
+        return value.as_py()
+
+
+def open_shard(path: Path) -> Parquet | Arrow:
+    """Opens a shard by its footer or its schema; raises ValueError where it is damaged, or stands for another."""
+    import pyarrow
+
+    with open(path, "rb") as file:
+        if file.read(11) == b"version htt":
+            raise ValueError(f"{path} is a pointer of Git LFS, which stands for the file: fetch that by git lfs pull.")
+    try:
+        return Parquet(path) if path.suffix.lower() == ".parquet" else Arrow(path)
+    except (pyarrow.ArrowException, OSError) as error:
+        raise ValueError(f"{path} is not a complete {path.suffix[1:]} file ({first_line(error)}): download it "
+                         "again.") from error
+
+
+# ---- columns --------------------------------------------------------------------------------------------------------
+
+
+def features_of(shard: Parquet | Arrow) -> dict[str, dict]:
+    """Returns what `datasets` says of the columns, in the schema or beside the file; empty where it says nothing."""
+    text = (shard.schema.metadata or {}).get(b"huggingface")
+    beside = shard.path.parent / "dataset_info.json"
+    try:
+        info = json.loads(text)["info"] if text else json.loads(beside.read_bytes()) if beside.is_file() else {}
+        features = info.get("features") or {}
+        return {name: feature if isinstance(feature, dict) else {"_type": "List", "feature": feature[0]}
+                for name, feature in features.items()}
+    except (ValueError, KeyError, TypeError, AttributeError):  # of another version, or another program's
+        return {}
+
+
+def class_names_of(feature: dict) -> list[str] | None:
+    if feature.get("_type") != "ClassLabel":
+        return None
+    return [*map(str, feature.get("names") or range(feature.get("num_classes") or 0))]
+
+
+def only(value: list | None, where: str) -> Any:
+    if value and len(value) > 1:
+        raise ValueError(f"{where} has {str(value)[:60]} as labels, but an image can have only one class.")
+    return value[0] if value else None
+
+
+def describe(field: Any, feature: dict) -> str:
+    """Writes a column and its type, in the words of `datasets` where it describes it."""
+    kind = feature.get("_type", "Value")
+    if kind in LISTS:
+        inner = feature.get("feature") or {}
+        kind = f"list of {inner.get('_type', 'values') if isinstance(inner, dict) else 'values'}"
+    if names := class_names_of(feature):
+        kind = f"ClassLabel of {len(names):,}"
+    return f"{field.name}: {re.sub(r'<.*', '', str(field.type)) if kind == 'Value' else kind}"
+
+
+def is_text(kind: Any) -> bool:
+    return str(kind) in ("string", "large_string", "string_view")
+
+
+def is_binary(kind: Any) -> bool:
+    return str(kind) in ("binary", "large_binary", "binary_view")
+
+
+def images_in(field: Any, feature: dict) -> Column | None:
+    """Returns the column, or the part of it, that may hold the files of images; None for others, such as sounds."""
+    from pyarrow import types
+
+    if feature.get("_type", "Image") not in ("Image", "Value"):
+        return None
+    if types.is_struct(field.type) and (place := field.type.get_field_index("bytes")) >= 0:
+        return (field.name, "bytes") if is_binary(field.type.field(place).type) else None
+    return (field.name,) if is_binary(field.type) else None
+
+
+def may_be_labels(kind: Any) -> bool:
+    from pyarrow import types
+
+    if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
+        return may_be_labels(kind.value_type)
+    return (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
+            or is_text(kind))
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Rows:
+    """The rows of shards, of which the column `image` holds the images."""
+
+    where: str                          # the source, for messages
+    files: Listing
+    shown: list[str]                    # of each shard, its name below the source
+    shards: list[Parquet | Arrow]
+    image: Column = ()
+
+    def __post_init__(self):
+        self.schema, self.features = self.shards[0].schema, features_of(self.shards[0])
+        self.starts = [0, *itertools.accumulate(shard.starts[-1] for shard in self.shards)]
+
+    def __len__(self) -> int:
+        return self.starts[-1]
+
+    @cached_property
+    def columns(self) -> str:
+        return ", ".join(describe(field, self.features.get(field.name, {})) for field in self.schema)
+
+    def read(self, row: int) -> bytes:
+        """Returns the bytes of a row's image; raises UnreadableImage where there are none."""
+        number = bisect.bisect_right(self.starts, row) - 1
+        if (image := self.shards[number].image(row - self.starts[number], self.image)) is None:
+            raise UnreadableImage("the row has no image, or only its path")
+        return image
+
+    def values(self, column: Column) -> list:
+        return [value for shard in self.shards for batch in shard.batches(column) for value in batch]
+
+    def paths(self) -> list[str]:
+        """Returns the names of files that stand beside the images, of a usual column; empty where there are none."""
+        kind = self.schema.field(self.image[0]).type
+        if len(self.image) == 1 or kind.get_field_index("path") < 0:
+            return []
+        paths = self.values((self.image[0], "path"))
+        return [path or "" for path in paths] if any(paths) else []
+
+    def listing(self, named: bool) -> Listing:
+        """Lists the rows like files, `named` by the paths beside their images.
+
+        Raises ValueError where the first row has a path in place of an image, and where there are no paths.
+        """
+        if len(self.image) > 1 and self.shards[0].image(0, self.image) is None and (paths := self.paths())[:1] > [""]:
+            raise ValueError(f"{self.where} has paths such as {paths[0]} in its column {self.image[0]}, and "
+                             "not the images: name their folder, or embed them by datasets' save_to_disk.")
+        shown = [f"{name} row {row}" for name, shard in zip(self.shown, self.shards, strict=True)
+                 for row in range(shard.starts[-1])]
+        names = [clean(path) for path in self.paths()] if named else shown
+        if not names:
+            raise ValueError(f"{self.where} has no names of files in its column {self.image[0]}: set "
+                             "labels=folders, for its column of labels, or labels=none.")
+        begins = [start + first for start, shard in zip(self.starts, self.shards, strict=False)
+                  for first in shard.starts[:-1]]
+        return Listing(names, self.read, shown, self.files.path, self.files.title, quick=np.array(begins))
+
+    def choose_labels(self, asked: str | None) -> str | None:
+        """Returns the column of classes: the one asked for, the only ClassLabel, or the only one with a usual name.
+
+        None where there is none. Raises ValueError where several may be meant.
+        """
+        usable = [field.name for field in self.schema if may_be_labels(field.type)]
+        if asked is not None and asked not in usable:
+            raise ValueError(f"label_column={asked} is no column of numbers or text: {self.where} has the "
+                             f"columns {self.columns}.")
+        labelled = [name for name in usable if self.features.get(name, {}).get("_type") == "ClassLabel"]
+        usual = [name for name in labelled or usable if head_of(name) in LABEL_HEADS]
+        found = [asked] if asked else labelled if len(labelled) == 1 else usual or labelled
+        if len(found) > 1:
+            raise ValueError(f"{self.where} has {len(found)} columns of labels ({', '.join(found)}): choose "
+                             f"one, as in label_column={found[0]}, or set labels=none.")
+        return found[0] if found else None
+
+    def labels(self, column: str) -> tuple[np.ndarray, list[int], list[str], list[str]]:
+        """Returns labels (n,), the rows that have one, the classes' names, and notes.
+
+        -1 is no label, as the Hub has it for the rows of a test split. Raises ValueError where no row has a label,
+        and for a label that is no class.
+        """
+        feature, values = self.features.get(column, {}), self.values((column,))
+        where, remedy = f"{self.where}, column {column},", "choose another label_column"
+        names = class_names_of(feature)
+        if feature.get("_type") in LISTS:
+            names, values = class_names_of(feature.get("feature") or {}), [only(value, where) for value in values]
+        values = [None if value in (-1, []) else value if names else as_label(value, where) for value in values]
+        kept = [row for row, value in enumerate(values) if value is not None]
+        if not kept:
+            raise ValueError(f"{where} has no label (-1 or null) for any of {len(values):,} rows, as the Hub's test "
+                             "splits have: choose another split, or set labels=none.")
+        if names is None:
+            labels, names = number_classes([values[row] for row in kept], where, remedy)
+        else:
+            labels = np.array([values[row] for row in kept], dtype=np.int64)
+            check_labels(labels, len(names), where, remedy)
+        notes = []
+        if lacking := len(values) - len(kept):
+            notes.append(f"Column {column}: {lacking:,} of {len(values):,} rows have no label (-1 or null) and are "
+                         "left out.")
+        if empty := len(names) - len(np.unique(labels)):
+            notes.append(f"Column {column}: {empty:,} of its {len(names):,} classes have no image.")
+        return labels, kept, names, notes
+
+
+def open_rows(listing: Listing, names: list[str], where: str, image_column: str | None = None) -> Rows:
+    """Opens shards as rows; raises ValueError where they hold no images or differ in their columns."""
+    import_pyarrow()
+    opened = [(name, open_shard(listing.path / name)) for name in names]
+    opened = [(name, shard) for name, shard in opened if shard.starts[-1]]
+    if not opened:
+        raise ValueError(f"{where} holds {len(names)} shards without rows.")
+    rows = Rows(where, listing, [name for name, _ in opened], [shard for _, shard in opened])
+    parts = {field.name: part for field in rows.schema
+             if (part := images_in(field, rows.features.get(field.name, {})))}
+    images = [name for name in parts if rows.features.get(name, {}).get("_type") == "Image"] or [*parts]
+    if image_column is not None:
+        if image_column not in parts:
+            raise ValueError(f"image_column={image_column} holds no images: {where} has the columns "
+                             f"{rows.columns}.")
+        images = [image_column]
+    if not images:
+        raise ValueError(f"{where} has no column with one image a row: its columns are {rows.columns}.")
+    if len(images) > 1:
+        raise ValueError(f"{where} has {len(images)} columns of images ({', '.join(images)}): choose "
+                         f"one, as in image_column={images[0]}.")
+    for name, shard in opened:
+        features = features_of(shard)
+        other = {field.name: (images_in(field, features.get(field.name, {})),
+                              class_names_of(features.get(field.name, {}))) for field in shard.schema}
+        ours = {field.name: (parts.get(field.name), class_names_of(rows.features.get(field.name, {})))
+                for field in rows.schema}
+        if other != ours:
+            raise ValueError(f"{name} has other columns or classes than {rows.shown[0]}: name shards of one set.")
+    rows.image = parts[images[0]]
+    return rows
+
+
+def count_lacking(rows: Rows) -> str | None:
+    """Returns a line where shards are fewer than their names count, such as 3 of train-00000-of-00294.parquet."""
+    numbers = [re.search(r"\b(\d+)-of-(\d+)\b", posixpath.basename(name)) for name in rows.files.names]
+    numbers = [(int(found[1]), int(found[2])) for found in numbers if found]
+    if not numbers or len(numbers) >= numbers[0][1]:
+        return None
+    first = min({*range(numbers[0][1])} - {number for number, _ in numbers})
+    return (f"{len(numbers):,} of {numbers[0][1]:,} shards are here, as their names count: number {first} is the first "
+            "that is missing.")
