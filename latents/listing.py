@@ -134,8 +134,10 @@ PICKLES = {".pkl", ".pickle", ".pt", ".pth", ".ckpt"}
 
 
 def what_else(file: Path) -> str | None:
-    """Says what a file is that is no archive of images; None for a zip or a tar, complete or not."""
+    """Says what a file is that is no archive of images; None for a zip, a tar or a shard, complete or not."""
     suffix = file.suffix.lower()
+    if suffix in SHARD_SUFFIXES:
+        return None
     if starts_as_zip(file):
         return "numpy's .npz of arrays" if suffix == ".npz" else PICKLED if suffix in PICKLES else None
     with open(file, "rb") as content:
