@@ -8,6 +8,7 @@ import hashlib
 import io
 import json
 import posixpath
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator
@@ -36,6 +37,11 @@ from latents.listing import (
 )
 
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
+# Folders of what is drawn over pictures; a class may have a name of the second kind, so they count where names agree.
+MASKS = {"annotations", "trimaps", "ground_truth", "groundtruth", "gtfine", "gtcoarse", "masks", "segmentations",
+         "segmentationclass", "segmentationobject"}
+PERHAPS_MASKS = {"mask", "gt", "seg", "segmentation", "label", "labels", "matte", "alpha", "annotation", "trimap"}
+OF_A_MASK = re.compile(rf"(.+)[_-]({'|'.join(PERHAPS_MASKS)})", re.IGNORECASE)
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow hands others to programs
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # prompts and workflows exceed Pillow's 1 MB
 LARGE = 2**28  # bytes of a file that might hold labels; a larger one is not looked at
@@ -269,7 +275,7 @@ def of_choice(listing: Listing, images: list[int], labels: str) -> ImageSource:
     if labels == "none":
         return one_class(listing, images)
     if labels == "names":
-        pairs = [(listing.names[i], stem_of(listing.names[i]).rpartition("_")[0] or None) for i in images]
+        pairs = [(listing.names[i], class_in_name(listing.names[i])) for i in images]
         return of_pairs(listing, images, pairs, "names", "the form <class>_<number>")
     return of_file(listing, images, labels)
 
@@ -297,6 +303,7 @@ def of_rows(rows: Rows, labels: str, label_column: str | None) -> ImageSource:
 def make_source(listing: Listing, images: list[int], labels: np.ndarray, class_names: list[str], left_out: list = (),
                 notes: list[str] = ()) -> ImageSource:
     """Makes a source of files by their numbers in a listing."""
+    warn_of_masks(listing, images)
     places = np.array(images, dtype=np.int64)
     return ImageSource([listing.shown[i] for i in images], labels, class_names, [*listing.left_out, *left_out],
                        lambda index: listing.read(int(places[index])), [*notes], listing)
@@ -338,6 +345,29 @@ def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> 
     labels = np.array([label_of[folders[k]] for k in order], dtype=np.int64)
     hints = [hint] if len(class_names) == 1 and (hint := find_unread_labels(listing, images)) else []
     return make_source(listing, [images[k] for k in order], labels, class_names, notes=hints)
+
+
+def warn_of_masks(listing: Listing, images: list[int]) -> None:
+    """Warns of masks, trimaps and ground truth beside pictures, which would be trained on."""
+    if listing.tars:  # whose samples have one picture each
+        return
+    folders = {folder: {*folder.lower().split("/")} for folder in {posixpath.dirname(listing.names[i]) for i in images}}
+
+    def in_one_of(words: set[str], i: int) -> bool:
+        return not words.isdisjoint(folders[posixpath.dirname(listing.names[i])])
+
+    plain = {i: found[1] if (found := OF_A_MASK.fullmatch(stem_of(listing.names[i]))) else stem_of(listing.names[i])
+             for i in images if in_one_of(MASKS | PERHAPS_MASKS, i) or OF_A_MASK.fullmatch(stem_of(listing.names[i]))}
+    if not plain:  # as nearly always: the names of millions are not copied
+        return
+    stems = {stem_of(listing.names[i]) for i in images if not in_one_of(MASKS | PERHAPS_MASKS, i)}
+    masks = [i for i, stem in plain.items() if in_one_of(MASKS, i) or stem in stems]
+    if 0 < len(masks) < len(images):
+        pictures = posixpath.commonpath({posixpath.dirname(f"/{listing.names[i]}") for i in {*images} - {*masks}})
+        is_apart = not any(f"/{listing.names[i]}".startswith(f"{pictures.rstrip('/')}/") for i in masks)
+        remedy = f"name that of the pictures, as in source={listing.path}{pictures}" if is_apart else "move them away"
+        warnings.warn(f"source={listing.path} has {len(masks):,} images among {len(images):,} that look like masks of "
+                      f"the others, such as {listing.shown[masks[0]]}, and all are used: {remedy}.", stacklevel=4)
 
 
 # ---- classes from a file --------------------------------------------------------------------------------------------
@@ -420,6 +450,15 @@ def of_pairs(listing: Listing, images: list[int], pairs: Pairs, labels: str, wha
     return make_source(listing, kept, numbers, class_names, left_out, notes)
 
 
+def class_in_name(name: str) -> str | None:
+    """Returns what precedes the last underscore, as in ADM, else the number: cat_0.png, cat.0.png, cat (0).png."""
+    stem = stem_of(name)
+    if "_" in stem:
+        return stem.rpartition("_")[0] or None
+    word = re.fullmatch(r"(.*[^\W\d].*?)[ .-]+\(?\d+\)?", stem)
+    return word[1] if word else None
+
+
 def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
     """Returns a line on a file beside the images that holds their classes, or on classes in their names."""
     stems = {stem_of(listing.names[i]) for i in images}
@@ -440,10 +479,10 @@ def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
             found = any(word in file.name.lower() for word in ("label", "class", "annotation", "solution"))
         if found:
             return f"{file} looks like labels and is not read, so that there is one class: labels={file} reads it."
-    prefixes = sorted({stem_of(listing.names[i]).rpartition("_")[0] for i in images})
-    if prefixes[0] and 2 <= len(prefixes) <= len(images) / 2:
-        return (f"The names begin with {len(prefixes)} words before a last underscore ({a_few(prefixes)}): "
-                f"labels=names makes them classes.")
+    words = {class_in_name(listing.names[i]) for i in images}
+    if None not in words and 2 <= len(words) <= len(images) / 2:
+        return (f"The names begin with {len(words)} words before a last underscore or number "
+                f"({a_few(sorted(words))}): labels=names makes them classes.")
     return None
 
 

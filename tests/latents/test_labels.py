@@ -165,6 +165,8 @@ def test_names_and_none(tmp_path):
     ({f"val/images/{name}": data for name, data in FLAT.items()} | {"val/val_annotations.txt": "0000.png\tn01443537\t0\t0\t1\t1\n"}, "val/images", "val_annotations.txt"),
     ({f"ILSVRC/Data/CLS-LOC/val/{name}": data for name, data in FLAT.items()} | {"LOC_val_solution.csv": "ImageId,PredictionString\n0000,n01 1 2 3 4\n"}, "ILSVRC/Data/CLS-LOC/val", "LOC_val_solution.csv"),
     (numbered(*(f"{name}_{i}.png" for name in PETS for i in range(2))), "", "labels=names"),
+    (numbered(*(f"{name}.{i}.jpg" for name in PETS for i in range(2))), "", "labels=names"),  # Kaggle's dogs and cats
+    (numbered(*(f"big {name} ({i}).jpg" for name in PETS for i in range(2))), "", "labels=names"),
 ])  # fmt: skip
 def test_where_one_class_is_found_one_line_names_what_was_not_read(tmp_path, files, source, words):
     found = open_source(put(tmp_path / "set", files) / source)
@@ -172,6 +174,37 @@ def test_where_one_class_is_found_one_line_names_what_was_not_read(tmp_path, fil
     if "labels=names" not in words:  # the line says what to type
         place = found.notes[0].partition("labels=")[2].removesuffix(" reads it.")
         assert open_source(tmp_path / "set" / source, labels=place).class_names != found.class_names
+
+
+def test_names_with_a_dot_or_brackets_before_the_number_are_classes_and_dates_are_not(tmp_path):
+    files = numbered("cat.0.png", "cat.10.png", "dog.0.png", "big dog (2).png", "owl-7.png")
+    assert set(classes(open_source(put(tmp_path / "set", files), labels="names")).values()) == {"cat", "dog", "big dog", "owl"}
+    dates = open_source(put(tmp_path / "dates", numbered(*(f"2019-0{k // 4 + 1}-0{k}.png" for k in range(8)))))
+    assert dates.notes == [] and len(dates.class_names) == 1
+
+
+MVTEC = ["train/good/000.png", "test/good/000.png", "test/broken/000.png", "ground_truth/broken/000_mask.png"]
+
+
+@pytest.mark.parametrize(("pictures", "masks", "remedy"), [
+    (["images/a_1.jpg", "images/a_2.jpg"], ["annotations/trimaps/a_1.png", "annotations/trimaps/a_2.png"], "as in source=.*set/images"),
+    ([f"{kind}/{name}" for kind in ("bottle", "cable") for name in MVTEC[:3]], [f"{kind}/{MVTEC[3]}" for kind in ("bottle", "cable")], "move them away"),
+    (["benign/b (1).png", "normal/n (1).png"], ["benign/b (1)_mask.png", "normal/n (1)_mask.png"], "move them away"),
+    (["train/a.jpg"], ["train_masks/a_mask.gif"], "as in source=.*set/train"),
+    (["JPEGImages/1.jpg", "JPEGImages/2.jpg"], ["SegmentationClass/1.png"], "as in source=.*set/JPEGImages"),
+    (["x/1.jpg"], ["x/mask/1.png"], "move them away"),
+])  # fmt: skip
+def test_masks_beside_pictures_are_warned_of(tmp_path, recwarn, pictures, masks, remedy):
+    source = put(tmp_path / "set", numbered(*pictures, *masks))
+    with pytest.warns(UserWarning, match=rf"has {len(masks)} images among .* masks of the others, such as {masks[0].partition('/')[0]}.*{remedy}"):
+        open_source(source, labels="none")
+    recwarn.clear()
+    put(tmp_path / "alone", numbered(*pictures))
+    put(tmp_path / "only", numbered(*masks))
+    put(tmp_path / "faces", numbered("mask/1.png", "mask/2.png", "face/3.png"))
+    for folder in ("alone", "only", "faces"):
+        open_source(tmp_path / folder, labels="none")
+    assert not recwarn.list
 
 
 def test_captions_and_files_of_other_images_are_not_read_as_labels(tmp_path):
