@@ -21,6 +21,7 @@ from PIL import Image, PngImagePlugin, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
 from latents.hub import Rows, count_lacking, find_shards, open_rows
+from latents.ilsvrc import VALIDATION, read_validation
 from latents.labels import LABEL_SUFFIXES, Pairs, match, number_classes, read_pairs, stem_of
 from latents.listing import (
     IMAGE_SUFFIXES,
@@ -277,6 +278,11 @@ def of_choice(listing: Listing, images: list[int], labels: str) -> ImageSource:
     if labels == "names":
         pairs = [(listing.names[i], class_in_name(listing.names[i])) for i in images]
         return of_pairs(listing, images, pairs, "names", "the form <class>_<number>")
+    if (known := read_validation(labels)) is not None:
+        found = of_pairs(listing, images, known[0], labels, "its names")
+        numbers = np.searchsorted(known[1], found.class_names)
+        found.labels, found.class_names = numbers[found.labels], known[1]
+        return found
     return of_file(listing, images, labels)
 
 
@@ -479,6 +485,9 @@ def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
             found = any(word in file.name.lower() for word in ("label", "class", "annotation", "solution"))
         if found:
             return f"{file} looks like labels and is not read, so that there is one class: labels={file} reads it."
+    if all(map(VALIDATION.fullmatch, stems)):
+        return ("These are ILSVRC's validation images, here in one class: their labels are in its devkit, as in "
+                "labels=ILSVRC2012_devkit_t12.tar.gz, and in Kaggle's LOC_val_solution.csv.")
     words = {class_in_name(listing.names[i]) for i in images}
     if None not in words and 2 <= len(words) <= len(images) / 2:
         return (f"The names begin with {len(words)} words before a last underscore or number "

@@ -17,6 +17,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
+from tqdm import tqdm
+
+from runtime.notebook import is_hidden as hides_bars
 
 TARS = r"\.(tar(\.\w+)?|tgz)$"
 IMAGE_SUFFIXES = {".apng", ".avif", ".bmp", ".gif", ".j2k", ".jfif", ".jif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm",
@@ -259,15 +262,20 @@ def find_tars(pattern: str | Path) -> list[Path]:
     return sorted({Path(file) for files in found.values() for file in files})
 
 
-def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
-    """Yields the members of a tar; raises ValueError where it is compressed, or does not end as a tar does."""
+def tar_members(file: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
+    """Yields the members of a tar, or of one that begins at byte `start` of it.
+
+    Raises ValueError where it is compressed, or does not end as a tar does.
+    """
     try:
-        with tarfile.open(file, "r:") as tar:
-            for member in tar:
-                tar.members = []  # which would take a kilobyte a member
-                yield member
-            tar.fileobj.seek(tar.offset)
-            if tar.fileobj.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end
+        with open(file, "rb") as content:
+            content.seek(start)
+            with tarfile.open(fileobj=content, mode="r:") as tar:
+                for member in tar:
+                    tar.members = []  # which would take a kilobyte a member
+                    yield member
+            content.seek(tar.offset)
+            if content.read(tarfile.BLOCKSIZE) != bytes(tarfile.BLOCKSIZE):  # tarfile takes any end for the end
                 raise tarfile.ReadError(f"it has no end mark at byte {tar.offset:,}")
     except tarfile.TarError as error:
         if what := what_else(file):
@@ -276,23 +284,50 @@ def tar_members(file: Path) -> Iterator[tarfile.TarInfo]:
                          "again.") from error
 
 
+Places = dict[str, tuple[int, int]]  # of files in a tar by their names: the first byte and the size
+
+
+def find_in_tar(tar: Path, start: int = 0) -> tuple[Places, list[tuple[str, str]]]:
+    """Finds the files of a tar, and what is none; of two with one name the later counts."""
+    found, left_out = {}, []
+    for member in tar_members(tar, start):
+        if member.isfile():
+            found[member.name] = member.offset_data, member.size
+        elif member.islnk() and member.linkname in found:
+            found[member.name] = found[member.linkname]
+        elif not member.isdir():
+            left_out.append((f"{tar.name}/{as_text(member.name)}",
+                             "is a link or a device, which a tar holds no bytes of"))
+    return found, left_out
+
+
 def list_tars(tars: list[Path], path: Path) -> Listing:
-    """Lists tars in their order, which is the fast order to read them in; a hard link is the file it leads to."""
+    """Lists tars in their order, which is the fast order to read them in; a hard link is the file it leads to.
+
+    A tar in a tar is a folder with its name, as in ILSVRC's tar of a tar for each class, and so are tars that are
+    named by WordNet ids.
+    """
     names, shown, where, left_out = [], [], [], []
+    are_classes = len(tars) > 1 and all(re.fullmatch(r"n\d{8}", tar.stem) for tar in tars)
+
+    def add(number: int, folder: str, found: Places) -> None:
+        texts = [folder + as_text(name) for name in found]
+        names.extend(map(clean, texts))
+        shown.extend(f"{tars[number].name}/{name}" for name in texts)
+        where.extend((number, *place) for place in found.values())
+
     for number, tar in enumerate(tars):
-        found: dict[str, tuple[int, int]] = {}  # of two members with one name the later counts
-        for member in tar_members(tar):
-            if member.isfile():
-                found[member.name] = member.offset_data, member.size
-            elif member.islnk() and member.linkname in found:
-                found[member.name] = found[member.linkname]
-            elif not member.isdir():
-                left_out.append((f"{tar.name}/{as_text(member.name)}",
-                                 "is a link or a device, which a tar holds no bytes of"))
-        texts = [as_text(name) for name in found]
-        names += map(clean, texts)
-        shown += [f"{tar.name}/{name}" for name in texts]
-        where += [(number, *place) for place in found.values()]
+        found, others = find_in_tar(tar)
+        left_out += others
+        inner = {name: found.pop(name) for name in [*found] if name.lower().endswith(".tar")}
+        add(number, f"{tar.stem}/" if are_classes else "", found)
+        for name, (start, size) in tqdm(inner.items(), desc=f"listing {tar.name}", unit="tar", delay=2,
+                                        disable=hides_bars()):
+            inside, others = find_in_tar(tar, start)
+            if any(offset + length > start + size for offset, length in inside.values()):
+                raise ValueError(f"{tar}: {name} in it is not complete: copy it again.")
+            left_out += others
+            add(number, f"{as_text(name)[:-4]}/", inside)
     places = np.array(where, dtype=np.int64).reshape(-1, 3)
 
     def read(index: int) -> bytes:
