@@ -10,7 +10,7 @@ from accelerate.utils import broadcast_object_list
 from scoring.feature_cache import FeatureCache
 from scoring.features import Extractor
 from scoring.image_sets import Indexed
-from scoring.metrics import frechet_distance, kernel_distance, monge_distance, precision_recall
+from scoring.metrics import SPLIT, frechet_distance, kernel_distance, monge_distance, precision_recall
 from scoring.statistics import Reference, available_metrics
 from scoring.tally import Tally, fill
 
@@ -52,6 +52,9 @@ def score_on(judges: list[Judge], batches: Indexed, count: int, progress: str | 
     for judge in judges:
         judge.metrics = available_metrics(judge.extractor, judge.reference, judge.metrics, count)
         judge.reference.complete(judge.extractor, judge.metrics)
+        if "inception_score" in judge.metrics and count > SPLIT and count % SPLIT:
+            state.print(f"The Inception Score is the mean over splits of {SPLIT:,} images, and the last split has only "
+                        f"{count % SPLIT:,} of the {count:,}, which lowers it: score a multiple of {SPLIT:,}.")
         if judge.floor:
             judge.floor.complete(judge.extractor, [judge.extractor.distance])
         of_features = judge.extractor.of_features & {*judge.metrics}
@@ -73,12 +76,14 @@ def score(tally: Tally, judge: Judge) -> dict[str, float]:
             scores[name] = frechet_distance(mu, sigma, *reference.statistics[feature])
     if "inception_score" in metrics:
         scores["inception_score"] = tally.scores.score()
+        if tally.scores.are_sorted():
+            print(f"The images seem sorted by class, which lowers the Inception Score, the mean over splits of "
+                  f"{SPLIT:,} images: shuffle the array, or score a folder.")
     if tally.pool is not None:
-        device = PartialState().device
-        if {"precision", "recall"} & {*metrics}:
-            both = precision_recall(reference.pool.to(device), tally.pool.to(device))
-            scores |= dict(zip(("precision", "recall"), both, strict=True))
         device = tally.moments["pool"].sum.device  # which has float64
+        if {"precision", "recall"} & {*metrics}:
+            both = precision_recall(reference.pool.to(device), tally.pool.to(device), extractor.neighbours)
+            scores |= dict(zip(("precision", "recall"), both, strict=True))
         for name, distance in ((extractor.kernel, kernel_distance), (extractor.monge, monge_distance)):
             if name in metrics:
                 scores[name] = distance(tally.pool.to(device), reference.pool.to(device))

@@ -21,7 +21,7 @@ from torch.nn.functional import adaptive_avg_pool2d, interpolate
 
 from runtime import files
 from runtime.schema import first_line
-from scoring.metrics import exact_float32
+from scoring.metrics import Distances, distances_in_half, exact_float32, squared_distances
 from weights.reading import WHEELS, from_hub, in_wheel, load_torchscript, read_tensors, read_timm
 
 ADM_GRAPH_URL = "https://openaipublic.blob.core.windows.net/diffusion/jul-2021/ref_batches/classify_image_graph_def.pb"
@@ -49,6 +49,7 @@ class Extractor:
     weights: str | None = None  # path of the weights, None where there are none
     sha256: str | None = None   # of the weights
     library: str | None = None  # the package whose version matters
+    neighbours: Distances = squared_distances   # what precision and recall measure distances by
 
     @property
     def kernel(self) -> str:
@@ -190,7 +191,7 @@ def adm(weights: Path | None, sha256: str | None, device: torch.device | str) ->
     return Extractor(
         "adm", "inception-2015", "fid", dict(zip(("pool", "spatial", "probs"), sizes, strict=True)),
         "299x299 by TensorFlow 1's bilinear (no antialiasing, corners not aligned), (x - 128) / 128, inside the graph",
-        compute, str(path), digest, "tensorflow",
+        compute, str(path), digest, "tensorflow", distances_in_half,
     )
 
 
@@ -217,7 +218,7 @@ def inception(weights: Path | None, sha256: str | None, device: torch.device | s
         "inception", "inception-2015", "fid",
         {"pool": 2048, "spatial": 17 * 17 * NUM_SPATIAL, "probs": len(network.fc.weight)},
         "299x299 by TensorFlow 1's bilinear (no antialiasing, corners not aligned), (x - 128) / 128",
-        compute, str(path), digest, "torch-fidelity",
+        compute, str(path), digest, "torch-fidelity", distances_in_half,
     )
 
 

@@ -136,7 +136,7 @@ def open_decoded(
 
 
 def open_files(key: str, path: str, resolution: int | None) -> Images:
-    """Opens a folder or zip of images, which are scored in the order of their hashes, whatever their names are.
+    """Opens a folder or zip of images, which are scored in an order of their hashes, whatever their names are.
 
     The hash of all and their size must be known before the first is scored: ranks share out that reading.
     """
@@ -186,8 +186,17 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
 
     size = [resolution] * 2 if resolution else list(next(iter(sizes))[::-1])
     record = {"path": str(path), "sha256": hashlib.sha256(b"".join(digests)).hexdigest(), "size": size,
-              "not_images": len(source.not_images), "order": "shuffled by the files' SHA-256"}
-    return Images(len(source), read, record, np.array(sorted(range(len(source)), key=digests.__getitem__)))
+              "not_images": len(source.not_images), "order": "shuffled by the files' SHA-256, copies apart"}
+    return Images(len(source), read, record, shuffled(digests))
+
+
+def shuffled(digests: list[bytes]) -> np.ndarray:
+    """Orders files (n,) by a hash of their content and of how many copies come before, which spreads the copies."""
+    copies, keys = Counter(), []
+    for digest in digests:
+        keys.append(hashlib.sha256(digest + copies[digest].to_bytes(8, "big")).digest())
+        copies[digest] += 1
+    return np.array(sorted(range(len(keys)), key=keys.__getitem__))
 
 
 def read_over_ranks(images: Images, chosen: np.ndarray, todo: np.ndarray, batch_size: int) -> Indexed:

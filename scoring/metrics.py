@@ -20,6 +20,7 @@ DRAWN_FROM = 2020   # the seed of both, as torch-fidelity has it
 BLOCK = 10000       # rows and columns of distances that ADM's evaluator looks at in one piece
 
 OverRanks = Callable[[Tensor], Tensor]  # sums a tensor over all processes
+Distances = Callable[[Tensor, Tensor], Tensor]  # features (N, D) and (M, D) -> squared distances (N, M)
 
 
 # ---- features -> statistics -----------------------------------------------------------------------------------------
@@ -77,8 +78,18 @@ class ScoreSums:
 
     def score(self) -> float:
         """Returns exp of the mean KL(p(y|x) || p(y)), averaged over the splits (Salimans et al., arXiv 1606.03498)."""
-        count, p_log_p, p = self.sums[:, :1], self.sums[:, 1], self.sums[:, 2:]
-        return (p_log_p / count[:, 0] + torch.special.entr(p / count).sum(1)).exp().mean().item()
+        return mean_score(self.sums)
+
+    def are_sorted(self) -> bool:
+        """True if full splits score much less than their images at once: each has a part of the classes."""
+        full = self.sums[self.sums[:, 0] == SPLIT]
+        return len(full) > 1 and mean_score(full) < 0.7 * mean_score(full.sum(0, keepdim=True))
+
+
+def mean_score(sums: Tensor) -> float:
+    """Averages the Inception Scores of splits, of whose images `sums` (splits, 2 + classes) are."""
+    count, p_log_p, p = sums[:, :1], sums[:, 1], sums[:, 2:]
+    return (p_log_p / count[:, 0] + torch.special.entr(p / count).sum(1)).exp().mean().item()
 
 
 # ---- statistics -> scores -------------------------------------------------------------------------------------------
@@ -94,6 +105,17 @@ def frechet_distance(mu1, sigma1, mu2, sigma2) -> float:
     mu1, sigma1, mu2, sigma2 = (torch.as_tensor(value, dtype=torch.float64).cpu() for value in given)
     root = sum_of_singular_values(square_root(sigma1).T @ square_root(sigma2))
     return ((mu1 - mu2).square().sum() + sigma1.trace() + sigma2.trace() - 2 * root).item()
+
+
+def why_no_covariance(sigma: Tensor) -> str | None:
+    """Says why a matrix (D, D) is not a covariance, up to rounding in float32; None where it is one."""
+    apart, limit = (sigma - sigma.T).abs().max().item(), 1e-4 * sigma.abs().max().item()
+    if apart > limit:
+        return f"it is not symmetric: entries differ by up to {apart:.3g}"
+    slack = 1e-5 * sigma.trace().item() + 1e-30  # of an eigenvalue; Cholesky shows them in a tenth of the time
+    if torch.linalg.cholesky_ex(sigma + slack * torch.eye(len(sigma), dtype=sigma.dtype)).info:
+        return f"it has negative eigenvalues, down to {torch.linalg.eigvalsh(sigma)[0].item():.3g}"
+    return None
 
 
 def square_root(sigma: Tensor) -> Tensor:
@@ -138,7 +160,7 @@ def norms_in_half(half: Tensor) -> Tensor:
     return total[:, 0] + total[:, 1]
 
 
-def squared_distances(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
+def distances_in_half(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
     """Computes squared distances (N, M) between features (N, D) and (M, D), rounded as ADM's evaluator rounds them.
 
     That is float16 throughout, and float32 where any distance of the block overflows float16. Returns either.
@@ -154,20 +176,38 @@ def squared_distances(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
     return distances
 
 
-def radii(features: Tensor) -> Tensor:
+def squared_distances(u: Tensor, v: Tensor, rows: int = 1000) -> Tensor:
+    """Computes squared distances (N, M) float32 between features (N, D) and (M, D), on a device that has float64.
+
+    Products are float64 and about the mean, so a shift of all features changes no distance. Those of copies are 0.
+    """
+    distances = torch.empty((len(u), len(v)), device=u.device)
+    centre = v.double().mean(0)
+    v = v.double() - centre
+    for part, block in zip(u.split(rows), distances.split(rows), strict=True):
+        part = part.double() - centre
+        norms = part.square().sum(1)[:, None] + v.square().sum(1)
+        exact = torch.addmm(norms, part, v.T, alpha=-2)
+        block[:] = exact.masked_fill_(exact < 1e-12 * norms, 0)  # what float64 leaves of the distance between copies
+    return distances
+
+
+def radii(features: Tensor, measure: Distances) -> Tensor:
     """Computes each feature's squared distance (N,) float32 to its third nearest neighbour among the others (N, D)."""
     reaches = []
     for centres in features.split(BLOCK):
         nearest = torch.full((len(centres), NEIGHBOUR + 1), math.inf, device=features.device)  # and itself
         for others in features.split(BLOCK):
-            distances = squared_distances(centres, others)
+            distances = measure(centres, others)
             for rows, block in zip(nearest.split(1000), distances.split(1000), strict=True):
                 rows[:] = torch.cat([rows, block.float()], 1).topk(NEIGHBOUR + 1, largest=False).values
         reaches.append(nearest[:, -1])
     return torch.cat(reaches)
 
 
-def precision_recall(reference: Tensor, images: Tensor) -> tuple[float, float]:
+def precision_recall(
+    reference: Tensor, images: Tensor, measure: Distances = squared_distances,
+) -> tuple[float, float]:
     """Computes the share of images within the reference's balls, and of the reference within the images'.
 
     Features are (N, D) and (M, D) float32 on one device; a ball reaches to the third nearest neighbour in its own set
@@ -177,13 +217,13 @@ def precision_recall(reference: Tensor, images: Tensor) -> tuple[float, float]:
         raise ValueError(f"Precision and recall use the {NEIGHBOUR} nearest neighbours: {len(reference)} reference "
                          f"images and {len(images)} others are too few.")
     with exact_float32():
-        reference_radii, image_radii = radii(reference), radii(images)
+        reference_radii, image_radii = radii(reference, measure), radii(images, measure)
         within_images = torch.zeros(len(reference), dtype=torch.bool, device=reference.device)
         within_reference = torch.zeros(len(images), dtype=torch.bool, device=reference.device)
         for first in range(0, len(reference), BLOCK):
             for left in range(0, len(images), BLOCK):
                 columns = slice(left, left + BLOCK)
-                distances = squared_distances(reference[first : first + BLOCK], images[columns])
+                distances = measure(reference[first : first + BLOCK], images[columns])
                 for top, part in zip(range(first, len(reference), 1000), distances.split(1000), strict=False):
                     rows, part = slice(top, top + len(part)), part.float()
                     within_images[rows] |= (part <= image_radii[columns]).any(1)

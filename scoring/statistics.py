@@ -16,7 +16,7 @@ from runtime.schema import first_line
 from scoring.feature_cache import SCORING_VERSION, FeatureCache, read_kept, write_kept
 from scoring.features import Extractor, describe_extractor, versions
 from scoring.image_sets import Images, evenly, open_images
-from scoring.metrics import SUBSET
+from scoring.metrics import NEIGHBOUR, SUBSET, why_no_covariance
 from scoring.tally import FEATURE_KEYS, Tally, measure
 
 NEIGHBOURS = 10_000  # images of a folder that all but distances look at, evenly spread: as many as ADM's npz have
@@ -85,7 +85,7 @@ def open_reference(
     """Opens and checks statistics in ADM's keys (mu, sigma, mu_s, sigma_s), images as `open_images` does, or both.
 
     Statistics that are missing are measured on the images, as in ADM. Raises ValueError for what cannot be read,
-    for statistics of other features or dimensions than the extractor's, and for values that are not finite.
+    for statistics of other features or dimensions than the extractor's, and for a sigma that is not a covariance.
     """
     path = Path(path)
     if path.suffix != ".npz":
@@ -107,6 +107,9 @@ def open_reference(
         raise ValueError(f"{key}={path} was measured on {space} features by weights of SHA-256 {digest or 'unknown'}, "
                          f"but features={extractor.name} are {extractor.space} by weights of {extractor.sha256}: make "
                          f"the reference again with the same features.")
+    if not space and {"mu_s", "sigma_s"} & keys and "spatial" not in extractor.sizes:
+        raise ValueError(f"{key}={path} has mu_s and sigma_s, so it was measured on Inception, not on "
+                         f"features={extractor.name}: make a reference from images, such as an npy of its arr_0.")
     statistics = {}
     for feature, names in FEATURE_KEYS.items():
         if not {*names} <= keys or feature not in extractor.sizes:
@@ -116,7 +119,10 @@ def open_reference(
             if found[name].shape != shape or not np.isfinite(found[name]).all():
                 raise ValueError(f"{key}={path} has {name} of shape {found[name].shape}, and features={extractor.name} "
                                  f"need {shape}, all finite: get or make it again, with these features.")
-        statistics[feature] = tuple(torch.from_numpy(found[name].astype(np.float64)) for name in names)
+        mu, sigma = (torch.from_numpy(found[name].astype(np.float64)) for name in names)
+        if why := why_no_covariance(sigma):
+            raise ValueError(f"{key}={path} has {names[1]} that is not a covariance, as {why}: get or make it again.")
+        statistics[feature] = mu, sigma
     images = open_images(key, str(path)) if "arr_0" in keys else None
     record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}
     return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
@@ -173,12 +179,17 @@ def available_metrics(
         has = "spatial" in reference.statistics or (not reference.statistics and reference.images)
         why["sfid"] = None if has else "the reference has no mu_s and sigma_s"
         why["inception_score"] = None
-    why["precision"] = why["recall"] = None if reference.images else "the reference has no images under arr_0"
-    why |= dict.fromkeys((extractor.kernel, extractor.monge), why["precision"])
-    fewest = min(reference.images.count if reference.images else SUBSET, SUBSET if count is None else count)
-    if fewest < SUBSET and not why[extractor.kernel]:
+    why |= dict.fromkeys(("precision", "recall", extractor.kernel, extractor.monge),
+                         None if reference.images else "the reference has no images under arr_0")
+    fewest = min(SUBSET if n is None else n for n in (count, reference.images and reference.images.count))
+    if reference.images and fewest < SUBSET:
         why[extractor.kernel] = f"its subsets have {SUBSET} images, and there are {fewest}"
+    if reference.images and fewest <= NEIGHBOUR:
+        why["precision"] = why["recall"] = f"it needs more than {NEIGHBOUR} images of both sets, and there are {fewest}"
     if asked is None or asked == "all":
+        if reference.images and why["precision"]:
+            raise ValueError(f"Precision cannot be measured, as {why['precision']}: take more images, or set "
+                             f"metrics=[{extractor.distance}].")
         left_out = () if asked else (extractor.kernel, extractor.monge)
         return [name for name, reason in why.items() if reason is None and name not in left_out]
     for name in asked:

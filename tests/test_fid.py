@@ -107,7 +107,7 @@ def test_inception_score_is_the_mean_over_splits_of_5000_in_order():
 
 
 def counted(reference, images):
-    """Precision and recall by the definition, all distances at once."""
+    """Precision and recall by the definition, all distances at once, in float64 from differences."""
     def balls(x):
         return torch.cdist(x, x, compute_mode="donot_use_mm_for_euclid_dist").square().sort(1).values[:, 3]
 
@@ -116,18 +116,68 @@ def counted(reference, images):
             (distances <= balls(images)[:, None] + 1e-9).any(0).double().mean().item())
 
 
+@pytest.mark.parametrize("measure", [metrics.squared_distances, metrics.distances_in_half])
 @pytest.mark.parametrize("block", [10_000, 64])
 @pytest.mark.parametrize("scale", [1, 100])  # 100: the squares overflow float16, and float32 takes over
-def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, scale, monkeypatch):
+def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, scale, measure, monkeypatch):
     monkeypatch.setattr(metrics, "BLOCK", block)
     reference = (normal(150, 40, seed=1) * 2).round() * scale  # whole numbers, so that float16 is exact
     images = (normal(200, 40, seed=2) * 1.8).round() * scale
-    found = metrics.precision_recall(reference.float(), images.float())
+    found = metrics.precision_recall(reference.float(), images.float(), measure)
     assert found == counted(reference, images)
     assert 0.05 < found[0] < 0.95 or 0.05 < found[1] < 0.95  # a test of something
 
 
-def test_too_few_images_for_neighbours_raise_a_one_line_error():
+@pytest.mark.parametrize(("scale", "shift"), [(1, 0), (1, 4096), (10, 0), (1e-3, 4096), (1e6, 0)])  # mean squares up to 1,900, and beyond
+def test_precision_and_recall_of_foreign_features_are_exact_at_any_scale_and_shift(scale, shift):
+    reference, images = ((normal(count, 24, seed=count) * spread + mean).mul(scale).float() + shift for count, spread, mean in
+                         ((300, 1, 0.1), (400, torch.logspace(0.2, -0.2, 24), -0.1)))
+    found = metrics.precision_recall(reference, images)
+    assert found == counted(reference.double(), images.double()) and all(0.2 < share < 0.95 for share in found)
+
+
+def test_copies_lie_in_balls_of_no_radius():
+    features = normal(2, 30).float().repeat_interleave(5, 0) * 100 + 1
+    assert metrics.precision_recall(features, features.flip(0)) == (1, 1)
+
+
+def test_pixels_are_compared_without_rounding(tmp_path):
+    pale = np.random.default_rng(0).integers(236, 248, (260, 16, 16, 3), np.uint8)  # far from zero, and close together
+    np.save(tmp_path / "reference.npy", pale[:120])
+    np.save(tmp_path / "images.npy", pale[120:] // 2 + 122)
+    found = command(tmp_path, images=tmp_path / "images.npy", reference=tmp_path / "reference.npy")["metrics"]
+    pools = [load_extractor("pixels").compute(torch.from_numpy(images))["pool"] for images in (pale[:120], pale[120:] // 2 + 122)]
+    assert (found["precision"], found["recall"]) == counted(*(pool.double() for pool in pools))
+    assert metrics.precision_recall(*pools, metrics.distances_in_half) != counted(*(pool.double() for pool in pools))
+
+
+def test_a_shift_of_all_features_changes_no_distance():
+    one, two = normal(200, 12, seed=1), 1.5 * normal(150, 12, seed=2) + 0.3  # of KID's kernel the origin is a part
+
+    def over_two_ranks(features):
+        sums = [metrics.Moments(12) for _ in range(2)]
+        for part, rank in zip(features.split(17), 1000 * [0, 1], strict=False):
+            sums[rank].add(part)
+        away = torch.cat(features.split(17)[1::2]) - features.mean(0)
+        others = iter([sums[1].count, sums[1].sum + sums[1].count * sums[1].shift, away.T @ away])
+        sums[0].merge(lambda value: value + next(others))
+        return sums[0].mean_and_covariance()
+
+    near, far = (fid.frechet_distance(*over_two_ranks(one + shift), *over_two_ranks(two + shift)) for shift in (0, 1e4))
+    assert far == pytest.approx(near, rel=1e-7) and near == pytest.approx(fid.frechet_distance(*statistics(one), *statistics(two)), rel=1e-9)
+    assert metrics.monge_distance(one + 1e4, two + 1e4) == pytest.approx(metrics.monge_distance(one, two), rel=1e-7)
+
+
+@pytest.mark.parametrize("asked", [None, "all", ["recall"]])
+@pytest.mark.parametrize(("real", "count"), [(3, 40), (40, 3)])
+def test_too_few_images_for_neighbours_are_refused_before_any_is_sampled(real, count, asked, tmp_path, run_folder, monkeypatch):
+    monkeypatch.setattr(drawing.Drawing, "sample", lambda *_: pytest.fail("drawn"))
+    np.savez(tmp_path / "reference.npz", arr_0=shapes(real).numpy())
+    with pytest.raises(SystemExit, match="cannot be measured, as it needs more than 3 images of both sets, and there are 3"):
+        command(tmp_path, checkpoint=run_folder, reference=tmp_path / "reference.npz", num_samples=count, metrics=asked)
+
+
+def test_too_few_features_for_neighbours_raise_a_one_line_error():
     with pytest.raises(ValueError, match="3 nearest neighbours: 3 reference images and 50 others are too few"):
         metrics.precision_recall(normal(3, 4).float(), normal(50, 4).float())
 
@@ -274,6 +324,39 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
             available_metrics(adm, reference, [name])
 
 
+def broken(sigma, name):
+    """Makes a covariance one that is none."""
+    values, vectors = np.linalg.eigh(sigma)
+    values[0] = -0.1 * values[-1]
+    return {"not symmetric": np.triu(sigma), "negative eigenvalues, down to -": vectors * values @ vectors.T, "all finite": sigma * np.nan,
+            "of shape": sigma[:-1]}[name]
+
+
+@pytest.mark.parametrize("why", ["not symmetric", "negative eigenvalues, down to -", "all finite", "of shape"])
+@pytest.mark.parametrize("key", ["sigma", "sigma_s"])
+def test_statistics_whose_covariance_is_none_are_refused(key, why, tmp_path):
+    features = normal(200, 16), normal(200, 24, seed=1)
+    given = dict(zip(("mu", "sigma", "mu_s", "sigma_s"), (array.numpy() for one in features for array in statistics(one)), strict=True))
+    np.savez(tmp_path / "ref.npz", **given | {key: broken(given[key], why)})
+    with pytest.raises(ValueError, match=f"ref.npz has {key} .*{why}"):
+        open_reference(tmp_path / "ref.npz", inception_like())
+
+
+@pytest.mark.parametrize("count", [2, 10, 500])
+def test_rounded_statistics_and_those_of_few_images_are_accepted(count, tmp_path):
+    x = (normal(count, 16) @ normal(16, 16, seed=1)).float().numpy() + 3
+    sigma = (x.T @ x - count * np.outer(x.mean(0), x.mean(0))) / (count - 1)  # in float32, of features far from zero
+    for rounded in (sigma, np.cov(x.T), np.zeros((16, 16))):
+        np.savez(tmp_path / "ref.npz", mu=x.mean(0), sigma=rounded)
+        assert "pool" in open_reference(tmp_path / "ref.npz", inception_like()).statistics
+
+
+def test_adms_statistics_are_never_those_of_another_network_of_as_many_features(tmp_path):
+    np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), mu_s=np.zeros(2023), sigma_s=np.eye(2023), arr_0=shapes(5).numpy())
+    with pytest.raises(ValueError, match="has mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a reference from images"):
+        open_reference(tmp_path / "ref.npz", load_extractor("pixels"))
+
+
 def test_a_reference_of_other_weights_raises_a_one_line_error(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc")
     with pytest.raises(ValueError, match="weights of SHA-256 abc, but features=pixels are pixels-8x8 by weights of None"):
@@ -368,6 +451,41 @@ def test_the_inception_score_of_a_folder_is_that_of_shuffled_images(tmp_path, mo
     assert all(other == pytest.approx(folder, rel=1e-9) for other in (score("folder.zip"), score("other"), score("folder", 97)))
     halves = image_sets.open_images("images", str(tmp_path / "folder")).choose(30)
     assert sorted(halves) == list(range(0, 300, 10)) and list(halves) != sorted(halves)
+
+
+def score_in_splits(images, split, monkeypatch):
+    """Scores images of ten colours, of which each is one class for certain, on Inception's stand-in."""
+    for module in (metrics, evaluation):
+        monkeypatch.setattr(module, "SPLIT", split)
+    adm = replace(inception_like(), compute=lambda x: inception_like().compute(x) | {
+        "probs": torch.nn.functional.one_hot((x[:, 0, 0, 0] // 25).long(), 10).float()}, sizes={"pool": 16, "spatial": 24, "probs": 10})
+    reference = open_reference(images, adm)
+    opened = image_sets.open_images("images", str(images))
+    batches = image_sets.read_over_ranks(opened, opened.choose(opened.count), np.arange(opened.count), 50)
+    return evaluation.score_on([evaluation.Judge(adm, reference, ["inception_score"])], batches, opened.count)[0]["inception_score"]
+
+
+def test_copies_of_images_are_spread_over_the_splits_whatever_they_are_called(tmp_path, monkeypatch):
+    colours = (np.arange(10) * 25 + 5).astype(np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3, 3)
+    for name, order in (("by_class", np.arange(10).repeat(60)), ("mixed", np.tile(np.arange(10), 60))):
+        write_folder(tmp_path / name, torch.from_numpy(colours[order]))
+        assert score_in_splits(tmp_path / name, 300, monkeypatch) == pytest.approx(10, abs=0.2), name  # sorted by content: 5
+    opened = [image_sets.open_images("images", str(tmp_path / name)) for name in ("by_class", "mixed")]
+    first, second = (np.concatenate([one.read(one.choose(600))]) for one in opened)
+    assert np.array_equal(first, second)
+
+
+def test_a_short_last_split_and_sorted_images_are_said_to_lower_the_inception_score(tmp_path, monkeypatch, capsys):
+    colours = (np.arange(100) % 10 * 25 + 5).astype(np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3, 3)
+    np.save(tmp_path / "plain.npy", colours)
+    np.save(tmp_path / "one_more.npy", colours[[*range(100), 0]])
+    np.save(tmp_path / "sorted.npy", np.sort(colours, 0))
+    assert score_in_splits(tmp_path / "plain.npy", 50, monkeypatch) == pytest.approx(10) and not capsys.readouterr().out
+    assert score_in_splits(tmp_path / "one_more.npy", 50, monkeypatch) == pytest.approx(7)  # (10 + 10 + 1) / 3, as in ADM
+    assert capsys.readouterr().out == ("The Inception Score is the mean over splits of 50 images, and the last split has only 1 of the 101, "
+                                       "which lowers it: score a multiple of 50.\n")
+    assert score_in_splits(tmp_path / "sorted.npy", 50, monkeypatch) == pytest.approx(5)
+    assert "The images seem sorted by class, which lowers the Inception Score" in capsys.readouterr().out
 
 
 # ---- images as a reference
@@ -468,7 +586,7 @@ def test_a_folder_a_zip_and_an_npz_of_the_same_images_score_the_same(tmp_path, r
     rows = [command(tmp_path, images=tmp_path / name, reference=reference_npz) for name in ("images", "images.zip", "stored.npz", "packed.npz")]
     assert all(row["metrics"] == pytest.approx(rows[0]["metrics"], rel=1e-9) for row in rows)
     assert rows[0]["images"] == 40 and rows[0]["source"]["not_images"] == 1
-    assert [row["source"]["order"] for row in rows] == 2 * ["shuffled by the files' SHA-256"] + 2 * ["as stored"]
+    assert [row["source"]["order"] for row in rows] == 2 * ["shuffled by the files' SHA-256, copies apart"] + 2 * ["as stored"]
     out = capsys.readouterr().out
     assert "1 files do not have the name of an image and are skipped: notes.txt" in out and "fd_pixels" in out
 
