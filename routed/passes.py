@@ -7,12 +7,13 @@ silently be dense.
 import inspect
 import math
 from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from copy import deepcopy
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from fractions import Fraction
 from functools import cache, partial
 from itertools import takewhile
+from numbers import Integral, Real
 from types import MethodType
 from typing import Any
 
@@ -20,7 +21,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from routed.families import REFUSED, Blocks, Family, bare, encoder_depths, family_of, names_of, network_of, takes_any
+from routed import families
+from routed.families import Blocks, Family, bare, encoder_depths, family_of, names_of, network_of, takes_any
+from routed.trial import TRIED, Trial, Trials
 from routing_module import Route, Router, resolve_routes
 
 
@@ -141,9 +144,10 @@ class Pass:
         self.text: Any = None if routing.family.free else routing.keep
         self.free = 0
         self.keep_mask: Tensor | None = None    # (B, free) bool: these are kept
-        # Of the block at hand: the whole sequence with the tokens that are away; of these, text and others in front.
-        self.length, self.before, self.front = 0, 0, 0
+        # Of the block at hand, with the tokens that are away: its stream, the whole sequence; text and others in front.
+        self.stream, self.length, self.before, self.front = 0, 0, 0, 0
         self.given: dict[str | int, Any] = {}
+        self.between = False                    # true after a block of a route, until the next one
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
         self.index: dict[tuple[int, int], Tensor] = {}  # of a route and a length: where the kept tokens are
         self.away: dict[int, Tensor] = {}  # the tokens before its start
@@ -161,6 +165,8 @@ class Pass:
     def read_call(self, network: nn.Module, given: dict[str, Any]) -> None:
         """Counts tokens by the network's arguments, and refuses what cannot be routed."""
         family, mask = self.routing.family, self.routing.keep_mask
+        if self.trials:
+            self.trials.read_call(given)
         for name in family.alone:
             if given.get(name) is not None and not (isinstance(given[name], tuple) and not given[name]):
                 raise ValueError(f"{name} goes to blocks inside a route, past the routed tokens: call the network "
@@ -177,7 +183,7 @@ class Pass:
             self.text = sorted({range(length)[i] for i in self.text})
         if spec.joined and self.text is None:
             self.text = length - self.free
-        self.length = length + (0 if spec.text is None else self.text)
+        self.stream, self.length = length, length + (0 if spec.text is None else self.text)
         self.before = self.text if (spec.text is not None or spec.joined) and not self.routing.family.text_last else 0
         self.front = front
 
@@ -206,8 +212,11 @@ class Pass:
     def forced(self, r: int, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
         """Returns the ratio and the noise that keep the tokens of keep_mask; the ratio may fall, so that all can."""
         mask, ratio = self.keep_mask, self.routing.routes[r].selection_ratio
-        if mask is None:
+        if self.routing.keep_mask is None:
             return ratio, noise
+        if not isinstance(mask, Tensor):
+            raise ValueError(f"keep_mask is {type(mask).__name__}, but it must be a bool tensor (B, N), or a function "
+                             f"that returns one.")
         if mask.dtype != torch.bool or mask.shape != (len(x), self.free):
             raise ValueError(f"keep_mask is {mask.dtype} {tuple(mask.shape)}, but it must be torch.bool "
                              f"{(len(x), self.free)}: {len(x)} samples, and {self.free} tokens that may be routed.")
@@ -283,12 +292,17 @@ class Pass:
 
     def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Returns a block's arguments, on a route those of the kept tokens."""
+        self.between = False
         routing, spec, names = self.routing, self.routing.specs[block], self.routing.names[block]
         given, r = dict(enumerate(args)) | kwargs, routing.route_of[block]
         given = {argument(names, key): value for key, value in given.items()}
+        tokens, trials = self.tokens_of(block), self.trials
+        x = given.get(tokens)
         if spec.text is not None:
             self.text = given[argument(names, spec.text)].shape[1]
         if r is None:
+            if trials:
+                trials.compare(self, block, x)
             return args, kwargs
         for name, value in given.items():
             plain = bool | int | float | str | None
@@ -297,21 +311,50 @@ class Pass:
             if not all(isinstance(v, plain) for v in value.values()):
                 raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and it is not known which of "
                                  f"them have a value per token: call the network without it, or without routed().")
-        tokens, starts = argument(names, spec.tokens), block == routing.routes[r].start_layer_idx
-        x = given.get(tokens)
+        starts = block == routing.routes[r].start_layer_idx
         if not isinstance(x, Tensor) or x.ndim != 3:
             found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
             raise ValueError(f"{routing.place(block)}: {tokens} is {found}, but tokens (B, N, D) are routed: name "
                              f"their argument by family=Family((Blocks(path, tokens=),)).")
         stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
         self.measure(spec, stream, given.get(spec.front) or 0)
+
+        def as_called(given: dict) -> tuple[tuple, dict]:
+            return tuple(given[argument(names, i)] for i in range(len(args))), {name: given[name] for name in kwargs}
+
+        if trials:
+            trials.compare(self, block, x)
+            trials.check_batch(self, block, x)
         if starts:
             self.draw(x, r, block)
+            if routing.own:
+                self.check_named(block, given, stream)
+        self.given = dict(given)
+        if trials:
+            trials.try_block(self, block, self.given, as_called)
         if starts or spec.whole:
             given[tokens] = routing.router.start_route(x, self.stayed(r, stream))
-        if starts and routing.own:
-            self.check_named(block, given, {argument(names, key) for key in (tokens, spec.text, spec.front)}, stream)
         self.given = dict(given)
+        self.take(block, given)
+        return as_called(given)
+
+    @property
+    def trials(self) -> Trials | None:
+        """What tries the blocks of this pass; compiled code and a block that is recomputed are not tried."""
+        routing = self.routing
+        return None if torch.compiler.is_compiling() or routing.recomputed is not None else routing.trials
+
+    def tokens_of(self, block: int) -> str | int:
+        return argument(self.routing.names[block], self.routing.specs[block].tokens)
+
+    def streams_of(self, block: int) -> set:
+        """Returns the arguments of a block that are its streams, or count their tokens."""
+        spec = self.routing.specs[block]
+        return {argument(self.routing.names[block], key) for key in (spec.tokens, spec.text, spec.front)}
+
+    def take(self, block: int, given: dict) -> None:
+        """Replaces the arguments of a block that run along its tokens by those of the kept tokens."""
+        routing = self.routing
         for name, part, axis in routing.along[block]:
             value = given.get(name)
             if axis is None and value is not None:
@@ -319,16 +362,26 @@ class Pass:
                                  f"cannot be removed: call the network without it, or without routed().")
             if isinstance(value, tuple | list) and not callable(axis):
                 given[name] = type(value)(v if part not in ("", str(i)) else
-                                          self.kept(v, axis, f"{name}.{i}", block, stream)
+                                          self.kept(v, axis, f"{name}.{i}", block, self.stream)
                                           for i, v in enumerate(value))
             elif value is not None:
-                given[name] = self.kept(value, axis, name, block, stream)
-        return tuple(given[argument(names, i)] for i in range(len(args))), {name: given[name] for name in kwargs}
+                given[name] = self.kept(value, axis, name, block, self.stream)
 
-    def check_named(self, block: int, given: dict[str | int, Any], streams: set, stream: int) -> None:
+    def rejoin(self, block: int, x: Tensor) -> Tensor:
+        """Puts the tokens of a block's stream among those that are away."""
+        routing, spec, r = self.routing, self.routing.specs[block], self.routing.route_of[block]
+        ids, away = self.ids_keep[r], self.away[r]
+        length = x.shape[1] + self.free - ids.shape[1]
+        if spec is not routing.specs[routing.routes[r].start_layer_idx]:
+            # they were taken out before text, say, was in their sequence
+            before = self.before if spec.joined else 0
+            away = nn.functional.pad(away, (0, 0, before, length - before - away.shape[1]))
+        return routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
+
+    def check_named(self, block: int, given: dict[str | int, Any], stream: int) -> None:
         """Raises ValueError for a value as long as the tokens that is not named: a block might cut it to its own."""
         routing, batch = self.routing, len(self.ids_keep[self.routing.route_of[block]])
-        for name in given.keys() - {name for name, _, _ in routing.along[block]} - streams:
+        for name in given.keys() - {name for name, _, _ in routing.along[block]} - self.streams_of(block):
             for value in given[name] if isinstance(given[name], tuple | list) else [given[name]]:
                 is_wide = isinstance(value, Tensor) and value.ndim > 1
                 lengths = value.shape[int(len(value) == batch):-1] if is_wide else ()
@@ -341,32 +394,29 @@ class Pass:
         """Returns a block's output, at the end of a route that of all tokens."""
         routing, given, self.given = self.routing, self.given, {}
         r, spec, several = routing.route_of[block], routing.specs[block], isinstance(output, tuple | list)
-        if r is None:
-            return output
-        streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
-        tokens, x = given[argument(routing.names[block], spec.tokens)], output[spec.out] if several else output
-        is_open = len(streams) > 1 and routing.own and spec.text is None
-        if is_open or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
-            found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_open else
-                     tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
-            raise ValueError(f"{routing.place(block)} gets tokens {tuple(tokens.shape)} and returns {found}: say what "
-                             f"is routed by family=Family((Blocks(path, tokens=, text=, out=),)).")
-        ends = block == routing.routes[r].end_layer_idx
-        if not (ends or spec.whole):
-            return output
-        ids, away = self.ids_keep[r], self.away[r]
-        length = x.shape[1] + self.free - ids.shape[1]
-        joins = spec is not routing.specs[routing.routes[r].start_layer_idx]
-        if ends:                            # without its graph, which leads to this pass
-            self.away.pop(r)
-            if recomputable or spec.whole:
-                self.away[r] = away.detach()
-            self.along.clear()
-        if joins:                           # they were taken out before text, say, was in their sequence
-            before = self.before if spec.joined else 0
-            away = nn.functional.pad(away, (0, 0, before, length - before - away.shape[1]))
-        x = routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
-        return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
+        x = output[spec.out] if several else output
+        if r is not None:
+            streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
+            tokens, is_open = given[self.tokens_of(block)], len(streams) > 1 and routing.own and spec.text is None
+            if is_open or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
+                found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_open else
+                         tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
+                raise ValueError(f"{routing.place(block)} gets tokens {tuple(tokens.shape)} and returns {found}: say "
+                                 f"what is routed by family=Family((Blocks(path, tokens=, text=, out=),)).")
+            ends = block == routing.routes[r].end_layer_idx
+            self.between = not ends
+            if ends or spec.whole:
+                x = self.rejoin(block, x)
+            if ends:                        # without its graph, which leads to this pass
+                away = self.away.pop(r)
+                if recomputable or spec.whole:
+                    self.away[r] = away.detach()
+                self.along.clear()
+            if ends or spec.whole:
+                output = type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
+        if self.trials:
+            self.trials.leave(self, block, x)
+        return output
 
 
 @dataclass
@@ -382,7 +432,8 @@ class Taken:
 class Routing:
     """A network on its routes: what is fixed when `routed` is entered, and the forwards that are wrapped."""
 
-    def __init__(self, network, routes, blocks, along, keep, mask_noise, keep_mask, grow, router, compiled, family):
+    def __init__(self, network, routes, blocks, along, keep, mask_noise, keep_mask, grow, router, compiled, family,
+                 probe, ordered):
         self.own = family is not None or blocks is not None
         if (family is not None or blocks is None) and (family and blocks, along, keep) != (None, None, None):
             raise ValueError("along= and keep= describe the blocks that blocks= names: leave them out with family=, or "
@@ -390,7 +441,7 @@ class Routing:
         if family is None and blocks is not None:
             family = Family((Blocks(blocks if isinstance(blocks, str) else "blocks=", along or {}, joined=True),),
                             reads=encoder_depths)
-        self.family = family_of(network) if family is None or type(network).__name__ in REFUSED else family
+        self.family = family_of(network) if family is None or type(network).__name__ in families.REFUSED else family
         self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many are never routed, or which
         self.blocks: list[nn.Module] = []
         self.specs: list[Blocks] = []           # of each block, the list that it is in
@@ -399,6 +450,7 @@ class Routing:
             self.blocks += (getattr(block, "_orig_mod", block) for block in found) if compiled else found
             self.specs += [spec] * len(found)
         inner = [bare(block) for block in self.blocks]
+        self.eager = [vars(block).get("forward") or partial(type(block).forward, block) for block in inner]
         self.names = [names_of(block) for block in inner]
         self.along = []                         # of each block: arguments along its tokens, parts of tuples, axes
         for names, spec in zip(self.names, self.specs, strict=True):
@@ -434,6 +486,9 @@ class Routing:
         if isinstance(own, nn.Module):
             raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
         self.router = router or (own if isinstance(own, Router) else Router())
+        if mask_noise is not None and not (isinstance(mask_noise, Tensor) and mask_noise.is_floating_point()):
+            raise ValueError(f"mask_noise is {getattr(mask_noise, 'dtype', type(mask_noise).__name__)}, but it must be "
+                             f"a tensor of floats (B, routes, N).")
         self.mask_noise, self.keep_mask, self.grow = mask_noise, keep_mask, grow
         if keep_mask is not None and grow and compiled:
             raise ValueError("keep_mask may raise the number of kept tokens, and so compile the network again: set "
@@ -442,6 +497,9 @@ class Routing:
         self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()
                          if p.default is not p.empty}
 
+        self.trials = probe if isinstance(probe, Trials) else None
+        if probe is True and not any(self.family is row for row in families.FAMILIES.values()):
+            self.trials = Trials(TRIED.setdefault(network, set()), ordered)
         self.open = True                        # until the `with` block ends
         self.latest: Pass | None = None
         self.recomputed: Pass | None = None  # the pass whose blocks a backward computes again, while it does
@@ -450,27 +508,40 @@ class Routing:
         # What a call of a module runs: a compiled block is wrapped outside of its graph, where checkpoints are seen.
         self.slots = ["forward", *("_compiled_call_impl" if block._compiled_call_impl and not compiled else "forward"
                                    for block in self.blocks)]
+        self.before = [vars(module).get(slot) for module, slot in zip(self.modules, self.slots, strict=True)]
         self.wraps = [self.wrap(i, module) for i, module in enumerate(self.modules, start=-1)]
 
     def place(self, block: int) -> str:
         return f"Route {self.routes[self.route_of[block]]}, block {block} of {self.specs[block].path}"
 
+    def wrapped(self) -> AbstractContextManager[None]:
+        """Wraps the network and its blocks; a bound method, so that a copy of a module has its own."""
+        return self.with_forwards(map(MethodType, self.wraps, self.modules))
+
+    def unwrapped(self) -> AbstractContextManager[None]:
+        return self.with_forwards(self.before)
+
     @contextmanager
-    def wrapped(self) -> Iterator[None]:
-        wrapped = list(zip(self.modules, self.slots, self.wraps, strict=True))
-        before = [{k: v for k, v in vars(module).items() if k == slot} for module, slot, _ in wrapped]
-        for module, slot, wrap in wrapped:
-            vars(module)[slot] = MethodType(wrap, module)   # a bound method: a copy of the module has its own
+    def with_forwards(self, forwards: Iterable[Callable | None]) -> Iterator[None]:
+        """Gives the network and its blocks other forwards, or for None those of their classes."""
+        slots = list(zip(self.modules, self.slots, strict=True))
+        before = [vars(module).pop(slot, None) for module, slot in slots]
+
+        def give(forwards: Iterable[Callable | None]) -> None:
+            for (module, slot), forward in zip(slots, forwards, strict=True):
+                vars(module).pop(slot, None)
+                if forward is not None:
+                    vars(module)[slot] = forward
+
         try:
+            give(forwards)
             yield
         finally:
-            for (module, slot, _), own in zip(wrapped, before, strict=True):
-                del vars(module)[slot]
-                vars(module).update(own)
+            give(before)
 
     def wrap(self, i: int, routed_module: nn.Module) -> Callable:
         """Returns what a call runs of block i, or for i = -1 of the network."""
-        of_class, own = type(routed_module).forward, vars(routed_module).get(self.slots[i + 1])
+        of_class, own = type(routed_module).forward, self.before[i + 1]
 
         def routed_forward(module, *args, **kwargs):
             forward = own or partial(of_class, module)
@@ -598,13 +669,33 @@ def check_torch() -> None:
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
     """Returns routes that may be one alone, or mappings, alone or in a config as SimpleTuner's."""
     if isinstance(routes, Mapping):
-        routes = routes.get("tread_config", routes)["routes"]
-    routes = [Route(**route) if isinstance(route, Mapping) else route
-              for route in ([routes] if isinstance(routes, Route) else routes)]
-    if strangers := [route for route in routes if not isinstance(route, Route)]:
-        raise ValueError(f"{strangers[0]!r} is not a route: write Route(start_layer_idx, end_layer_idx, "
-                         "selection_ratio).")
-    return routes
+        config = routes.get("tread_config", routes)
+        if not isinstance(config, Mapping) or "routes" not in config:
+            raise ValueError(f"The config has no routes: {'tread_config' if config is not routes else 'it'} is "
+                             f"{config!r}, and must be {{'routes': [{{…}}]}}.")
+        routes = config["routes"]
+    if not isinstance(routes, Route | Iterable) or isinstance(routes, str):
+        raise ValueError(f"routes is {routes!r}, and must be a list of Route, or of dicts with its keywords.")
+    return [read_route(route) for route in ([routes] if isinstance(routes, Route) else routes)]
+
+
+def read_route(route: Route | Mapping[str, Any]) -> Route:
+    """Returns a route that may be a mapping; raises ValueError with the key that is missing, unknown or of no sense."""
+    if isinstance(route, Mapping):
+        needed, known = list(Route.__annotations__)[:3], list(Route.__annotations__)
+        if wrong := [f"no {key}" for key in needed if key not in route] + [
+                f"a key {key!r} that routes do not have" for key in route if key not in known]:
+            raise ValueError(f"Route {dict(route)} has {wrong[0]}: it needs {', '.join(needed)}, and may have "
+                             f"{', '.join(known[3:])}.")
+        route = Route(**route)
+    if not isinstance(route, Route):
+        raise ValueError(f"{route!r} is not a route: write Route(start_layer_idx, end_layer_idx, selection_ratio).")
+    for part in fields(Route):
+        value, kind = getattr(route, part.name), {int: Integral, float: Real}.get(part.type, part.type)
+        if not isinstance(value, kind) or isinstance(value, bool) and kind is not bool:
+            raise ValueError(f"A route has {part.name}={value!r}, which must be "
+                             f"{'a whole number' if kind is Integral else 'a number' if kind is Real else part.type}.")
+    return route
 
 
 @contextmanager
@@ -620,6 +711,8 @@ def routed(
     grow: bool = True,                                  # K grows to the most tokens that keep_mask keeps of a sample
     router: Router | None = None,                       # how tokens are selected; the network's own, or at random
     family: Family | None = None,                       # a row of one's own, in place of blocks, along and keep
+    probe: bool = True,                                 # try the blocks first, of a network that is no library's
+    ordered: bool = False,                              # its blocks depend on the order of tokens (causal, scans)
 ) -> Iterator[Taken]:
     """Routes each forward pass of a network inside the `with` block, in training and evaluation; outside it is dense.
 
@@ -627,27 +720,53 @@ def routed(
     are sampled in each pass, or decided by mask_noise (see `Router.get_mask`). Yields `taken`, whose ids_keep[r] (B, K)
     are the kept tokens among the N that may be routed. Text, class and register tokens and condition images are never
     routed, and tokens of keep_mask are not routed in this pass. A callable keep_mask gets the arguments of the call as
-    a dict by name. A block that a backward recomputes sees the masks of its pass, also outside the `with` block. Raises
-    ValueError, with the reason, for a network or a call that cannot be routed exactly, and for a pass that does not
-    reach the blocks.
+    a dict by name. A block that a backward recomputes sees the masks of its pass, also outside the `with` block. Inside
+    of it, `routed(model, [])` is dense until it is left. Raises ValueError, with the reason, for a network or a call
+    that cannot be routed exactly, for a pass that does not reach the blocks, and on leaving if there was no pass.
     """
     check_torch()
     network = network_of(model)
     other = getattr(vars(network).get("forward"), "routing", None)
-    if other is not None and other.open and other.modules[0] is network:
-        raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed().")
+    is_routed = other is not None and other.open and other.modules[0] is network
     around = [*takewhile(lambda part: part is not network, model.modules()), network]
     compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl for part in around)
     routing = Routing(network, read_routes(routes), blocks, along, keep, mask_noise, keep_mask, grow, router, compiled,
-                      family)
+                      family, probe, ordered)
     if routing.route_of.count(None) == len(routing.blocks):     # dense: what was compiled without a route is used
-        yield routing.taken
+        with other.unwrapped() if is_routed else nullcontext():
+            yield routing.taken
         return
+    if is_routed:
+        raise ValueError(f"{type(network).__name__} is routed already: pass all routes to one routed(), or [] for a "
+                         f"dense pass inside of it.")
     try:
         with routing.wrapped():
             yield routing.taken
-        if routing.latest is not None and routing.latest.last < len(routing.blocks):
+        if routing.latest is None:
+            raise ValueError(f"{type(network).__name__} was not called inside routed(), so nothing was routed: put the "
+                             f"call of this very network into the `with` block.")
+        if routing.latest.last < len(routing.blocks):
             routing.latest.advance(len(routing.blocks))
+    except RuntimeError as error:
+        if routing.latest is not None and routing.latest.between and not isinstance(error, torch.OutOfMemoryError):
+            raise ValueError(f"After block {routing.latest.last}, with tokens away, the network itself fails "
+                             f"({str(error).partition(chr(10))[0]}): it may add or compare tokens outside of its "
+                             f"blocks. Name blocks that contain its residuals and skips.") from error
+        raise
     finally:
         routing.begin(None)
         routing.open = False
+
+
+def probe(
+    model: nn.Module, call: Callable[[], Any], routes: Iterable[Route | Mapping] = (Route(0, -1, 0.5),), *,
+    ordered: bool = False, **description: Any,
+) -> list[Trial]:
+    """Tries the blocks of a network, known or described as for `routed`, in one pass that `call()` makes of it.
+
+    Returns what was measured, a row for each kind of block and arguments. Raises the errors of `routed`.
+    """
+    trials = Trials(set(), ordered)
+    with torch.no_grad(), routed(model, routes, probe=trials, **description):
+        call()
+    return trials.rows

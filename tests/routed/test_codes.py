@@ -412,8 +412,10 @@ def test_a_route_across_the_depth_of_repas_projector_is_refused_with_the_blocks(
     net.encoder_depth = 1
     refused(net, r"after block 0 \(encoder_depth=1\).*Start it at block 1 or later, or end it at block 0 or earlier")
     refused(net, "encoder_depth=1", blocks="blocks")
-    with routed(net, [Route(0, 0, 0.5)]), routed(dit(), [Route(0, 1, 0.5)]):
-        pass
+    net, x = dit(), torch.randn(BATCH, N, D)
+    net.encoder_depth = 1
+    with routed(net, [Route(0, 0, 0.5)]):
+        called(net, x, torch.arange(N))
 
 
 def test_videos_of_several_sizes_tiles_and_padded_sequences_are_refused():

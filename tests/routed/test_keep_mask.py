@@ -105,6 +105,8 @@ def test_a_callable_mask_reads_the_arguments_of_each_call():
 
 
 @pytest.mark.parametrize(("mask", "says"), [
+    ([[True] * N] * BATCH, "keep_mask is list, but it must be a bool tensor"),
+    (lambda call: None, "keep_mask is NoneType, but it must be a bool tensor"),
     (torch.ones(BATCH, N), "torch.float32 (3, 16), but it must be torch.bool (3, 16)"),
     (torch.ones(BATCH, N + 5, dtype=torch.bool), "(3, 21), but it must be torch.bool (3, 16)")])
 def test_a_mask_of_another_kind_or_size_is_refused(mask, says):
@@ -214,3 +216,31 @@ def test_a_route_is_read_as_simple_tuners_config_writes_it(routes):
         out = case.call()
     with torch.no_grad(), routed(case.model, [Route(1, -2, 0.5)], mask_noise=noise):
         assert torch.equal(case.call(), out)
+
+
+ROUTE = dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=-2)
+
+
+@pytest.mark.parametrize(("routes", "says"), [
+    ({"tread_config": None}, "tread_config is None, and must be {'routes': [{…}]}"),
+    ({"tread_config": {}}, "tread_config is {}"),
+    ({"learning_rate": 1}, "The config has no routes: it is {'learning_rate': 1}"),
+    (ROUTE, "The config has no routes"),
+    ({"routes": None}, "routes is None, and must be a list of Route"),
+    (None, "routes is None"), (0.5, "routes is 0.5"), ("2,-4,0.5", "routes is '2,-4,0.5'"),
+    ([{"selection_ratio": 0.5, "start_layer_idx": 1}], "has no end_layer_idx: it needs start_layer_idx, end_layer_idx, selection_ratio"),
+    ([ROUTE | {"ratio": 0.5}], "has a key 'ratio' that routes do not have"),
+    ([ROUTE | {3: 0.5}], "has a key 3 that"),
+    ([ROUTE | {"selection_ratio": "0.5"}], "A route has selection_ratio='0.5', which must be a number"),
+    ([ROUTE | {"start_layer_idx": None}], "start_layer_idx=None, which must be a whole number"),
+    ([ROUTE | {"end_layer_idx": 2.5}], "end_layer_idx=2.5, which must be a whole number"),
+    ([ROUTE | {"start_layer_idx": True}], "start_layer_idx=True"),
+    ([Route(1, 2, None)], "selection_ratio=None"), ([None], "None is not a route")])
+def test_a_config_that_is_no_route_is_refused_with_its_key(routes, says):
+    assert says in refused(own(), routes)
+
+
+@pytest.mark.parametrize(("noise", "says"), [
+    ([0.5], "mask_noise is list"), (torch.zeros(4, 2, 16, dtype=torch.long), "mask_noise is torch.int64, but it must be a tensor of floats")])
+def test_noise_of_another_kind_is_refused(noise, says):
+    assert says in refused(own(), TWO, mask_noise=noise)
