@@ -1,6 +1,7 @@
 """What the pages promise: links lead somewhere, commands parse, the Python lines run."""
 
 import importlib
+import json
 import os
 import re
 import shlex
@@ -103,6 +104,23 @@ def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
             headings = [anchor(line.lstrip("#")) for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
             assert place in headings, f"{page.name} links to {target}, which has no such heading"
     assert not [line for line in text.splitlines() if len(line) > 120]
+
+
+def commits_of(rows: object) -> set[str | None]:
+    """Finds the commits anywhere in a JSON file of results."""
+    if not isinstance(rows, dict | list):
+        return set()
+    own = {rows["commit"]} if isinstance(rows, dict) and "commit" in rows else set()
+    return own.union(*map(commits_of, rows.values() if isinstance(rows, dict) else rows))
+
+
+@pytest.mark.parametrize("file", sorted((ROOT / "docs/results").rglob("*.json")), ids=lambda file: f"{file.parent.name}/{file.name}")
+def test_the_page_of_results_names_rows_whose_commit_is_unknown_or_had_changes(file):
+    [section] = re.findall(r"^## Which commit made each row\?\n(.*?)^## ", (ROOT / "docs/results.md").read_text(), re.M | re.S)
+    commits = commits_of(json.loads(file.read_text()))
+    for commit in commits:
+        assert commit is not None and (not commit.endswith("-dirty") or commit.removesuffix("-dirty") in section)
+    assert commits or f"`{file.name}` | not recorded" in section
 
 
 def test_the_python_of_the_readme_and_of_a_forward_pass_runs_in_another_folder(tmp_path):
