@@ -59,6 +59,13 @@ class Convention:
         given = {key: record[key] for key in cls.__dataclass_fields__ if record.get(key) is not None}
         return cls(**{key: tuple(value) if isinstance(value, list) else value for key, value in given.items()})
 
+    @classmethod
+    def of_config(cls, config: dict) -> "Convention":
+        """Reads the config of one of diffusers' autoencoders."""
+        keys = {"scale": "scaling_factor", "shift": "shift_factor"}
+        return cls.read({key: config.get(keys.get(key, key))
+                         for key in ("scale", "shift", "latents_mean", "latents_std")})
+
     def record(self) -> dict:
         """Returns plain values for metadata.json and meta.json, without most defaults."""
         plain = {key: list(value) if isinstance(value, tuple) else value for key, value in vars(self).items()}
@@ -182,9 +189,7 @@ class DiffusersAutoencoder(Autoencoder):
             if vae.config.get("scaling_factor") is None:
                 raise ValueError(f"autoencoder={name}: config.json has scaling_factor null: set it to 1 / the latents' "
                                  f"standard deviation.")
-            keys = {"scale": "scaling_factor", "shift": "shift_factor"}
-            convention = Convention.read({key: vae.config.get(keys.get(key, key))
-                                          for key in ("scale", "shift", "latents_mean", "latents_std")})
+            convention = Convention.of_config(vae.config)
         self.convention = convention
         self.convention.require(self.channels, f"autoencoder={name}")
         self.vae = vae.to(device).eval().requires_grad_(False)

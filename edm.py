@@ -167,8 +167,11 @@ class DDPM(EDM):
 
         The steps are num_steps of the 1000, evenly spaced, and the variance lies between the posterior's and beta, in
         logarithms (iDDPM, arXiv 2102.09672, Eq. 15); latents are not clipped. `randn_like` draws the noise of each
-        step but the last.
+        step but the last. Raises ValueError for more steps than there are.
         """
+        if num_steps > len(self.sigmas):
+            raise ValueError(f"num_steps={num_steps}: solver=ancestral visits some of {len(self.sigmas)} noise levels, "
+                             f"each once: set num_steps={len(self.sigmas)} or fewer, or sampler.solver=heun.")
         model = (guidance or UNGUIDED).guide(self.predict, net, noise, y, num_steps)
         stride = (len(self.sigmas) - 1) / max(1, num_steps - 1)
         steps = [round(step) for step in accumulate(repeat(stride, num_steps - 1), initial=0.0)]

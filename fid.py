@@ -48,7 +48,7 @@ from scoring.results import (
 from scoring.statistics import available_metrics, is_replaceable, open_references, write_reference
 from scoring.table import FORMS, as_table, with_mean_fdr
 from scoring.tally import measure
-from weights.averages import WeightsName
+from weights.averages import AnyWeights
 from weights.loading import Checkpoint, find_checkpoint
 
 Networks = Annotated[str | Some[str], AfterValidator(are_known)]
@@ -74,7 +74,7 @@ class ScoringSettings(DrawingSettings):
     keep_features: bool
     results: Location | None
     seed: Whole
-    weights: WeightsName | Some[WeightsName] | None
+    weights: AnyWeights | Some[AnyWeights] | None
     guidance_scales: Some[Number | None] | None
     table: one_of(FORMS)
     published: Published | None

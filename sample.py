@@ -62,7 +62,8 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
     trained = sampling.trained
     settings = cfg.model_dump(include={"num_steps", "precision", "decode_precision"})
     return files.record_sha256({
-        **settings, **trained.read_as, "weights_sha256": trained.checkpoint.sha256,
+        **settings, **trained.read_as, **({"weights": trained.weights} if trained.read_as else {}),  # several in a file
+        "weights_sha256": trained.checkpoint.sha256,
         "diffusion": trained.recorded["diffusion"], "autoencoder": trained.autoencoder,
         "sampler": {key: str(value) for key, value in sampling.sampler.items()},
         "guidance": sampling.guidance_record, "classes": sampling.classes, "seeds": seeds,

@@ -23,7 +23,7 @@ from latents.labels import check_labels
 from latents.listing import find_tars
 from latents.tars import allow_open_files, map_tars
 from routing_module import kept_tokens
-from runtime.files import is_inside
+from runtime.files import is_inside, refuse_pointer
 from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, first_line, one_of, read_record
 
 KINDS = ("sample", "moments")
@@ -274,6 +274,7 @@ def own_file(folder: Path, name: str) -> Path:
 
 def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.ndarray:
     """Maps an npy file; raises ValueError where it is damaged, or not of one of the shapes and types."""
+    refuse_pointer(file)
     try:
         array = np.lib.format.open_memmap(file, mode="r")
     except ValueError as error:  # no npy, or cut short, or Python objects, which are pickled

@@ -23,6 +23,7 @@ import torch
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import find_tars, open_zip, tar_members
 from latents.tars import map_tars
+from runtime.files import is_pointer, refuse_pointer
 from runtime.schema import first_line
 from weights.autoencoders import read_statistics
 
@@ -111,8 +112,12 @@ def array_reader(
 ) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
     """Returns the shape that the arrays of all .npy files have, and what reads rows start to end of them."""
     def load(name: str) -> np.ndarray:
+        stored = content(name)
+        if is_pointer(stored):
+            raise ValueError(f"{where}/{name} is a pointer of Git LFS, and the file itself was not downloaded: run "
+                             f"git lfs pull.")
         try:
-            array = np.lib.format.read_array(BytesIO(content(name)), allow_pickle=False)
+            array = np.lib.format.read_array(BytesIO(stored), allow_pickle=False)
             array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
             if array.shape != (shape or array.shape):
                 raise ValueError(f"shape {array.shape}, but {names[0]} {shape}")
@@ -248,6 +253,7 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
         raise ValueError(f"source={source} holds no .safetensors.")
     starts, labels, form = [0], [], None
     for file in files:
+        refuse_pointer(file)
         try:
             with safe_open(file, framework="pt") as shard:
                 parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]

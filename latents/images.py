@@ -36,6 +36,7 @@ from latents.listing import (
     list_source,
     looks_like_image,
 )
+from runtime.files import is_pointer
 
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
 # Folders of what is drawn over pictures; a class may have a name of the second kind, so they count where names agree.
@@ -98,7 +99,8 @@ def open_image(data: bytes) -> Iterator[Image.Image]:
     except (UnreadableImage, MemoryError):
         raise
     except UnidentifiedImageError as error:
-        raise UnreadableImage("not an image of a known kind") from error
+        why = "a pointer of Git LFS: run git lfs pull" if is_pointer(data) else "not an image of a known kind"
+        raise UnreadableImage(why) from error
     except Exception as error:
         raise UnreadableImage(f"{type(error).__name__}: {error}") from error
 

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from latents.listing import IMAGE_SUFFIXES, clean
+from runtime.files import is_pointer
 
 LABEL_SUFFIXES = {".csv", ".json", ".jsonl", ".tsv", ".txt"}
 MAX_CLASSES = 1_000_000  # a class number beyond is a mistake, and a table of that many classes fills the memory
@@ -70,6 +71,8 @@ def stem_of(name: str) -> str:
 
 def decode_text(content: bytes, where: str) -> str:
     """Decodes UTF-8, or UTF-16 with its mark; raises ValueError for anything else."""
+    if is_pointer(content):
+        raise ValueError(f"{where} is a pointer of Git LFS, and the file itself was not downloaded: run git lfs pull.")
     try:
         is_16 = content.startswith((codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE))
         return content.decode("utf-16" if is_16 else "utf-8-sig")

@@ -19,6 +19,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
+from runtime.files import refuse_pointer
 from runtime.notebook import is_hidden as hides_bars
 
 TARS = r"\.(tar(\.\w+)?|tgz)$"
@@ -193,6 +194,7 @@ def list_files(files: list[Path]) -> Listing:
 
 def open_zip(path: str | Path) -> zipfile.ZipFile:
     """Opens a zip, for any thread to read; raises ValueError where it is damaged."""
+    refuse_pointer(Path(path))
     try:
         return zipfile.ZipFile(path)
     except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
@@ -267,6 +269,7 @@ def tar_members(file: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:
 
     Raises ValueError where it is compressed, or does not end as a tar does.
     """
+    refuse_pointer(file)
     try:
         with open(file, "rb") as content:
             content.seek(start)

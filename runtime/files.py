@@ -41,6 +41,20 @@ def atomic_write(path: Path) -> Iterator[Path]:
         remove(partial)
 
 
+def is_pointer(start: bytes) -> bool:
+    """True for the first bytes of a pointer of Git LFS, which a clone without LFS has in place of a large file."""
+    return start.startswith(b"version https://git-lfs.github.com/spec/")
+
+
+def refuse_pointer(file: Path) -> None:
+    """Raises ValueError where a file is a pointer of Git LFS, and not what it points to."""
+    if not file.is_file() or file.stat().st_size >= 1024:  # the most that a pointer has
+        return
+    if is_pointer(file.read_bytes()):
+        raise ValueError(f"{file} is a pointer of Git LFS, and the file itself was not downloaded: run "
+                         f"git lfs install && git lfs pull in its repository, or hf download.")
+
+
 def require_room(out: Path, needed: int, remedy: str) -> None:
     """Raises ValueError, ending in `remedy`, where the disk of `out` has less than `needed` bytes free."""
     existing = next(folder for folder in [out.absolute(), *out.absolute().parents] if folder.exists())

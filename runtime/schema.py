@@ -27,6 +27,8 @@ from pydantic import (
     ValidationError,
 )
 
+from runtime.files import refuse_pointer
+
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)  # in a YAML: ${configs:}
 
@@ -229,6 +231,7 @@ def first_problem(plain: Any, errors: list) -> str:
 
 def read_json(file: Path) -> Any:
     """Reads a JSON file; raises ValueError, with its name, where it is not JSON."""
+    refuse_pointer(file)
     try:
         return json.loads(file.read_bytes())  # in UTF-8 or UTF-16, with a byte-order mark or without
     except ValueError as error:

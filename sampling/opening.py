@@ -8,8 +8,9 @@ from torch import Tensor
 
 from guidance import Guidance
 from runtime.device import DTYPES
+from sampling.checks import sampler_settings
 from sampling.generate import sampling_cost
-from sampling.options import DrawingSettings, build_guidance, empty_classes, parse_classes, sampler_settings
+from sampling.options import DrawingSettings, build_guidance, empty_classes, parse_classes
 from weights import autoencoders
 from weights.loading import Checkpoint, Trained, load_trained
 
@@ -44,7 +45,7 @@ def open_sampling(
     net = trained.net
     sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
     guidance, guidance_record = build_guidance(cfg, trained, state.device)
-    sampling_cost(net, trained.diffusion, 1, guidance, **sampler)  # raises now what sampling would raise
+    sampling_cost(net, trained.diffusion, cfg.num_steps, guidance, **sampler)  # raises now what sampling would raise
     if empty := empty_classes(trained.classes, net.num_classes):
         state.print(empty)
     classes = parse_classes("classes", cfg.classes, net.num_classes, trained.class_names,

@@ -1,23 +1,19 @@
 """The settings of commands that sample: a sampler's, guidance, seeds and classes."""
 
-import inspect
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Iterable
 from typing import Annotated, Literal
 
 import torch
 from pydantic import Field
 
-from edm import EDM
 from guidance import Guidance, ends
-from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
 from runtime.schema import (
     CONFIGS,
     Count,
     Location,
-    NotNegative,
     Number,
     Selection,
     Settings,
@@ -28,30 +24,36 @@ from runtime.schema import (
     read,
 )
 from runtime.typed import read_yaml
-from weights.averages import WeightsName
+from sampling.checks import LIMITS, check_interval
+from weights.averages import AnyWeights
 from weights.loading import Trained, load_trained
 from weights.others import FAMILIES
 from weights.records import keywords
 
-Level = Annotated[float, Field(ge=1e-6, le=1e6)]  # a noise level: squares and roots of it stay in float32
-
+MOST_SEED = 2**63 - 1  # seeds travel between ranks, and are stored, as int64
 GRID_CLASSES = 10  # a grid shows the first so many classes where none are named
 
 # ---- declared -------------------------------------------------------------------------------------------------------
 
 
+def within(name: str) -> type:
+    """Declares a number in the range of a setting of samplers, or null."""
+    low, high = LIMITS[name]
+    return Annotated[float, Field(ge=low, le=high)] | None
+
+
 class SamplerSettings(Settings):
     """A diffusion's sampler; null: its own value. EDM's are those of arXiv 2206.00364, Algorithm 2."""
 
-    sigma_min: Level | None = None
-    sigma_max: Level | None = None
-    rho: Annotated[float, Field(ge=0.1, le=100)] | None = None
-    S_churn: NotNegative | None = None
-    S_min: NotNegative | None = None
-    S_max: Annotated[float, Field(ge=0)] | None = None  # infinity is its usual value
-    S_noise: NotNegative | None = None
+    sigma_min: within("sigma_min") = None
+    sigma_max: within("sigma_max") = None
+    rho: within("rho") = None
+    S_churn: within("S_churn") = None
+    S_min: within("S_min") = None
+    S_max: within("S_max") = None
+    S_noise: within("S_noise") = None
     solver: Literal["euler", "heun", "euler_maruyama", "ancestral"] | None = None
-    shift: Annotated[float, Field(ge=0.01, le=100)] | Literal["size"] | None = None
+    shift: within("shift") | Literal["size"] = None
 
 
 Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]  # a number, or first and last of a cosine
@@ -81,7 +83,7 @@ class DrawingSettings(GuidanceSettings):
     """configs/drawing.yaml, which every command that samples has."""
 
     checkpoint: Location | None
-    weights: WeightsName | None
+    weights: AnyWeights | None
     classes: Selection | None
     num_steps: Steps
     sampler: SamplerSettings
@@ -99,47 +101,6 @@ class DrawingSettings(GuidanceSettings):
 
 
 # ---- read -----------------------------------------------------------------------------------------------------------
-
-
-def sampler_settings(diffusion: EDM | RF, given: Mapping[str, float | str | None]) -> dict[str, float | str]:
-    """Completes the settings of a diffusion's sampler; None is the diffusion's own value, as a shift, or the sampler's.
-
-    Raises ValueError for a setting or a solver that the sampler lacks, or noise levels in the wrong order.
-    """
-    def settings_of(sample: Callable) -> dict[str, float | str | None]:
-        parameters = inspect.signature(sample).parameters
-        return {name: getattr(diffusion, name, parameters[name].default) for name in parameters
-                if name not in ("net", "noise", "y", "num_steps", "guidance", "randn_like")}
-
-    own, sampler = settings_of(diffusion.sample), f"the sampler of {type(diffusion).__name__}"
-    given = {name: value for name, value in given.items() if value is not None}
-    # A solver may be a method with settings of its own, sample_ancestral for instance.
-    solver = getattr(diffusion, f"sample_{given['solver']}", None) if {"solver"} <= own.keys() & given.keys() else None
-    if solver is not None:
-        own, sampler = {"solver": None, **settings_of(solver)}, f"{sampler} with solver={given['solver']}"
-    for name, value in given.items():
-        if name not in own:
-            raise ValueError(f"sampler.{name}={value}: {sampler} has no such setting; it has {', '.join(own)}.")
-    settings = {name: value for name, value in (own | given).items() if value is not None}
-    for low, high in (("sigma_min", "sigma_max"), ("S_min", "S_max")):
-        if low in settings and settings[low] >= settings[high]:
-            raise ValueError(f"sampler.{low}={settings[low]} is not below sampler.{high}={settings[high]}.")
-    churn = [f"sampler.{name}={given[name]}" for name in ("S_min", "S_max", "S_noise") if name in given]
-    if churn and "S_churn" not in given:
-        raise ValueError(f"{' '.join(churn)} would change nothing without churn: set sampler.S_churn=40, too.")
-    return settings
-
-
-def check_interval(interval: tuple[float, float], diffusion: EDM | RF, sampler: Mapping) -> None:
-    """Raises ValueError for an interval of guidance that is not one of the diffusion's noise levels."""
-    given = {} if isinstance(diffusion, RF) else sampler_settings(diffusion, sampler)
-    low, high = ((0, 1) if isinstance(diffusion, RF) else
-                 (given["sigma_min"], given["sigma_max"]) if "sigma_max" in given else
-                 (diffusion.sigmas[0].item(), diffusion.sigmas[-1].item()))
-    is_of_edm = isinstance(diffusion, RF) and 1 < interval[1] < math.inf
-    if interval[0] >= interval[1] or interval[1] < low or interval[0] > high or is_of_edm:
-        raise ValueError(f"interval={list(interval)} does not fit the sampler's noise levels, from {high:g} to "
-                         f"{low:g}. A sigma of EDM is t = sigma / (1 + sigma) of flow matching.")
 
 
 def build_guidance(
@@ -185,8 +146,11 @@ def build_guidance(
     return guidance, {**guidance.record(), "weak": source}
 
 
-def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
-    """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints. Raises ValueError for anything else."""
+def parse_range(key: str, given: str | int | Iterable[int] | None, most: float = math.inf) -> list[int]:
+    """Reads `5`, `0-63`, `"0-9,20"` or a list of them as a list of ints, of `most` or less.
+
+    Raises ValueError for anything else.
+    """
     parts = str(given).split(",") if isinstance(given, str | int | None) else [str(part) for part in given]
     chosen: list[int] = []
     for part in parts:
@@ -195,13 +159,15 @@ def parse_range(key: str, given: str | int | Iterable[int] | None) -> list[int]:
         if len(numbers) < 2 or numbers[0] > numbers[1]:
             raise ValueError(f"{key}={given or 'null'} is not understood at {part!r}: write {key}=7, {key}=0-63 or "
                              f"{key}=[1,5,9].")
+        if numbers[1] > most:
+            raise ValueError(f"{key}={numbers[1]} is too large: 2^63 - 1 = {most} is the largest.")
         chosen.extend(range(numbers[0], numbers[1] + 1))
     return chosen
 
 
 def parse_seeds(key: str, given: str | int | Iterable[int] | None) -> list[int]:
-    """Reads seeds as `parse_range` does, each once: one seed is one image."""
-    return list(dict.fromkeys(parse_range(key, given)))
+    """Reads seeds as `parse_range` does, each once: one seed is one image. Raises ValueError also for one too large."""
+    return list(dict.fromkeys(parse_range(key, given, MOST_SEED)))
 
 
 def parse_classes(

@@ -12,8 +12,8 @@ from dit import DiT
 from edm import EDM
 from guidance import Guidance
 from rf import RF
+from sampling.checks import sampler_settings
 from sampling.generate import DRAWING_VERSION, generate, sampling_cost
-from sampling.options import sampler_settings
 from scoring.evaluation import Subject
 from scoring.image_sets import Indexed
 from scoring.results import describe_autoencoder, describe_classes

@@ -145,6 +145,7 @@ def reading(path: Path, sha256: str | None, what: str) -> Iterator[str]:
 
     Raises ValueError where `sha256` is another one.
     """
+    files.refuse_pointer(path)
     found = files.sha256(path)
     if sha256 is not None and found != sha256.lower():
         raise ValueError(f"{path} has SHA-256 {found}, but sha256={sha256} was asked for.")

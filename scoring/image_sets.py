@@ -88,6 +88,7 @@ def are_files(path: str) -> bool:
 def open_array(key: str, path: str) -> Images:
     """Opens the images of an npy, or under arr_0 of an npz, which are read when they are asked for."""
     kind = Path(path).suffix
+    files.refuse_pointer(Path(path))
     try:
         # For as long as it is read.
         file = open(path, "rb") if kind == ".npy" else zipfile.ZipFile(path).open("arr_0.npy")  # noqa: SIM115

@@ -3,7 +3,8 @@
 import json
 
 from runtime.schema import read
-from sampling.options import NO_GUIDANCE, DrawingSettings, sampler_settings
+from sampling.checks import sampler_settings
+from sampling.options import NO_GUIDANCE, DrawingSettings
 from scoring.results import Published
 from weights.loading import Checkpoint, Trained
 

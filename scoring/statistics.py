@@ -92,6 +92,7 @@ def open_reference(
         images = open_images(key, str(path), resolution, device)
         images.neighbours = NEIGHBOURS
         return Reference({}, images, images.record | {"images": images.count, "statistics": []})
+    files.refuse_pointer(path)
     try:
         with np.load(path, allow_pickle=False) as arrays:
             keys = set(arrays.files)

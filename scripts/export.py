@@ -4,6 +4,7 @@
 """
 
 import json
+import math
 import re
 import shlex
 import shutil
@@ -13,6 +14,7 @@ from pathlib import Path, PureWindowsPath
 from typing import Any
 
 import torch
+import yaml
 from safetensors.torch import save_file
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -25,12 +27,13 @@ from scoring.results import read_results
 from scripts.presentation import table
 from weights import autoencoders
 from weights import checkpoint as checkpoints
-from weights.averages import WeightsName
+from weights.averages import AnyWeights
 from weights.loading import EXPORTED, Trained, fit, load_trained
 from weights.others import FAMILIES, to_diffusers
 from weights.records import build_diffusion
 
-SCIENCE = ("routing_module", "guidance", "edm", "rf", "autoencoder")  # what draws, with torch and diffusers
+# What samples, with torch and diffusers alone.
+SCIENCE = ("routing_module.py", "guidance.py", "edm.py", "rf.py", "autoencoder.py", "sampling/checks.py")
 DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching", "rf_clean": "flow matching"}
 
 
@@ -41,7 +44,7 @@ class ExportSettings(Settings):
     to: one_of(["diffusers", "dit", "hub"])
     out: Location | None
     overwrite: bool
-    weights: WeightsName | None
+    weights: AnyWeights | None
     diffusion_name: one_of(FAMILIES) | None
     num_heads: Size | None
     num_classes: Size | None
@@ -78,8 +81,8 @@ def without_head(trained: Trained) -> Trained:
     return replace(trained, net=net, recorded={**trained.recorded, "network": network})
 
 
-def write_diffusers(trained: Trained, folder: Path) -> None:
-    """Writes a folder that diffusers alone loads and draws with."""
+def write_diffusers(trained: Trained, folder: Path) -> dict:
+    """Writes a folder that diffusers alone loads and samples with; returns how it decodes, as meta.json says it."""
     net, network = trained.net, trained.recorded["network"]
     if autoencoders.runs_code(trained.autoencoder):
         raise ValueError(f"autoencoder={trained.autoencoder} is code of your own, which the folder cannot hold: name "
@@ -104,18 +107,26 @@ def write_diffusers(trained: Trained, folder: Path) -> None:
         "vae": [None, None] if vae is None else ["diffusers", type(vae).__name__],
         "diffusion": trained.recorded["diffusion"], "convention": decoder.convention.record(),
         "class_names": trained.class_names, "null_label": net.null_label,
+        # What stands in meta.json alone, so that it outlasts `save_pretrained`.
+        "record": {"step": trained.step, "weights": trained.weights, "routes": network.get("routes", []),
+                   "published": trained.recorded.get("published"), "display_names": trained.display_names,
+                   "classes": classes_of(trained)},
     })
     shutil.copy(ROOT / "scripts/export/dit_transformer.py", folder / "transformer")
     shutil.copy(ROOT / "scripts/export/pipeline.py", folder)
     shutil.copy(ROOT / "LICENSE.txt", folder / "LICENSE-code.txt")
     for name in SCIENCE:
-        (folder / f"{name}.py").write_text(as_part(ROOT / f"{name}.py"), encoding="utf-8")
+        (folder / Path(name).name).write_text(as_part(ROOT / name), encoding="utf-8")
+    if vae is None or trained.autoencoder in autoencoders.HUB_NAMES:
+        return {}
+    return {"autoencoder": "vae", "convention": decoder.convention.record()}  # of this folder, wherever it is copied to
 
 
 def as_part(file: Path) -> str:
     """Returns a module's text as it stands in a package with the others, without its entry."""
     text = file.read_text(encoding="utf-8").split('\n\nif __name__ == "__main__":')[0].rstrip() + "\n"
-    return re.sub(rf"^from ({'|'.join(SCIENCE)}) import", r"from .\1 import", text, flags=re.M)
+    modules = "|".join(Path(name).stem for name in SCIENCE)
+    return re.sub(rf"^from ({modules}) import", r"from .\1 import", text, flags=re.M)
 
 
 # ---- to=dit ---------------------------------------------------------------------------------------------------------
@@ -132,6 +143,13 @@ def command_to_sample(trained: Trained, out: Path) -> str:
     name, heads = recorded.pop("name"), trained.recorded["network"]["num_heads"]
     usual = vars(build_diffusion({"name": name}))
     lost = [f"{key}={value}" for key, value in recorded.items() if usual.get(key, value) != value]
+    if trained.convention not in (None, autoencoders.own_convention(trained.autoencoder)):
+        said = ", ".join(f"{key}={value}" for key, value in trained.convention.record().items())
+        lost.append(f"the convention of its latents ({said}), and is decoded by the autoencoder's own")
+    if trained.recorded["network"].get("null_label") is False:
+        heads = f"{heads} num_classes={trained.net.num_classes}"
+    elif not trained.net.null_label:
+        lost.append("that its null label was never trained, so leave guidance by the label out")
     own = f"\nIt cannot be given {', '.join(lost)}: keep the run to draw exactly as it does." if lost else ""
     return (f"The file holds only tensors (docs/interop.md). Here: python sample.py {as_argument('checkpoint', out)} "
             f"diffusion_name={name} num_heads={heads} {as_argument('autoencoder', trained.autoencoder)}{own}")
@@ -206,11 +224,11 @@ def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict
     scores = table_of_scores(rows) + "\n\nAll that each number depends on: `scores.jsonl`, a line each." if rows else (
         "These weights have not been scored.")
     grid = "![one row a class](grid.png)" if has_grid else "No grid was drawn: the first command below makes one."
+    head = yaml.safe_dump({"license": cfg.license, "pipeline_tag": "unconditional-image-generation",
+                           "tags": ["diffusion", "dit", "tread", "class-conditional"]},
+                          sort_keys=False, allow_unicode=True, width=math.inf)
     return f"""---
-license: {cfg.license}
-pipeline_tag: unconditional-image-generation
-tags: [diffusion, dit, tread, class-conditional]
----
+{head}---
 
 # {name}
 
@@ -280,8 +298,9 @@ def is_export(folder: Path) -> bool:
 def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
     """Writes a folder of either form and its record, all of it or nothing."""
     with atomic_write(out) as partial:
+        decoding = {}
         if cfg.to == "diffusers":
-            write_diffusers(trained, partial)
+            decoding = write_diffusers(trained, partial)
         else:
             write_hub(trained, partial, cfg, out.name)
         files = {file.relative_to(partial).as_posix(): {
@@ -291,10 +310,14 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
             **trained.recorded, **({} if trained.net.null_label else {"null_label": False}),
             "step": trained.step, "weights": trained.weights, "exported": cfg.to, "files": files,
             "data": {"autoencoder": trained.autoencoder, "class_names": trained.class_names,
-                     "display_names": trained.display_names,
-                     "classes": trained.classes if len(trained.classes) < trained.net.num_classes else None,
-                     "convention": trained.convention and trained.convention.record()},
+                     "display_names": trained.display_names, "classes": classes_of(trained),
+                     "convention": trained.convention and trained.convention.record(), **decoding},
         })
+
+
+def classes_of(trained: Trained) -> list[int] | None:
+    """Returns the classes that had images in training; None for all."""
+    return trained.classes if len(trained.classes) < trained.net.num_classes else None
 
 
 @command("export", ExportSettings)

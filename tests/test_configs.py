@@ -19,7 +19,7 @@ from objectives import build_objective, class_of
 from rf import RF, CleanRF
 from routing_module import Route, Router
 from runtime import schema
-from sampling.options import sampler_settings
+from sampling.checks import sampler_settings
 from scripts.choose_routes import Costs
 from training.run import describe_network
 from training.settings import MuonSettings, TrainSettings, check_pairs

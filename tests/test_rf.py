@@ -11,7 +11,7 @@ from dit import DiT
 from guidance import Guidance, MaskNoise
 from rf import RF, CleanRF, sample_tread
 from routing_module import Route
-from sampling.options import sampler_settings
+from sampling.checks import sampler_settings
 
 RECIPES = published("recipes")
 LINE = torch.linspace(-2, 2, 9, dtype=torch.float64).float().view(-1, 1, 1, 1)  # noises that are easy to follow

@@ -8,7 +8,8 @@ from pathlib import Path
 
 import torch
 
-from autoencoder import SAMPLES_ONLY, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
+from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
+from runtime.files import refuse_pointer
 from runtime.schema import first_line
 from weights.reading import from_hub, is_torchscript, load_torchscript, read_tensors
 
@@ -94,6 +95,15 @@ def samples_only(name: str) -> bool:
     return name == "identity" or _read_config(name)["_class_name"] in SAMPLES_ONLY
 
 
+def own_convention(name: str) -> Convention | None:
+    """Returns the convention that an autoencoder was published with, without its weights; None where no config says."""
+    if name == "identity":
+        return Convention()
+    if name in HUB_NAMES:
+        return Convention(SD_VAE_SCALE)
+    return Convention.of_config(_read_config(name)) if Path(name).is_dir() else None
+
+
 # ---- diffusers ------------------------------------------------------------------------------------------------------
 
 
@@ -109,18 +119,30 @@ def _read_config(folder: str) -> dict:
     return config
 
 
+def _variant(folder: Path) -> str | None:
+    """Returns fp16, say, where a folder was saved with `variant="fp16"`; None where it has weights without one."""
+    names = [re.fullmatch(r"diffusion_pytorch_model(\.\w+)?\.safetensors(?:\.index(\.\w+)?\.json)?", file.name)
+             for file in sorted(folder.iterdir())]
+    variants = [(found[1] or found[2] or "").lstrip(".") for found in names if found]
+    return None if not variants or "" in variants else variants[0]
+
+
 def _from_folder(folder: str, dtype: torch.dtype) -> torch.nn.Module:
     import diffusers  # which takes seconds
 
     network = getattr(diffusers, _read_config(folder)["_class_name"])
+    for file in Path(folder).glob("*.safetensors"):
+        refuse_pointer(file)
     try:
         vae, found = network.from_pretrained(
-            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True)
+            folder, use_safetensors=True, torch_dtype=dtype, local_files_only=True, output_loading_info=True,
+            variant=_variant(Path(folder)))
         if lacking := found["missing_keys"]:  # diffusers only warns, and leaves them random
             raise ValueError(f"the weights lack {len(lacking)} tensors, {lacking[0]} first")
     except Exception as error:  # absent, cut short, of other shapes: each raises its own
         raise ValueError(f"autoencoder={folder} has no diffusion_pytorch_model.safetensors that can be read and fits "
-                         f"config.json (pickles, .bin, are not loaded): {first_line(error)}") from error
+                         f"config.json (pickles, .bin, are not loaded; save_pretrained writes safetensors): "
+                         f"{first_line(error)}") from error
     return vae
 
 

@@ -45,7 +45,14 @@ def known_weights(name: str) -> str:
     return f"ema-{float(name.removeprefix('ema-'))}" if "-" in name else name
 
 
+def weights_or_key(name: str) -> str:
+    """Spells a name of weights as `known_weights` does; another with _, . or a digit is a key of others' files."""
+    is_key = re.search(r"[_.\d]", name) and not name.startswith("ema-")
+    return name if is_key else known_weights(name)
+
+
 WeightsName = Annotated[str, AfterValidator(known_weights)]
+AnyWeights = Annotated[str, AfterValidator(weights_or_key)]  # of runs, or of files that others have made
 
 
 def kinds(decay: float | list[float], std: Iterable[float] = (), **_: object) -> dict[str, tuple[str, float]]:

@@ -27,6 +27,7 @@ from weights.averages import place_of, power_name, reconstruct, width_of
 from weights.others import (
     FAMILIES,
     as_ours,
+    exported_pipeline,
     files_of,
     find_in_folder,
     pipeline_of,
@@ -66,7 +67,11 @@ class Checkpoint:
             return None
         record = read_record(CheckpointRecord, self.folder / "meta.json",
                              "It does not describe a checkpoint; move the weights elsewhere.", self.meta)
-        return record.model_copy(update={"weights": record.weights or self.file.stem})
+        own = self.folder / record.data.autoencoder  # which an export for diffusers has in it
+        data = record.data
+        if "exported" in self.meta and data.autoencoder == "vae" and own.is_dir():
+            data = data.model_copy(update={"autoencoder": str(own)})
+        return record.model_copy(update={"weights": record.weights or self.file.stem, "data": data})
 
     @cached_property
     def sha256(self) -> str:
@@ -99,10 +104,9 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
             raise ValueError(f"The run {path} has saved no checkpoint yet; wait for its first save.")
         folder, meta = newest
     elif not (folder / "meta.json").is_file():
-        if path.is_file():
-            return Checkpoint(path)
-        if foreign := find_in_folder(path, name):
-            return Checkpoint(foreign)
+        if foreign := path if path.is_file() else find_in_folder(path, name):
+            pipeline = exported_pipeline(foreign)
+            return Checkpoint(foreign, *pipeline) if pipeline else Checkpoint(foreign)
         raise ValueError(f"There is no run, checkpoint folder or weights file at {path}. Training keeps the newest "
                          f"checkpoint.keep_last and those of checkpoint.keep_every. Set checkpoint=runs/<name>, "
                          f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")

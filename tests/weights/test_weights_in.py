@@ -22,7 +22,7 @@ from dit import DiT
 from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
-from sampling.options import sampler_settings
+from sampling.checks import sampler_settings
 from training.run_folder import open_parent
 from weights.loading import load_trained
 from weights.others import onto_our_time, to_diffusers
