@@ -229,7 +229,7 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     if weights not in (None, "ema", "model"):  # a key of the file, or ema-<decay> where one average has the number
         decay = weights.removeprefix("ema-")
         fitting = ([held for held in found if held.name == weights] or
-                   [held for held in averages if decay in re.findall(r"\d*\.\d+", held.name)])
+                   [held for held in averages if re.search(rf"(?<!\d){re.escape(decay)}(?!\d)", held.name)])
     if not fitting:
         raise ValueError(f"it holds {', '.join(held.name for held in found)}, and no weights={weights}")
     held = fitting[0]

@@ -225,6 +225,25 @@ def test_images_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_path,
     assert place.read_bytes() == before and [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
 
 
+@pytest.mark.parametrize("seeds", ["[9223372036854775807]", "4294967296-4294967297"])
+def test_seeds_are_any_number_of_63_bits(run, tmp_path, seeds):
+    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", f"out={tmp_path}/x.npz", f"seeds={seeds}")
+    assert np.load(tmp_path / "x.npz")["seeds"][0] == int(seeds.strip("[]").split("-")[0])
+
+
+@pytest.mark.parametrize("seeds", ["[9223372036854775808]", "18446744073709551615", "0-18446744073709551615"])
+def test_a_larger_seed_raises_an_error_that_states_the_limit(run, tmp_path, seeds):
+    with pytest.raises(SystemExit, match=r"is too large: 2\^63 - 1 = 9223372036854775807 is the largest"):
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", f"out={tmp_path}/x.npz", f"seeds={seeds}")
+
+
+def test_more_ancestral_steps_than_there_are_noise_levels_are_refused(tmp_path):
+    write_run(tmp_path, NETWORK | {"learn_sigma": True}, {"name": "ddpm"})
+    given = ["cpu=true", f"checkpoint={tmp_path}", "seeds=0", "sampler.solver=ancestral", f"out={tmp_path}/x.npz"]
+    with pytest.raises(SystemExit, match="num_steps=1001: solver=ancestral visits some of 1000 noise levels.*set num_steps=1000 or fewer"):
+        run_command(main, "sample.py", *given, "num_steps=1001")
+
+
 def test_a_repeated_seed_is_one_image_and_is_counted_once(run, tmp_path, capsys):
     assert {*pictures(run, tmp_path / "out", "seeds=[1,1,2]")} == {"000001_1.png", "000002_2.png"}
     assert capsys.readouterr().out.startswith("2 images from ")

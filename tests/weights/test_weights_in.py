@@ -8,12 +8,15 @@ import numpy as np
 import pytest
 import torch
 from closed_forms import amplitude_of
-from conftest import run_command
+from conftest import run_command, save_vae
+from PIL import Image
 from safetensors.torch import save_file
 from test_lightning import TINY as LIGHTNING_TINY
 from test_lightning import filled
 from test_published_parity import DDPM_, TINY, CountedNoise, assert_equal, fill, names, published, wave
 from torch import nn
+from torch.distributed import checkpoint as checkpoint_of_ranks
+from torch.distributed.checkpoint.format_utils import dcp_to_torch_save
 from world import make, run
 
 import fid
@@ -22,8 +25,11 @@ from dit import DiT
 from edm import DDPM, EDM
 from guidance import Guidance
 from rf import RF
+from runtime.schema import Settings, read
 from sampling.checks import sampler_settings
+from scripts import import_latents, prepare_latents
 from training.run_folder import open_parent
+from weights.averages import AnyWeights
 from weights.loading import load_trained
 from weights.others import onto_our_time, to_diffusers
 from weights.records import build_network
@@ -300,6 +306,119 @@ def test_the_average_is_used_under_any_name_and_the_line_says_so(form, tmp_path)
     torch.save(AVERAGES[form](ema, raw), tmp_path / "x.pt")
     assert_loaded(tmp_path / "x.pt", ema, "Taken: the average under " if form != "AveragedModel" else "other")
     assert_loaded(tmp_path / "x.pt", raw, "as weights=model asks", weights="model")
+
+
+@pytest.mark.parametrize("form", [
+    lambda one, other, raw: {"model": raw, "ema_0.99": one, "ema_0.9999": other}, lambda one, other, raw: {"model": raw, "ema": {"0.99": one, "0.9999": other}},
+    lambda one, other, raw: under("model.", raw) | under("ema_0.99.", one) | under("ema_0.9999.", other),
+], ids=["beside", "inside", "flat"])
+def test_each_of_several_averages_can_be_chosen_and_they_are_listed(form, tmp_path):
+    one, raw = two()
+    other = {key: value if key == "pos_embed" else value + 2 for key, value in raw.items()}
+    torch.save(form(one, other, raw), tmp_path / "x.pt")
+    inferred = load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4).inferred
+    keys = re.findall(r"ema[._]0\.9+", inferred)
+    assert {re.sub(r"^ema.", "", key) for key in keys} == {"0.99", "0.9999"} and "each of which weights= chooses" in inferred
+    for key in keys:
+        assert_loaded(tmp_path / "x.pt", one if key.endswith(".99") else other, f"under {key}", weights=known_key(key))
+    for name, expected in (("ema-0.99", one), ("ema-0.9999", other), ("model", raw), (None, one if keys[0].endswith(".99") else other)):
+        assert_loaded(tmp_path / "x.pt", expected, weights=name)
+    with pytest.raises(ValueError, match="it holds .*, and no weights=ema-0.5"):
+        load_trained(tmp_path / "x.pt", "ema-0.5", "dit", num_heads=4)
+
+
+def known_key(key: str) -> str:
+    """What the commands accept as weights=."""
+    return read(DrawingWeights, {"weights": key}).weights
+
+
+class DrawingWeights(Settings):
+    weights: AnyWeights
+
+
+def test_two_averages_of_a_file_are_two_sets_of_pictures(tmp_path):
+    given = pixel_weights(tmp_path, learn_sigma=False)
+    state = torch.load(tmp_path / "weights.pt", weights_only=True)["ema"]
+    torch.save({"ema_0.9": state, "ema_0.99": {key: value * 1.1 for key, value in state.items()}}, tmp_path / "weights.pt")
+    draw = [*given, "diffusion_name=edm", "seeds=0-1", f"out={tmp_path}/out"]
+    run_command(sample.main, "sample.py", *draw, "weights=ema_0.9")
+    with pytest.raises(SystemExit, match="pictures of another set"):
+        run_command(sample.main, "sample.py", *draw, "weights=ema_0.99")
+
+
+# ---- what is no weights file ----------------------------------------------------------------------------------------
+
+POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 2697000000\n"
+WITH_POINTERS = {  # what is a pointer, and the command that opens it
+    "x.safetensors": (sample.main, ["sample.py", "checkpoint=x.safetensors"]), "x.pt": (sample.main, ["sample.py", "checkpoint=x.pt"]),
+    "folder/model.safetensors": (sample.main, ["sample.py", "checkpoint=folder"]),
+    "folder/model.safetensors.index.json": (sample.main, ["sample.py", "checkpoint=folder"]),
+    "vae/diffusion_pytorch_model.safetensors": (sample.main, ["sample.py", "checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "autoencoder=vae"]),
+    "ldm.ckpt": (sample.main, ["sample.py", "checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "autoencoder=ldm.ckpt"]),
+    "ref.npz": (fid.main, ["fid.py", "images=good.npz", "features=pixels", "reference=ref.npz"]),
+    "images.npy": (fid.main, ["fid.py", "images=images.npy", "features=pixels", "reference=good.npz"]),
+    "images.npz": (fid.main, ["fid.py", "images=images.npz", "features=pixels", "reference=good.npz"]),
+    "images.zip": (fid.main, ["fid.py", "images=images.zip", "features=pixels", "reference=good.npz"]),
+    "pictures/a/1.png": (fid.main, ["fid.py", "images=pictures", "features=pixels", "reference=good.npz"]),
+    "features.pt": (fid.main, ["fid.py", "images=good.npz", "features=inception", "features_weights=features.pt", "reference=good.npz"]),
+    "train/a/1.png": (prepare_latents.main, ["prepare_latents.py", "source=train", "resolution=16", "autoencoder=identity", "out=out"]),
+    "train-0.tar": (prepare_latents.main, ["prepare_latents.py", "source=train-0.tar", "resolution=16", "autoencoder=identity", "out=out"]),
+    "train.csv": (prepare_latents.main, ["prepare_latents.py", "source=labelled", "labels=train.csv", "resolution=16", "autoencoder=identity", "out=out"]),
+    "shards/latents_rank00_shard000.safetensors": (import_latents.main, ["import_latents.py", "source=shards", "out=out"]),
+    "vae-sd.zip": (import_latents.main, ["import_latents.py", "source=vae-sd.zip", "format=repa", "out=out"]),
+    "imagenet256_features/0.npy": (import_latents.main, ["import_latents.py", "source=.", "format=fastdit", "out=out"]),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", WITH_POINTERS)
+def test_a_pointer_of_git_lfs_is_called_one_wherever_a_file_is_opened(name, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pixel_weights(tmp_path, learn_sigma=False)
+    np.savez("good.npz", arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
+    for good in ("pictures/a/0.png", "pictures/a/2.png", "labelled/0.png"):
+        (tmp_path / good).parent.mkdir(parents=True, exist_ok=True)
+        Image.new("RGB", (16, 16), "red").save(good)
+    if name.startswith("vae/"):
+        save_vae(tmp_path / "vae", scaling_factor=0.5)
+    if name.startswith("imagenet256_features"):
+        (tmp_path / "imagenet256_labels").mkdir()
+        np.save("imagenet256_labels/0.npy", np.array([1]))
+    (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+    (tmp_path / name).write_text(POINTER)
+    entry, (program, *given) = WITH_POINTERS[name]
+    given += ["cpu=true"] if program in ("sample.py", "fid.py") else []
+    with pytest.raises(SystemExit) as ended:
+        run_command(entry, program, *given)
+    assert "pointer of Git LFS" in str(ended.value) and "\n" not in str(ended.value)
+    assert not (tmp_path / "out" / "metadata.json").exists()
+
+
+def test_parts_of_fsdp_are_named_with_the_tool_that_joins_them_and_its_file_is_read(tmp_path):
+    ema, raw = two()
+    folder = tmp_path / "save" / "pytorch_model_fsdp_0"
+    checkpoint_of_ranks.save({"model": raw, "ema": ema}, checkpoint_id=folder, no_dist=True)
+    for given in (tmp_path / "save", folder, folder / "__0_0.distcp"):
+        with pytest.raises(ValueError, match="as FSDP saves it. Join its parts: python -m .*format_utils dcp_to_torch .*fsdp_0 weights.pt"):
+            load_trained(given, diffusion="dit", num_heads=4)
+    dcp_to_torch_save(folder, tmp_path / "weights.pt")
+    assert_loaded(tmp_path / "weights.pt", ema, "under ema")
+
+
+def test_files_of_deepspeeds_zero_are_named_with_its_script(tmp_path):
+    _, raw = two()
+    step = tmp_path / "save" / "global_step7"
+    step.mkdir(parents=True)
+    (tmp_path / "save" / "zero_to_fp32.py").touch()
+    for kind in ("model", "optim"):
+        torch.save({"module": {key: torch.empty(0) for key in raw}}, step / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
+    for given in (tmp_path / "save", step, step / "zero_pp_rank_0_mp_rank_00_model_states.pt"):
+        with pytest.raises(ValueError, match=r"of DeepSpeed \(ZeRO\). Join .*: python .*save/zero_to_fp32.py .*save joined"):
+            load_trained(given, diffusion="dit", num_heads=4)
+    save_file({key: torch.empty(0) for key in raw}, tmp_path / "model.safetensors")
+    with pytest.raises(ValueError, match="tensors without values, .* ZeRO-3 .* run the zero_to_fp32.py"):
+        load_trained(tmp_path / "model.safetensors", diffusion="dit", num_heads=4)
+    save_file(raw, tmp_path / "save" / "model.safetensors")
+    assert_loaded(tmp_path / "save", raw)
 
 
 @pytest.mark.parametrize("name", ["model", "state_dict", "schema", "model_non_ema"])
