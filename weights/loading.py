@@ -255,6 +255,9 @@ def read_bare(
     Raises ValueError where their family is not known.
     """
     held, pipeline = read_weights(file, weights), pipeline_of(file)
+    if adapter := next((key for key in held.state if ".lora_A." in key or ".lora_down." in key), None):
+        raise ValueError(f"{file} holds a LoRA adapter, {adapter} first. Merge it into its base where it was trained, "
+                         f"by PEFT's merge_and_unload() or scripts/merge_lora.py, and name the merged weights.")
     said = {"num_classes": held.num_classes, **pipeline, **given}
     state = with_positions(held.state, said.get("input_size"), file)
     network = infer_architecture(state, said.get("num_heads"), said.get("num_classes"))

@@ -77,7 +77,7 @@ LIBRARY = re.compile(r"model(_\d+)?|diffusion_pytorch_model")  # as accelerate a
 NO_WEIGHTS = re.compile(r"(opt|scheduler|sampler|scaler|random_states|rng_state|training|vae|latents_stats|"
                         r".*optim_states)", re.I)
 CUSTOM = "custom_checkpoint_*.pkl"  # what accelerate's save_state makes of a registered object, as an average
-ZERO = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_(model|optim)_states\.pt")  # of DeepSpeed, one for each rank
+ZERO = re.compile(r"(bf16_)?zero_pp_rank_\d+_mp_rank_\d+_model_states\.pt")  # a rank's, of DeepSpeed's stage 3
 
 
 def find_in_folder(folder: Path, weights: str) -> Path | None:

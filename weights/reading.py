@@ -6,6 +6,7 @@ import zipfile
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 from safetensors.torch import load_file
 from torch import Tensor
 
@@ -35,7 +36,10 @@ def read_tensors(file: Path) -> object:
     refuse_pointer(file)
     try:
         if file.suffix == ".safetensors":
-            return load_file(file)
+            with safe_open(file, "pt") as opened:
+                names = opened.metadata() or {}  # of tensors that share memory, save_model stores one, and others here
+            tensors = load_file(file)
+            return tensors | {name: tensors[kept] for name, kept in names.items() if kept in tensors}
         # DiT's train.py saves an argparse.Namespace with the weights: a bag of plain values, safe to build.
         with torch.serialization.safe_globals([argparse.Namespace]):
             return torch.load(file, map_location="cpu", weights_only=True, mmap=zipfile.is_zipfile(file))

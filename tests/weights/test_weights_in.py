@@ -409,8 +409,8 @@ def test_files_of_deepspeeds_zero_are_named_with_its_script(tmp_path):
     step = tmp_path / "save" / "global_step7"
     step.mkdir(parents=True)
     (tmp_path / "save" / "zero_to_fp32.py").touch()
-    for kind in ("model", "optim"):
-        torch.save({"module": {key: torch.empty(0) for key in raw}}, step / f"zero_pp_rank_0_mp_rank_00_{kind}_states.pt")
+    for kind in ("zero_pp_rank_0_mp_rank_00_model", "bf16_zero_pp_rank_0_mp_rank_00_optim"):
+        torch.save({"module": {key: torch.empty(0) for key in raw}}, step / f"{kind}_states.pt")
     for given in (tmp_path / "save", step, step / "zero_pp_rank_0_mp_rank_00_model_states.pt"):
         with pytest.raises(ValueError, match=r"of DeepSpeed \(ZeRO\). Join .*: python .*save/zero_to_fp32.py .*save joined"):
             load_trained(given, diffusion="dit", num_heads=4)
