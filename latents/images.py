@@ -14,17 +14,20 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 
 import numpy as np
-from PIL import Image, PngImagePlugin, UnidentifiedImageError
+from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
 from latents.hub import Rows, count_lacking, find_shards, open_rows
 from latents.ilsvrc import VALIDATION, read_validation
-from latents.labels import LABEL_SUFFIXES, Pairs, match, number_classes, read_pairs, stem_of
+from latents.labels import LABEL_SUFFIXES, Pairs, match, number_classes, read_pairs, read_table, stem_of
 from latents.listing import (
+    FIRST_OF_SEVERAL,
     IMAGE_SUFFIXES,
+    NOT_TURNED,
     SPLITS,
     Listing,
     UnreadableImage,
@@ -47,6 +50,7 @@ OF_A_MASK = re.compile(rf"(.+)[_-]({'|'.join(PERHAPS_MASKS)})", re.IGNORECASE)
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow hands others to programs
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # prompts and workflows exceed Pillow's 1 MB
 LARGE = 2**28  # bytes of a file that might hold labels; a larger one is not looked at
+FEW = 8  # images; of fewer, a class each may be meant
 DEEP_PROBED = 256  # images looked at for grey of 16 bits, evenly spread
 
 
@@ -63,11 +67,17 @@ def deep_values(image: Image.Image) -> np.ndarray:
     return 65535 - values if getattr(image, "tag_v2", {}).get(PHOTOMETRIC_INTERPRETATION) == 0 else values
 
 
-def has_several(image: Image.Image) -> bool:
-    """True for pages of a TIFF, and frames of a GIF, APNG, WebP or AVIF; a phone's JPEG only has previews (MPO)."""
-    with suppress(Exception):  # of a damaged second frame, of which nothing is used
-        return image.format != "MPO" and getattr(image, "is_animated", False)
-    return True
+def remark_on(image: Image.Image) -> str | None:
+    """Says, of a file that is used, which of its frames, or that it is shown turned; None for nearly all.
+
+    A phone's JPEG with previews (MPO) is one image.
+    """
+    with suppress(Exception):  # of a damaged second frame or EXIF, of which nothing is used
+        if image.format != "MPO" and getattr(image, "is_animated", False):
+            return FIRST_OF_SEVERAL
+        if "exif" in image.info and image.getexif().get(ExifTags.Base.Orientation, 1) not in (0, 1):
+            return NOT_TURNED
+    return None
 
 
 def to_rgb(image: Image.Image) -> Image.Image:
@@ -183,7 +193,7 @@ class ImageSource:
     read: Callable[[int], bytes] | None = None  # the file's bytes; None for the shapes, which are drawn
     notes: list[str] = field(default_factory=list)
     listing: Listing | None = None
-    several: set[int] = field(default_factory=set)  # of those read so far: files of which only the first frame is used
+    remarks: dict[int, str] = field(default_factory=dict)  # on files that were read so far, of REMARKS
 
     @property
     def not_images(self) -> list[str]:
@@ -197,8 +207,8 @@ class ImageSource:
         with open_image(self.read(index)) as file:
             file.load()
             image = to_rgb(file)
-            if has_several(file):
-                self.several.add(index)
+            if remark := remark_on(file):
+                self.remarks[index] = remark
         return np.array(image if resolution is None else center_crop(image, resolution))
 
     def fingerprint(self) -> str:
@@ -250,7 +260,7 @@ def open_source(
     if asked := [f"{key}={value}" for key, value in (("image_column", image_column), ("label_column", label_column))
                  if value is not None]:
         raise ValueError(f"{' '.join(asked)} would change nothing: source={source} has no parquet or arrow files with "
-                         "columns.")
+                         "columns. The column of a file of labels is labels=<file>:<column>.")
     images = [i for i, name in enumerate(listing.names) if looks_like_image(name)]
     others = [(shown, "is hidden, or of a system" if has_image_suffix(name) else "does not look like an image")
               for name, shown in zip(listing.names, listing.shown, strict=True) if not looks_like_image(name)]
@@ -312,6 +322,9 @@ def make_source(listing: Listing, images: list[int], labels: np.ndarray, class_n
                 notes: list[str] = ()) -> ImageSource:
     """Makes a source of files by their numbers in a listing."""
     warn_of_masks(listing, images)
+    if (distinct := len(np.unique(labels))) > len(images) / 2 and len(images) >= FEW:
+        notes = [*notes, f"There are {distinct:,} classes for {len(images):,} images, about one for each: are they the "
+                         f"classes?"]
     places = np.array(images, dtype=np.int64)
     return ImageSource([listing.shown[i] for i in images], labels, class_names, [*listing.left_out, *left_out],
                        lambda index: listing.read(int(places[index])), [*notes], listing)
@@ -409,21 +422,36 @@ def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, 
     return None, notes
 
 
-def of_file(listing: Listing, images: list[int], labels: str, member: int | None = None) -> ImageSource:
-    """Reads the classes from a file on disk, or in the source; raises ValueError where it labels no image."""
-    if member is None:
-        places = {str(listing.path / name): i for i, name in enumerate(listing.names)}
-        if not Path(labels).is_file():
-            places |= {name: i for i, name in enumerate(listing.names)}
-        member = places.get(str(Path(labels)))
+def find_file(listing: Listing, labels: str) -> int | None:
+    """Returns the number of a file in the source; raises ValueError where several tars hold it."""
+    path, is_here = str(Path(labels)), Path(labels).is_file()
+    found = [i for i, name in enumerate(listing.names) if path in (f"{listing.path}/{name}", listing.shown[i])
+             or path == name and not is_here]
+    if len(found) > 1:
+        raise ValueError(f"labels={labels} is in {len(found)} tars: name one, as in labels={listing.shown[found[0]]}.")
+    return found[0] if found else None
+
+
+def of_file(
+    listing: Listing, images: list[int], labels: str, member: int | None = None, column: str | None = None,
+) -> ImageSource:
+    """Reads the classes from a file, on disk or in the source, or from a column of it, `<file>:<column>`.
+
+    Raises ValueError where it labels no image.
+    """
+    file = labels
+    member = find_file(listing, file) if member is None else member
+    if member is None and column is None and not Path(file).is_file() and ":" in file:
+        file, _, column = labels.rpartition(":")
+        member = find_file(listing, file)
     if member is not None:
         listing.left_out = [row for row in listing.left_out if row[0] != listing.shown[member]]
-    elif not Path(labels).is_file():
+    elif not Path(file).is_file():
         raise ValueError(f"labels={labels} is not a file here or in {listing.path}: give folders, none, names or a "
                          "file.")
-    content = Path(labels).read_bytes() if member is None else listing.read(member)
+    content = Path(file).read_bytes() if member is None else listing.read(member)
     stems = {stem_of(listing.names[i]) for i in images}
-    pairs, said = read_pairs(content, labels, lambda cell: stem_of(clean(cell)) in stems)
+    pairs, said = read_pairs(content, file, lambda cell: stem_of(clean(cell)) in stems, column)
     if pairs is None:  # {"labels": null}
         return one_class(listing, images)
     found = of_pairs(listing, images, pairs, labels, "its names")
@@ -479,14 +507,25 @@ def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
               if file.suffix.lower() in LABEL_SUFFIXES and file.is_file()]
     beside = beside[:20] + [file for folder in above for file in folder.glob("LOC_*_solution.csv")]  # Kaggle's place
     files += [(file, file.read_bytes) for file in beside if file.stat().st_size <= LARGE]
+    hints = []
     for file, read in files:
+        hint = f"{file} looks like labels and is not read, so that there is one class: labels={file} reads it."
         try:
-            pairs, _ = read_pairs(read(), str(file), lambda cell: stem_of(clean(cell)) in stems)
-            found = any(stem_of(clean(name)) in stems for name, label in pairs or () if label)
+            table = read_table(read(), str(file), is_ours := lambda cell: stem_of(clean(cell)) in stems)
+            columns = [i for i in table.others if table.may_be_classes(i, is_ours)] if table else []
         except (ValueError, OSError, UnreadableImage):
-            found = any(word in file.name.lower() for word in ("label", "class", "annotation", "solution"))
-        if found:
-            return f"{file} looks like labels and is not read, so that there is one class: labels={file} reads it."
+            if any(word in file.name.lower() for word in ("label", "class", "annotation", "solution")):
+                return hint
+            continue
+        try:
+            if columns and table.choose()[0] in columns:
+                return hint
+        except ValueError:  # several columns, of which none is called labels
+            hints.append(f"{file} has {len(columns)} columns that may be classes of these images "
+                         f"({a_few([table.head(i) for i in columns])}), and none is read: labels={file}:"
+                         f"{table.head(columns[0])} reads one.")
+    if hints:
+        return hints[0]
     if all(map(VALIDATION.fullmatch, stems)):
         return ("These are ILSVRC's validation images, here in one class: their labels are in its devkit, as in "
                 "labels=ILSVRC2012_devkit_t12.tar.gz, and in Kaggle's LOC_val_solution.csv.")
@@ -525,15 +564,18 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
     beside the images that hold no label. Whole numbers are the class indices themselves; names are numbered in order.
     Raises ValueError where some images have a label and others none.
     """
-    parts = {(listing.sample_of(i), part): i for i, name in enumerate(listing.names)
-             if name.lower().endswith((".cls", ".json", ".txt")) and (part := key_of(name)[1]) in LABEL_PARTS}
+    may_label = [i for i, name in enumerate(listing.names) if name.lower().endswith((".cls", ".json", ".txt"))]
+    # Some keys have dots, as 22.05 in 22.05.png and 22.05.cls, and then end at the last.
+    last = any(key_of(listing.names[i])[1].endswith(".cls") for i in may_label)
+    sample_of = partial(listing.sample_of, last=last)
+    parts = {(sample_of(i), part): i for i in may_label if (part := key_of(listing.names[i], last)[1]) in LABEL_PARTS}
     keys = {key for key, _ in parts}
     images = sorted(images) if listing.tars else images  # the order of the tars is the fast one to read them in
-    if not any(listing.sample_of(i) in keys for i in images):
+    if not any(sample_of(i) in keys for i in images):
         return None
     chosen: dict[tuple[int, str], int] = {}
     for i in images:
-        key = listing.sample_of(i)
+        key = sample_of(i)
         chosen[key] = min(chosen.get(key, i), i, key=lambda i: (listing.names[i].count("."), listing.names[i]))
     if not labelled:
         return [*chosen.values()] if listing.tars else None
@@ -556,7 +598,7 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
     if several:
         notes.append(f"{len(several):,} samples have several labels, of which .cls counts before .json and .json "
                      f"before .txt: {a_few(several)}")
-    taken = {i: chosen[listing.sample_of(i)] for i in images}
+    taken = {i: chosen[sample_of(i)] for i in images}
     spare = [(listing.shown[i], f"is another picture of the sample, of which {listing.shown[other]} is taken")
              for i, other in taken.items() if i != other]
     if spare:

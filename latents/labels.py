@@ -6,6 +6,7 @@ import json
 import re
 from collections import defaultdict
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ NAME_HEADS = ("filename", "file", "image", "imageid", "imagename", "imagepath", 
               "path", "filepath", "name", "id", "key")
 LABEL_HEADS = ("label", "class", "labels", "target", "category", "classname", "labelname", "predictionstring",
                "classid", "labelid", "categoryid", "breed", "species", "synset", "wnid")
+NO_CLASSES = {"text", "caption", "captions", "prompt", "description", "partition", "split", "subset", "set", "fold"}
 BOXES = re.compile(r"(\S+)(\s+-?[\d.]+){4}(\s+\S+(\s+-?[\d.]+){4})*")  # ImageNet's on Kaggle: class, box, class, box …
 WHOLE, NUMBER = re.compile(r"-?\d+(\.0*)?"), re.compile(r"-?\d+(\.\d*)?")
 
@@ -45,6 +47,8 @@ def number_classes(classes: Sequence[str], where: str, remedy: str, further: Seq
     Of `further` labels, which no image has, numbers count as classes. Raises ValueError for other numbers.
     """
     distinct = {*classes}
+    if {*distinct, *further} == {"-1", "1"}:  # no and yes
+        return np.array([label == "1" for label in classes], dtype=np.int64), ["-1", "1"]
     if distinct and all(map(NUMBER.fullmatch, distinct)):
         if broken := [text for text in distinct if not WHOLE.fullmatch(text)]:
             raise ValueError(f"{where} has labels such as {broken[0]}, which is not a class: {remedy}.")
@@ -95,29 +99,98 @@ def as_label(value: Any, where: str) -> str | None:
     return boxes[1] if boxes else text or None
 
 
-def read_pairs(content: bytes, where: str, is_image: Callable[[str], bool]) -> tuple[Pairs | None, str | None]:
+@dataclass
+class Table:
+    """Rows of a file of labels, the heads of its columns where it has some, and which column has the names."""
+
+    where: str
+    heads: list[str] | None
+    rows: list[list]
+    name: int
+
+    @property
+    def others(self) -> list[int]:
+        return [i for i in range(max(len(row) for row in self.rows[:1000])) if i != self.name]
+
+    def head(self, column: int) -> str:
+        """Returns what a command calls a column: its head, or its number from 1."""
+        return str(column + 1) if self.heads is None else str(self.heads[column])
+
+    def find(self, asked: str) -> int:
+        """Finds a column by its head, else by its number from 1; raises ValueError where there is none."""
+        heads = {i: self.head(i) for i in self.others}
+        found = ([i for i, head in heads.items() if head == asked]
+                 or [i for i, head in heads.items() if head_of(head) == head_of(asked)]
+                 or [i for i in heads if str(i + 1) == asked])
+        if not found:
+            raise ValueError(f"{self.where} has no column {asked} beside the names: it has "
+                             f"{', '.join(heads.values())}.")
+        return found[0]
+
+    def choose(self) -> tuple[int, str | None]:
+        """Chooses the column of labels, with a line where several might be; raises ValueError where none is named."""
+        known = {head_of(head): i for i, head in reversed([*enumerate(self.heads or [])]) if i != self.name}
+        if usual := [known[head] for head in LABEL_HEADS if head in known]:
+            said = ", ".join(self.head(i) for i in usual)
+            return usual[0], f"labels: of the columns {said} of {self.where}, {self.head(usual[0])} is read." if (
+                len(usual) > 1) else None
+        first, *rest = self.others
+        is_box = self.heads is None and len(rest) == 4 and all(
+            NUMBER.fullmatch(str(row[i])) for row in self.rows[:1000] for i in rest if i < len(row))
+        if rest and not is_box:
+            columns = ", ".join(self.head(i) for i in self.others)
+            raise ValueError(f"{self.where} has {len(self.others)} columns beside the names ({columns}): name that of "
+                             f"the classes, as in labels={self.where}:{self.head(first)}.")
+        return first, None
+
+    def labels(self, column: int) -> Pairs:
+        rows = [row for row in self.rows if len(row) > max(self.name, column)]
+        return [(str(row[self.name]), as_label(row[column], self.where)) for row in rows]
+
+    def may_be_classes(self, column: int, is_image: Callable[[str], bool]) -> bool:
+        """True where a column has far fewer values than there are images, and is no split of the data."""
+        head = head_of(self.head(column)) if self.heads else ""
+        values = [label for name, label in self.labels(column) if label and is_image(name)]
+        is_few = 0 < len({*values}) <= max(1, len(values) / 2)
+        return bool(values) and (head in LABEL_HEADS or is_few and head not in NO_CLASSES and not (
+            any(word in Path(self.where).name.lower() for word in ("partition", "split"))))
+
+
+def read_pairs(
+    content: bytes, where: str, is_image: Callable[[str], bool], column: str | None = None,
+) -> tuple[Pairs | None, str | None]:
     """Reads names and labels of a file, and a line on the column that was chosen of several.
 
-    The names are in the column of which most are images, the labels in the one that its head says, else in the next.
-    `{"labels": null}` is None. Raises ValueError for what does not hold names with labels.
+    The names are in the column of which most are images, the labels in `column`, else in the one that its head says,
+    or in the only other one. `{"labels": null}` is None. Raises ValueError for what does not hold names with labels.
     """
+    table = read_table(content, where, is_image)
+    if table is None:
+        return None, None
+    label, said = table.choose() if column is None else (table.find(column), None)
+    return table.labels(label), said
+
+
+def read_table(content: bytes, where: str, is_image: Callable[[str], bool]) -> Table | None:
+    """Reads a file of names and labels; None for `{"labels": null}`. Raises ValueError for anything else."""
     text, suffix = decode_text(content, where), Path(where).suffix.lower()
     if suffix in (".json", ".jsonl"):
         heads, rows = read_json_rows(text, where)
         if rows is None:
-            return None, None
+            return None
     else:
-        heads, rows = None, read_text_rows(text, suffix, is_image)
+        heads, rows = read_text_rows(text, suffix, is_image)
         first = [head_of(cell) for cell in rows[0]] if rows else []
-        if {*first} & {*NAME_HEADS, *LABEL_HEADS} and not any(map(is_image, rows[0])):
+        # Of three columns and more, a first row of words is one of heads, whatever they are.
+        are_heads = {*first} & {*NAME_HEADS, *LABEL_HEADS} or len(first) > 2 and not any(
+            map(NUMBER.fullmatch, rows[0])) and not any(Path(cell).suffix.lower() in IMAGE_SUFFIXES for cell in rows[0])
+        if heads is None and are_heads and not any(map(is_image, rows[0])):
             heads, rows = rows[0], rows[1:]
     rows = [row for row in rows if len(row) > 1]
     if not rows:
         raise ValueError(f"{where} has no names with labels: write a name and a class on each line.")
     is_pairs = heads is None and suffix in (".json", ".jsonl")  # [name, label]
-    name, label, said = (0, 1, None) if is_pairs else choose_columns(heads, rows, where, is_image)
-    pairs = [(str(row[name]), as_label(row[label], where)) for row in rows if len(row) > max(name, label)]
-    return pairs, said
+    return Table(where, heads, rows, 0 if is_pairs else name_column(heads, rows, is_image))
 
 
 def read_json_rows(text: str, where: str) -> tuple[list[str] | None, list | None]:
@@ -143,42 +216,48 @@ def read_json_rows(text: str, where: str) -> tuple[list[str] | None, list | None
     raise ValueError(f'{where} does not hold labels: {{"labels": [["name.png", 0], …]}} or {{"name.png": 0, …}} does.')
 
 
-def read_text_rows(text: str, suffix: str, is_image: Callable[[str], bool]) -> list[list[str]]:
-    """Splits lines at tabs, commas, semicolons or, where a name comes first or last, at a space."""
+def read_text_rows(
+    text: str, suffix: str, is_image: Callable[[str], bool],
+) -> tuple[list[str] | None, list[list[str]]]:
+    """Splits lines at tabs, commas, semicolons or, where a name comes first or last, at spaces; heads only of those."""
     lines = [line for line in text.splitlines() if line.strip()]
     first = lines[0] if lines else ""
-    spaced = suffix not in (".csv", ".tsv") and any(is_image(word) for line in lines[:5] for word in line.split())
+
+    def is_name(word: str) -> bool:  # of an image here or elsewhere: a file may begin with others
+        return is_image(word) or Path(word).suffix.lower() in IMAGE_SUFFIXES
+
+    spaced = suffix not in (".csv", ".tsv") and any(is_name(word) for line in lines[:10] for word in line.split())
     if "\t" in first or not spaced and ("," in first or ";" in first):
         mark = "\t" if "\t" in first else max(",;", key=first.count)
-        return [[cell.strip() for cell in row] for row in csv.reader(lines, delimiter=mark, skipinitialspace=True)]
-    parted = [line.split(None, 1) if is_image(line.split()[0]) or not is_image(line.split()[-1]) else
+        rows = csv.reader(lines, delimiter=mark, skipinitialspace=True)
+        return None, [[cell.strip() for cell in row] for row in rows]
+    lines = [line for line in lines if not line.startswith("#") or is_image(line.split()[0])]
+    begin = next((k for k, line in enumerate(lines[:10]) if is_name(line.split()[0])), 0)
+    words = [line.split() for line in lines[begin:]]
+    width = len(words[0]) if words else 0
+    if width > 2 and all(len(row) == width for row in words[:1000]):
+        head = lines[begin - 1].split() if begin else []  # CelebA's has a count above it, and none for the names
+        if len(head) in (width - 1, width):
+            return ["name"] * (width - len(head)) + head, words
+        if width != 6 and all(NUMBER.fullmatch(word) for row in words[:1000] for word in row[1:]):
+            return None, words  # 6 are a name, a class and a box
+    parted = [line.split(None, 1) if is_name(line.split()[0]) or not is_name(line.split()[-1]) else
               line.rsplit(None, 1) for line in lines]
-    return [[cell.strip(" \t,;") for cell in row] for row in parted]
+    return None, [[cell.strip(" \t,;") for cell in row] for row in parted]
 
 
 def head_of(cell: object) -> str:
     return re.sub(r"[\s_-]", "", str(cell)).lower()
 
 
-def choose_columns(
-    heads: list[str] | None, rows: list[list], where: str, is_image: Callable[[str], bool],
-) -> tuple[int, int, str | None]:
-    """Returns the columns of names and of labels, and a line where several might be labels."""
+def name_column(heads: list[str] | None, rows: list[list], is_image: Callable[[str], bool]) -> int:
+    """Returns the column of which most are images; of several, the one that its head calls so, then the first."""
     known = [head_of(head) for head in heads or []]
     width = max(len(row) for row in rows[:1000])
     cells = [{str(row[i]) for row in rows[:1000] if i < len(row)} for i in range(width)]
     matches = [sum(map(is_image, column)) for column in cells]
     named = [known.index(head) for head in NAME_HEADS if head in known]
-    name = max(range(width), key=lambda i: ((i in named) * bool(matches[i]), matches[i], i in named, -i))
-    others = [known.index(head) for head in LABEL_HEADS if head in known and known.index(head) != name]
-    if others:
-        said = ", ".join(str(heads[i]) for i in others)
-        return name, others[0], f"labels: of the columns {said} of {where}, {heads[others[0]]} is read." if (
-            len(others) > 1) else None
-    if width > 2 and heads is not None:
-        raise ValueError(f"{where} has the columns {', '.join(map(str, heads))}: rename the column of the classes to "
-                         "label.")
-    return name, 1 - name if width == 2 else (name + 1) % width, None
+    return max(range(width), key=lambda i: ((i in named) * bool(matches[i]), matches[i], i in named, -i))
 
 
 # ---- matching -------------------------------------------------------------------------------------------------------

@@ -30,6 +30,8 @@ SHARD_SUFFIXES = {".parquet", ".arrow"}  # of Hugging Face's data sets, which la
 SPLITS = {"train", "val", "valid", "validation", "test"}
 OF_A_SYSTEM = {"__MACOSX", "@eaDir", "$RECYCLE.BIN"}  # folders of copies and thumbnails, which end in .jpg as well
 FIRST_OF_SEVERAL = "has several pages or frames, of which the first is used"
+NOT_TURNED = "has an EXIF orientation, which is not applied, as in ADM"
+REMARKS = (FIRST_OF_SEVERAL, NOT_TURNED)  # on files that are used
 
 
 class UnreadableImage(Exception):
@@ -56,9 +58,9 @@ class Listing:
     tar_of: np.ndarray | None = None
     quick: np.ndarray | None = None
 
-    def sample_of(self, index: int) -> tuple[int, str]:
-        """Returns what the files of one webdataset sample share: their tar, and the name up to its first dot."""
-        return 0 if self.tar_of is None else int(self.tar_of[index]), key_of(self.names[index])[0]
+    def sample_of(self, index: int, last: bool = False) -> tuple[int, str]:
+        """Returns what the files of one webdataset sample share: their tar, and the name up to a dot (`key_of`)."""
+        return 0 if self.tar_of is None else int(self.tar_of[index]), key_of(self.names[index], last)[0]
 
     def below(self, folder: str) -> "Listing":
         """Returns the files in one of the folders, named from there."""
@@ -88,10 +90,10 @@ def has_image_suffix(name: str) -> bool:
     return posixpath.splitext(name)[1].lower() in IMAGE_SUFFIXES
 
 
-def key_of(name: str) -> tuple[str, str]:
-    """Splits a name at the first dot after its folder: a sample's key, and which part of it this is."""
+def key_of(name: str, last: bool = False) -> tuple[str, str]:
+    """Splits a name at the first dot after its folder, or the last: a sample's key, and which part of it this is."""
     folder, _, base = name.rpartition("/")
-    key, _, suffix = base.partition(".")
+    key, _, suffix = base.rpartition(".") if last else base.partition(".")
     return f"{folder}/{key}" if folder else key, suffix.lower()
 
 

@@ -15,7 +15,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from latents.folder import map_npy, row_types
-from latents.listing import FIRST_OF_SEVERAL
+from latents.listing import REMARKS
 from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
 from runtime.notebook import is_hidden
@@ -147,7 +147,7 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
     """Writes one shard and then its record, the mark that it is whole.
 
     A batch is its rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each
-    unreadable image, and of each of which only the first frame is used.
+    unreadable image, or one of REMARKS on an image that is there.
     """
     count, unreadable = 0, []
     with ExitStack() as stack:
@@ -183,8 +183,7 @@ def finish(
 ) -> None:
     """Adds up the shards' records and writes metadata.json, the mark that the folder is whole; prints what it holds."""
     remarks = [tuple(row) for record in records for row in record["unreadable"]]
-    several = [name for name, remark in remarks if remark == FIRST_OF_SEVERAL]
-    reasons = [*left_out, *(row for row in remarks if row[1] != FIRST_OF_SEVERAL)]
+    reasons = [*left_out, *(row for row in remarks if row[1] not in REMARKS)]
     count = sum(record["count"] for record in records)
     if count == 0:
         raise ValueError(f"source={metadata['source']} has no readable image; {': '.join(reasons[-1])}.")
@@ -195,10 +194,11 @@ def finish(
     write_json(out / "metadata.json", metadata | {"shards": shards, "unreadable": [name for name, _ in reasons]})
     sweep(out, "record-*.json")
 
-    if several:
-        few = f"{', '.join(several[:5])}{' …' if len(several) > 5 else ''}"
-        print(f"{len(several):,} of {count:,} images: the file {FIRST_OF_SEVERAL}: {few}"
-              .encode("utf-8", "backslashreplace").decode())
+    for remark in REMARKS:
+        if names := [name for name, of in remarks if of == remark]:
+            few = f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
+            print(f"{len(names):,} of {count:,} images: the file {remark}: {few}"
+                  .encode("utf-8", "backslashreplace").decode())
     if reasons:
         print(f"{len(reasons)} files are not in the set (all are named in {out / 'metadata.json'}):")
         for name, reason in reasons[:20]:

@@ -19,8 +19,8 @@ from torch import Tensor
 from tqdm import tqdm
 
 from latents.folder import open_latents
-from latents.images import UnreadableImage, has_several, open_image, open_source
-from latents.listing import FIRST_OF_SEVERAL, what_else
+from latents.images import UnreadableImage, open_image, open_source, remark_on
+from latents.listing import REMARKS, what_else
 from runtime import files
 from runtime.notebook import is_hidden
 from weights import autoencoders
@@ -150,13 +150,13 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
         print(f"{key}={path}: {len(source.not_images)} files do not have the name of an image and are skipped: "
               f"{', '.join(source.not_images[:5])}.")
 
-    def look(index: int) -> tuple[int, bytes, tuple[int, int], bool, str | None]:
+    def look(index: int) -> tuple[int, bytes, tuple[int, int], str | None, str | None]:
         try:
             data = source.read(index)
             with open_image(data) as image:  # the header only
-                return index, hashlib.sha256(data).digest(), image.size, has_several(image), None
+                return index, hashlib.sha256(data).digest(), image.size, remark_on(image), None
         except (UnreadableImage, OSError) as error:
-            return index, b"", (0, 0), False, f"{source.names[index]} ({error})"
+            return index, b"", (0, 0), None, f"{source.names[index]} ({error})"
 
     mine = range(state.process_index, len(source), state.num_processes)
     found = []
@@ -165,9 +165,10 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
         found += pool.map(look, mine[start : start + 256])
     found = sorted(gather_object(found))
     digests, sizes = [digest for _, digest, *_ in found], Counter(size for _, _, size, *_ in found)
-    if (several := [source.names[index] for index, *_, is_several, _ in found if is_several]) and state.is_main_process:
-        print(f"{key}={path}: {len(several):,} of {len(found):,} images: the file {FIRST_OF_SEVERAL}: "
-              f"{', '.join(several[:5])}")
+    for remark in REMARKS:
+        names = [source.names[index] for index, *_, of, _ in found if of == remark]
+        if names and state.is_main_process:
+            print(f"{key}={path}: {len(names):,} of {len(found):,} images: the file {remark}: {', '.join(names[:5])}")
     if broken := [why for *_, why in found if why]:
         raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, {broken[0]} "
                          f"first: replace them.")

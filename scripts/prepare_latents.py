@@ -20,7 +20,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from latents.folder import KINDS
 from latents.images import ImageSource, UnreadableImage, note_on_dark, open_source
 from latents.labels import decode_text
-from latents.listing import FIRST_OF_SEVERAL, Listing
+from latents.listing import Listing
 from latents.writer import class_order, is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
@@ -66,14 +66,14 @@ class PrepareSettings(Settings):
 
 
 def decode_batch(source: ImageSource, indices: range, resolution: int) -> tuple[np.ndarray, list[int], list[list[str]]]:
-    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, remark] of others and of first frames."""
+    """Returns the readable images uint8 (b,R,R,3), their indices, and [name, remark] of others and of some of these."""
     pixels, readable, remarks = [], [], []
     for index in indices:
         try:
             pixels.append(source.pixels(index, resolution))
             readable.append(index)
-            if index in source.several:
-                remarks.append([source.names[index], FIRST_OF_SEVERAL])
+            if index in source.remarks:
+                remarks.append([source.names[index], source.remarks[index]])
         except UnreadableImage as error:
             remarks.append([source.names[index], str(error)])
     images = np.stack(pixels) if pixels else np.empty((0, resolution, resolution, 3), np.uint8)

@@ -140,6 +140,62 @@ def test_numbers_are_the_labels_themselves_and_columns_of_numbers_are_distinguis
     assert "1 of these 3 classes have no image" in source.notes[0]
 
 
+CELEBA = numbered(*(f"{k:06d}.jpg" for k in range(1, 41)))
+HEADS = [f"{word}_{k}" for k in range(13) for word in ("Arched", "Male", "Young")] + ["Smiling"]
+ATTRIBUTES = {name: [1 if (k * 7 + column * 3) % 5 < 2 else -1 for column in range(40)] for k, name in enumerate(CELEBA)}
+LISTED = f"{len(CELEBA)}\n{' '.join(HEADS)} \n" + "".join(f"{name} " + " ".join(f"{value:2d}" for value in row) + "\n" for name, row in ATTRIBUTES.items())
+ON_KAGGLE = f"image_id,{','.join(HEADS)}\n" + "".join(f"{name},{','.join(map(str, row))}\n" for name, row in ATTRIBUTES.items())
+
+
+@pytest.mark.parametrize(("name", "content"), [("list_attr_celeba.txt", LISTED), ("list_attr_celeba.csv", ON_KAGGLE)])
+def test_one_of_celebas_attributes_is_read_and_the_file_alone_is_not(tmp_path, name, content):
+    file = put(tmp_path, {name: content, "list_eval_partition.txt": "".join(f"{image} {k % 3}\n" for k, image in enumerate(CELEBA))}) / name
+    folder = put(tmp_path / "img_align_celeba", CELEBA)
+    [hint] = open_source(folder).notes
+    assert hint.startswith(f"{file} has 40 columns that may be classes") and f"labels={file}:Arched_0 reads one" in hint
+    with pytest.raises(ValueError, match=r"40 columns beside the names \(Arched_0, Male_0.*: name that of the classes, as in labels=.*:Arched_0"):
+        open_source(folder, labels=str(file))
+    for asked in ("Male_0", "male 0", "3"):
+        source = open_source(folder, labels=f"{file}:{asked}")
+        assert source.class_names == ["-1", "1"] and not source.notes
+        assert source.labels.tolist() == [int(row[1] == 1) for row in ATTRIBUTES.values()]
+    with pytest.raises(ValueError, match="has no column Beard beside the names: it has Arched_0"):
+        open_source(folder, labels=f"{file}:Beard")
+    part = open_source(put(tmp_path / "part", {image: CELEBA[image] for image in CELEBA if ATTRIBUTES[image][1] == 1}), labels=f"{file}:Male_0")
+    assert part.class_names == ["-1", "1"] and part.labels.all()
+
+
+@pytest.mark.parametrize(("name", "content"), [
+    ("metadata.jsonl", "".join(json.dumps({"file_name": image, "text": f"face {k}"}) + "\n" for k, image in enumerate(CELEBA))),
+    ("metadata.jsonl", "".join(json.dumps({"file_name": image, "text": "a face"}) + "\n" for image in CELEBA)),
+    ("captions.txt", "".join(f"{image} face number {k}\n" for k, image in enumerate(CELEBA))),
+    ("list_eval_partition.txt", "".join(f"{image} {k % 3}\n" for k, image in enumerate(CELEBA))),
+    ("split.csv", "image_id,partition\n" + "".join(f"{image},{k % 3}\n" for k, image in enumerate(CELEBA))),
+    ("scores.csv", "".join(f"{image},{k / 7:.3f}\n" for k, image in enumerate(CELEBA))),
+])  # fmt: skip
+def test_captions_splits_and_numbers_of_each_image_are_not_recommended_as_labels(tmp_path, name, content):
+    assert open_source(put(tmp_path, CELEBA | {name: content})).notes == []
+
+
+def test_a_class_for_nearly_every_image_gets_a_line(tmp_path):
+    source = put(tmp_path, CELEBA | {"captions.txt": "".join(f"{image} face number {k}\n" for k, image in enumerate(CELEBA))})
+    assert "There are 40 classes for 40 images, about one for each: are they the classes?" in open_source(source, labels="captions.txt").notes
+
+
+@pytest.mark.parametrize(("name", "content", "columns"), [
+    ("list.txt", "# a comment\n#Image CLASS-ID SPECIES\n" + "".join(f"{image[:-4]} {k % 3 + 1} {k % 2} 1\n" for k, image in enumerate(CELEBA)), "3 columns beside the names .2, 3, 4."),
+    ("all.csv", "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CELEBA)), "2 columns beside the names .2, 3."),
+    ("all.csv", "picture,kind,colour\n" + "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CELEBA)), "2 columns beside the names .kind, colour."),
+    ("all.json", json.dumps([{"image": image, "kind": k % 3, "colour": k % 2} for k, image in enumerate(CELEBA)]), "2 columns beside the names .kind, colour."),
+])  # fmt: skip
+def test_of_several_columns_without_a_known_head_one_must_be_named(tmp_path, name, content, columns):
+    source = put(tmp_path, CELEBA | {name: content})
+    with pytest.raises(ValueError, match=f"{columns}: name that of the classes, as in labels={name}:"):
+        open_source(source, labels=name)
+    found = open_source(source, labels=f"{name}:2" if "2, 3" in columns else f"{name}:kind")
+    assert found.labels.tolist() == [k % 3 + (name == "list.txt") for k in range(40)]
+
+
 def test_a_name_in_several_folders_needs_its_folder_and_of_two_label_columns_one_is_said(tmp_path):
     folder = put(tmp_path / "set", numbered("a/0.png", "b/0.png"))
     put(tmp_path, {"short.csv": "0.png,cat\n", "long.csv": "file,label,class_name\na/0.png,1,cat\nb/0.png,0,dog\n"})
