@@ -33,8 +33,9 @@ from latents.listing import (
 from runtime.schema import first_line
 
 PYARROW = "pyarrow==26.0.1"
-IN_MEMORY = 2**26  # bytes of a row group; what goes beyond waits in a temporary file
+IN_MEMORY = 2**24  # bytes of a row group; what goes beyond waits in a temporary file
 ROWS = 16  # decoded at once
+BUFFER = 2**18  # bytes of a file that are read at once
 LISTS = ("List", "LargeList", "Sequence")
 Column = tuple[str, ...]  # a column's name, or with that of a part: ("image", "bytes")
 
@@ -145,7 +146,8 @@ class Parquet:
         import pyarrow.parquet
 
         try:
-            with pyarrow.parquet.ParquetFile(self.path, metadata=self.metadata, buffer_size=2**20) as file:
+            with pyarrow.parquet.ParquetFile(self.path, metadata=self.metadata, buffer_size=BUFFER,
+                                             pre_buffer=False) as file:  # which would read a row group at once
                 for batch in file.iter_batches(size, groups, [".".join(column)], use_threads=False):
                     values = batch.column(0).to_pylist()
                     for part in column[1:]:
