@@ -30,6 +30,7 @@ from latents.listing import (
     is_hidden,
     looks_like_image,
 )
+from runtime.files import refuse_pointer
 from runtime.schema import first_line
 
 PYARROW = "pyarrow==26.0.1"
@@ -198,9 +199,7 @@ def open_shard(path: Path) -> Parquet | Arrow:
     """Opens a shard by its footer or its schema; raises ValueError where it is damaged, or stands for another."""
     import pyarrow
 
-    with open(path, "rb") as file:
-        if file.read(11) == b"version htt":
-            raise ValueError(f"{path} is a pointer of Git LFS, which stands for the file: fetch that by git lfs pull.")
+    refuse_pointer(path)
     try:
         return Parquet(path) if path.suffix.lower() == ".parquet" else Arrow(path)
     except (pyarrow.ArrowException, OSError) as error:
