@@ -334,7 +334,13 @@ def torchscript(weights: Path | None, sha256: str | None, device: torch.device |
     what = "TorchScript from uint8 images (B, 3, H, W) of any size to (B, D)"
     with reading(weights, sha256, what) as digest, torch.no_grad():
         network = load_torchscript(weights, device)
-        _, size = network(torch.zeros(2, 3, 256, 256, dtype=torch.uint8, device=device)).shape
+        images = torch.arange(3 * 3 * 256 * 256).view(3, 3, 256, 256).sqrt().byte().to(device)  # of three kinds
+        features = network(images).float()
+        _, size = features.shape
+        moved = (features[:2] - network(images[:2]).float()).abs().max()
+        if moved > 0.01 * (features[0] - features[1]).abs().max():
+            raise ValueError("the features of an image depend on the others in its batch, as in training mode (trace "
+                             "or script the network after .eval())")
 
     def compute(images: Tensor) -> dict[str, Tensor]:
         return {"pool": network(images.to(device).permute(0, 3, 1, 2).contiguous()).float()}

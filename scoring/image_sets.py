@@ -96,7 +96,11 @@ def open_array(key: str, path: str) -> Images:
         first, size = file.tell(), math.prod(shape[1:])
         if kind == ".npy" and not dtype.hasobject and os.path.getsize(path) < first + math.prod(shape):
             raise EOFError("it ends early")
-    except (KeyError, zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
+    except KeyError as error:
+        held = ", ".join(zipfile.ZipFile(path).namelist())
+        raise ValueError(f"{key}={path} holds {held or 'nothing'}, but no images: they are uint8 (N, H, W, 3) under "
+                         f"arr_0.") from error
+    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
         raise ValueError(f"{key}={path} is not a complete {kind[1:]} of images ({error}).") from error
     if dtype.hasobject:
         raise ValueError(f"{key}={path} holds Python objects as a pickle, which can run code and is never loaded: save "
@@ -172,6 +176,9 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
     if broken := [why for *_, why in found if why]:
         raise ValueError(f"{key}={path}: {len(broken)} of {len(source)} files cannot be read as images, {broken[0]} "
                          f"first: replace them.")
+    copies = len(digests) - len({*digests})
+    if copies > len(digests) // 100 and state.is_main_process:
+        print(f"{key}={path}: {copies:,} of {len(digests):,} files are copies of others, as if seeds were used twice.")
     if len(sizes) > 1 and resolution is None:
         most = ", ".join(f"{count} of {width}x{height}" for (width, height), count in sizes.most_common(3))
         raise ValueError(f"{key}={path} holds images of {len(sizes)} sizes ({most}): resize them to one, or set "
