@@ -441,11 +441,13 @@ def score_of(row: dict, results: Path) -> dict:
         raise ValueError(f"{results} has a row with {', '.join(metrics)} and no Fréchet distance, by which a study "
                          f"compares its runs: move the file away.")
     metric = f"fd_{Path(extractor['weights']).stem}" if distance == "fd_torchscript" else distance
-    return {"metric": metric, "value": metrics[distance], "precision": metrics.get("precision"),
-            "recall": metrics.get("recall"), "num_samples": row["images"], "device": row["device"],
-            "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"].get("torch"),
-            "extractor": extractor.get("name"), "extractor_sha256": extractor.get("sha256"),
-            "reference_sha256": row["reference"].get("sha256")}
+    # Older ones are rounded on all features, and are not to be averaged with exact ones.
+    is_exact = row.get("scoring_version", 0) >= 3 or extractor.get("space") == "inception-2015"
+    precision, recall = (metrics.get(name) if is_exact else None for name in ("precision", "recall"))
+    return {"metric": metric, "value": metrics[distance], "precision": precision, "recall": recall,
+            "num_samples": row["images"], "device": row["device"], "tf32": row.get("tf32"), "commit": row.get("commit"),
+            "torch": row["versions"].get("torch"), "extractor": extractor.get("name"),
+            "extractor_sha256": extractor.get("sha256"), "reference_sha256": row["reference"].get("sha256")}
 
 
 def recorded(cfg: StudySettings) -> list[RecordedStudy]:
