@@ -518,7 +518,7 @@ def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
                 return hint
             continue
         try:
-            if columns and table.choose()[0] in columns:
+            if columns and (table.in_columns() or table.choose()[0] in columns):
                 return hint
         except ValueError:  # several columns, of which none is called labels
             hints.append(f"{file} has {len(columns)} columns that may be classes of these images "

@@ -143,6 +143,20 @@ class Table:
                              f"the classes, as in labels={self.where}:{self.head(first)}.")
         return first, None
 
+    def in_columns(self) -> bool:
+        """True where each class has a column, and each row 1 in one of them and 0 elsewhere, as ISIC's have."""
+        rows = [[str(row[i]) for i in self.others if i < len(row)] for row in self.rows]
+        return self.heads is not None and len(self.others) > 1 and all(
+            {*row} <= {"0", "1", "0.0", "1.0"} and sum(map(float, row)) == 1 for row in rows)
+
+    def pairs(self, asked: str | None = None) -> tuple[Pairs, str | None]:
+        """Returns names and labels by the column that is asked for or chosen, and a line on the choice of several."""
+        if asked is None and self.in_columns():
+            head_of_one = [next(self.head(i) for i in self.others if float(row[i]) == 1) for row in self.rows]
+            return [(str(row[self.name]), head) for row, head in zip(self.rows, head_of_one, strict=True)], None
+        column, said = self.choose() if asked is None else (self.find(asked), None)
+        return self.labels(column), said
+
     def labels(self, column: int) -> Pairs:
         rows = [row for row in self.rows if len(row) > max(self.name, column)]
         return [(str(row[self.name]), as_label(row[column], self.where)) for row in rows]
@@ -167,8 +181,7 @@ def read_pairs(
     table = read_table(content, where, is_image)
     if table is None:
         return None, None
-    label, said = table.choose() if column is None else (table.find(column), None)
-    return table.labels(label), said
+    return table.pairs(column)
 
 
 def read_table(content: bytes, where: str, is_image: Callable[[str], bool]) -> Table | None:
@@ -206,6 +219,8 @@ def read_json_rows(text: str, where: str) -> tuple[list[str] | None, list | None
         value = value["labels"]
     if value is None:
         return None, None
+    if isinstance(value, dict) and {"images", "annotations"} <= value.keys():
+        return ["name", "label"], coco_rows(value, where)
     if isinstance(value, dict):
         value = [{"name": name, **row} if isinstance(row, dict) else [name, row] for name, row in value.items()]
     if isinstance(value, list) and value and all(isinstance(row, dict) for row in value):
@@ -214,6 +229,21 @@ def read_json_rows(text: str, where: str) -> tuple[list[str] | None, list | None
     if isinstance(value, list) and all(isinstance(row, list) and len(row) == 2 for row in value):
         return None, value
     raise ValueError(f'{where} does not hold labels: {{"labels": [["name.png", 0], …]}} or {{"name.png": 0, …}} does.')
+
+
+def coco_rows(value: dict, where: str) -> list[list]:
+    """Returns names and categories by COCO's form, which iNaturalist's sets have with one annotation an image."""
+    try:
+        names = {image["id"]: image["file_name"] for image in value["images"]}
+        category = {row["id"]: str(row["name"]) for row in value.get("categories", ())}
+        pairs = {(row["image_id"], row["category_id"]) for row in value["annotations"]}
+        rows = sorted([names[image], category.get(number, str(number))] for image, number in pairs)
+    except (KeyError, TypeError) as error:
+        raise ValueError(f"{where} has images and annotations, but no categories as COCO has them "
+                         f"({error!r}).") from None
+    if twice := next((one for one, other in zip(rows, rows[1:], strict=False) if one[0] == other[0]), None):
+        raise ValueError(f"{where} has several categories for {twice[0]}, but an image can have only one class.")
+    return rows
 
 
 def read_text_rows(

@@ -18,6 +18,8 @@ PAIR = {"foo.left.png": png(0), "foo.right.png": png(9), "foo.cls": "1", "bar.le
 VALIDATION = numbered(*(f"ILSVRC2012_val_0000000{k}.JPEG" for k in range(4)))
 IDS = "ImageId,Class\n" + "".join(f"{name[:-5]},n0{k % 2}\n" for k, name in enumerate(VALIDATION))
 OF_FOLDERS = {f"images/{name}": content for name, content in numbered(*(f"c{k % 2}/{k}.png" for k in range(4))).items()}
+COCO = {"images": [{"id": "x", "file_name": "train/a.jpg"}, {"id": "y", "file_name": "train/b.jpg"}], "categories": [{"id": 3, "name": "cat"}, {"id": 7, "name": "owl"}],
+        "annotations": [{"image_id": "x", "category_id": 7}, {"image_id": "y", "category_id": 3}, {"image_id": "x", "category_id": 7}]}
 
 REPORTS = {  # source: what is in it, labels=, the class of each image
     "webdataset/webdataset#237, dots in keys": (DOTTED, "folders", {k: str(k % 2) for k in range(4)}),
@@ -28,6 +30,10 @@ REPORTS = {  # source: what is in it, labels=, the class of each image
     "openai/guided-diffusion#95, labels in names": (numbered("a/cat_0.jpg", "b/dog_1.jpg"), "names", {0: "cat", 1: "dog"}),
     "NVlabs/stylegan2-ada-pytorch#111, labels of folders in dataset.json": (
         OF_FOLDERS | {"images/dataset.json": json.dumps({"labels": [[f"c{k % 2}/{k}.png", 1 - k % 2] for k in range(4)]})}, "folders", {k: str(1 - k % 2) for k in range(4)}),
+    "PyJulie/MONICA#5, ISIC's columns of 0 and 1": (
+        numbered(*(f"ISIC_{k}.jpg" for k in range(4))) | {"truth.csv": "image,MEL,NV,BCC\n" + "".join(f"ISIC_{k},{float(k == 0)},0.0,{float(k > 0)}\n" for k in range(4))},
+        "truth.csv", {0: "MEL", 1: "BCC", 2: "BCC", 3: "BCC"}),
+    "alcunha/iwildcam2021ufam#4, COCO's form": (numbered("a.jpg", "b.jpg") | {"train.json": json.dumps(COCO)}, "train.json", {0: "owl", 1: "cat"}),
     "pytorch/vision#79, .DS_Store": (numbered("cat/0.png", "dog/1.png") | {".DS_Store": b"x", "cat/.DS_Store": b"x"}, "folders", {0: "cat", 1: "dog"}),
 }  # fmt: skip
 
@@ -37,6 +43,16 @@ REPORTS = {  # source: what is in it, labels=, the class of each image
 def test_each_image_has_the_class_that_was_meant(tmp_path, report, write):
     files, labels, wanted = REPORTS[report]
     assert classes(open_source(write(tmp_path / "set.tar", files), labels=labels)) == wanted
+
+
+def test_labels_in_columns_and_in_cocos_form_are_recommended_and_several_classes_are_refused(tmp_path):
+    """PyJulie/MONICA#5 and alcunha/iwildcam2021ufam#4 without labels=, and COCO's own instances."""
+    for report, file in (("PyJulie/MONICA#5, ISIC's columns of 0 and 1", "truth.csv"), ("alcunha/iwildcam2021ufam#4, COCO's form", "train.json")):
+        [hint] = open_source(put(tmp_path / file, REPORTS[report][0])).notes
+        assert hint.endswith(f"labels={tmp_path / file / file} reads it.")
+    more = COCO | {"annotations": [*COCO["annotations"], {"image_id": "x", "category_id": 3}]}
+    with pytest.raises(ValueError, match="several categories for train/a.jpg, but an image can have only one class"):
+        open_source(put(tmp_path / "more", numbered("a.jpg", "b.jpg") | {"train.json": json.dumps(more)}), labels="train.json")
 
 
 def test_photographs_that_a_viewer_turns_are_counted(tmp_path, capsys):
