@@ -52,6 +52,8 @@ class Convention:
                              f"one number per channel.")
         if not all(math.isfinite(number) and number > 0 for number in (self.scale, *std)):
             raise ValueError(f"scale={self.scale} and latents_std={list(std)} are not all numbers above 0.")
+        if len(self.pixels) != 2 or not -math.inf < self.pixels[0] < self.pixels[1] < math.inf:
+            raise ValueError(f"pixels={list(self.pixels)} is not a range: give two numbers, the lower one first.")
 
     @classmethod
     def read(cls, record: dict) -> "Convention":

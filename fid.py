@@ -111,6 +111,8 @@ def check_settings(cfg: ScoringSettings) -> None:
         cfg.refuse(*SCORED, why="reference_from= measures a reference and scores nothing; leave it out")
     else:
         cfg.refuse("out", "reference_images", why=f"they are for reference_from=, not for {given[0]}=")
+    if cfg.guidance_scales is not None:
+        cfg.refuse("scale", why=f"guidance_scales={as_text(cfg.guidance_scales)} names all scales; leave it out")
     named = [path for key in ("images", "reference_from", "reference", "floor") for path in as_list(getattr(cfg, key))]
     if not any(are_files(path) for path in named):
         cfg.refuse("resolution", why="it is for folders and zips of images, and none is named here")
@@ -287,11 +289,14 @@ def main(cfg: ScoringSettings) -> None:
         write_statistics(cfg, state)
         return
     judges, rows, several = [], [], isinstance(cfg.weights, list) or cfg.guidance_scales is not None
-    for weights in as_list(cfg.weights) or [None]:
-        checkpoint = None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, weights)
-        of_one = as_published(cfg.model_copy(update={"weights": weights}), checkpoint)
+    names = as_list(cfg.weights) or [None]
+    found = [None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, name) for name in names]
+    # All are completed, and of each all images opened, before the first are scored.
+    each_of = [as_published(cfg.model_copy(update={"weights": name}), checkpoint)
+               for name, checkpoint in zip(names, found, strict=True)]
+    for of_one, checkpoint in zip(each_of, found, strict=True):
         opened = open_image_set(of_one, state) if checkpoint is None else open_checkpoint(of_one, state, checkpoint)
-        for each in opened:
+        for each in [*opened]:
             judges = judges or open_judges(cfg, state, each[0].count)  # which reads all files of the references, once
             rows.append(score_images(of_one, judges, each, reuse=several))
             if of_one.published:

@@ -18,12 +18,17 @@ from rf import RF
 from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
-from runtime.schema import Location, Selection, as_text
+from runtime.schema import CONFIGS, Location, Selection, as_text, name_of_changes
+from runtime.typed import read_yaml
 from sampling.generate import DRAWING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
-from sampling.options import GRID_CLASSES, DrawingSettings, labels_of, parse_seeds
+from sampling.options import GRID_CLASSES, NO_GUIDANCE, DrawingSettings, GuidanceSettings, labels_of, parse_seeds
 from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
 from weights.loading import Trained
+
+# Settings that change nothing of an image but its last bits, or that the name has otherwise.
+NOT_IN_NAME = {"checkpoint", "weights", "out", "overwrite", "latents", "batch_size", "decode_batch_size", "tf32",
+               "cpu"}
 
 
 class GridSettings(DrawingSettings):
@@ -40,12 +45,21 @@ class SampleSettings(GridSettings):
     overwrite: bool
 
 
-def default_grid(given: Path, trained: Trained) -> Path:
-    """Places a grid among the run's samples, or next to a checkpoint or weights without a run."""
-    checkpoint = trained.checkpoint
+def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: str = "") -> Path:
+    """Places a grid among the run's samples, or next to a checkpoint or weights without a run.
+
+    Its name has the settings that change the images and are not the command's defaults, so that grids that differ lie
+    side by side.
+    """
+    usual = dict(NO_GUIDANCE) | read_yaml(CONFIGS / "drawing.yaml") | read_yaml(CONFIGS / f"{config_name}.yaml")
+    hidden = NOT_IN_NAME | ({*GuidanceSettings.model_fields} if ending == "-unguided" else set())
+    ending = f"{name_of_changes(cfg.model_dump(mode='json', exclude=hidden), usual)}{ending}.png"
+    checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)
     if checkpoint.run is not None:
-        return checkpoint.run / "samples" / f"{checkpoint.folder.name}-{trained.weights}.png"
-    return given / f"{trained.weights}.png" if given.is_dir() else given.with_suffix(".png")
+        return checkpoint.run / "samples" / f"{checkpoint.folder.name}-{trained.weights}{ending}"
+    if path.is_dir():
+        return path / f"{trained.weights}{ending}"
+    return path.with_name(f"{path.stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}")
 
 
 def sample_all(cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None) -> Iterator[Batch]:
@@ -80,11 +94,14 @@ def main(cfg: SampleSettings) -> None:
     if cfg.latents:
         cfg.refuse("autoencoder", "decode_precision", "decode_batch_size", why="latents=true decodes nothing")
     seeds = parse_seeds("seeds", cfg.seeds)
+    another = "name another, or replace it with overwrite=true"
     if cfg.out and kind and not cfg.overwrite:
-        check_file(Path(cfg.out), "name another, or replace it with overwrite=true")
+        check_file(Path(cfg.out), another)
     sampling = open_sampling(cfg, state, as_latents=cfg.latents)
     trained = sampling.trained
-    out = Path(cfg.out) if cfg.out else default_grid(Path(cfg.checkpoint), trained)
+    out = Path(cfg.out) if cfg.out else default_grid(cfg, "sample", trained)
+    if not cfg.out and not cfg.overwrite:
+        check_file(out, another)
     batches = sample_all(cfg, sampling, seeds, sampling.guidance)
     if kind == ".png":
         write_grid(batches, out, trained.display_names, sampling.classes)
@@ -113,10 +130,12 @@ def compare_guided(cfg: GridSettings) -> None:
         raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, such as scale=1.5, "
                          f"not {trained.recorded['diffusion']['name']} with scale={as_text(cfg.scale)}: see sample.py.")
     seeds = list(range(8 * len(sampling.classes))) if cfg.seeds is None else parse_seeds("seeds", cfg.seeds)
-    default = default_grid(Path(cfg.checkpoint), trained)
-    out = Path(cfg.out) if cfg.out else default.with_name(f"{default.stem}-guided.png")
-    unguided = out.with_name(f"{out.stem.removesuffix('-guided')}-unguided.png")
-    for path in (out, unguided) if cfg.out else ():
+    if cfg.out:
+        out = Path(cfg.out)
+        unguided = out.with_name(f"{out.stem.removesuffix('-guided')}-unguided.png")
+    else:
+        out, unguided = (default_grid(cfg, "rf", trained, ending) for ending in ("-guided", "-unguided"))
+    for path in (out, unguided):
         check_file(path, "name another")
     state.print("GFLOP: linear layers' multiply-adds, as the SG paper counts; in brackets: with attention, two a "
                 "multiply-add, as torch counts")

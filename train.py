@@ -12,6 +12,7 @@ import contextlib
 import itertools
 import math
 import os
+import re
 import resource
 import signal
 import sys
@@ -145,12 +146,16 @@ def start_trackers(run: Run) -> None:
     """Starts TensorBoard or wandb where asked; raises ValueError where one does not start, as wandb without a login."""
     trackers = run.cfg.log.trackers
     try:
-        wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run.run_id, "resume": "allow"}
+        run_id = re.sub(r"[^\w.-]", "-", run.run_id, flags=re.ASCII)[-128:]  # of what wandb allows in a URL
+        wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run_id, "resume": "allow"}
         settings = {key: str(value) for key, value in run.cfg.model_dump().items()}
         run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, {"wandb": wandb})
     except Exception as error:
-        raise ValueError(f"log.trackers={trackers} could not start: {error}. For wandb run `wandb login` "
-                         f"or set WANDB_MODE=offline, or log.trackers=[].") from error
+        said = " ".join(str(error).split()).rstrip(".")
+        advice = ("Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", said) else
+                  "Set WANDB_MODE=offline" if "wandb" in trackers else f"See that {run.folder} can be written")
+        raise ValueError(f"log.trackers={as_text(trackers)} could not start: {said}. {advice}, or leave it out with "
+                         f"log.trackers=[].") from error
 
 
 @contextlib.contextmanager

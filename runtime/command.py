@@ -27,7 +27,7 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
-from runtime.schema import CONFIGS, Settings, as_argument, dotted, first_line, read, unknown
+from runtime.schema import CONFIGS, Settings, as_argument, dotted, first_line, leaves, read, unknown
 from runtime.typed import as_typed, declared_keys, group_defaults, read_yaml, without_null
 
 
@@ -43,9 +43,11 @@ def command(
     def decorate(main: Callable[[Any], None]) -> Callable[..., None]:
         def work(plain: dict) -> None:
             arguments = rewrite(sys.argv[1:])
-            for composed in compose(config_name, declared, arguments):
+            check_hydra(arguments)
+            jobs = [(composed, read_job(declared, composed)) for composed in compose(config_name, declared, arguments)]
+            check_places([cfg for _, cfg in jobs], typed(arguments))  # before the first one starts
+            for composed, cfg in jobs:
                 plain.update(composed)
-                cfg = read(declared, composed)
                 cfg.typed.update(typed(arguments))
                 main(cfg)
         return framed(main, work, config_name)
@@ -88,7 +90,8 @@ def framed(main: Callable, work: Callable[[dict], None], config_name: str = "") 
     @functools.wraps(main)
     def entry(*settings: str) -> None:
         if hasattr(sys.stdout, "reconfigure"):
-            sys.stdout.reconfigure(line_buffering=True)  # a redirected log has each line at once
+            # A redirected log has each line at once, and letters that its encoding lacks as escapes.
+            sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         if settings or not notebook.has_command_line():
             call(run, Path(main.__code__.co_filename).name, settings)
         else:
@@ -135,6 +138,43 @@ def typed(arguments: list[str]) -> dict[str, str]:
     """Reads the settings of a command line as text, by key; of a key that comes twice the last one counts."""
     pairs = (argument.lstrip("+~").partition("=") for argument in arguments if not argument.startswith("-"))
     return {key.partition("@")[0]: value for key, _, value in pairs}
+
+
+def check_hydra(arguments: Iterable[str]) -> None:
+    """Raises ValueError for settings of Hydra that have no effect here, such as its launchers and output folders."""
+    for argument in arguments:
+        key, _, value = argument.lstrip("+~").partition("=")
+        if key in ("hydra/launcher", "hydra/sweeper") and value != "basic":
+            raise ValueError(f"{argument} is not supported: the jobs of --multirun run one after the other in this "
+                             f"process. Leave it out, or start each job as a command of its own (scripts/slurm.sh).")
+        if re.match(r"hydra[./]", key) and key not in ("hydra/launcher", "hydra/sweeper", "hydra.searchpath"):
+            raise ValueError(f"{argument} would change nothing, as Hydra only reads the settings here: leave it out. "
+                             f"Outputs go to the folder that run_dir= or out= names.")
+
+
+def read_job(declared: type[Settings], composed: dict) -> Settings:
+    """Checks composed settings as `read` does, and that each group's file sets what it should."""
+    for name in composed.keys() - declared.model_fields:
+        if (CONFIGS / name).is_dir():
+            raise ValueError(f"The file of {name}= sets {dotted({name: composed[name]})[-1]}, and not a setting of the "
+                             f"command: the first line of the file must be # @package _global_")
+    return read(declared, composed)
+
+
+def check_places(jobs: list[Settings], given: dict[str, str]) -> None:
+    """Raises ValueError where jobs of a sweep have one output folder or file, with a name that tells them apart."""
+    for key in ("run_dir", "out"):
+        places = [os.path.abspath(place) for job in jobs if (place := getattr(job, key, None)) is not None]
+        if len({*places}) == len(places):
+            continue
+        settings = [leaves(job.model_dump()) for job in jobs]
+        swept = [name for text in given for name in (text, f"{text}.name")
+                 if len({str(job.get(name)) for job in settings}) > 1]
+        shown = key if key == "out" or key in given or "name" not in settings[0] else "name"
+        name, suffix = settings[0][shown], Path(settings[0][shown]).suffix if key == "out" else ""
+        own = "".join(f"-${{{name}}}" for name in swept) or "-…"
+        raise ValueError(f"{len(jobs)} jobs of --multirun would write to {key}={settings[0][key]}: give each its own, "
+                         f"such as {shown}='{name.removesuffix(suffix)}{own}{suffix}'.")
 
 
 @functools.cache  # of the code that this process has loaded, whatever is committed later

@@ -5,6 +5,7 @@ Records that are read back (metadata.json, meta.json, rows of results.jsonl) are
 """
 
 import difflib
+import hashlib
 import json
 import logging
 import math
@@ -195,6 +196,26 @@ def dotted(plain: dict, prefix: str = "") -> list[str]:
             (f"{prefix}{name}", *(dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else ()))]
 
 
+def leaves(plain: dict, prefix: str = "") -> dict[str, Any]:
+    """Returns the values that are no groups, by dotted key."""
+    found = {}
+    for name, value in plain.items():
+        found |= leaves(value, f"{prefix}{name}.") if isinstance(value, dict) else {f"{prefix}{name}": value}
+    return found
+
+
+def name_of_changes(given: dict, usual: dict) -> str:
+    """Names for a file what differs from the usual settings: `-scale1.5-seeds0-7`; long values are hashed."""
+    usual, parts = leaves(usual), []
+    for key, value in leaves(given).items():
+        if value != usual.get(key):
+            text = re.sub(r"[^\w.+-]+", "+", as_text(value)).strip("+")
+            digest = hashlib.sha256(as_text(value).encode()).hexdigest()[:8]
+            parts.append(f"-{key.rpartition('.')[2]}{text if len(text) <= 24 else digest}")
+    name = "".join(parts)
+    return name if len(name) <= 150 else f"-{hashlib.sha256(name.encode()).hexdigest()[:16]}"
+
+
 def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
     """Follows one of pydantic's places through plain values; returns the key and the value there.
 
@@ -210,8 +231,12 @@ def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
 
 def first_problem(plain: Any, errors: list) -> str:
     """Writes pydantic's words for the first key that is wrong, after the key and the value that was given."""
-    first, kind = errors[0], errors[0]["type"]
+    top = value_at(plain, errors[0]["loc"])[0]
+    alike = [error for error in errors if f"{value_at(plain, error['loc'])[0]}.".startswith(f"{top}.")] or errors
+    # Of what may be a list as well, the item that is wrong.
+    first = max(alike, key=lambda error: value_at(plain, error["loc"])[0].count("."))
     key, value = value_at(plain, first["loc"])
+    kind = first["type"]
     if kind == "value_error":  # of a validator of ours, which says it all
         return str(first["ctx"]["error"])
     if kind == "missing":

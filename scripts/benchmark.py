@@ -38,9 +38,9 @@ from latents.folder import Latents, open_latents
 from latents.loader import batches, check_batch_size, to_latent
 from objectives import DiffusionLoss
 from runtime import files
-from runtime.command import command, commit
+from runtime.command import command, commit, compose
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from runtime.schema import Classes, Count, Location, Positive, Size, Steps, Tokens, Whole, one_of
+from runtime.schema import Classes, Count, Location, Positive, Size, Steps, Tokens, Whole, name_of_changes, one_of
 from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
 from scoring import metrics, results
@@ -60,7 +60,7 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     """configs/benchmark.yaml; `routes` are the network's, which guidance takes too."""
 
     mode: one_of(["train", "sample", "data", "score", "scaling"])
-    out: Location
+    out: Location | None
     device: one_of(["cpu", "cuda"]) | None
     threads: Count | None
     routes: list[RouteSettings]
@@ -448,9 +448,15 @@ def write(record: dict, out: Path) -> None:
     files.write_text(out.with_name(f"{out.name}.json"), json.dumps(record, indent=1))
 
 
+def default_out(cfg: BenchmarkSettings) -> str:
+    """Names the files of a measurement by what differs from the defaults, so that none replaces another's."""
+    [usual] = compose("benchmark", BenchmarkSettings, [])
+    return f"bench/{cfg.mode}{name_of_changes(cfg.model_dump(mode='json', exclude={'mode', 'out'}), usual)}"
+
+
 def run(cfg: BenchmarkSettings) -> dict:
     """Runs one mode; the main rank prints the table and writes the files. Returns the record that is in the JSON."""
-    accelerator, out = start(cfg), Path(cfg.out)
+    accelerator, out = start(cfg), Path(cfg.out or default_out(cfg))
     out.parent.mkdir(parents=True, exist_ok=True)  # refuses now what writing would refuse
     record = describe(cfg, accelerator) | MODES[cfg.mode](cfg, accelerator)
     if accelerator.is_main_process:

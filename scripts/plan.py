@@ -183,8 +183,12 @@ def main(parser: argparse.ArgumentParser) -> None:
     if given.memory:
         print(memory() + "\n\n" + activations())
         return
-    if not (0 < (given.dense_after or 0.5) < 1 and all(0 <= ratio < 1 for ratio in given.selection_ratios)):
+    in_range = given.dense_after is None or 0 < given.dense_after < 1
+    if not (in_range and all(0 <= ratio < 1 for ratio in given.selection_ratios)):
         raise ValueError("--dense-after lies between 0 and 1, and --selection-ratios in [0, 1).")
+    for name in ("mfu", "peak", "gpus", "efficiency"):
+        if not 0 < getattr(given, name) < math.inf:
+            raise ValueError(f"--{name} {getattr(given, name)} is not a number above 0.")
     schedule = RouteSchedule((ROUTE,), dense_after=given.dense_after and math.ceil(given.dense_after * PARTS),
                              selection_ratios=tuple(given.selection_ratios))
     flops_a_second = given.mfu * given.peak * 1e12

@@ -78,7 +78,7 @@ class ReportSettings(Settings):
 
     runs: list[Location]
     study_dir: Location | None
-    out: Location
+    out: Location | None
     watch: bool
     every: Positive
 
@@ -351,15 +351,24 @@ def find_runs(cfg: ReportSettings) -> list[Path]:
     return folders
 
 
+def place_of_page(cfg: ReportSettings, folders: list[Path]) -> Path:
+    """Returns the folder of a page: by default of its own for each choice of runs or studies."""
+    if cfg.out:
+        return Path(cfg.out)
+    shown = [*([Path(cfg.study_dir)] if cfg.study_dir else []), *(folders if cfg.runs else [])]
+    name = "+".join(folder.resolve().name for folder in shown)
+    return Path("report", name if len(name) <= 100 else f"{name[:80]}-{hashlib.sha256(name.encode()).hexdigest()[:8]}")
+
+
 def build(cfg: ReportSettings) -> str:
     """Writes <out>/index.html whole, and pictures into <out>/files; returns lines for the screen. Deletes nothing.
 
     Raises ValueError where there is nothing to show, or where the page that is there is not ours.
     """
-    out = Path(cfg.out)
+    folders = find_runs(cfg)
+    out = place_of_page(cfg, folders)
     if (index := out / "index.html").is_file() and OURS not in index.read_text("utf-8", "replace")[:2000]:
         raise ValueError(f"{index} is not a page of this command and is not replaced: give out=<another folder>.")
-    folders = find_runs(cfg)
     names = [folder.name for folder in folders]
     runs = [read_run(folder, name if names.count(name) == 1 else str(folder))
             for folder, name in zip(folders, names, strict=True)]

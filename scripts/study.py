@@ -26,7 +26,7 @@ from pydantic import Field
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
-from fid import DRAWN
+from fid import DRAWN, ScoringSettings
 from runtime import ranks
 from runtime.command import command, commit, compose
 from runtime.files import read_rows, remove, write_text
@@ -173,10 +173,32 @@ def run_of(cfg: StudySettings, name: str, seed: int) -> Run:
     run_dir = folder / f"{name}-seed{seed}"
     train = [text.replace("{runs}", str(folder)).replace("{seed}", str(seed))
              for text in (*study.train, *variant.train, *cfg.also)]
+
+    def points(key: str) -> list[list[str]]:
+        for group in getattr(variant, key):
+            if group not in study.points:
+                raise ValueError(f"study.variants.{name}.{key} names {group}, but the points are "
+                                 f"{', '.join(study.points) or 'none'}.")
+        return [point for group in getattr(variant, key) for point in study.points[group]]
+
     return Run(variant=name, seed=seed, folder=run_dir, held_out=variant.held_out,
                train=[*train, f"seed={seed}", f"name={run_dir.name}", f"run_dir={run_dir}"],
-               at_end=[point for group in variant.at_end for point in study.points[group]],
-               at_each=[point for group in variant.at_each for point in study.points[group]])
+               at_end=points("at_end"), at_each=points("at_each"))
+
+
+def check_commands(cfg: StudySettings, runs: list[Run]) -> None:
+    """Raises ValueError where train.py or fid.py would refuse the settings of a variant, before the first run starts.
+
+    Of each variant one seed is checked, as the seed changes no other setting.
+    """
+    for run in {run.variant: run for run in runs}.values():
+        try:
+            settings_composed(tuple(run.train))
+            for point in (*run.at_end, *run.at_each) if "score" in cfg.tasks else ():
+                for plain in compose("fid", ScoringSettings, [f"checkpoint={run.folder}", *cfg.study.score, *point]):
+                    read(ScoringSettings, plain)
+        except ValueError as error:
+            raise ValueError(f"variant {run.variant}: {error}") from None
 
 
 def waits_for(run: Run, runs: list[Run]) -> Run | None:
@@ -530,7 +552,9 @@ def main(cfg: StudySettings) -> None:
     if cfg.part is not None and "time" in cfg.tasks:
         raise ValueError(f"part={cfg.part} is one of several processes, and seconds are timed while nothing else runs: "
                          f"set tasks=[train,score], and tasks=[time,report] once all parts have ended.")
-    runs, studies = runs_of(cfg), recorded(cfg)
+    runs = runs_of(cfg)
+    check_commands(cfg, runs)
+    studies = recorded(cfg)
     own = [run for run in share(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]
     for run in own:
         record_of(run)  # refuses another run's folder before anything slow

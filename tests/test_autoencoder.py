@@ -1,5 +1,6 @@
 """Pixels <-> latents: the pinned uint8 rule, the identity, and the conventions by which latents are scaled."""
 
+import pytest
 import torch
 
 from autoencoder import Convention, Identity, pixels_to_images
@@ -31,6 +32,9 @@ def test_raw_latents_and_moments_are_scaled_as_the_vae_scales_them():
     z = torch.randn(2, 4, 3, 3)
     assert torch.equal(Convention(0.18215).latent(z), z * 0.18215)
     assert torch.equal(Convention(2.0, 1.0).latent(z), (z - 1) * 2)
+    for pixels in ([1], [1, 0], [0, 1, 2], [0, float("inf")]):
+        with pytest.raises(ValueError, match=r"pixels=.* is not a range"):
+            Convention.read({"pixels": pixels})
     logvar = torch.tensor([-100.0, -30, 0, 2, 20, 100]).reshape(1, 6, 1, 1)
     mean = torch.ones(1, 6, 1, 1)
     moments = Convention(0.5, 0.25).moments(torch.cat([mean, logvar], dim=1))

@@ -86,6 +86,15 @@ TYPED = {
         ("objective=internal", "init_from=run", "another network"), ("objective=[version1,internal]", "version1"),
         ("new_label_table=true", "init_from"), ("init_from=run", "lora.rank=2", "new_label_table=true", "lora.rank"),
         ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
+        # jobs of a sweep, and Hydra's own settings
+        ("-m", "seed=0,1", "run_dir='new-${seed}'"), ("-m", "model=dit,tread", "name=a.b", "run_dir=runs/${name}", "'runs/a.b-${model.name}'"),
+        ("-m", "name=x", "run_dir=new/x", "seed=0,1", "optimizer.lr=1e-4,2e-4", "'new/x-${seed}-${optimizer.lr}'"),
+        ("hydra/launcher=joblib", "-m", "seed=0,1", "hydra/launcher=joblib is not supported"),
+        ("hydra/sweeper=optuna", "-m", "seed=0,1", "hydra/sweeper=optuna is not supported"),
+        ("hydra.run.dir=outputs", "hydra.run.dir=outputs would change nothing"),
+        # an item of a list
+        ("ema.std=[1e-200]", "ema.std.0=1e-200"), ("ema.decay=[0.9,1.0]", "ema.decay.1=1.0: it should be less than 1."),
+        ("evaluate.every=5", "label_dropout=0", "evaluate.guidance_scales=[null,1.5]", "label_dropout=0 does not train"),
         # what this machine, or the mode, has not
         ("precision=fp8", "precision=fp8"), ("sharding=fsdp", "single process"),
         ("sharding=fsdp", "precision=fp16", "precision=fp16"),
@@ -119,6 +128,7 @@ TYPED = {
         ("guidance=tread", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]", "with 7 blocks"),
     ],
     "rf": [
+        ("-m", "scale=1.5,2", "out='new-${scale}.png'"),
         ("checkpoint=run", "edm"), ("guidance=none", "guidance"), ("out=x.npz", ".png"),
         ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "interval="), ("sampler.S_churn=1", "solver"),
         ("guidance=autoguidance", "weak=run", "mixed"),
@@ -141,9 +151,13 @@ TYPED = {
         ("images=four", "features=[pixels,pixels]", "metrics=[fd_dinov2]", "fd_dinov2 cannot be measured"),
         ("images=four", "metrics=[kd_pixels]", "its subsets have 1000 images, and there are 4"),
         ("images=four", "guidance_scales=[null,2]", "would change nothing"),
+        ("checkpoint=run", "guidance_scales=[1.5]", "scale=7", "scale=7 would change nothing"),
+        ("checkpoint=run", "weights=[ema,ema-0.5]", "no weights=ema-0.5"),
+        ("checkpoint=run", "metrics=[fd_pixels,fid]", "fid cannot be measured"),
+        ("images=four", "reference=[images.npz,nowhere.npz]", "features=[pixels,pixels]", "nowhere.npz"),
     ],
     "prepare_latents": [
-        ("source=empty", "empty"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
+        ("-m", "resolution=8,16", "out='new-${resolution}'"), ("source=empty", "empty"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("labels=folder", "folders, none, names"), ("source=shapes", "labels=none", "labels=none"),
         ("labels=names", "labels=names labels none of the 2 images"), ("source=pets.zip/cat", "cat"),
@@ -171,7 +185,11 @@ TYPED = {
     ],
     "study": [
         ("part=0/3", "part=2/6"), ("tasks=[time]", "timed=[dot]", "steps_timed"),
-        ("rows=[nowhere.json]", "nowhere.json"),
+        ("rows=[nowhere.json]", "nowhere.json"), ("only=[dit,nope]", "only names nope"),
+        ("also=[objective=nope]", "variant dit: There is no objective=nope"), ("tasks=[report,plot]", "tasks.1=plot"),
+        ("tasks=[train]", "study.variants.tread.train=[batch_size=x]", "variant tread: batch_size=x"),
+        ("study.variants.dit.at_end=[nope]", "study.variants.dit.at_end names nope"),
+        ("tasks=[score]", "study.points.cfg=[['scale=x']]", "variant dit: scale=x"),
     ],
     "benchmark": [
         ("precision=fp8", "precision=fp8"), ("variants=[dit,sit]", "variants"),

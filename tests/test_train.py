@@ -31,7 +31,7 @@ from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
 from train import main as train_main
-from train import paused, report, tell_compiling, train_step, update_ema
+from train import paused, report, start_trackers, tell_compiling, train_step, update_ema
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -287,6 +287,32 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
         assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png"))) and how == {"step": step, "dataformats": "NHWC"}
     assert others == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *files.read_rows(run / "metrics.jsonl"),
                     after, {f"{name}_guided_1.5": value for name, value in after_guided.items()}]
+
+
+def run_named(name, init_trackers=lambda *args: None):
+    """What start_trackers sees of a run."""
+    return SimpleNamespace(cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path("runs") / name,
+                           run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers))
+
+
+def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts():
+    told = []
+    start_trackers(run_named("lr:1e-4 #2 50% größe", lambda *args: told.append(args[2]["wandb"])))
+    start_trackers(run_named(200 * "x", lambda *args: told.append(args[2]["wandb"])))
+    assert told[0]["name"] == "lr:1e-4 #2 50% größe" and told[0]["id"] == "lr-1e-4--2-50--gr--e-18ab" and len(told[1]["id"]) == 128
+
+
+@pytest.mark.parametrize(("why", "advice"), [
+    ("No API key configured. Use `wandb login` to log in.", "Run `wandb login`, or set WANDB_MODE=offline, or"),
+    ("Invalid project name 'a:b'", "Invalid project name 'a:b'. Set WANDB_MODE=offline, or"),
+])
+def test_the_advice_for_a_tracker_fits_the_cause(why, advice):
+    def fail(*_):
+        raise RuntimeError(why)
+
+    with pytest.raises(ValueError) as error:
+        start_trackers(run_named("x", fail))
+    assert advice in str(error.value) and ("wandb login" in str(error.value)) == ("API key" in why)
 
 
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):

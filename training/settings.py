@@ -33,7 +33,7 @@ from runtime.typed import read_yaml
 from scoring import results
 from scoring.features import Features
 from training import speed
-from weights.averages import WIDEST, WeightsName, kinds
+from weights.averages import NARROWEST, WIDEST, WeightsName, kinds
 from weights.others import FAMILIES
 from weights.records import RouteSettings, ScheduleSettings, check_objective, keywords
 
@@ -94,7 +94,7 @@ class MuonSettings(AdamWSettings):
 class EMASettings(Settings):
     decay: Decay | Some[Decay]  # at 1 it would stay at the untrained network
     warmup: bool
-    std: list[Annotated[float, Field(gt=0, lt=WIDEST)]]
+    std: list[Annotated[float, Field(ge=NARROWEST, lt=WIDEST)]]
     snapshot_every: Count | None
 
 
@@ -187,6 +187,7 @@ def check_settings(cfg: TrainSettings) -> None:
     check_effect(cfg)
     check_objective(cfg.objective)
     check_averages(cfg)
+    check_scales(cfg)
     if cfg.lora.rank is not None and cfg.init_from is None:
         raise ValueError(f"lora.rank={cfg.lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
                          f"weights file>.")
@@ -228,6 +229,14 @@ def check_averages(cfg: TrainSettings) -> None:
         if others := [name for name in names if name not in tracked]:
             raise ValueError(f"{key} names {others[0]}, and this run tracks {', '.join(tracked)}: choose among these, "
                              f"or set ema.decay and ema.std.")
+
+
+def check_scales(cfg: TrainSettings) -> None:
+    """Raises ValueError for guided evaluations of a network whose null label is not trained."""
+    guided = [scale for scale in cfg.evaluate.guidance_scales if scale not in (None, 1)]
+    if cfg.evaluate.every and guided and not cfg.label_dropout:
+        raise ValueError(f"evaluate.guidance_scales={as_text(cfg.evaluate.guidance_scales)} guides by the null label, "
+                         f"which label_dropout=0 does not train: set label_dropout=0.1, or leave the scale out.")
 
 
 def check_run_dir(cfg: TrainSettings) -> None:

@@ -19,6 +19,7 @@ from runtime import files
 from weights import checkpoint as checkpoints
 
 WIDEST = 0.28  # of a profile that rises; that of γ = 0, which is flat, is 1/√12
+NARROWEST = 1e-4  # of 400,000 steps the last 40
 
 
 # ---- names ----------------------------------------------------------------------------------------------------------
@@ -37,9 +38,9 @@ def known_weights(name: str) -> str:
     """Spells a name of weights as checkpoints do: model, ema, ema-0.999, ema-std0.10; raises ValueError for others."""
     is_name = re.fullmatch(r"model|ema|ema-(std)?[01]?\.\d+", name)
     std = width_of(name) if is_name else None
-    if not is_name or std is not None and not 0 < std < WIDEST:
+    if not is_name or std is not None and not NARROWEST <= std < WIDEST:
         raise ValueError(f"weights={name} is neither model, ema, ema-<decay>, as ema-0.999, nor ema-std<width>, as "
-                         f"ema-std0.10, of a width, relative to the run's length, between 0 and {WIDEST}.")
+                         f"ema-std0.10, of a width, relative to the run's length, from {NARROWEST} to {WIDEST}.")
     if std is not None:
         return power_name(std)
     return f"ema-{float(name.removeprefix('ema-'))}" if "-" in name else name
@@ -128,7 +129,8 @@ def keep_snapshots(run: Path, every: int = 1) -> None:
 def drop_after(run: Path, step: int) -> None:
     """Deletes snapshots past `step`, which the run repeats, and what was reconstructed of them."""
     for folder in (run / "averages").glob("step-*"):
-        if int(folder.name.split("-")[1]) > step:
+        found = re.match(r"step-(\d{8,18})(-std|$)", folder.name)
+        if found and int(found[1]) > step:
             files.remove(folder)
 
 

@@ -1,6 +1,7 @@
 """Settings are declared once: a value of a wrong type or range raises a one-line error, as every failure of a command."""
 
 import importlib
+import io
 import json
 import os
 import sys
@@ -15,7 +16,7 @@ from pydantic import Field
 from test_tf32 import commands
 
 from runtime import ranks, schema
-from runtime.command import command
+from runtime.command import command, read_job
 from runtime.schema import (
     Count,
     Location,
@@ -62,11 +63,13 @@ class Everything(Settings):
     parts: list[Part]
     other: dict
     size: Size
+    mixed: float | list[int]
 
 
 GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "positive": 1e-9, "text": "a", "place": None,
         "pick": [1, "0-3"], "flag": True, "choice": "a", "maybe": None, "mode": "fast", "counts": [1], "named": None, "trackers": [],
-        "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "other": {}, "size": 1}
+        "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "other": {}, "size": 1,
+        "mixed": 0.5}
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
@@ -76,7 +79,7 @@ GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "po
     ("text", "", "text=: it should have at least 1 character."), ("flag", "yes", "flag=yes: it should be a valid boolean."),
     ("choice", "c", "choice=c: it should be 'a' or 'b'."), ("maybe", "c", "maybe=c: it should be 'a' or 'b'."),
     ("mode", "slow", "mode=slow: it should be a valid boolean; or it should be 'fast' or 'small'."),
-    ("counts", [1, 0], "counts.1=0: it should be greater than or equal to 1."), ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
+    ("mixed", [1, 0.5], "mixed.1=0.5: it should be a valid integer."), ("counts", [1, 0], "counts.1=0: it should be greater than or equal to 1."), ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
     ("betas", [0.9], "betas.1 is missing."), ("part", {"start": 1}, "part.share is missing."),
     ("part", {"start": 1.5, "share": 0}, "part.start=1.5: it should be a valid integer."),
     ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: there are start, share."),
@@ -176,6 +179,25 @@ def test_what_goes_wrong_in_a_command_ends_in_a_one_line_error(call, tmp_path):
     with pytest.raises(ZeroDivisionError):  # a mistake of ours keeps its traceback
         call(lambda cfg: 1 / 0)
     assert "HYDRA_FULL_ERROR" not in os.environ  # which a command sets for itself, and for none that it starts
+
+
+def test_a_group_whose_file_lacks_its_first_line_is_named():
+    with pytest.raises(ValueError, match="experiment= sets experiment.steps.*must be # @package _global_"):
+        read_job(Small, {"steps": 5, "place": None, "experiment": {"steps": 3}})
+
+
+def test_all_jobs_of_a_sweep_are_checked_before_the_first_starts(call):
+    seen = []
+    assert call(seen.append, "-m", "steps=1,2") == (0, "") and [cfg.steps for cfg in seen] == [1, 2]
+    assert call(fail_by(AssertionError()), "-m", "steps=1,0") == (1, "small.py: steps=0: it should be greater than or equal to 1.")
+
+
+def test_letters_that_an_encoding_lacks_are_printed_as_escapes(call, monkeypatch):
+    written = io.BytesIO()
+    monkeypatch.setattr(sys, "stdout", io.TextIOWrapper(written, encoding="ascii"))
+    monkeypatch.setattr(sys, "argv", ["small.py"])
+    command("small", Small)(lambda cfg: print("2→8 größe \udce4"))()
+    assert written.getvalue() == b"2\\u21928 gr\\xf6\\xdfe \\udce4\n"
 
 
 def test_a_warning_of_a_command_is_one_line_without_source(call):

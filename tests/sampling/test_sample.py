@@ -16,6 +16,7 @@ from training_runs import write_run
 
 from dit import DiT_models
 from runtime import files
+from runtime.schema import name_of_changes
 from sample import main
 from sampling.generate import generate
 from sampling.options import labels_of, parse_classes, parse_range
@@ -51,6 +52,34 @@ def test_an_image_does_not_depend_on_its_batch(run, options):
     assert torch.allclose(whole, draw(trained, seeds, labels, 3, **options), atol=1e-4)
     assert torch.allclose(whole[2:4], draw(trained, seeds[2:4], labels[2:4], 1, **options), atol=1e-4)
     assert (whole[0] - whole[3]).abs().max() > 0.1  # the same class, another seed
+
+
+def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of_others(run, tmp_path):
+    run = shutil.copytree(run, tmp_path / "run")
+    drawn = []
+    for changed in ([], ["scale=1.5"], ["seeds=4-7"], ["classes=[ant,cat]"], ["precision=bf16"], ["batch_size=1"], ["weights=model"]):
+        run_command(main, "sample.py", f"checkpoint={run}", "num_steps=1", "cpu=true", "seeds=0-3", *changed)
+        drawn.append({path.name for path in (run / "samples").iterdir()})
+    assert [len(names) for names in drawn] == [1, 2, 3, 4, 5, 5, 6]
+    names = [{*after} - {*before} for before, after in zip([set(), *drawn], drawn, strict=False)]
+    step = "step-00000002-ema"
+    assert names == [{f"{step}-num_steps1-seeds0-3.png"}, {f"{step}-scale1.5-num_steps1-seeds0-3.png"}, {f"{step}-num_steps1-seeds4-7.png"},
+                     {f"{step}-classesant+cat-num_steps1-seeds0-3.png"}, {f"{step}-num_steps1-precisionbf16-seeds0-3.png"}, set(),
+                     {"step-00000002-model-num_steps1-seeds0-3.png"}]
+    folder = shutil.copytree(checkpoints.step_folder(run, 2), tmp_path / "photos")
+    Image.new("RGB", (4, 4)).save(folder / "ema-num_steps1-seeds0-3.png")  # of somebody else
+    with pytest.raises(SystemExit, match="was not made by this code: name another"):
+        run_command(main, "sample.py", f"checkpoint={folder}", "num_steps=1", "cpu=true", "seeds=0-3")
+
+
+@pytest.mark.parametrize(("given", "name"), [
+    ({}, ""), ({"scale": 2.0}, "-scale2.0"), ({"sampler": {"solver": "heun"}}, "-solverheun"),
+    ({"weak": "runs/x"}, "-weakruns+x"), ({"weak": "/a/long/path/of/checkpoints/step-1"}, "-weak5e875e69"),
+    ({"interval": [0.2, 0.9], "scale": 1.5}, "-interval0.2+0.9-scale1.5"),
+])
+def test_a_file_is_named_by_the_settings_that_are_not_the_usual_ones(given, name):
+    usual = {"scale": None, "sampler": {"solver": None}, "weak": None, "interval": None, "more": 1}
+    assert name_of_changes(given, usual) == name
 
 
 def test_images_sampled_in_bf16_differ_slightly(run):

@@ -39,6 +39,13 @@ def test_hours_follow_from_the_count_or_from_what_was_measured(monkeypatch, caps
         printed(monkeypatch, capsys, "--measured", tmp_path / "other.json")
 
 
+@pytest.mark.parametrize("given", [("--dense-after", "0"), ("--dense-after", "1"), ("--selection-ratios", "0.5", "1"), ("--gpus", "0"),
+                                   ("--mfu", "nan"), ("--peak", "-1")])
+def test_a_number_out_of_range_is_named(monkeypatch, capsys, given):
+    with pytest.raises(SystemExit, match=given[0]):
+        printed(monkeypatch, capsys, *given)
+
+
 def test_the_memory_of_the_pages_is_what_the_command_prints(monkeypatch, capsys):
     monkeypatch.setattr(plan, "SIZES", ("S",))
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("training.md", "reliability.md"))

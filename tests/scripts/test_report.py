@@ -5,6 +5,7 @@ import json
 import math
 import shutil
 import time
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -52,6 +53,15 @@ def make_study(folder):
 
 def cfg(out, *runs, **changed):
     return report.ReportSettings(**{"runs": [*map(str, runs)], "study_dir": None, "out": str(out), "watch": False, "every": 60.0, **changed})
+
+
+def test_pages_of_other_runs_have_folders_of_their_own():
+    def place(runs, folders=None, **more):
+        return str(report.place_of_page(cfg("x", *runs, **more).model_copy(update={"out": None}), [*map(Path, folders or runs)]))
+
+    places = [place(runs) for runs in (["runs/a"], ["runs/a", "runs/b"], ["runs/c"] * 99)]
+    assert places[:2] == ["report/a", "report/a+b"] and len(places[2]) < 110
+    assert place([], ["runs/study-x/runs/a"], study_dir="runs/study-x") == "report/study-x"
 
 
 def columns_of(curves):

@@ -77,6 +77,14 @@ def test_tracked_and_reconstructed_averages_equal_edm2s():
             assert ours.flatten().tolist() == pytest.approx(value, abs=1e-5)
 
 
+def test_snapshots_past_a_step_are_dropped_and_folders_of_other_names_are_not(tmp_path):
+    names = ("step-00000002", "step-00000004-std0.10", "step-00000006", "step-00000006-std0.10", "step-foo", "step-9")
+    for name in names:
+        (tmp_path / "averages" / name).mkdir(parents=True)
+    averages.drop_after(tmp_path, 4)
+    assert {path.name for path in (tmp_path / "averages").iterdir()} == {*names[:2], *names[4:]}
+
+
 def test_an_untracked_width_is_close_to_the_tracked_one_and_closer_with_more_snapshots():
     sought = tracked([0.07], every=40)[40, 0.07]
     distances = []
