@@ -149,7 +149,9 @@ def start_trackers(run: Run) -> None:
         run_id = re.sub(r"[^\w.-]", "-", run.run_id, flags=re.ASCII)[-128:]  # of what wandb allows in a URL
         wandb = {"name": run.cfg.name, "dir": str(run.folder), "id": run_id, "resume": "allow"}
         settings = {key: str(value) for key, value in run.cfg.model_dump().items()}
-        run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, {"wandb": wandb})
+        # What a killed process logged after its last checkpoint is hidden, as this one logs it again.
+        options = {"wandb": wandb, "tensorboard": {"purge_step": run.step + 1 if run.step else 0}}
+        run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, options)
     except Exception as error:
         said = " ".join(str(error).split()).rstrip(".")
         advice = ("Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", said) else

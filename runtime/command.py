@@ -224,6 +224,10 @@ def compose(config_name: str, declared: type[Settings], arguments: list[str]) ->
         except (HydraException, ValueError, IndexError):
             known = [*declared_keys(declared)]
         raise ValueError(unknown(found[1], [*groups, *known], f"configs/{config_name}.yaml names all.")) from None
+    shows = ("--help", "-h", "--hydra-help", "--cfg", "-c", "--info", "-i", "--version", "--shell-completion", "-sc")
+    if sweeps and not composed and not any(argument.partition("=")[0] in shows for argument in arguments):
+        raise ValueError("--multirun has started no job here: leave out the override of hydra/launcher or "
+                         "hydra/sweeper in your YAML files, as jobs run one after the other in this process.")
     return [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]
 
 

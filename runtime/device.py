@@ -20,7 +20,14 @@ def set_float32(tf32: bool) -> None:
 
 
 def require_plain_launch() -> None:
-    """Raises ValueError where accelerate's own config would wrap the network a second time."""
+    """Raises ValueError where accelerate's own config would wrap the network a second time.
+
+    And where srun has started several processes that do not know of each other, of which each would do all the work.
+    """
+    tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
+    if "SLURM_PROCID" in os.environ and tasks != "1" and "WORLD_SIZE" not in os.environ:
+        raise ValueError(f"srun has started {tasks} processes, but without RANK and WORLD_SIZE each would do all the "
+                         f"work alone: use scripts/slurm.sh or torchrun, or set WORLD_SIZE=1 for independent commands.")
     on = [f"turns {name} on" for name in ("DeepSpeed", "FSDP", "Megatron_LM")
           if os.environ.get(f"ACCELERATE_USE_{name.upper()}", "false").lower() == "true"]
     if (backend := os.environ.get("ACCELERATE_DYNAMO_BACKEND", "no")).lower() not in ("no", ""):
