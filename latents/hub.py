@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
 from typing import Any
+from urllib.parse import unquote
 from weakref import WeakValueDictionary
 
 import numpy as np
@@ -308,6 +309,10 @@ class Rows:
     def values(self, column: Column) -> list:
         return [value for shard in self.shards for batch in shard.batches(column) for value in batch]
 
+    def in_folders(self, number: int) -> dict[str, str]:
+        """Returns the columns that a shard's folders stand for: pyarrow and Spark write label=cat/part-0.parquet."""
+        return {key: unquote(value) for key, value in re.findall(r"([^/=]+)=([^/]*)/", self.shown[number])}
+
     def paths(self) -> list[str]:
         """Returns the names of files that stand beside the images, of a usual column; empty where there are none."""
         kind = self.schema.field(self.image[0]).type
@@ -339,7 +344,7 @@ class Rows:
 
         None where there is none. Raises ValueError where several may be meant.
         """
-        usable = [field.name for field in self.schema if may_be_labels(field.type)]
+        usable = [field.name for field in self.schema if may_be_labels(field.type)] + [*self.in_folders(0)]
         if asked is not None and asked not in usable:
             raise ValueError(f"label_column={asked} is no column of numbers or text: {self.where} has the "
                              f"columns {self.columns}.")
@@ -357,7 +362,12 @@ class Rows:
         -1 is no label, as the Hub has it for the rows of a test split. Raises ValueError where no row has a label,
         and for a label that is no class.
         """
-        feature, values = self.features.get(column, {}), self.values((column,))
+        feature = self.features.get(column, {})
+        if column in self.schema.names:
+            values = self.values((column,))
+        else:
+            values = [self.in_folders(number).get(column) for number, shard in enumerate(self.shards)
+                      for _ in range(shard.starts[-1])]
         where, remedy = f"{self.where}, column {column},", "choose another label_column"
         names = class_names_of(feature)
         if feature.get("_type") in LISTS:

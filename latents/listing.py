@@ -45,7 +45,8 @@ class Listing:
     `shown[i]` names the file for people, and of a tar also says which one it is in. `left_out` are [name, reason] of
     what is there and no file, `title` is the class of a set without classes, `path` the file or folder on disk.
     `tar_of[i]` is the number of the tar that holds file i: several may hold files with the same names. `quick` are the
-    numbers of files that are read without others before them, where that is not all.
+    numbers of files that are read without others before them, where that is not all. `above` has all files of an
+    archive, of which these are in one folder.
     """
 
     names: list[str]
@@ -57,6 +58,7 @@ class Listing:
     left_out: list[tuple[str, str]] = field(default_factory=list)
     tar_of: np.ndarray | None = None
     quick: np.ndarray | None = None
+    above: "Listing | None" = None
 
     def sample_of(self, index: int, last: bool = False) -> tuple[int, str]:
         """Returns what the files of one webdataset sample share: their tar, and the name up to a dot (`key_of`)."""
@@ -68,7 +70,8 @@ class Listing:
         names = [self.names[i].removeprefix(f"{folder}/") for i in chosen]
         shown = [self.shown[i] for i in chosen] if self.tars else names
         return replace(self, names=names, shown=shown, read=lambda i: self.read(chosen[i]), path=self.path / folder,
-                       title=posixpath.basename(folder), tar_of=None if self.tar_of is None else self.tar_of[chosen])
+                       title=posixpath.basename(folder), tar_of=None if self.tar_of is None else self.tar_of[chosen],
+                       above=self)
 
 
 def a_few(names: list[str], count: int = 5) -> str:

@@ -130,7 +130,8 @@ def display_names(
     """
     contents = [] if words is None else [Path(words).read_bytes()]
     if words is None and all(re.fullmatch(r"n\d{8}", name) for name in class_names):
-        contents = [listing.read(i) for i, name in enumerate(listing.names if listing else [])
+        files = listing and (listing.above or listing)
+        contents = [files.read(i) for i, name in enumerate(files.names if files else [])
                     if name.rpartition("/")[2] in WORDS]
         folders = dict.fromkeys(folder for place in (Path(source).absolute(), Path(source).resolve())
                                 for folder in (place, *place.parents[:5]))

@@ -351,6 +351,15 @@ def test_of_several_columns_of_labels_one_is_chosen(tmp_path):
         open_source(put(tmp_path / "files", {"a/0.png": png(0)}), label_column="x")
 
 
+def test_folders_may_stand_for_the_column_of_labels(tmp_path):
+    made = table({"image": pa.array([image(i) for i in range(3)], IMAGE), "label": pa.array(["wild cat", "dog", "wild cat"])})
+    pq.write_to_dataset(made, tmp_path / "x", partition_cols=["label"])
+    source = open_source(tmp_path / "x")
+    assert source.class_names == ["dog", "wild cat"]
+    assert {number: source.class_names[label] for number, label in zip(numbers(source), source.labels, strict=True)} == {
+        0: "wild cat", 1: "dog", 2: "wild cat"}
+
+
 def test_captions_are_no_labels_unless_their_column_is_named(tmp_path):
     path = write(tmp_path / "x.parquet", table({"image": pa.array([image(0), image(1)], IMAGE), "text": pa.array(["a cat", "a dog"])}))
     source = open_source(path)

@@ -272,7 +272,8 @@ def test_names_for_people_are_found_where_kaggles_zip_has_them_and_in_the_zip(tm
         for file in (tmp_path / "k").rglob("*.*"):
             archive.write(file, file.relative_to(tmp_path / "k"))
     (tmp_path / "link").symlink_to(tmp_path / "k/ILSVRC/Data/CLS-LOC/train")
-    for number, source in enumerate(("k/ILSVRC/Data/CLS-LOC/train", "link", "kaggle.zip")):
+    for number, source in enumerate(("k/ILSVRC/Data/CLS-LOC/train", "link", "kaggle.zip",
+                                     "kaggle.zip/ILSVRC/Data/CLS-LOC/train")):
         prepare(tmp_path / source, tmp_path / str(number))
         assert open_latents(tmp_path / str(number)).display_names == ["tench", "crane", "n03126707"], source
 
