@@ -12,6 +12,7 @@ Each result is a row of results.jsonl that says exactly what was measured. Optio
 configs/drawing.yaml; docs/evaluation.md explains the numbers, and why they may differ from others'.
 """
 
+import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -40,7 +41,9 @@ from scoring.results import (
     AtLeastTwo,
     Metrics,
     Published,
+    add_rows,
     describe_extractor,
+    read_results,
     result_row,
     scored_before,
     versions,
@@ -73,6 +76,7 @@ class ScoringSettings(DrawingSettings):
     sha256: str | list[str | None] | None
     keep_features: bool
     results: Location | None
+    row: str | None
     seed: Whole
     weights: AnyWeights | Some[AnyWeights] | None
     guidance_scales: Some[Number | None] | None
@@ -238,10 +242,12 @@ def score_images(cfg: ScoringSettings, judges: list[Judge], opened: Opened, reus
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
     results = Path(cfg.results or home)
     files.open_to_append(results).close()  # fails now rather than after hours of sampling
+    before = read_results(results)
 
     def row(judge: Judge, scores: dict[str, float] | None = None) -> dict:
-        return result_row(subject, judge, scores, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,
-                          resolution=cfg.resolution, resumed_images=judge.keep.count if judge.keep else 0)
+        return json.loads(cfg.row or "{}") | result_row(
+            subject, judge, scores, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,
+            resolution=cfg.resolution, resumed_images=judge.keep.count if judge.keep else 0)
 
     if reuse:
         wanted = [row(judge) for judge in judges]
@@ -266,7 +272,8 @@ def score_images(cfg: ScoringSettings, judges: list[Judge], opened: Opened, reus
         scored["published"] = published and published.model_dump(include={"where", "scores"})
         if state.is_main_process:
             report(scored, results)
-            files.append_row(results, scored)
+    if state.is_main_process:
+        add_rows(results, rows, before)
     state.wait_for_everyone()  # until the row is there for all to read
     return with_mean_fdr(rows)
 

@@ -38,7 +38,7 @@ from sampling.options import labels_of
 from sampling.pictures import write_grid
 from scoring.drawing import Drawing, describe_weights
 from scoring.evaluation import score_on
-from scoring.results import result_row, scored_before
+from scoring.results import add_rows, result_row, scored_before
 from training import speed
 from training.optimizers import step_unless
 from training.run import Run, make_run
@@ -262,7 +262,7 @@ def evaluate(run: Run) -> None:
         [scores] = score_on([judge], drawing.sample(np.arange(len(seeds))), len(seeds))
         if accelerator.is_main_process:
             row = result_row(drawing, judge, scores, batch_size=cfg.batch_size, seconds=time.perf_counter() - began)
-            files.append_row(results, row)
+            add_rows(results, [row], before=[])
             written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
             how = f"{name}, " + ("unguided" if scale is None else f"guidance scale {scale:g}")
             tqdm.write(f"step {run.step}/{run.cfg.steps}  {written}  of {len(seeds):,} images, {how}, "

@@ -131,6 +131,24 @@ def append_row(path: Path, row: dict) -> None:
         file.write(b"\n" * unfinished + json.dumps(row).encode() + b"\n")
 
 
+@contextlib.contextmanager
+def locked(path: Path) -> Iterator[None]:
+    """Lets one process at a time into the block for `path`, by a lock file `.<name>.lock` beside it.
+
+    What has taken hours must not be lost to a lock: after a minute, or on a file system without locks, it prints so
+    and goes on.
+    """
+    lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
+    try:
+        lock.acquire(timeout=60)
+    except (NotImplementedError, OSError) as error:  # Timeout is one
+        print(f"{path} cannot be locked ({error}): nothing keeps a second process from writing there.")
+    try:
+        yield
+    finally:
+        lock.release()
+
+
 def read_rows(path: Path) -> list[dict]:
     """Reads a file of JSON lines, without those that a kill has halved."""
     rows = []
@@ -147,7 +165,7 @@ def lock_folder(folder: Path, mistake: str) -> FileLock:
     On a file system without locks it prints so and goes on.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(folder / ".lock")
+    lock = FileLock(folder / ".lock", fallback_to_soft=False)  # a soft lock would outlive a kill
     try:
         lock.acquire(timeout=0)
     except Timeout:

@@ -2,6 +2,7 @@
 
 import json
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -119,17 +120,30 @@ def facts_of(row: dict, any_version: bool) -> dict:
     return {key: value for key, value in facts.items() if not (any_version and key in OF_THE_CODE)}
 
 
-def scored_before(row: dict, path: Path, any_version: bool = False) -> dict | None:
+def scored_before(row: dict, path: Path, any_version: bool = False, ignored: Sequence[dict] = ()) -> dict | None:
     """Finds in results.jsonl a row that has the scores which `row` asks for and has not measured yet.
 
     Both must depend on the same facts. One that an old row lacks is taken to be the same, unless it is a version of the
-    code. With `any_version` versions may differ.
+    code. With `any_version` versions may differ; rows that are `ignored` are passed over.
     """
     wanted = facts_of(json.loads(json.dumps(row)), any_version)  # as it would be read back
     for old in read_results(path):
+        if old in ignored:
+            continue
         found = facts_of(old, any_version)
         lacking = wanted.keys() - found.keys()
         same = found and found.items() <= wanted.items() and not lacking & {*OF_THE_CODE}
-        if same and row["metrics"].keys() <= old["metrics"].keys():
+        named = row.get("study") in (None, old.get("study"))  # a study finds its rows by what it calls them
+        if same and named and row["metrics"].keys() <= old["metrics"].keys():
             return old
     return None
+
+
+def add_rows(path: Path, rows: list[dict], before: list[dict]) -> None:
+    """Appends rows to results.jsonl, but those that another process has added since it had the rows `before`."""
+    with files.locked(path):
+        for row in rows:
+            if scored_before(row, path, ignored=before) is None:
+                files.append_row(path, row)
+            else:
+                print(f"Another process has added the same scores to {path} meanwhile; there is no second row.")

@@ -302,25 +302,18 @@ def score_floor(cfg: StudySettings) -> None:
 def score_once(
     cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
 ) -> None:
-    """Runs fid.py, unless `results` has a row of this point and step, and adds the point to the new rows.
+    """Runs fid.py, which records the point in its rows, unless `results` has a row of this point and step.
 
     Raises ValueError where that row was scored by other settings of the study.
     """
-    rows = read_rows(results)
     scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
-    for row in rows:
+    for row in read_results(results):
         if (row["source"].get("step"), point_of(row)) == (step, point):
             if row.get("scored_by", scored_by) != scored_by:
                 raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
                                  f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
             return
-    before = len(rows)
-    call(cfg, "fid.py", settings)
-    rows = read_rows(results)
-    assert len(rows) > before, f"fid.py left no row in {results}"
-    for row in rows[before:]:
-        row |= {"study": point, "scored_by": scored_by}
-    write_text(results, "".join(json.dumps(row) + "\n" for row in rows))
+    call(cfg, "fid.py", [*settings, as_setting("row", json.dumps({"study": point, "scored_by": scored_by}))])
 
 
 def point_of(row: dict) -> list[str] | None:

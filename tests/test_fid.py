@@ -9,7 +9,8 @@ import forked
 import numpy as np
 import pytest
 import torch
-from conftest import run_command
+from conftest import PATIENCE, run_command
+from filelock import Timeout
 from PIL import Image
 from scipy import optimize
 from test_prepare_latents import prepare
@@ -17,7 +18,7 @@ from training_runs import write_run
 
 import fid
 from runtime import files
-from scoring import drawing, evaluation, feature_cache, image_sets, metrics
+from scoring import drawing, evaluation, feature_cache, image_sets, metrics, results
 from scoring import statistics as statistics_module
 from scoring.features import EXTRACTORS, Extractor, load_extractor
 from scoring.results import read_results
@@ -650,6 +651,41 @@ def test_scores_that_could_not_be_saved_are_refused_before_anything_is_sampled(t
         with pytest.raises(SystemExit, match="reading or writing .*results.jsonl failed"):
             command(tmp_path, checkpoint=run_folder, reference=reference_npz, num_samples=4)
         files.remove(results)
+
+
+def test_what_another_process_scores_meanwhile_has_one_row_and_scoring_again_has_two(tmp_path, reference_npz, monkeypatch, capsys):
+    np.savez(tmp_path / "images.npz", arr_0=shapes(20, seed=4).numpy())
+    options, score = dict(images=tmp_path / "images.npz", reference=reference_npz), fid.score_on
+    for _ in range(2):
+        command(tmp_path, **options, results=tmp_path / "theirs.jsonl")
+    theirs = read_results(tmp_path / "theirs.jsonl")
+    assert len(theirs) == 2  # one after the other, as somebody asked for them again
+
+    def meanwhile(*arguments, **others):
+        results.add_rows(tmp_path / "results.jsonl", theirs[:1], before=[])
+        return score(*arguments, **others)
+
+    monkeypatch.setattr(fid, "score_on", meanwhile)
+    command(tmp_path, **options)
+    command(tmp_path, **options, row="""'{"study":["a=1"]}'""")  # by which a study finds it
+    assert [row.get("study") for row in rows_of(tmp_path)] == [None, ["a=1"]] and capsys.readouterr().out.count("there is no second row") == 2
+    assert {file.name for file in tmp_path.glob(".*")} == {".theirs.jsonl.lock", ".results.jsonl.lock"}
+
+
+def test_rows_that_many_processes_add_at_once_are_complete_and_of_each_there_is_one(tmp_path, reference_npz):
+    np.savez(tmp_path / "images.npz", arr_0=shapes(20, seed=4).numpy())
+    row = command(tmp_path, images=tmp_path / "images.npz", reference=reference_npz)
+    several = [row | {"images": count} for count in range(30)]
+    lives = [forked.Life(lambda: [results.add_rows(tmp_path / "results.jsonl", [one], before=[]) for one in several]) for _ in range(4)]
+    assert all(life.wait(PATIENCE).code == 0 for life in lives)
+    assert sorted(one["images"] for one in rows_of(tmp_path)) == [*range(30)]
+
+
+@pytest.mark.parametrize("error", [PermissionError(13, "read-only folder"), OSError(37, "no locks on this disk"), Timeout("held for a minute")])
+def test_a_folder_in_which_nothing_can_be_locked_costs_no_row(tmp_path, monkeypatch, capsys, error):
+    monkeypatch.setattr(files.FileLock, "acquire", lambda *_, **__: (_ for _ in ()).throw(error))
+    results.add_rows(tmp_path / "results.jsonl", [{"source": {}, "metrics": {"fid": 1.0}}], before=[])
+    assert len(rows_of(tmp_path)) == 1 and "cannot be locked" in capsys.readouterr().out
 
 
 def test_scores_of_a_checkpoint_without_a_run_are_kept_in_its_folder(tmp_path, run_folder, reference_npz):

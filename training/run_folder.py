@@ -1,5 +1,6 @@
 """The folder of a run: its lock, its checkpoints, saved and resumed, and its rows and grids up to the resumed step."""
 
+import contextlib
 import json
 import math
 import time
@@ -286,14 +287,14 @@ def save(run: Run) -> None:
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
     training["sums"] = sums
     meta = {**run.progress(), "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
-            "sound": not run.is_diverging(total), **run.record, "torch": torch.__version__}
+            "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0, **run.record, "torch": torch.__version__}
     tensors = {**{name: adapters.tensors(net) for name, net in run.averages.items()},
                "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:
         if accelerator.is_main_process:
             checkpoints.save(checkpoints.step_folder(run.folder, run.step), tensors, meta, values)
             averages.keep_snapshots(run.folder, cfg.ema.snapshot_every or 1)
-            checkpoints.prune(run.folder, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
+            checkpoints.prune(run.folder, run.step, cfg.checkpoint.keep_last, cfg.checkpoint.keep_every)
 
 
 def require_gradients(run: Run, skipped: int) -> None:
@@ -334,7 +335,7 @@ def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
     saved = resumed[1].get("config", {}) if resumed else {}
     kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
     averages.keep_snapshots(run.folder, run.cfg.ema.snapshot_every or 1)
-    checkpoints.prune(run.folder, kept["keep_last"], kept["keep_every"])
+    checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
     if resumed is None:  # a run that begins again evaluates its first network again
         drop_after(run.folder, -1)
         write_settings(run)
@@ -367,9 +368,11 @@ def drop_after(run_dir: Path, step: int) -> None:
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()
     for path in (run_dir / "metrics.jsonl", run_dir / "results.jsonl"):
-        rows = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if training_step(row) <= step)
-        if path.is_file() and rows.encode() != path.read_bytes():
-            files.write_text(path, rows)
+        shared = path.name == "results.jsonl" and path.is_file()  # fid.py may be adding a row
+        with files.locked(path) if shared else contextlib.nullcontext():
+            rows = "".join(json.dumps(row) + "\n" for row in files.read_rows(path) if training_step(row) <= step)
+            if path.is_file() and rows.encode() != path.read_bytes():
+                files.write_text(path, rows)
 
 
 def training_step(row: dict) -> int:

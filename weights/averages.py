@@ -109,11 +109,14 @@ def coefficients(stored: Sequence[tuple[int, float]], step: int, std: float) -> 
 def keep_snapshots(run: Path, every: int = 1) -> None:
     """Gives the power-function averages of a run's checkpoints second names in `<run>/averages`, which outlast pruning.
 
-    Of steps that are multiples of `every`. Only the process that has locked the run may call it.
+    Of planned checkpoints at multiples of `every`. Also deletes what killed calls left, so only the process that has
+    locked the run may call it.
     """
+    for left in (run / "averages").glob(".step-" + 8 * "[0-9]" + ".*.tmp"):  # but not what `reconstruct` is writing
+        files.remove(left)
     for folder in checkpoints.all_steps(run):
         kept = run / "averages" / folder.name
-        if kept.is_dir() or checkpoints.step_of(folder) % every:
+        if kept.is_dir() or checkpoints.step_of(folder) % every or not checkpoints.is_planned(folder):
             continue
         with contextlib.suppress(OSError, ValueError):  # of a damaged checkpoint
             meta = checkpoints.read_meta(folder)
@@ -148,18 +151,25 @@ def reconstruct(folder: Path, meta: dict, std: float) -> Path:
     if out.is_dir() and checkpoints.problem(out) is None:
         return out
     sources = {}
-    for place in [*filter(checkpoints.is_step, (run / "averages").glob("step-*")), folder]:
+    snapshots = sorted(filter(checkpoints.is_step, (run / "averages").glob("step-*")), key=checkpoints.step_of)
+    for place in [*snapshots, folder]:  # the run may prune the checkpoint meanwhile, so its snapshot comes first
         if (step := checkpoints.step_of(place)) <= meta["step"]:
             with contextlib.suppress(ValueError):
                 of_place = meta if place == folder else checkpoints.check(place)
-                names = [Path(file).stem for file in of_place["files"]]
-                sources |= {(step, width): place / f"{one}.safetensors" for one in names if (width := width_of(one))}
+                names = sorted(Path(file).stem for file in of_place["files"])
+                found = {(step, width): place / f"{one}.safetensors" for one in names if (width := width_of(one))}
+                sources |= {key: file for key, file in found.items() if key not in sources}
     if not sources:
         raise ValueError(f"{run} tracks none to make it of, as ema.std=[0.05,0.10] does, but "
                          f"{', '.join(sorted(meta['files']))}")
     shares, off = coefficients([*sources], meta["step"], std)
     with contextlib.ExitStack() as stack:
-        opened = [stack.enter_context(safe_open(path, "pt")) for path in sources.values()]
+        try:
+            opened = [stack.enter_context(safe_open(path, "pt")) for path in sources.values()]
+        except FileNotFoundError:
+            if snapshots and snapshots[-1].name != folder.name and (run / "averages" / folder.name).is_dir():
+                return reconstruct(folder, meta, std)  # which was kept, and its checkpoint pruned, since the look above
+            raise ValueError(f"its run has deleted {folder} meanwhile: take a newer one") from None
         state = {}
         for key in [*opened[0].keys()]:
             parts = (share * one.get_tensor(key).double() for share, one in zip(shares, opened, strict=True))

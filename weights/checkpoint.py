@@ -69,6 +69,8 @@ def save(
                 files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
             write_meta(partial, {**meta, "files": files})
     except (OSError, SafetensorError) as error:  # safetensors wraps the disk's
+        if folder.is_dir() and problem(folder) is None:  # another process has written it meanwhile
+            return
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())
         free = shutil.disk_usage(folder.parent if folder.parent.is_dir() else ".").free
         raise OSError(
@@ -124,6 +126,14 @@ def is_sound(folder: Path) -> bool:
         return False
 
 
+def is_planned(folder: Path) -> bool:
+    """True if a checkpoint is of a step at which its run saves anyway; also if it is damaged or of an earlier version."""
+    try:
+        return read_meta(folder).get("planned", True)
+    except (OSError, ValueError):
+        return True
+
+
 def last_sound(run: Path, before: int) -> Path | None:
     """Finds the newest whole and sound checkpoint with fewer than `before` steps."""
     return next((folder for folder in reversed(all_steps(run))
@@ -132,12 +142,15 @@ def last_sound(run: Path, before: int) -> Path | None:
 
 def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
     """Finds the newest whole checkpoint of a run, and reads its meta.json; warns of each damaged one that is newer."""
+    pruned = False
     for folder in reversed(all_steps(run)):
         try:
             return folder, check(folder, names)
         except ValueError as why:
-            warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
-    return None
+            if folder.is_dir():
+                warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
+            pruned |= not folder.is_dir()
+    return read_latest(run, names) if pruned else None  # by its run, which has a newer one
 
 
 def latest(run: Path) -> Path | None:
@@ -159,19 +172,21 @@ def load(folder: Path, name: str) -> dict[str, Tensor]:
     return load_file(folder / f"{name}.safetensors")
 
 
-def prune(run: Path, keep_last: int, keep_every: int) -> None:
-    """Deletes all but the newest `keep_last` checkpoints and those at multiples of `keep_every` steps (0: none).
+def prune(run: Path, step: int, keep_last: int, keep_every: int) -> None:
+    """Deletes, up to a step, all but the newest `keep_last` checkpoints and multiples of `keep_every` (0: none).
 
-    The newest `keep_last` sound checkpoints stay, too. Also deletes what killed saves left, so only the process that
-    has locked the run may call it.
+    The newest `keep_last` sound checkpoints stay, too. One that was saved because the run was stopped counts while it
+    is of `step`, so that a stopped run ends with the checkpoints of an undisturbed one. Also deletes what killed saves
+    left, so only the process that has locked the run may call it.
     """
     for left in (run / "checkpoints").glob(".step-*.tmp"):
         remove(left)
-    folders = all_steps(run)
-    sound = [folder for folder in folders if is_sound(folder)]
-    for folder in {*folders} - {*folders[-keep_last:], *sound[-keep_last:]}:
-        if not (keep_every and step_of(folder) % keep_every == 0):
-            # Renamed first, so that a kill in the middle leaves no half checkpoint under a valid name.
-            doomed = folder.with_name(f".{folder.name}.tmp")
-            os.rename(folder, doomed)
-            remove(doomed)
+    folders = [folder for folder in all_steps(run) if step_of(folder) <= step]
+    counted = [folder for folder in folders if step_of(folder) == step or is_planned(folder)]
+    sound = [folder for folder in counted if is_sound(folder)]
+    regular = [folder for folder in counted if keep_every and step_of(folder) % keep_every == 0]
+    for folder in {*folders} - {*counted[-keep_last:], *sound[-keep_last:], *regular}:
+        # Renamed first, so that a kill in the middle leaves no half checkpoint under a valid name.
+        doomed = folder.with_name(f".{folder.name}.tmp")
+        os.rename(folder, doomed)
+        remove(doomed)

@@ -19,7 +19,7 @@ from latents.folder import Latents, open_latents
 from latents.loader import to_latent
 from rf import RF
 from runtime.command import program
-from runtime.files import append_row
+from runtime.files import append_row, locked, read_rows
 from runtime.schema import as_path
 from weights.loading import Trained, load_trained
 
@@ -62,7 +62,9 @@ def main(parser: argparse.ArgumentParser) -> None:
     sets = {Path(folder).name: open_latents(folder) for folder in given.folders}
     count, names = min(latents.count for latents in sets.values()), names_of(next(iter(sets.values())))
     found = {name: losses(trained, *read(latents, count, names)) for name, latents in sets.items()}
-    append_row(given.out, {"step": trained.step, "images": count, "losses": found})
+    with locked(given.out):
+        if trained.step not in [row["step"] for row in read_rows(given.out)]:  # as another process may have added it
+            append_row(given.out, {"step": trained.step, "images": count, "losses": found})
     print(given.checkpoint, found)
 
 

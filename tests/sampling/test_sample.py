@@ -197,7 +197,7 @@ def test_stray_names_among_checkpoints_are_kept(run, tmp_path, stray):
     place.write_text("notes") if stray.endswith("txt") else shutil.copytree(copy / "checkpoints/step-00000001", place)
     assert load_trained(copy).step == 2
     checkpoints.set_aside_after(copy, 2)
-    checkpoints.prune(copy, keep_last=1, keep_every=0)
+    checkpoints.prune(copy, 2, keep_last=1, keep_every=0)
     assert {path.name for path in (copy / "checkpoints").iterdir()} == {"step-00000002", stray}
 
 

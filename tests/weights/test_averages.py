@@ -15,6 +15,7 @@ from training_runs import assert_same_end, command, train_here
 
 import fid
 import sample
+from runtime import files
 from train import update_ema
 from weights import averages
 from weights import checkpoint as checkpoints
@@ -162,7 +163,7 @@ def test_each_average_is_that_of_its_decay(shapes, tmp_path):
 def test_snapshots_outlast_pruning_and_cost_no_second_copy_while_their_checkpoint_is_there(several):
     assert [folder.name for folder in checkpoints.all_steps(several)] == ["step-00000012"]
     kept = sorted((several / "averages").glob("step-????????"))
-    assert [checkpoints.step_of(folder) for folder in kept] == [2, 4, 6, 7, 8, 10, 12]
+    assert [checkpoints.step_of(folder) for folder in kept] == [2, 4, 6, 8, 10, 12]  # a stop or an end at step 7 keeps none
     for folder in kept:
         assert {path.name for path in folder.iterdir()} == {"meta.json", "ema-std0.05.safetensors", "ema-std0.10.safetensors"}
         assert checkpoints.problem(folder) is None
@@ -172,7 +173,7 @@ def test_snapshots_outlast_pruning_and_cost_no_second_copy_while_their_checkpoin
 def test_a_width_of_after_training_is_loaded_by_its_name_alone_and_made_once(several, tmp_path, capfd):
     run = shutil.copytree(several, tmp_path / "run")
     found = load_trained(run, "ema-std0.07")
-    assert "made of 14 stored averages" in capfd.readouterr().out
+    assert "made of 12 stored averages" in capfd.readouterr().out
     assert (found.weights, found.step, found.checkpoint.run) == ("ema-std0.07", 12, run)
     stored = [(checkpoints.step_of(folder), std) for folder in sorted((run / "averages").glob("step-????????")) for std in (0.05, 0.10)]
     shares, off = averages.coefficients(stored, 12, 0.07)
@@ -182,7 +183,7 @@ def test_a_width_of_after_training_is_loaded_by_its_name_alone_and_made_once(sev
     torch.testing.assert_close(found.net.state_dict()[key].double(), made, rtol=0, atol=1e-6)
     narrow, wide = (held(checkpoints.latest(run), name)[key] for name in ("ema-std0.05", "ema-std0.10"))
     assert (made - narrow).norm() < (wide - narrow).norm() and (made - wide).norm() < (wide - narrow).norm()
-    assert found.checkpoint.meta["reconstructed"] == {"averages": 14, "distance": pytest.approx(off)}
+    assert found.checkpoint.meta["reconstructed"] == {"averages": 12, "distance": pytest.approx(off)}
     file = found.checkpoint.file
     written = file.stat().st_mtime_ns
     assert find_checkpoint(checkpoints.latest(run), "ema-std0.07").file == file and file.stat().st_mtime_ns == written
@@ -202,6 +203,66 @@ def test_a_snapshot_that_a_kill_or_a_full_disk_left_out_is_made_up_for_and_later
     trained(run, shapes, *SEVERAL, "steps=13", "checkpoint.every=2", "ema.snapshot_every=4")
     names = {folder.name for folder in (run / "averages").iterdir()}
     assert "step-00000012-std0.07" in names and not names & {"step-00000099", "step-00000013"}
+
+
+def test_a_stopped_run_ends_with_the_files_of_an_undisturbed_one_and_the_same_reconstruction(shapes, tmp_path):
+    options = (*SEVERAL, "checkpoint.every=4", "checkpoint.keep_every=4", "checkpoint.keep_last=1", "ema.snapshot_every=4")
+    trained(tmp_path / "whole", shapes, *options, "steps=13")
+    for steps in (2, 5, 6, 8, 11, 13):  # of which all but 8 and 13 are stops
+        trained(tmp_path / "parts", shapes, *options, f"steps={steps}")
+    assert_same_end(tmp_path / "parts", tmp_path / "whole")
+    made = [find_checkpoint(tmp_path / name, "ema-std0.07") for name in ("parts", "whole")]
+    assert made[0].file.read_bytes() == made[1].file.read_bytes()
+    names = [sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*")) for name in ("parts", "whole")]
+    assert names[0] == names[1] and "checkpoints/step-00000008" in names[0]
+
+
+def test_a_killed_snapshot_leaves_nothing_once_the_run_starts_again_and_a_reconstruction_is_left_alone(several, shapes, tmp_path):
+    run = shutil.copytree(several, tmp_path / "run")
+    shutil.copytree(run / "averages/step-00000012", run / "averages/.step-00000012.77.tmp")
+    (run / "averages/.step-00000012-std0.07.77.tmp").mkdir()  # of a process that may still be writing it
+    trained(run, shapes, *SEVERAL, "steps=12", "checkpoint.every=2")
+    assert [path.name for path in (run / "averages").glob(".*")] == [".step-00000012-std0.07.77.tmp"]
+
+
+def test_an_average_is_made_beside_a_run_that_saves_and_prunes_and_beside_another_that_makes_it(several, tmp_path, monkeypatch):
+    run = shutil.copytree(several, tmp_path / "run")
+    expected = find_checkpoint(several, "ema-std0.07").file.read_bytes()
+    newest, find, moments = checkpoints.latest(run), averages.coefficients, []
+
+    def pruned(*arguments):
+        moments.append(checkpoints.problem(newest))
+        shutil.rmtree(newest, ignore_errors=True)
+        return find(*arguments)
+
+    monkeypatch.setattr(averages, "coefficients", pruned)
+    meta = checkpoints.read_meta(newest)
+    made = averages.reconstruct(newest, meta, 0.07)
+    assert (made / "ema-std0.07.safetensors").read_bytes() == expected and moments == [None]
+    shutil.rmtree(made)
+    shutil.copytree(several / "checkpoints", run / "checkpoints", dirs_exist_ok=True)
+    shutil.rmtree(run / "averages/step-00000012")
+
+    def kept_and_pruned(*arguments):  # after the look for snapshots
+        averages.keep_snapshots(run)
+        return pruned(*arguments)
+
+    monkeypatch.setattr(averages, "coefficients", kept_and_pruned)
+    assert (averages.reconstruct(newest, meta, 0.07) / "ema-std0.07.safetensors").read_bytes() == expected
+    shutil.rmtree(made)
+    write = checkpoints.write_tensors
+
+    def made_meanwhile(*arguments):
+        monkeypatch.setattr(checkpoints, "write_tensors", write)
+        averages.reconstruct(newest, meta, 0.07)
+        write(*arguments)
+
+    monkeypatch.setattr(checkpoints, "write_tensors", made_meanwhile)
+    monkeypatch.setattr(files.os, "getpid", lambda pids=iter(range(100, 999)): next(pids))  # of two processes
+    assert (averages.reconstruct(newest, meta, 0.07) / "ema-std0.07.safetensors").read_bytes() == expected
+    shutil.rmtree(made), shutil.rmtree(run / "averages/step-00000012")
+    with pytest.raises(ValueError, match="has deleted .* meanwhile: take a newer one"):
+        averages.reconstruct(newest, meta, 0.07)
 
 
 @pytest.mark.parametrize(("overrides", "says"), [

@@ -104,7 +104,7 @@ def test_damaged_checkpoints_that_were_passed_over_do_not_crowd_out_good_ones(tm
     (bad / "ema.safetensors").write_bytes(b"")
     checkpoints.set_aside_after(tmp_path, 10)
     save(tmp_path, 13)
-    checkpoints.prune(tmp_path, keep_last=2, keep_every=0)
+    checkpoints.prune(tmp_path, 99, keep_last=2, keep_every=0)
     assert [p.name for p in checkpoints.all_steps(tmp_path)] == [good.name, "step-00000013"]
     assert (tmp_path / "checkpoints/damaged-step-00000020").is_dir()
 
@@ -128,7 +128,35 @@ def test_rows_do_not_follow_a_link_out_of_a_run(tmp_path):
 def test_pruning_keeps_the_last_k_and_every_mth(tmp_path):
     for step in range(1, 11):
         save(tmp_path, step)
-    checkpoints.prune(tmp_path, keep_last=2, keep_every=4)
+    checkpoints.prune(tmp_path, 99, keep_last=2, keep_every=4)
     assert [int(p.name[5:]) for p in checkpoints.all_steps(tmp_path)] == [4, 8, 9, 10]
-    checkpoints.prune(tmp_path, keep_last=1, keep_every=0)
+    checkpoints.prune(tmp_path, 99, keep_last=1, keep_every=0)
     assert [int(p.name[5:]) for p in checkpoints.all_steps(tmp_path)] == [10]
+
+
+def test_the_checkpoint_of_a_stop_counts_while_it_is_the_newest(tmp_path):
+    for steps, expected in ([4, 6], [4, 6]), ([8], [4, 8]), ([12], [8, 12]), ([14], [12, 14]), ([15], [12, 15]), ([16], [12, 16]):
+        for step in steps:
+            save(tmp_path, step, planned=step % 4 == 0)
+        checkpoints.prune(tmp_path, steps[-1], keep_last=2, keep_every=6)
+        assert [checkpoints.step_of(folder) for folder in checkpoints.all_steps(tmp_path)] == expected
+
+
+def test_pruning_spares_the_checkpoint_that_a_run_resumes_from_when_a_newer_one_is_damaged(tmp_path):
+    good, bad = save(tmp_path, 4), save(tmp_path, 8)
+    (bad / "ema.safetensors").write_bytes(b"")
+    checkpoints.prune(tmp_path, 4, keep_last=1, keep_every=0)
+    assert checkpoints.all_steps(tmp_path) == [good, bad]
+
+
+def test_a_checkpoint_that_its_run_prunes_while_it_is_looked_for_is_not_called_damaged(tmp_path, monkeypatch, recwarn):
+    old, whole = save(tmp_path, 4), checkpoints.check
+
+    def pruned(folder, names=None):
+        if folder == old and old.is_dir():
+            save(tmp_path, 8)
+            checkpoints.prune(tmp_path, 8, keep_last=1, keep_every=0)
+        return whole(folder, names)
+
+    monkeypatch.setattr(checkpoints, "check", pruned)
+    assert checkpoints.step_of(checkpoints.latest(tmp_path)) == 8 and not recwarn.list
