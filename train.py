@@ -271,12 +271,36 @@ def evaluate(run: Run) -> None:
         accelerator.log({f"{metric}{suffix}": value for metric, value in scores.items()}, step=run.step)
 
 
+def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
+    """Saves, samples a grid and scores where they are due; returns the signal on which the run stops, or 0.
+
+    A signal that comes meanwhile ends sampling, and the state is saved.
+    """
+    cfg, stopped_by = run.cfg, 0 if finished else stop.agreed()
+    try:
+        if run.step != run.saved and (due(run.step, cfg.checkpoint.every) or finished or stopped_by):
+            with paused(run, bar, "saving"):
+                save(run)
+        # Right after resuming, too: a kill may have come between a save and its grid.
+        due_grid = (run.step or cfg.samples.at_start) and run.grid and (due(run.step, cfg.samples.every) or finished)
+        if due_grid and not stopped_by and ranks.broadcast_from_main(run.accelerator, not run.grid_path.exists()):
+            with paused(run, bar, "sampling"):
+                sample_grid(run)
+        # The untrained network, too, for comparison.
+        if run.judge and not stopped_by and (due(run.step, cfg.evaluate.every) or finished):
+            with paused(run, bar, "scoring"):
+                evaluate(run)
+    except ranks.Stopped as stopped:
+        [stopped_by] = stopped.args
+        save(run)
+    return stopped_by
+
+
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
 @command("config", TrainSettings)
 def main(cfg: TrainSettings) -> None:
-    stop = ranks.StopRequest()
     check_settings(cfg)
     accelerator = speed.make_accelerator(
         cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
@@ -302,6 +326,9 @@ def main(cfg: TrainSettings) -> None:
     # This makes DDP's replicas, unless FSDP has sharded the parts already.
     called = accelerator.prepare_model(run.objective, evaluation_mode=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
+    stop = ranks.StopRequest(accelerator)
+    for net in run.averages.values():
+        net.register_forward_pre_hook(stop.end_sampling)
     accelerator.print(run.summary + (f"; resuming {resumed[0].name}" if resumed else ""))
 
     # ---- the loop
@@ -316,21 +343,8 @@ def main(cfg: TrainSettings) -> None:
             reported_step, reported_at = run.step, time.perf_counter()
         elif run.step == first_step + 1:
             tell_first_step(run)
-        stopped_by = stop.agreed(run.step, accelerator)
-        last_step = finished or stopped_by
-        if moved and (due(run.step, cfg.checkpoint.every) or last_step):
-            with paused(run, bar, "saving"):
-                save(run)
-        # Right after resuming, too: a kill may have come between a save and its grid.
-        due_grid = (run.step or cfg.samples.at_start) and run.grid and (due(run.step, cfg.samples.every) or finished)
-        if due_grid and ranks.broadcast_from_main(accelerator, not run.grid_path.exists()):
-            with paused(run, bar, "sampling"):
-                sample_grid(run)
-        # The untrained network, too, for comparison.
-        if run.judge and (due(run.step, cfg.evaluate.every) or finished):
-            with paused(run, bar, "scoring"):
-                evaluate(run)
-        if last_step:
+        stopped_by = pause(run, bar, stop, finished)
+        if stopped_by or finished:
             break
         if not moved:
             begin_record(run)
@@ -350,15 +364,15 @@ def main(cfg: TrainSettings) -> None:
         run.sums.add(loss, grad_norm, skipped, terms)
         run.step, run.images = run.step + 1, run.images + cfg.batch_size
         bar.update()
+        stop.listen()
 
     loader.close()
     bar.close()
     accelerator.wait_for_everyone()
     accelerator.end_training()
-    if stopped_by and not finished:
+    if stopped_by:
         folder, name = checkpoints.step_folder(run.folder, run.step), signal.Signals(stopped_by).name
-        saved = f"saved in {folder}" if moved else "there was nothing new to save"
-        accelerator.print(f"Stopped by {name} at step {run.step}; {saved}. The same command resumes.")
+        accelerator.print(f"Stopped by {name} at step {run.step}; saved in {folder}. The same command resumes.")
         sys.exit(128 + stopped_by)
     following = f"python sample.py {as_argument('checkpoint', run.folder)}"
     accelerator.print(f"Finished {run.step} steps: {run.folder}. Next: {following}")

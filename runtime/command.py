@@ -12,7 +12,7 @@ import tempfile
 import warnings
 from collections.abc import Callable, Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, TextIO
 from unittest import mock
 
 import hydra
@@ -67,6 +67,9 @@ def framed(main: Callable, work: Callable[[dict], None], config_name: str = "") 
     @mock.patch.object(warnings, "formatwarning", as_one_line)
     def run(program: str) -> None:
         wants_traceback, plain = "HYDRA_FULL_ERROR" in os.environ, {}
+        for name in ("stdout", "stderr"):
+            if not isinstance(stream := getattr(sys, name), LenientStream | None):
+                setattr(sys, name, LenientStream(stream))
         try:
             work(plain)
             ranks.leave_group()
@@ -97,6 +100,27 @@ def framed(main: Callable, work: Callable[[dict], None], config_name: str = "") 
         else:
             run(Path(sys.argv[0]).name)
     return entry
+
+
+class LenientStream:
+    """A stream whose reader may be gone, as `head` or a closed terminal: the command continues, and the rest is dropped."""
+
+    def __init__(self, stream: TextIO):
+        self.stream = stream
+
+    def __getattr__(self, name: str) -> object:
+        return getattr(self.stream, name)
+
+    def write(self, text: str) -> int:
+        try:
+            self.stream.write(text)
+            self.stream.flush()
+        except OSError as error:
+            number = self.stream.fileno()
+            os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # where the rest goes, also at exit
+            if number == 1:
+                print(f"Nobody reads stdout any more ({error.strerror}): the command continues without.", file=sys.stderr)
+        return len(text)
 
 
 def as_one_line(message: Warning | str, *_: object) -> str:

@@ -41,7 +41,8 @@ def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:
     """Starts the process group of a command that does not train; its state knows ranks and device."""
     set_float32(tf32)
     require_plain_launch()
-    return PartialState(cpu=cpu or not torch.cuda.is_available(), **{"timeout": ranks.TIMEOUT, **options})
+    with ranks.joining():
+        return PartialState(cpu=cpu or not torch.cuda.is_available(), **{"timeout": ranks.TIMEOUT, **options})
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:

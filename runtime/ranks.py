@@ -4,13 +4,14 @@ Where a rank fails or is killed, the launcher (torchrun, accelerate launch) ends
 them wait in a collective, until TIMEOUT ends them (docs/reliability.md).
 """
 
+import contextlib
 import os
 import signal
 import sys
+import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from datetime import timedelta
-from typing import TextIO
 
 import torch
 import torch.distributed as dist
@@ -20,6 +21,7 @@ from accelerate.utils import broadcast
 
 # For one collective, in which ranks also wait for one that indexes, downloads or saves.
 TIMEOUT = timedelta(hours=2)
+JOINING_SECONDS = 10.0  # after which a rank says for whom it waits
 
 
 def broadcast_from_main(state: Accelerator | PartialState, number: int) -> int:
@@ -38,46 +40,40 @@ def stop_signals() -> list[signal.Signals]:
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
 
 
-class StopRequest:
-    """Turns the first of the stop signals into a request to the loop; a second one ends the process.
+class Votes:
+    """What several ranks agree on, in calls that all of them make alike: a signal that one of them has had.
 
-    Several ranks must leave at the same step. They reduce their requests about every SECONDS and read the result one
-    vote later, so that no step waits for a GPU. How many steps that is they agree on likewise. Where a step alone takes
-    as long, they wait for the device and read the result at once, as few such steps fit into a launcher's patience.
+    They reduce their requests about every SECONDS and read the result one vote later, so that no call waits for a GPU.
+    How many calls that is they agree on likewise. Where a call alone takes as long, they wait for the device and read
+    the result at once, as few such calls fit into a launcher's patience.
     """
 
     SECONDS = 2.0       # launchers give a run 30 s between SIGTERM and SIGKILL
-    MOST_STEPS = 10     # between votes, as steps may become slower
+    MOST_CALLS = 10     # between votes, as calls may become slower
 
-    def __init__(self, clock: Callable[[], float] = time.monotonic):
-        self.signal, self.clock, self.votes = 0, clock, None
-        self.voted, self.steps, self.next_vote = clock(), 1, 0      # steps: from one vote to the next
-        for number in stop_signals():
-            signal.signal(number, self.receive)
+    def __init__(self, state: Accelerator | PartialState, clock: Callable[[], float]):
+        self.state, self.clock, self.votes = state, clock, None
+        self.voted, self.calls, self.call, self.next_vote = clock(), 1, 0, 0    # calls: from one vote to the next
 
-    def receive(self, number: int, frame: object) -> None:
-        self.signal = number
-        sys.stdout, sys.stderr = LenientStream(sys.stdout), LenientStream(sys.stderr)
-        for each in stop_signals():  # a shell that ends sends SIGHUP twice
-            signal.signal(each, signal.SIG_IGN if each == signal.SIGHUP else exit_unsaved)
-
-    def agreed(self, step: int, state: Accelerator | PartialState) -> int:
-        """Returns the signal on which all ranks leave at this step, or 0. Every rank calls it at every step."""
+    def agreed(self, number: int) -> int:
+        """Returns the signal on which all ranks leave at this call, or 0; this rank has had `number`."""
+        state, call = self.state, self.call
         if state.num_processes == 1:
-            return self.signal
-        if step < self.next_vote:
+            return number
+        self.call += 1
+        if call < self.next_vote:
             return 0
-        answer, seconds_per_step = 0, self.SECONDS
+        answer, seconds_per_call = 0, self.SECONDS
         if self.votes is not None:
             votes, copied = self.votes
             if copied is not None:
                 copied.synchronize()
-            answer, seconds_per_step = votes.tolist()
-        is_slow = seconds_per_step >= self.SECONDS
-        if is_slow and state.device.type == "cuda":  # a signal that comes in meanwhile counts
+            answer, seconds_per_call = votes.tolist()
+        is_slow = seconds_per_call >= self.SECONDS
+        if is_slow and state.device.type == "cuda":
             torch.cuda.synchronize(state.device)
         now = self.clock()
-        vote = (self.signal, (now - self.voted) / self.steps)
+        vote = (number, (now - self.voted) / self.calls)
         votes = torch.stack([torch.full((), float(part), device=state.device) for part in vote])
         dist.all_reduce(votes, dist.ReduceOp.MAX)  # on a GPU the host goes on at once
         votes = votes.to("cpu", non_blocking=True)
@@ -86,29 +82,75 @@ class StopRequest:
             if self.votes[1] is not None:
                 self.votes[1].synchronize()
             answer = max(answer, votes.tolist()[0])
-        # At most twice as many: the host may run ahead of a GPU's first steps, and not of the vote before.
-        fitting = int(self.SECONDS / max(seconds_per_step, 1e-3))
-        self.voted, self.steps = now, max(1, min(fitting, 2 * self.steps, self.MOST_STEPS))
-        self.next_vote = step + self.steps
+        # At most twice as many: the host may run ahead of a GPU's first calls, and not of the vote before.
+        fitting = int(self.SECONDS / max(seconds_per_call, 1e-3))
+        self.voted, self.calls = now, max(1, min(fitting, 2 * self.calls, self.MOST_CALLS))
+        self.next_vote = call + self.calls
         return int(answer)
 
 
-class LenientStream:
-    """A stream whose reader may be gone, as a closed terminal or a `tee` that Ctrl-C ended: the rest is dropped."""
+class Stopped(Exception):
+    """Ends what a run does between two steps, on all ranks, by the signal in its argument."""
 
-    def __init__(self, stream: TextIO):
-        self.stream = stream
 
-    def __getattr__(self, name: str) -> object:
-        return getattr(self.stream, name)
+class StopRequest:
+    """Turns the first of the stop signals into a request to the loop; a second one ends the process."""
 
-    def write(self, text: str) -> int:
-        try:
-            self.stream.write(text)
-            self.stream.flush()
-        except OSError:
-            os.dup2(os.open(os.devnull, os.O_WRONLY), self.stream.fileno())
-        return len(text)
+    PATIENCE = 1.0      # seconds in which a signal is the first one again: a terminal's Ctrl-C, and the launcher's
+
+    def __init__(self, state: Accelerator | PartialState, clock: Callable[[], float] = time.monotonic):
+        self.signal, self.received, self.clock, self.listens = 0, 0.0, clock, False
+        self.steps, self.calls = Votes(state, clock), Votes(state, clock)
+
+    def listen(self) -> None:
+        """Takes the signals over. Before the first step they end the process, as there is nothing to save."""
+        for number in stop_signals() if not self.listens else ():
+            signal.signal(number, self.receive)
+        self.listens = True
+
+    def receive(self, number: int, frame: object) -> None:
+        if not self.signal:
+            self.signal, self.received = number, self.clock()
+        elif number != signal.SIGHUP and self.clock() - self.received > self.PATIENCE:  # a shell sends SIGHUP twice
+            exit_unsaved(number, frame)
+
+    def agreed(self) -> int:
+        """Returns the signal on which all ranks leave at this step, or 0. Every rank calls it at every step."""
+        return self.steps.agreed(self.signal)
+
+    def end_sampling(self, *_: object) -> None:
+        """Raises Stopped on all ranks once one has had a signal; a hook before each pass of a network that samples."""
+        if number := self.calls.agreed(self.signal):
+            raise Stopped(number)
+
+
+@contextlib.contextmanager
+def joining() -> Iterator[None]:
+    """Says, while the block joins the process group, after some seconds what it waits for; Ctrl-C ends it at once.
+
+    Raises ValueError where the main rank's port is in use.
+    """
+    world, rank = os.environ.get("WORLD_SIZE", "1"), os.environ.get("RANK", "0")
+    if world in ("", "1"):
+        yield
+        return
+    place = f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '127.0.0.1')} MASTER_PORT={os.environ.get('MASTER_PORT', '29500')}"
+    said = threading.Timer(JOINING_SECONDS, print, [
+        f"Rank {rank} waits for the others: {world} processes (WORLD_SIZE={world}), with RANK=0 to {int(world) - 1}, must "
+        f"meet at {place}. To run a single process, unset RANK, LOCAL_RANK and WORLD_SIZE."], {"file": sys.stderr})
+    said.daemon = True
+    said.start()
+    before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch waits where Python hears no signal
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" not in str(error):
+            raise
+        raise ValueError(f"{place} is in use, perhaps by another run: set another MASTER_PORT, or --main_process_port "
+                         f"of accelerate launch.") from None
+    finally:
+        said.cancel()
+        signal.signal(signal.SIGINT, before)
 
 
 def exit_unsaved(number: int, frame: object) -> None:

@@ -138,7 +138,7 @@ def test_a_run_that_is_stopped_before_its_first_step_changes_no_record(shapes, r
     before = contents(run)
     monkeypatch.setattr("runtime.ranks.StopRequest.agreed", lambda *_: signal.SIGTERM)
     result = train_here(run, shapes, "optimizer.lr=0.5", "steps=30")
-    assert result.returncode == 143 and "there was nothing new to save" in result.stdout and contents(run) == before
+    assert result.returncode == 143 and "Stopped by SIGTERM at step 20" in result.stdout and contents(run) == before
 
 
 def test_every_changed_setting_that_changes_numbers_is_announced_and_no_other(shapes, tmp_path):

@@ -68,6 +68,7 @@ class Progress:
     """Where a run stands, which its checkpoints record."""
 
     step: int = 0
+    saved: int = 0                          # the step of the latest checkpoint
     images: int = 0
     elapsed_before: float = 0.0             # seconds of training until this process resumed it
     started: float = 0.0                    # this process's clock at its first step

@@ -242,6 +242,7 @@ def restore(run: Run, folder: Path, content: dict) -> None:
                           "change.")
     run.record["null_label"] = not meta.null_label_untrained or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
+    run.saved = run.step
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.lora is not None:  # whose checkpoints hold the adapter alone
         run.record["lora"] = meta.lora.model_dump()
@@ -280,8 +281,11 @@ def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
 
 
 def save(run: Run) -> None:
-    """Writes a checkpoint of the run's step, as the main rank, and prunes older ones."""
+    """Writes a checkpoint of the run's step, as the main rank, unless it has, and prunes older ones."""
     cfg, accelerator = run.cfg, run.accelerator
+    if run.saved == run.step:
+        return
+    run.saved = run.step
     total = run.sums.over_ranks(accelerator)
     sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)

@@ -124,11 +124,12 @@ def make_accelerator(
     """Makes training's Accelerator, with its ranks, device, autocast and gradient accumulation."""
     set_float32(tf32)
     require_plain_launch()
-    return Accelerator(
-        mixed_precision=PRECISIONS[precision],
-        cpu=cpu or not torch.cuda.is_available(),
-        gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
-        kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
-                         InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
-        **options,
-    )
+    with ranks.joining():
+        return Accelerator(
+            mixed_precision=PRECISIONS[precision],
+            cpu=cpu or not torch.cuda.is_available(),
+            gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
+            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+                             InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
+            **options,
+        )

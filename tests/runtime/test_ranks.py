@@ -4,7 +4,9 @@ import json
 import os
 import pty
 import signal
+import socket
 import sys
+import time
 from pathlib import Path
 
 import forked
@@ -13,6 +15,7 @@ from conftest import PATIENCE
 from training_runs import assert_same_end, command, rows, train, wait_until
 
 from runtime import ranks
+from runtime.command import program
 from runtime.device import join_ranks
 from training import speed
 from weights import checkpoint as checkpoints
@@ -106,9 +109,10 @@ def counted(*arguments):
     votes += 1
     reduce(*arguments)
 dist.all_reduce = counted
-stop = ranks.StopRequest(clock=lambda: now)
+stop = ranks.StopRequest(state, clock=lambda: now)
+stop.listen()
 for step in range(1000, 2000):
-    if heard := stop.agreed(step, state):
+    if heard := stop.agreed():
         break
     now += seconds * (1 if state.process_index else 0.9)    # and each rank has a clock of its own
     if step == 1000 + at and state.process_index == 1:
@@ -137,43 +141,154 @@ def handlers():
         signal.signal(number, handler)
 
 
-def test_usr1_is_a_request_to_stop_and_a_second_signal_does_not_look_like_a_saved_run(handlers, monkeypatch):
-    stop = ranks.StopRequest()
-    os.kill(os.getpid(), signal.SIGUSR1)
-    assert stop.agreed(1, join_ranks(True, True)) == signal.SIGUSR1
-    assert {number: signal.getsignal(number) for number in handlers} == dict.fromkeys(handlers, ranks.exit_unsaved) | {signal.SIGHUP: signal.SIG_IGN}
-    monkeypatch.setattr(os, "_exit", lambda code: (_ for _ in ()).throw(SystemExit(code)))
-    with pytest.raises(SystemExit, match="^1$"):
-        ranks.exit_unsaved(signal.SIGTERM, None)
+def listening(clock=time.monotonic) -> ranks.StopRequest:
+    stop = ranks.StopRequest(join_ranks(True, True), clock)
+    stop.listen()
+    return stop
+
+
+def test_usr1_is_a_request_to_stop_and_a_later_signal_does_not_look_like_a_saved_run(handlers, monkeypatch):
+    now, ended = 100.0, []
+    stop = listening(lambda: now)
+    monkeypatch.setattr(os, "_exit", ended.append)
+    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):  # timeout, torchrun and accelerate launch send a second one at once
+        os.kill(os.getpid(), number)
+    assert stop.agreed() == signal.SIGUSR1 and not ended
+    now += 5
+    os.kill(os.getpid(), signal.SIGHUP)
+    assert not ended  # as the kernel does when the shell has ended
+    os.kill(os.getpid(), signal.SIGINT)
+    assert ended == [1]
+
+
+def test_before_the_first_step_a_signal_ends_the_process_at_once(handlers):
+    stop = ranks.StopRequest(join_ranks(True, True))
+    assert {number: signal.getsignal(number) for number in handlers} == handlers
+    stop.listen()
+    assert {signal.getsignal(number) for number in handlers} == {stop.receive}
 
 
 def test_under_nohup_a_closed_terminal_stops_nothing(handlers):
     signal.signal(signal.SIGHUP, signal.SIG_IGN)
-    stop = ranks.StopRequest()
+    stop = listening()
     os.kill(os.getpid(), signal.SIGHUP)
-    assert stop.agreed(1, join_ranks(True, True)) == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
+    assert stop.agreed() == 0 and signal.getsignal(signal.SIGHUP) is signal.SIG_IGN
     os.kill(os.getpid(), signal.SIGTERM)
-    assert stop.agreed(1, join_ranks(True, True)) == signal.SIGTERM
+    assert stop.agreed() == signal.SIGTERM
 
 
 @pytest.mark.parametrize("gone", ["terminal", "tee"])
-def test_a_run_whose_terminal_or_reader_is_gone_still_saves(gone, tmp_path):
-    def train() -> None:
+def test_a_command_whose_terminal_or_reader_is_gone_continues_and_says_so_where_somebody_reads(gone, tmp_path):
+    def live() -> None:
         reader, writer = pty.openpty() if gone == "terminal" else os.pipe()
         os.dup2(writer, 1)
         os.close(writer)
         sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
-        stop = ranks.StopRequest()
-        print("step 1")
-        os.close(reader)
-        for _ in range(2):  # a shell passes it on, and the kernel sends it when the shell has ended
-            os.kill(os.getpid(), signal.SIGHUP)
-        print("step 2")
-        print("step 3", flush=True)
-        (tmp_path / "saved").write_text(str(stop.signal))
 
-    ended = forked.Life(train).wait(PATIENCE)
+        @program
+        def main(parser) -> None:
+            stop = listening()
+            print("step 1")
+            os.close(reader)
+            for _ in range(2):  # a shell passes it on, and the kernel sends it when the shell has ended
+                os.kill(os.getpid(), signal.SIGHUP)
+            print("step 2")
+            print("step 3", flush=True)
+            (tmp_path / "saved").write_text(str(stop.signal))
+
+        sys.argv = ["x.py"]
+        main()
+
+    ended = forked.Life(live).wait(PATIENCE)
     assert ended.code == 0 and (tmp_path / "saved").read_text() == str(int(signal.SIGHUP)), ended.printed
+    assert ended.printed.startswith("Nobody reads stdout any more (") and ended.printed.count("\n") == 1
+
+
+TRAIN_FOR_HEAD = """
+import os, sys, train
+reader, writer = os.pipe()
+os.dup2(writer, 1), os.close(writer)
+sys.stdout = os.fdopen(1, "w", buffering=1, closefd=False)
+step, taken = train.train_step, []
+def closing(*arguments, **options):
+    taken.append(1)
+    if len(taken) == 2:
+        os.close(reader)
+    return step(*arguments, **options)
+train.train_step = closing
+sys.argv[0] = "train.py"
+train.main()
+"""
+
+
+def test_training_into_head_finishes_without_a_word_about_broken_pipes(shapes, tmp_path):
+    ended = forked.run("-c", TRAIN_FOR_HEAD, *command(tmp_path, shapes, *LONG, "steps=4")[1:])
+    assert ended.returncode == 0 and checkpoints.step_of(checkpoints.latest(tmp_path)) == 4, ended.stderr
+    assert ended.stderr.count("Nobody reads stdout any more (Broken pipe)") == 1 and "BrokenPipeError" not in ended.stderr
+
+
+WAIT_ALONE = """
+import os, sys
+from runtime import device, ranks
+ranks.JOINING_SECONDS = 0.2
+device.join_ranks(True, True)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_without_the_others_says_what_it_waits_for_and_ends_by_a_signal_at_once(number, rank):
+    [alone, *_] = forked.ranks_of(2)
+    process = forked.Command("-c", WAIT_ALONE, **alone | {"RANK": str(rank)})
+    wait_until(lambda: "WORLD_SIZE=2" in process.output[1].read_text(), process)
+    os.kill(process.pid, number)
+    said, began = process.communicate()[1], time.monotonic()
+    assert process.returncode == -number and time.monotonic() - began < 5
+    assert f"Rank {rank} waits for the others: 2 processes" in said and f"MASTER_PORT={alone['MASTER_PORT']}" in said
+    assert "unset RANK, LOCAL_RANK and WORLD_SIZE" in said
+
+
+def test_a_port_in_use_is_named_with_the_setting_to_change(monkeypatch):
+    [first, *_] = forked.ranks_of(2)
+    with socket.socket() as taken:
+        taken.bind(("", int(first["MASTER_PORT"])))
+        taken.listen()
+        ended = forked.run("-c", "import sys, sample; sys.argv = ['sample.py', 'checkpoint=x', 'cpu=true']; sample.main()", **first)
+    assert ended.returncode == 1 and "is in use, perhaps by another run: set another MASTER_PORT" in ended.stderr, ended.stderr
+    assert "Traceback" not in ended.stderr
+
+
+STOP_WHILE_SAMPLING = """
+import os, signal, sys, train
+from accelerate import PartialState
+generate, taken = train.generate, []
+def signalled(net, *arguments, **options):
+    def stop(module, *_):
+        taken.append(1)
+        if len(taken) == 3 and PartialState().process_index == PartialState().num_processes - 1:
+            os.kill(os.getpid(), signal.SIGTERM)
+    net.register_forward_pre_hook(stop)
+    return generate(net, *arguments, **options)
+train.generate = signalled
+sys.argv[0] = "train.py"
+train.main()
+"""
+
+
+@pytest.mark.parametrize("world", [1, 2])
+def test_a_signal_while_a_grid_is_sampled_saves_the_step_and_the_grid_is_made_on_resuming(shapes, tmp_path, world):
+    options = (*LONG, "steps=6", "samples.every=5", "samples.at_start=false", "samples.seeds=0-7", "samples.batch_size=1", "samples.num_steps=20")
+    run, whole = tmp_path / "parts", tmp_path / "whole"
+    stopped = forked.run("-c", STOP_WHILE_SAMPLING, *command(run, shapes, *options)[1:], ranks=world)
+    assert stopped.returncode == 143 and "Stopped by SIGTERM at step 5; saved in" in stopped.stdout, stopped.stderr
+    assert not list((run / "samples").glob("*.png"))
+    for folder in (run, whole):
+        result = forked.run(*command(folder, shapes, *options), ranks=world)
+        assert result.returncode == 0, result.stderr
+    assert_same_end(run, whole)
+    grids = [{path.name: path.read_bytes() for path in (folder / "samples").iterdir()} for folder in (run, whole)]
+    assert grids[0] == grids[1] and len(grids[0]) == 2
+    assert [folder.name for folder in checkpoints.all_steps(run)] == ["step-00000006"]
 
 
 @pytest.mark.parametrize("name", ["DEEPSPEED", "FSDP", "MEGATRON_LM"])

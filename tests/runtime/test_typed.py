@@ -224,8 +224,9 @@ def test_what_a_command_sets_for_its_process_is_restored(tiny):
     states = []
 
     def train(cfg):
-        ranks.StopRequest()
-        states.append(Accelerator(mixed_precision=cfg.name, cpu=True).mixed_precision)
+        accelerator = Accelerator(mixed_precision=cfg.name, cpu=True)
+        ranks.StopRequest(accelerator).listen()
+        states.append(accelerator.mixed_precision)
 
     with initialize(None, version_base="1.3"):
         main, _ = tiny(train)
