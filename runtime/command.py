@@ -103,7 +103,7 @@ def framed(main: Callable, work: Callable[[dict], None], config_name: str = "") 
 
 
 class LenientStream:
-    """A stream whose reader may be gone, as `head` or a closed terminal: the command continues, and the rest is dropped."""
+    """A stream whose reader may be gone, as `head` or a closed terminal: the command continues, the rest is dropped."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -119,7 +119,7 @@ class LenientStream:
             number = self.stream.fileno()
             os.dup2(os.open(os.devnull, os.O_WRONLY), number)  # where the rest goes, also at exit
             if number == 1:
-                print(f"Nobody reads stdout any more ({error.strerror}): the command continues without.", file=sys.stderr)
+                print(f"Nobody reads stdout any more ({error.strerror}): the command continues.", file=sys.stderr)
         return len(text)
 
 

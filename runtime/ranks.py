@@ -134,10 +134,11 @@ def joining() -> Iterator[None]:
     if world in ("", "1"):
         yield
         return
-    place = f"MASTER_ADDR={os.environ.get('MASTER_ADDR', '127.0.0.1')} MASTER_PORT={os.environ.get('MASTER_PORT', '29500')}"
+    address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
+    place = f"MASTER_ADDR={address} MASTER_PORT={port}"
     said = threading.Timer(JOINING_SECONDS, print, [
-        f"Rank {rank} waits for the others: {world} processes (WORLD_SIZE={world}), with RANK=0 to {int(world) - 1}, must "
-        f"meet at {place}. To run a single process, unset RANK, LOCAL_RANK and WORLD_SIZE."], {"file": sys.stderr})
+        f"Rank {rank} waits for the others: {world} processes (WORLD_SIZE={world}), with RANK=0 to {int(world) - 1}, "
+        f"must meet at {place}. To run a single process, unset RANK, LOCAL_RANK and WORLD_SIZE."], {"file": sys.stderr})
     said.daemon = True
     said.start()
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch waits where Python hears no signal

@@ -291,7 +291,8 @@ def save(run: Run) -> None:
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
     training["sums"] = sums
     meta = {**run.progress(), "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
-            "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0, **run.record, "torch": torch.__version__}
+            "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0,
+            **run.record, "torch": torch.__version__}
     tensors = {**{name: adapters.tensors(net) for name, net in run.averages.items()},
                "model": adapters.tensors(run.model), "training": training}
     with sharding.gathering(checkpoints.stored(tensors)) as values:

@@ -151,7 +151,7 @@ class TrainSettings(Settings):
     diffusion_name: one_of(FAMILIES) | None
     new_label_table: bool
     lora: LoRASettings
-    seed: Whole
+    seed: Annotated[int, Field(ge=0, le=2**64 - 1)]  # as torch takes them
     steps: Whole | None
     batch_size: Count | None
     grad_accum_steps: Count

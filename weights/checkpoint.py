@@ -127,7 +127,7 @@ def is_sound(folder: Path) -> bool:
 
 
 def is_planned(folder: Path) -> bool:
-    """True if a checkpoint is of a step at which its run saves anyway; also if it is damaged or of an earlier version."""
+    """True if a checkpoint is of a step at which its run saves anyway; a damaged or earlier one counts as such."""
     try:
         return read_meta(folder).get("planned", True)
     except (OSError, ValueError):

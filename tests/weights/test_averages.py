@@ -1,5 +1,6 @@
 """Several averages of one run: EDM2's numbers, what is tracked, saved, resumed, kept, made after training, and chosen by name."""
 
+import itertools
 import json
 import shutil
 
@@ -258,7 +259,8 @@ def test_an_average_is_made_beside_a_run_that_saves_and_prunes_and_beside_anothe
         write(*arguments)
 
     monkeypatch.setattr(checkpoints, "write_tensors", made_meanwhile)
-    monkeypatch.setattr(files.os, "getpid", lambda pids=iter(range(100, 999)): next(pids))  # of two processes
+    pids = itertools.count(100)
+    monkeypatch.setattr(files.os, "getpid", lambda: next(pids))  # of two processes
     assert (averages.reconstruct(newest, meta, 0.07) / "ema-std0.07.safetensors").read_bytes() == expected
     shutil.rmtree(made), shutil.rmtree(run / "averages/step-00000012")
     with pytest.raises(ValueError, match="has deleted .* meanwhile: take a newer one"):

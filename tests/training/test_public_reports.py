@@ -1,0 +1,102 @@
+"""Situations that people have reported of other code, tried on ours: training, resuming and stopping.
+
+Each row names a public report (repository and number), the situation and what must come out here. Those that other
+tests cover: facebookresearch/DiT#35 and Vchitect/Latte#55 (an average that is lost on resuming: tests/test_resume.py),
+goodfire-ai/spd#677 (a signal during evaluation: tests/runtime/test_ranks.py), Lightning-AI/pytorch-lightning#688 and
+#21431 (halved checkpoints: tests/test_resume.py), dreamquark-ai/tabnet#537 (a batch larger than the data: below).
+"""
+
+import errno
+import os
+import shutil
+import sys
+
+import numpy as np
+import pytest
+from test_prepare_latents import prepare
+from training_runs import assert_same_end, rows, train_here, trained
+
+from runtime.command import LenientStream
+from weights import checkpoint as checkpoints
+
+SMALL = ("model.depth=3", "model.routes=[]", "compile=false", "cpu=true", "log.every=1", "checkpoint.every=100")
+
+
+@pytest.fixture(scope="module")
+def thirty(tmp_path_factory):
+    """30 latents: three batches of 8 an epoch, and 6 left."""
+    out = tmp_path_factory.mktemp("thirty") / "data"
+    prepare("shapes", out, resolution=16, autoencoder="identity", shapes={"count": 30, "seed": 0})
+    return out
+
+
+@pytest.fixture(scope="module")
+def seven(thirty, tmp_path_factory):
+    """A run that ended in its third epoch."""
+    run = tmp_path_factory.mktemp("seven") / "run"
+    trained(run, thirty, *SMALL, "steps=7")
+    return run
+
+
+def test_resuming_in_a_later_epoch_continues_in_its_order(seven, thirty, tmp_path):
+    """huggingface/accelerate#2016: a loader that resumes in the second epoch skips batches of the first."""
+    trained(tmp_path / "whole", thirty, *SMALL, "steps=10")
+    parts = shutil.copytree(seven, tmp_path / "parts")
+    trained(parts, thirty, *SMALL, "steps=10")
+    assert_same_end(parts, tmp_path / "whole")
+
+
+def test_a_longer_run_follows_the_schedule_of_its_new_length(thirty, tmp_path):
+    """deepinsight/insightface#2143: more epochs after a resume keep the old length of the schedule."""
+    cosine = (*SMALL, "optimizer.schedule=cosine", "optimizer.warmup_steps=2", "optimizer.lr=1e-3")
+    trained(tmp_path / "longer", thirty, *cosine, "steps=3")
+    assert "steps was 3 and is now 6" in trained(tmp_path / "longer", thirty, *cosine, "steps=6")
+    trained(tmp_path / "whole", thirty, *cosine, "steps=6")
+    lr = [[row["lr"] for row in rows(tmp_path / name)] for name in ("longer", "whole")]
+    assert lr[0][3:] == lr[1][3:] and lr[0][-1] < 0.2e-3
+
+
+def test_a_run_that_moved_resumes_bit_for_bit(seven, thirty, tmp_path):
+    moved = shutil.copytree(seven, tmp_path / "another disk/deeper")
+    copied = shutil.copytree(thirty, tmp_path / "data")
+    trained(moved, copied, *SMALL, "steps=8", "name=other")
+    trained(tmp_path / "whole", thirty, *SMALL, "steps=8")
+    assert_same_end(moved, tmp_path / "whole")
+
+
+@pytest.mark.parametrize("array", ["latents", "labels"])
+def test_data_that_were_made_anew_in_place_are_another_data_set(seven, thirty, tmp_path, array):
+    changed = shutil.copytree(thirty, tmp_path / "data")
+    file = changed / f"{array}-00000.npy"
+    np.save(file, np.load(file)[::-1])
+    result = train_here(shutil.copytree(seven, tmp_path / "run"), changed, *SMALL, "steps=8")
+    assert result.returncode == 1 and "was trained with another data set" in result.stderr
+
+
+@pytest.mark.parametrize(("overrides", "says"), [
+    (("batch_size=64",), "batch_size=64 is more than the 30 latents"),                      # dreamquark-ai/tabnet#537
+    (("grad_accum_steps=3",), "must be a multiple of 3: 1 ranks × grad_accum_steps=3"),     # huggingface/transformers#39659
+    (("seed=18446744073709551616",), "seed=18446744073709551616: it should be less than or equal to 18446744073709551615"),
+])
+def test_what_would_train_on_nothing_or_scale_a_part_wrongly_is_refused(thirty, tmp_path, overrides, says):
+    result = train_here(tmp_path, thirty, *SMALL, "steps=2", *overrides)
+    assert result.returncode == 1 and says in result.stderr
+
+
+def test_a_quota_is_named_although_the_disk_has_room(thirty, tmp_path, monkeypatch):
+    """open-mmlab/mmdetection#12069: Disk quota exceeded, but there is still space left."""
+    def full(*_, **__):
+        raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
+
+    monkeypatch.setattr(checkpoints, "save_file", full)
+    result = train_here(tmp_path, thirty, *SMALL, "steps=1")
+    assert result.returncode == 1 and "Disk quota exceeded" in result.stderr and "Earlier checkpoints are untouched" in result.stderr
+
+
+def test_a_log_on_a_full_disk_stops_nothing(capsys, monkeypatch):
+    """ultralytics/ultralytics#5793: the log's disk is full, then training fails."""
+    with open("/dev/full", "w") as log:
+        monkeypatch.setattr(sys, "stdout", LenientStream(log))
+        print("step 1")
+        print("step 2", flush=True)
+        sys.stdout.flush()
