@@ -31,7 +31,7 @@ from latents.listing import (
     is_hidden,
     looks_like_image,
 )
-from runtime.files import refuse_pointer
+from runtime.files import naming_path, refuse_pointer
 from runtime.schema import first_line
 
 PYARROW = "pyarrow==26.0.1"
@@ -123,14 +123,17 @@ class RowGroup:
                 if (batch := next(self.batches, None)) is None:  # another thread was told why
                     raise ValueError(f"{self.where} is damaged after row {len(self.places)} of a row group.")
                 for image in batch:
+                    with naming_path(Path(tempfile.gettempdir())):  # TMPDIR names another disk
+                        self.file.seek(self.end)
+                        self.file.write(image or b"")
                     self.places.append(None if image is None else (self.end, len(image)))
-                    self.file.seek(self.end)
-                    self.end += self.file.write(image or b"")
+                    self.end += len(image or b"")
             if self.places[row] is None:
                 return None
             start, size = self.places[row]
             self.file.seek(start)
             return self.file.read(size)
+
 
 class Parquet:
     """One parquet file; its images are read from the start of their row group on."""

@@ -3,6 +3,7 @@
 import hashlib
 import math
 import os
+import re
 import zipfile
 import zlib
 from collections import Counter
@@ -148,7 +149,8 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
     try:
         source = open_source(path, labels="none")
     except ValueError as error:
-        raise ValueError(str(error).replace("source=", f"{key}=")) from error
+        said = re.sub(": choose one, as in image_column=.*", ": scores need files with one.", str(error))
+        raise ValueError(said.replace("source=", f"{key}=")) from error
     state, pool = PartialState(), ThreadPoolExecutor(8)
     if source.not_images and state.is_main_process:
         print(f"{key}={path}: {len(source.not_images)} files do not have the name of an image and are skipped: "

@@ -1,6 +1,8 @@
 """Hugging Face's data sets: parquet shards and folders of save_to_disk are the folder of the same images."""
 
 import builtins
+import errno
+import io
 import json
 from pathlib import Path
 
@@ -114,6 +116,17 @@ def test_of_a_large_row_group_no_more_is_read_than_was_asked_for(tmp_path, monke
     assert source.pixels(2)[0, 0, 0] == 2 and len(group) == 1  # from the temporary file
     assert group[0].file._rolled
     assert numbers(source) == [*range(200)]
+
+
+def test_a_full_disk_names_the_folder_of_temporary_files(tmp_path, monkeypatch):
+    class Full(io.BytesIO):
+        def write(self, content):
+            raise OSError(errno.ENOSPC, "No space left on device")
+
+    path = write(tmp_path / "x.parquet", pets([0]))
+    monkeypatch.setattr(hub.tempfile, "SpooledTemporaryFile", lambda size: Full())
+    with pytest.raises(OSError, match=f"No space left on device: '{hub.tempfile.gettempdir()}'"):
+        open_source(path)
 
 
 def test_grey_of_16_bits_is_looked_for_at_the_start_of_row_groups(tmp_path, monkeypatch):
@@ -409,5 +422,8 @@ def test_scores_take_the_same_shards(tmp_path):
     a, b = open_images("images", str(folder)), open_images("images", str(tmp_path / "hub/train-*.parquet"))
     assert a.record["sha256"] == b.record["sha256"] and a.count == b.count == len(LABELS)
     assert np.array_equal(a.read(a.choose(5)), b.read(b.choose(5)))
+    both = write(tmp_path / "both.parquet", table({"a": pa.array([image(0)], IMAGE), "b": pa.array([image(1)], IMAGE)}))
+    with pytest.raises(ValueError, match=r"^images=.*has 2 columns of images \(a, b\): scores need files with one.$"):
+        open_images("images", str(both))
     with pytest.raises(ValueError, match=r"^reference=.*holds 1 shards without rows"):
         open_images("reference", str(write(tmp_path / "none/x.parquet", pets([]))))
