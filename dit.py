@@ -220,6 +220,14 @@ def multiply_adds(net: DiT, routes: tuple[Route, ...] = ()) -> tuple[int, int]:
     return of_linear // 2, (sum(flops.values()) - of_linear) // 2
 
 
+def depth_of(state_dict: Mapping[str, Tensor], blocks: str) -> int:
+    """Counts the blocks in a state dict, `<blocks>.<i>.…`; raises ValueError where their numbers leave some out."""
+    found = {int(key.split(".")[1]) for key in state_dict if key.startswith(f"{blocks}.")}
+    if found != {*range(len(found))} or not found:
+        raise ValueError(f"its {blocks} are not numbered 0, 1, 2 …")
+    return len(found)
+
+
 def infer_architecture(
     state_dict: Mapping[str, Tensor], num_heads: int | None = None, num_classes: int | None = None,
 ) -> dict:
@@ -242,7 +250,7 @@ def infer_architecture(
         num_labels = state_dict["y_embedder.embedding_table.weight"].shape[0]
         out_channels = state_dict["final_layer.linear.weight"].shape[0] // patch_size**2
         mlp_ratio = kind.block.read_mlp_ratio(first, hidden_size)
-        depth = 1 + max(int(key.split(".")[1]) for key in state_dict if key.startswith("blocks."))
+        depth = depth_of(state_dict, "blocks")
     except (ValueError, LookupError, ZeroDivisionError) as error:
         first = ", ".join(list(state_dict)[:3])[:200]
         raise ValueError(f"These weights are not a DiT's: {error!r} in {len(state_dict)} tensors, {first} first."

@@ -258,7 +258,9 @@ def score_images(cfg: ScoringSettings, judges: list[Judge], opened: Opened, reus
     def kept(extractor: Extractor, record: dict, count: int) -> FeatureCache | None:
         facts = {"images": dict(record), "count": count, "extractor": describe_extractor(extractor),
                  "versions": versions(extractor), **describe_device(state.device)}
-        return FeatureCache(results.parent / "features", facts, count) if cfg.keep_features and count else None
+        if not cfg.keep_features or not count:
+            return None
+        return FeatureCache(results.parent / "features", facts, count, extractor.sizes)
 
     # ---- the reference's own images, then those to score
     for judge in judges:

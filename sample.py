@@ -56,7 +56,7 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     ending = f"{name_of_changes(cfg.model_dump(mode='json', exclude=hidden), usual)}{ending}.png"
     checkpoint, path = trained.checkpoint, Path(cfg.checkpoint)
     if checkpoint.run is not None:
-        return checkpoint.run / "samples" / f"{checkpoint.folder.name}-{trained.weights}{ending}"
+        return files.inside(checkpoint.run, "samples", f"{checkpoint.folder.name}-{trained.weights}{ending}")
     if path.is_dir():
         return path / f"{trained.weights}{ending}"
     return path.with_name(f"{path.stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}")

@@ -23,8 +23,22 @@ from latents.labels import check_labels
 from latents.listing import find_tars
 from latents.tars import allow_open_files, map_tars
 from routing_module import kept_tokens
-from runtime.files import is_inside, refuse_pointer
-from runtime.schema import Count, Number, Positive, Record, Text, Whole, as_argument, first_line, one_of, read_record
+from runtime.files import NPY_ERRORS, is_inside, refuse_pointer
+from runtime.schema import (
+    Classes,
+    ConventionRecord,
+    Count,
+    Number,
+    Positive,
+    Record,
+    Size,
+    Text,
+    Whole,
+    as_argument,
+    first_line,
+    one_of,
+    read_record,
+)
 
 KINDS = ("sample", "moments")
 WEIGHT = "weight"  # the name under which objectives know masks-*.npy
@@ -236,29 +250,26 @@ class Shard(Record):
 class ArrayRecord(Record):
     """One of `arrays` in metadata.json, kept in <name>-*.npy, and if `mirror` is files in <name>_mirrored-*.npy."""
 
-    shape: list[Count]  # of one row
+    shape: list[Size]  # of one row
     dtype: Text
     mirror: one_of(["same", "flip", "files"])
 
 
-class Metadata(Record):
+class Metadata(ConventionRecord):
     """metadata.json as docs/data.md has it, but for what no reader needs."""
 
     format: one_of([1])
     count: Count
-    shape: Annotated[list[Count], Field(min_length=3, max_length=3)]  # [C, h, w]
+    shape: Annotated[list[Size], Field(min_length=3, max_length=3)]  # [C, h, w]
     dtype: one_of(["float16"])
     kind: one_of(KINDS)
     mirrored: bool
-    num_classes: Count
+    num_classes: Classes
     class_names: list[str] | None
     display_names: list[str] | None = None
     autoencoder: str
     scale: Positive
     shift: Number
-    latents_mean: list[Number] | None = None
-    latents_std: list[Number] | None = None
-    pixels: list[Number] | None = None
     shards: list[Shard]
     arrays: dict[str, ArrayRecord] = {}
 
@@ -277,7 +288,7 @@ def map_npy(file: Path, shapes: list[tuple[int, ...]], dtypes: list[str]) -> np.
     refuse_pointer(file)
     try:
         array = np.lib.format.open_memmap(file, mode="r")
-    except ValueError as error:  # no npy, or cut short, or Python objects, which are pickled
+    except NPY_ERRORS as error:  # no npy, or cut short, or Python objects, which are pickled
         raise ValueError(f"{file} is not a complete npy file of numbers ({first_line(error)}): copy the folder "
                          f"again, or delete it and prepare it again.") from error
     if array.shape not in shapes or array.dtype not in dtypes:

@@ -4,7 +4,6 @@
 """
 
 import itertools
-import json
 import math
 import os
 import posixpath
@@ -23,7 +22,7 @@ import torch
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import find_tars, open_zip, tar_members
 from latents.tars import map_tars
-from runtime.files import is_pointer, refuse_pointer
+from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import first_line
 from weights.autoencoders import read_statistics
 
@@ -121,7 +120,7 @@ def array_reader(
             array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
             if array.shape != (shape or array.shape):
                 raise ValueError(f"shape {array.shape}, but {names[0]} {shape}")
-        except (ValueError, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
+        except (*NPY_ERRORS, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
             raise ValueError(f"{where}/{name} is not a complete npy file of numbers like the others "
                              f"({first_line(error)}): copy it again.") from error
         return array
@@ -154,8 +153,8 @@ def open_listed(source: Path, name: str) -> Stored:
         def content(file: str) -> bytes:
             return archive.read(inside + file)
     try:
-        pairs = json.loads(content("dataset.json"))["labels"]
-        label_of = dict.fromkeys(names, 0) if pairs is None else dict(pairs)
+        pairs = parse_json(content("dataset.json"))["labels"]
+        label_of = dict.fromkeys(names, 0) if pairs is None else {str(name): label for name, label in pairs}
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise ValueError(f'{where}/dataset.json does not hold {{"labels": [[file name, class], …]}} '
                          f'({error}).') from error
@@ -259,11 +258,11 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
                 parts = ["latents"] + [name for name in list(shard.keys()) if name == "latents_flip"]
                 sizes = [tuple(shard.get_slice(part).get_shape()) for part in parts]
                 own = shard.get_tensor("labels").numpy()
-        except (SafetensorError, OSError) as error:
+        except (SafetensorError, OSError, TypeError) as error:  # the last is numpy's, of bfloat16
             raise ValueError(f"{file} is not a complete safetensors file ({error}): copy it again.") from error
         found = [size[1:] for size in sizes]
-        if found != (form := form or found) or any(size != (len(own), *form[0]) for size in sizes):
-            raise ValueError(f"{file} has {len(own)} labels and latents {sizes}, but {files[0].name} latents {form}.")
+        if found != (form := form or found) or own.ndim != 1 or any(size != (len(own), *form[0]) for size in sizes):
+            raise ValueError(f"{file} has {own.size} labels and latents {sizes}, but {files[0].name} latents {form}.")
         labels.append(own)
         starts.append(starts[-1] + len(own))
 
@@ -392,7 +391,7 @@ def open_stored(
     form = replace(FORMS[format], **stored.form)
     form = replace(form, scale=scale or form.scale, scaled=form.scaled and scale is None,
                    autoencoder=autoencoder or form.autoencoder)
-    channels, *sides = stored.shape
+    channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
     is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
     if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, where {form.whose} has "

@@ -5,7 +5,6 @@ Of a shard only the columns that are needed are read, a few rows at a time. pyar
 
 import bisect
 import itertools
-import json
 import posixpath
 import re
 import tempfile
@@ -31,8 +30,8 @@ from latents.listing import (
     is_hidden,
     looks_like_image,
 )
-from runtime.files import naming_path, refuse_pointer
-from runtime.schema import first_line
+from runtime.files import naming_path, parse_json, refuse_pointer
+from runtime.schema import as_recorded, first_line, read_json
 
 PYARROW = "pyarrow==26.0.1"
 IN_MEMORY = 2**24  # bytes of a row group; what goes beyond waits in a temporary file
@@ -72,13 +71,14 @@ def find_shards(listing: Listing, where: str, mixed: bool = False) -> list[str]:
 
 def in_order_of_state(root: Path, folder: str, names: list[str], where: str) -> list[str]:
     """Returns the files of a folder that `save_to_disk` wrote, as its state.json has them."""
-    state = json.loads((root / folder / "state.json").read_bytes())
+    state = read_json(root / folder / "state.json")
     if not state.get("_data_files"):
         return names
-    if state.get("_indices_data_files"):
-        raise ValueError(f"{where} selects rows by {state['_indices_data_files'][0]['filename']}, as an old "
-                         "version of datasets wrote: load it and save it again.")
-    files = [posixpath.join(folder, file["filename"]) for file in state["_data_files"]]
+    with as_recorded(root / folder / "state.json"):
+        if state.get("_indices_data_files"):
+            raise ValueError(f"{where} selects rows by {state['_indices_data_files'][0]['filename']}, as an old "
+                             "version of datasets wrote: load it and save it again.")
+        files = [posixpath.join(folder, file["filename"]) for file in state["_data_files"]]
     if lacking := [name for name in files if name not in names]:
         raise ValueError(f"{where} lacks {len(lacking)} of the {len(files)} files that state.json names, "
                          f"{lacking[0]} first: copy it again.")
@@ -219,7 +219,7 @@ def features_of(shard: Parquet | Arrow) -> dict[str, dict]:
     text = (shard.schema.metadata or {}).get(b"huggingface")
     beside = shard.path.parent / "dataset_info.json"
     try:
-        info = json.loads(text)["info"] if text else json.loads(beside.read_bytes()) if beside.is_file() else {}
+        info = parse_json(text)["info"] if text else read_json(beside) if beside.is_file() else {}
         features = info.get("features") or {}
         return {name: feature if isinstance(feature, dict) else {"_type": "List", "feature": feature[0]}
                 for name, feature in features.items()}

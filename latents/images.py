@@ -6,7 +6,6 @@
 import colorsys
 import hashlib
 import io
-import json
 import posixpath
 import re
 import warnings
@@ -23,7 +22,7 @@ from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
 from latents.hub import Rows, count_lacking, find_shards, open_rows
 from latents.ilsvrc import VALIDATION, read_validation
-from latents.labels import LABEL_SUFFIXES, Pairs, match, number_classes, read_pairs, read_table, stem_of
+from latents.labels import LABEL_SUFFIXES, Pairs, check_names, match, number_classes, read_pairs, read_table, stem_of
 from latents.listing import (
     FIRST_OF_SEVERAL,
     IMAGE_SUFFIXES,
@@ -39,7 +38,7 @@ from latents.listing import (
     list_source,
     looks_like_image,
 )
-from runtime.files import is_pointer
+from runtime.files import is_pointer, parse_json
 
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
 # Folders of what is drawn over pictures; a class may have a name of the second kind, so they count where names agree.
@@ -322,6 +321,7 @@ def make_source(listing: Listing, images: list[int], labels: np.ndarray, class_n
                 notes: list[str] = ()) -> ImageSource:
     """Makes a source of files by their numbers in a listing."""
     warn_of_masks(listing, images)
+    check_names(class_names, f"source={listing.path}", "rename it")
     if (distinct := len(np.unique(labels))) > len(images) / 2 and len(images) >= FEW:
         notes = [*notes, f"There are {distinct:,} classes for {len(images):,} images, about one for each: are they the "
                          f"classes?"]
@@ -415,7 +415,7 @@ def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, 
                              f"{len(images)} images: name source={listing.path / folder}, or set labels=none.")
         content = None
         with suppress(ValueError):  # which is raised again where it is read
-            content = json.loads(listing.read(i))
+            content = parse_json(listing.read(i))
         if content is None or isinstance(content, dict) and "labels" in content:
             return i, []
         notes.append(f'{listing.shown[i]} has no "labels" and is not read.')
@@ -545,7 +545,7 @@ def tar_label(suffix: str, text: bytes) -> str | None:
         if suffix == "cls":
             return text.decode().strip()
         if suffix == "json":
-            label = json.loads(text).get("label")
+            label = parse_json(text).get("label")
             return None if label is None else str(label)
         return str(int(text))
     except (ValueError, AttributeError):  # a caption, or other JSON: no class in it

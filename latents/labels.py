@@ -2,8 +2,8 @@
 
 import codecs
 import csv
-import json
 import re
+import unicodedata
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from latents.listing import IMAGE_SUFFIXES, clean
-from runtime.files import is_pointer
+from runtime.files import is_pointer, parse_json
 
 LABEL_SUFFIXES = {".csv", ".json", ".jsonl", ".tsv", ".txt"}
 MAX_CLASSES = 1_000_000  # a class number beyond is a mistake, and a table of that many classes fills the memory
@@ -38,6 +38,14 @@ def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy
         bad = low if low < 0 else high
         raise ValueError(f"{where} has label {bad} (row {int(np.argmax(labels == bad))}), outside "
                          f"0..{num_classes - 1}: {remedy}.")
+
+
+def check_names(names: Sequence[str], where: str | Path, remedy: str) -> None:
+    """Raises ValueError, ending in `remedy`, for a class's name with a line break or another control character."""
+    for name in names:
+        if any(unicodedata.category(letter) in ("Cc", "Zl", "Zp") for letter in name):
+            raise ValueError(f"{where} has a class {name[:60]!r}, whose name holds a line break or a control "
+                             f"character: {remedy}.")
 
 
 def number_classes(classes: Sequence[str], where: str, remedy: str, further: Sequence[str] = ()) -> tuple[
@@ -209,10 +217,10 @@ def read_table(content: bytes, where: str, is_image: Callable[[str], bool]) -> T
 def read_json_rows(text: str, where: str) -> tuple[list[str] | None, list | None]:
     """Reads {"labels": [[name, label], …]}, {name: label}, or a list of pairs or objects, of JSON or JSON lines."""
     try:
-        value = json.loads(text)
+        value = parse_json(text)
     except ValueError as error:
         try:
-            value = [json.loads(line) for line in text.splitlines() if line.strip()]
+            value = [parse_json(line) for line in text.splitlines() if line.strip()]
         except ValueError:
             raise ValueError(f"{where} is not JSON ({error})") from None
     if isinstance(value, dict) and "labels" in value and isinstance(value["labels"], list | dict | None):
@@ -259,8 +267,7 @@ def read_text_rows(
     spaced = suffix not in (".csv", ".tsv") and any(is_name(word) for line in lines[:10] for word in line.split())
     if "\t" in first or not spaced and ("," in first or ";" in first):
         mark = "\t" if "\t" in first else max(",;", key=first.count)
-        rows = csv.reader(lines, delimiter=mark, skipinitialspace=True)
-        return None, [[cell.strip() for cell in row] for row in rows]
+        return None, [[cell.strip() for cell in row] for row in read_cells(lines, mark)]
     lines = [line for line in lines if not line.startswith("#") or is_image(line.split()[0])]
     begin = next((k for k, line in enumerate(lines[:10]) if is_name(line.split()[0])), 0)
     words = [line.split() for line in lines[begin:]]
@@ -274,6 +281,22 @@ def read_text_rows(
     parted = [line.split(None, 1) if is_name(line.split()[0]) or not is_name(line.split()[-1]) else
               line.rsplit(None, 1) for line in lines]
     return None, [[cell.strip(" \t,;") for cell in row] for row in parted]
+
+
+def read_cells(lines: list[str], mark: str) -> list[list[str]]:
+    """Splits lines of CSV; raises ValueError for a quote without a second one, which would swallow all after it."""
+    rows, reader, first = [], csv.reader(lines, delimiter=mark, skipinitialspace=True), 0
+    try:
+        for row in reader:
+            rows.append(row)
+            begin, first = first, reader.line_num
+        is_open = bool(rows) and "".join(lines[begin:]).count('"') % 2 and len(lines) - begin > 1
+    except csv.Error:  # a field larger than any
+        begin, is_open = first, True
+    if is_open:
+        raise ValueError(f"Line {begin + 1} of the labels, {lines[begin][:60]!r}, has a quote without a second one: "
+                         "remove it.")
+    return rows
 
 
 def head_of(cell: object) -> str:

@@ -19,7 +19,7 @@ from pathlib import Path
 import numpy as np
 from tqdm import tqdm
 
-from runtime.files import refuse_pointer
+from runtime.files import refuse_pointer, require_plain
 from runtime.notebook import is_hidden as hides_bars
 
 TARS = r"\.(tar(\.\w+)?|tgz)$"
@@ -178,6 +178,7 @@ def list_folder(folder: Path) -> Listing:
     def read(index: int) -> bytes:
         name = files[index]
         try:
+            require_plain(folder / name)
             return (folder / name).read_bytes()
         except OSError as error:
             is_dead = isinstance(error, FileNotFoundError) and (folder / name).is_symlink()

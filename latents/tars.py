@@ -7,17 +7,17 @@ import resource
 import tarfile
 from contextlib import suppress
 from pathlib import Path
-from tokenize import TokenError
 from typing import BinaryIO, NamedTuple
 
 import numpy as np
 from tqdm import tqdm
 
 from latents.listing import tar_members
-from runtime.files import atomic_write, read_array_header
+from runtime.files import NPY_ERRORS, atomic_write, read_array_header, require_plain
 from runtime.notebook import is_hidden
 
 TAR_INDEX = "latent-index.npz"
+FLOATS = ("<f2", "<f4")
 
 
 def allow_open_files(num_files: int) -> None:
@@ -62,10 +62,10 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     """Returns starts, offsets, labels, shape, dtype, kept in an npz next to the tars while they do not change."""
     cache = tars[0].parent / TAR_INDEX
     try:
+        require_plain(cache)
         with np.load(cache, allow_pickle=False) as kept:
             index = {name: kept[name] for name in ("starts", "offsets", "labels", "shape", "dtype")}
-            # The type also where the index is somebody's: values of another could be objects, whose bytes run code.
-            if str(kept["key"]) == index_key(tars, index) and str(index["dtype"]) in ("<f2", "<f4"):
+            if str(kept["key"]) == index_key(tars, index) and leads_inside(index, tars):
                 return index
     except Exception:  # absent, damaged, or of an older version: the tars are the truth
         pass
@@ -82,6 +82,23 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
     with suppress(OSError), atomic_write(cache) as partial, open(partial, "wb") as stream:
         np.savez(stream, key=np.array(index_key(tars, index)), **index)
     return index
+
+
+def leads_inside(index: dict[str, np.ndarray], tars: list[Path]) -> bool:
+    """True if each number of an index, which may be somebody's, is a place in its tar, and labels, shape and type fit.
+
+    Anybody can compute its key. Values of another type could be objects, whose bytes run code.
+    """
+    starts, offsets, labels, shape, dtype = (index[name] for name in ("starts", "offsets", "labels", "shape", "dtype"))
+    if any(array.dtype.kind != "i" for array in (starts, offsets, labels, shape)) or str(dtype) not in FLOATS:
+        return False
+    if shape.shape != (3,) or not 1 <= shape.min() <= shape.max() <= 2**16:
+        return False
+    size = math.prod(shape.tolist()) * np.dtype(str(dtype)).itemsize
+    ends = np.array([file.stat().st_size for file in tars]) - size
+    return bool(starts.shape == (len(tars) + 1,) and starts[0] == 0 and (starts[1:] > starts[:-1]).all()
+                and labels.shape == offsets.shape == (starts[-1],) and (labels >= 0).all()
+                and (offsets >= 0).all() and (offsets <= np.repeat(ends, np.diff(starts))).all())
 
 
 def index_key(tars: list[Path], index: dict[str, np.ndarray]) -> str:
@@ -109,8 +126,11 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                         raise ValueError(f"{found[1]} {found[0]}, but the latents before it are {form[1]} {form[0]}")
                     firsts[member.name.removesuffix(".latent.npy")] = content.tell()
                 elif member.name.endswith(".cls"):
-                    labels[member.name.removesuffix(".cls")] = int(content.read(member.size))
-            except (ValueError, TokenError) as error:  # the second is numpy's, of a header without an end
+                    label = int(content.read(min(member.size, 1000)))
+                    if abs(label) >= 2**31:
+                        raise ValueError(f"label {label} is beyond 32 bits")
+                    labels[member.name.removesuffix(".cls")] = label
+            except NPY_ERRORS as error:
                 raise ValueError(f"{file}: {member.name}: {error}.") from error
     if not firsts:
         raise ValueError(f"{file} holds no '<key>.latent.npy': if it has images, use scripts/prepare_latents.py "
@@ -125,7 +145,7 @@ def _read_form(content: BinaryIO, size: int) -> NpyForm:
     end = content.tell() + size
     shape, fortran, dtype = read_array_header(content)
     is_whole = content.tell() + math.prod(shape) * dtype.itemsize == end
-    if len(shape) != 3 or fortran or dtype not in ("float16", "float32") or not is_whole:
+    if len(shape) != 3 or min(shape) < 1 or fortran or dtype not in ("float16", "float32") or not is_whole:
         raise ValueError(f"{dtype} {shape} in {size} bytes{', in Fortran order' * fortran}; a latent is a C-ordered "
                          f"float16 or float32 array of (channels, height, width)")
     return shape, dtype

@@ -173,7 +173,7 @@ def read_records(
             for name, (shape, dtype) in types.items() if record["count"] else ():
                 map_npy(out / f"{name}-{shard:05d}.npy", [(record["count"], *shape)], [dtype])
             records.append(record)
-        except (OSError, ValueError):  # absent or damaged
+        except (OSError, ValueError, LookupError, TypeError):  # absent or damaged
             records.append(None)
     return records
 

@@ -88,7 +88,7 @@ def framed(main: Callable, work: Callable[[dict], None], config_name: str = "") 
             if sentence is None or wants_traceback:
                 ErrorHandler().record_exception(error)  # where torchrun and accelerate launch look for the cause
                 raise
-            sys.exit(f"{program}: {sentence}")
+            sys.exit(f"{program}: {sentence[:5000]}")  # a name in a file of somebody may have a megabyte
 
     @functools.wraps(main)
     def entry(*settings: str) -> None:

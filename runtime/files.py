@@ -9,10 +9,16 @@ import shutil
 import zipfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
-from typing import BinaryIO
+from tokenize import TokenError
+from typing import Any, BinaryIO
 
 import numpy as np
 from filelock import FileLock, Timeout
+
+MOST_LEVELS = 100  # of nested lists and objects, in a file of somebody
+MOST_BYTES = 2**28  # of a record, which is read at once
+# What numpy raises for the header of an npy that is damaged, has sizes beyond 64 bits, or is nested without end.
+NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError, TokenError)
 
 
 @contextlib.contextmanager
@@ -47,7 +53,8 @@ def is_pointer(start: bytes) -> bool:
 
 
 def refuse_pointer(file: Path) -> None:
-    """Raises ValueError where a file is a pointer of Git LFS, and not what it points to."""
+    """Raises ValueError where a file is a pointer of Git LFS, and not what it points to; OSError as `require_plain`."""
+    require_plain(file)
     if not file.is_file() or file.stat().st_size >= 1024:  # the most that a pointer has
         return
     if is_pointer(file.read_bytes()):
@@ -83,12 +90,27 @@ def remove(path: Path) -> None:
         path.unlink(missing_ok=True)
 
 
-def link(file: str | Path, to: str | Path) -> None:
-    """Gives a file a second name, or copies it where a disk has no such links."""
+def require_plain(file: Path) -> None:
+    """Raises OSError for a pipe and the like, whose reading would wait for ever."""
+    if file.exists() and not file.is_file():
+        raise OSError(errno.EINVAL, "it is no plain file", str(file))
+
+
+def link(file: Path, to: Path) -> None:
+    """Gives a file a second name, or copies it where a disk has no such links.
+
+    Raises OSError for what is no plain file, as a symbolic link, and where `to` exists.
+    """
+    if file.is_symlink():
+        raise OSError(errno.ELOOP, "it is a link", str(file))
+    require_plain(file)
     try:
-        os.link(file, to)
+        os.link(file, to, follow_symlinks=False)
+    except FileExistsError:
+        raise
     except OSError:
-        shutil.copyfile(file, to)
+        with open(file, "rb") as source, open(to, "xb") as copy:
+            shutil.copyfileobj(source, copy)
 
 
 def sync(path: Path) -> None:
@@ -109,6 +131,18 @@ def write_text(path: Path, text: str) -> None:
 def is_inside(path: Path, folder: Path) -> bool:
     """True if a path is of a folder, and no link leads out of it."""
     return path.resolve().is_relative_to(folder.resolve())
+
+
+def inside(folder: Path, *names: str) -> Path:
+    """Returns a path in a folder such as a run, of which whatever is written, deleted or copied there must be.
+
+    The folder itself may be a link, as to a larger disk. Raises ValueError where a link or a name leads out of it.
+    """
+    path = folder.joinpath(*names)
+    if not is_inside(path, folder):
+        raise ValueError(f"{path} leads out of {folder}, to {path.resolve()}: put what it leads to in its place, or "
+                         f"make {folder} itself the link.")
+    return path
 
 
 def open_to_append(path: Path) -> BinaryIO:
@@ -149,12 +183,25 @@ def locked(path: Path) -> Iterator[None]:
         lock.release()
 
 
+def parse_json(content: str | bytes) -> Any:
+    """Parses JSON, in UTF-8 or UTF-16; raises ValueError for what is none, or is nested deeper than MOST_LEVELS."""
+    with contextlib.suppress(RecursionError):
+        value = json.loads(content)
+        level = [value]
+        for _ in range(MOST_LEVELS):
+            level = [part for outer in level if isinstance(outer, dict | list)
+                     for part in (outer.values() if isinstance(outer, dict) else outer)]
+            if not level:
+                return value
+    raise ValueError(f"it is nested deeper than {MOST_LEVELS} levels")
+
+
 def read_rows(path: Path) -> list[dict]:
     """Reads a file of JSON lines, without those that a kill has halved."""
     rows = []
     for line in path.read_text(encoding="utf-8", errors="replace").splitlines() if path.is_file() else []:
         with contextlib.suppress(ValueError):
-            if isinstance(row := json.loads(line), dict):
+            if isinstance(row := parse_json(line), dict):
                 rows.append(row)
     return rows
 

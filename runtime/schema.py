@@ -4,6 +4,7 @@ A command declares its settings once, as a subclass of `Settings`; configs/*.yam
 Records that are read back (metadata.json, meta.json, rows of results.jsonl) are declared likewise.
 """
 
+import contextlib
 import difflib
 import hashlib
 import json
@@ -14,6 +15,7 @@ import re
 import shlex
 import typing
 import warnings
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -28,7 +30,7 @@ from pydantic import (
     ValidationError,
 )
 
-from runtime.files import refuse_pointer
+from runtime.files import MOST_BYTES, parse_json, refuse_pointer
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 OmegaConf.register_new_resolver("configs", lambda: str(CONFIGS), replace=True)  # in a YAML: ${configs:}
@@ -95,6 +97,16 @@ Selection = int | str | Some[int | str]
 def one_of(choices: typing.Iterable) -> Any:
     """Declares that a value is one of `choices`."""
     return Literal[tuple(choices)]
+
+
+class ConventionRecord(Record):
+    """What a record says of autoencoder.Convention, whose keys it has."""
+
+    scale: Positive = 1.0
+    shift: Number = 0.0
+    latents_mean: list[Number] | None = None
+    latents_std: list[Number] | None = None
+    pixels: Annotated[list[Number], Field(min_length=2, max_length=2)] | None = None
 
 
 def as_path(text: str) -> Path:
@@ -251,16 +263,34 @@ def first_problem(plain: Any, errors: list) -> str:
         return f"{key}=[]: it names nothing, and one at least is needed."
     problems = dict.fromkeys(error["msg"] for error in here)
     problems = "; or ".join(problems).replace("Input should", "it should").replace("String should", "it should")
-    return f"{key or 'The settings'}={as_text(value)}: {problems}."
+    text = as_text(value)
+    return f"{key or 'The settings'}={text if len(text) < 1000 else text[:1000] + ' …'}: {problems}."
 
 
-def read_json(file: Path) -> Any:
-    """Reads a JSON file; raises ValueError, with its name, where it is not JSON."""
+def read_json(file: Path) -> dict:
+    """Reads a JSON file that holds one object; raises ValueError, with its name, for anything else."""
     refuse_pointer(file)
     try:
-        return json.loads(file.read_bytes())  # in UTF-8 or UTF-16, with a byte-order mark or without
+        if file.stat().st_size > MOST_BYTES:
+            raise ValueError(f"it has more than {MOST_BYTES:,} bytes")
+        content = parse_json(file.read_bytes())  # with a byte-order mark or without
     except ValueError as error:
         raise ValueError(f"{file} is not JSON ({error})") from None
+    if not isinstance(content, dict):
+        raise ValueError(f"{file} holds no JSON object, which is written in braces")
+    return content
+
+
+@contextlib.contextmanager
+def as_recorded(file: Path) -> Iterator[None]:
+    """Turns what the block raises where a record of somebody has another form into a ValueError that names its file."""
+    try:
+        yield
+    except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:
+        if "memory" in str(error).lower():
+            raise
+        raise ValueError(f"{file} is not as this code writes it ({type(error).__name__}: {first_line(error)}): choose "
+                         f"another, or move it away.") from error
 
 
 def read_record(declared: type[Declared], file: Path, remedy: str, content: Any = None) -> Declared:

@@ -20,6 +20,7 @@ from hydra.errors import HydraException
 from omegaconf._utils import get_yaml_loader
 from pydantic import BaseModel
 
+from runtime.files import MOST_LEVELS
 from runtime.schema import as_argument, shell
 
 # ---- where text is declared -----------------------------------------------------------------------------------------
@@ -191,6 +192,9 @@ def without_null(arguments: list[str], groups: dict[str, str | None], configs: P
     return kept
 
 
+MOST_YAML = 2**20  # bytes of a file of settings, and settings in it
+
+
 # ---- YAML -----------------------------------------------------------------------------------------------------------
 
 
@@ -200,6 +204,8 @@ def read_yaml(file: Path, declared: type[BaseModel] | None = None) -> Any:
     A file may be any part of the settings, so a key counts for the declared one that ends in it. Raises ValueError,
     with file and line, for what is not YAML or not UTF-8.
     """
+    if Path(file).stat().st_size > MOST_YAML:
+        raise ValueError(f"{file} has more than {MOST_YAML:,} bytes, so it holds no settings.")
     raw = Path(file).read_bytes()
     try:
         text = raw.decode("utf-8-sig")
@@ -211,6 +217,7 @@ def read_yaml(file: Path, declared: type[BaseModel] | None = None) -> Any:
         node = loader.get_single_node()
         if node is None:
             return {}
+        require_few(node, file)
         if declared is not None:
             places = {}
             for key, place in declared_keys(declared).items():
@@ -220,6 +227,8 @@ def read_yaml(file: Path, declared: type[BaseModel] | None = None) -> Any:
                         places.setdefault(".".join(parts[i:]), place)
             keep_text(node, places)
         return loader.construct_document(node)
+    except RecursionError:
+        raise ValueError(f"{file} is nested too deeply.") from None
     except yaml.YAMLError as error:
         if isinstance(error, yaml.reader.ReaderError):
             line = text[:error.position].count("\n") + 1
@@ -229,6 +238,20 @@ def read_yaml(file: Path, declared: type[BaseModel] | None = None) -> Any:
             opened = f" ({error.context} in line {since.line + 1})" if since and since.line != mark.line else ""
             line, problem = mark.line + 1, f"{error.problem}{opened}"
         raise ValueError(f"{file}, line {line}: {problem}.") from None
+
+
+def require_few(node: yaml.Node, file: Path) -> None:
+    """Raises ValueError for YAML whose aliases, which may name one another, would multiply or never end."""
+    level, count = [node], 0
+    for _ in range(MOST_LEVELS):
+        level = [inner for inner in level if isinstance(inner, yaml.CollectionNode)]
+        count += sum(len(inner.value) for inner in level)
+        if not level or count > MOST_YAML:
+            break
+        level = [part for inner in level for pair in inner.value
+                 for part in (pair if isinstance(pair, tuple) else (pair,))]
+    if level:
+        raise ValueError(f"{file} is nested too deeply, or its aliases make more than {MOST_YAML:,} settings.")
 
 
 def keep_text(node: yaml.Node, places: dict[str, Kind], key: str = "") -> None:

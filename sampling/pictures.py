@@ -53,6 +53,8 @@ def draw_grid(
 
     def caption(label: int) -> str:
         name = display_names[label] if display_names and label < len(display_names) else ""
+        # A line break, or another character that is not printed, is shown as a space.
+        name = "".join(letter if letter.isprintable() else " " for letter in name[:41])
         return name if name and all(bytes(font.getmask(letter)) != unknown for letter in name) else str(label)
 
     texts = [", ".join(dict.fromkeys(caption(labels[i]) for i in row)) for row in rows]

@@ -1,7 +1,7 @@
 """Features and statistics in files, from which a killed evaluation continues and a later one starts."""
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 import numpy as np
@@ -38,22 +38,30 @@ class FeatureCache:
     holds one batch. Every rank makes one of these, and all of them together read and write the folder.
     """
 
-    def __init__(self, root: Path, record: dict, total: int):
+    def __init__(self, root: Path, record: dict, total: int, sizes: Mapping[str, int] | None = None):
         record = {**record, "scoring_version": SCORING_VERSION}
-        self.folder, self.total = root / files.record_sha256(record), total
+        self.folder, self.total = files.inside(root.parent, root.name, files.record_sha256(record)), total
         state = PartialState()
         if state.is_main_process:
             files.write_text(self.folder / "record.json", json.dumps(record, indent=1))
         state.wait_for_everyone()
-        self.files, self.seen = [], set()
+        self.files, self.seen, self.sizes = [], set(), sizes or {}  # lengths of the features; {}: any
         for file in sorted(self.folder.glob("*.safetensors")):
             found = read_kept(file)
-            indices = set(found["indices"].tolist()) if found else set()
+            indices = set(found["indices"].tolist()) if found and self.fits(found) else set()
             if indices and not indices & self.seen:  # two evaluations at once may both have measured some
                 self.seen |= indices
                 self.files.append(file)
         self.count = len(self.seen)
         state.wait_for_everyone()  # before any rank adds to the folder
+
+    def fits(self, found: dict[str, Tensor]) -> bool:
+        """True if a file holds images of the set, once each, and finite rows of `sizes` for each of them."""
+        indices, features = found.get("indices"), {key: value for key, value in found.items() if key != "indices"}
+        return bool(indices is not None and indices.ndim == 1 and not indices.is_floating_point()
+                    and len(indices.unique()) == len(indices) > 0 and 0 <= indices.min() <= indices.max() < self.total
+                    and features and all(value.is_floating_point() and value.shape == (len(indices), self.sizes.get(
+                        name, *value.shape[-1:])) and value.isfinite().all() for name, value in features.items()))
 
     def missing(self) -> np.ndarray:
         """Returns the indices (n,) of the images that have no features."""

@@ -92,21 +92,23 @@ def open_array(key: str, path: str) -> Images:
     files.refuse_pointer(Path(path))
     try:
         # For as long as it is read.
-        file = open(path, "rb") if kind == ".npy" else zipfile.ZipFile(path).open("arr_0.npy")  # noqa: SIM115
+        archive = None if kind == ".npy" else zipfile.ZipFile(path)
+        file = archive.open("arr_0.npy") if archive else open(path, "rb")  # noqa: SIM115
+        stored = archive.getinfo("arr_0.npy").file_size if archive else os.path.getsize(path)
         shape, fortran, dtype = files.read_array_header(file)
         first, size = file.tell(), math.prod(shape[1:])
-        if kind == ".npy" and not dtype.hasobject and os.path.getsize(path) < first + math.prod(shape):
+        if not dtype.hasobject and stored < first + math.prod(shape):
             raise EOFError("it ends early")
     except KeyError as error:
         held = ", ".join(zipfile.ZipFile(path).namelist())
         raise ValueError(f"{key}={path} holds {held or 'nothing'}, but no images: they are uint8 (N, H, W, 3) under "
                          f"arr_0.") from error
-    except (zipfile.BadZipFile, zlib.error, ValueError, EOFError) as error:
+    except (*files.NPY_ERRORS, zipfile.BadZipFile, zlib.error, NotImplementedError, EOFError) as error:
         raise ValueError(f"{key}={path} is not a complete {kind[1:]} of images ({error}).") from error
     if dtype.hasobject:
         raise ValueError(f"{key}={path} holds Python objects as a pickle, which can run code and is never loaded: save "
                          f"images as uint8 (N, H, W, 3), or statistics as mu and sigma in an .npz.")
-    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3:
+    if dtype != np.uint8 or fortran or len(shape) != 4 or shape[3] != 3 or min(shape) < 1:
         raise ValueError(f"{key}={path}: the array is {dtype} {shape}; images are uint8 (N, H, W, 3) in C order.")
 
     def read(indices: np.ndarray) -> Tensor:

@@ -1,5 +1,6 @@
 """A row of results.jsonl: what was scored, with what, and whether it was scored before."""
 
+import contextlib
 import json
 import time
 from collections.abc import Sequence
@@ -12,7 +13,7 @@ from pydantic import Field
 from runtime import files
 from runtime.command import commit
 from runtime.device import describe_device
-from runtime.schema import Number, Settings, Size, Some, Steps, Whole, one_of
+from runtime.schema import Number, Record, Settings, Size, Some, Steps, Whole, one_of, read
 from sampling.options import Pair, SamplerSettings
 from scoring.evaluation import Judge, Subject
 from scoring.feature_cache import SCORING_VERSION
@@ -90,10 +91,42 @@ def summary(source: dict, count: int) -> str:
             f"{source.get('weights')}{step}; labels {labels}; seeds {source.get('seeds')}")
 
 
+class NamedRecord(Record):
+    name: str
+    weights: str | None = None
+
+
+class PlacedRecord(Record):
+    path: str
+
+
+class SourceRecord(Record):
+    """What made the images of a row."""
+
+    step: Whole | None = None
+    sampler: dict | None = None
+    guidance: dict | None = None
+    weights: str | None = None
+
+
+class ResultRow(Record):
+    """What each reader of results.jsonl needs of a row."""
+
+    images: Whole
+    metrics: dict[str, float | None]
+    source: SourceRecord
+    extractor: NamedRecord
+    reference: PlacedRecord
+
+
 def read_results(path: Path) -> list[dict]:
     """Reads the rows of results.jsonl that are scores of ours."""
-    return [row for row in files.read_rows(path)
-            if isinstance(row.get("source"), dict) and isinstance(row.get("metrics"), dict)]
+    rows = []
+    for row in files.read_rows(path):
+        with contextlib.suppress(ValueError):
+            read(ResultRow, row)
+            rows.append(row)
+    return rows
 
 
 # What another version of the code changes in a row. Older rows lack the last two, and have a hash of all code instead.

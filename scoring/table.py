@@ -33,7 +33,7 @@ def with_mean_fdr(rows: list[dict]) -> dict:
 def as_table(rows: list[dict], form: str = "text") -> str:
     """Writes rows as a table with a line each, and below it what a paper has to say of them."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
-    weights = [row["source"].get("weights", "") for row in rows]
+    weights = [row["source"].get("weights") or "" for row in rows]
     lines = [["weights", "guidance", *(TITLES.get(name, name) for name in names)]]
     for row, which in zip(rows, weights, strict=True):
         values = [row["metrics"].get(name) for name in names]

@@ -9,14 +9,17 @@ import statistics
 from collections import Counter, defaultdict
 from collections.abc import Iterable
 from pathlib import Path
+from typing import Annotated
 
 import numpy as np
 from cycler import cycler
 from matplotlib import colormaps
 from matplotlib.figure import Figure
 from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
+from pydantic import AfterValidator, Field
 from scipy import stats
 
+from runtime.schema import Count, Record, Text, Whole, read
 from scripts.presentation import save_figure, table
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
@@ -148,6 +151,47 @@ def crossing(runs: list[dict], first: str, second: str, axis: str, metric: str |
                 at = place * (next_place / place) ** (gap / (gap - next_gap))
     return {"between": [first, second], "axis": axis, "metric": metric, "at": at, "better_at_the_end": better,
             "verdict": in_words(first, second, end) if end["n"] else None, **end}
+
+
+# ---- study.json -----------------------------------------------------------------------------------------------------
+
+
+class RecordedScore(Record):
+    metric: str
+    value: float
+    num_samples: Count
+    guidance: str
+    step: Whole
+    images: Whole
+    seconds: float | None = None
+    flops: float | None = None
+
+
+class RecordedRun(Record):
+    """A run in study.json; those of another machine must also say how far they have come."""
+
+    variant: str
+    seed: Whole
+    step: Whole = 0
+    steps: Whole | None = None
+    scores: list[RecordedScore]
+
+
+class Crossing(Record):
+    between: Annotated[list[str], Field(min_length=2, max_length=2)]
+
+
+def rows_of(declared: type[Record]) -> type:
+    """Declares rows that are checked and stay as they are, with what another version has written."""
+    return Annotated[list[dict], AfterValidator(lambda rows: [read(declared, row) and row for row in rows])]
+
+
+class RecordedStudy(Record):
+    """What study.json must say for its runs to be shown."""
+
+    name: Text
+    runs: rows_of(RecordedRun)
+    crossings: rows_of(Crossing) = []
 
 
 # ---- tables and figures ----------------------------------------------------------------------------------------------

@@ -196,11 +196,11 @@ def table_of_scores(rows: list[dict]) -> str:
     """Tabulates scores and what they depend on most; the whole record is in scores.jsonl."""
     lines = []
     for row in rows:
-        source, reference = row["source"], Path(row.get("reference", {}).get("path", "unknown")).name
-        guidance, features = source["guidance"], row.get("extractor", {}).get("name")
-        scale = f"scale {guidance['scale']}" if guidance else "none"
-        lines += [[metric, f"{value:.6g}", f"{row['images']:,}", scale, source["num_steps"], features, reference]
-                  for metric, value in row["metrics"].items()]
+        source, reference = row["source"], Path(row["reference"]["path"]).name
+        guidance, features = source.get("guidance"), row["extractor"]["name"]
+        scale = f"scale {guidance.get('scale')}" if guidance else "none"
+        lines += [[metric, f"{value:.6g}", f"{row['images']:,}", scale, source.get("num_steps"), features, reference]
+                  for metric, value in row["metrics"].items() if value is not None]
     return table(["metric", "value", "images", "guidance", "steps", "features", "reference"], lines)
 
 

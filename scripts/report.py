@@ -23,10 +23,11 @@ from bokeh.plotting import Document, column, figure, row
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command, commit
-from runtime.schema import Location, Positive, Settings, as_text, read_json
+from runtime.schema import Location, Positive, Settings, as_recorded, as_text, read, read_json
 from runtime.typed import read_yaml
 from scoring.results import read_results
 from scoring.table import guided
+from scripts.comparison import RecordedStudy
 from weights import checkpoint as checkpoints
 
 AXES = {"step": "steps", "images": "images", "hours": "hours"}
@@ -57,7 +58,8 @@ for (const plot of plots) {
 }"""
 SAVE_CSV = """
 const heads = Object.keys(source.data)
-const written = value => typeof value != "number" ? `"${(value ?? "").replaceAll('"', '""')}"`
+const plain = text => /^[=+\\-@\\t\\r]/.test(text) && isNaN(text) ? "'" + text : text   // a formula to a spreadsheet
+const written = value => typeof value != "number" ? `"${plain(value ?? "").replaceAll('"', '""')}"`
   : !isFinite(value) ? "" : Number.isInteger(value) ? value : Number(value.toPrecision(7))
 const rows = Array.from({length: source.get_length()}, (_, i) => heads.map(head => source.data[head][i]))
 const href = URL.createObjectURL(new Blob([heads, ...rows].map(cells => cells.map(written).join() + "\\n")))
@@ -98,7 +100,7 @@ def flat(value: object, prefix: str = "") -> dict[str, str]:
 
 def read_metrics(path: Path) -> dict[str, np.ndarray]:
     """Reads metrics.jsonl as columns, ordered by step; of two rows of a step the later one counts."""
-    rows = {found["step"]: found for found in files.read_rows(path)}
+    rows = {found["step"]: found for found in files.read_rows(path) if is_number(found.get("step"))}
     rows = [found for _, found in sorted(rows.items())]
     columns = {name: np.array([found[name] if is_number(found.get(name)) else math.nan for found in rows])
                for name in dict.fromkeys(name for found in rows for name in found)}
@@ -129,19 +131,21 @@ def read_scores(path: Path, run: str, columns: dict[str, np.ndarray]) -> list[di
 def read_study(path: Path) -> tuple[str, dict[str, list], list[dict]]:
     """Reads study.json: its name, its tables by name, and its scores as `read_scores` returns them."""
     study = read_json(path)
+    read(RecordedStudy, study, f"{path}: ")
     # A fine-tune counts its own images, not those of what it began with: only what is compared is drawn.
     compared = {name for found in study.get("crossings", ()) for name in found["between"]}
-    tables = {name: rows for name, rows in study.items() if isinstance(rows, list) and name != "runs"}
+    tables = {name: rows for name, rows in study.items() if isinstance(rows, list) and name != "runs"
+              and all(isinstance(found, dict) for found in rows)}
     return study["name"], tables, [{
         "run": run["variant"], "seed": run["seed"], "features": score.get("extractor"),
-        **{key: score[key] for key in ("metric", "value", "num_samples", "guidance", *STUDY_AXES)},
+        **{key: score.get(key) for key in ("metric", "value", "num_samples", "guidance", *STUDY_AXES)},
         "_drawn": not compared or run["variant"] in compared} for run in study["runs"] for score in run["scores"]]
 
 
 def read_run(folder: Path, name: str) -> SimpleNamespace:
     """Reads all that a run's folder holds, its pictures as paths and the grids by step; follows no link out of it."""
     def own(*paths: Path) -> list[Path]:
-        return [path for path in paths if path.exists() and files.is_inside(path, folder)]
+        return [path for path in paths if path.is_file() and files.is_inside(path, folder)]
 
     saved = [path for path in checkpoints.all_steps(folder)[-1:] if own(path / "meta.json")]
     meta = checkpoints.read_meta(saved[0]) if saved else {}
@@ -370,8 +374,10 @@ def build(cfg: ReportSettings) -> str:
     if (index := out / "index.html").is_file() and OURS not in index.read_text("utf-8", "replace")[:2000]:
         raise ValueError(f"{index} is not a page of this command and is not replaced: give out=<another folder>.")
     names = [folder.name for folder in folders]
-    runs = [read_run(folder, name if names.count(name) == 1 else str(folder))
-            for folder, name in zip(folders, names, strict=True)]
+    runs = []
+    for folder, name in zip(folders, names, strict=True):
+        with as_recorded(folder):
+            runs.append(read_run(folder, name if names.count(name) == 1 else str(folder)))
     study, tables, study_scores = "", {}, []
     if cfg.study_dir and (record := Path(cfg.study_dir, "study.json")).is_file():
         study, tables, study_scores = read_study(record)

@@ -29,7 +29,7 @@ from dit import multiply_adds
 from fid import DRAWN, ScoringSettings
 from runtime import ranks
 from runtime.command import command, commit, compose
-from runtime.files import read_rows, remove, write_text
+from runtime.files import inside, read_rows, remove, write_text
 from runtime.schema import (
     Count,
     Location,
@@ -38,13 +38,24 @@ from runtime.schema import (
     Settings,
     Text,
     Whole,
+    as_recorded,
     as_setting,
     one_of,
     read,
     read_record,
 )
 from scoring.results import read_results
-from scripts.comparison import AXES, crossing, draw_differences, draw_figures, metrics_of, tables
+from scripts.comparison import (
+    AXES,
+    RecordedRun,
+    RecordedStudy,
+    crossing,
+    draw_differences,
+    draw_figures,
+    metrics_of,
+    rows_of,
+    tables,
+)
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 from weights.records import RouteSettings, build_network, build_schedule
@@ -134,11 +145,14 @@ class Timing(Record):
         return statistics.median(self.rounds[variant]) if self.rounds.get(variant) else None
 
 
-class RecordedStudy(Record):
+class StartedRun(RecordedRun):
+    step: Whole
+
+
+class StartedStudy(RecordedStudy):
     """What study.json must say for its runs to be taken over."""
 
-    name: Text
-    runs: list[dict]
+    runs: rows_of(StartedRun)
     timing: Timing | None = None
     floor: list[dict] = []
 
@@ -287,7 +301,7 @@ def score_checkpoints(cfg: StudySettings, run: Run) -> None:
         step = checkpoints.step_of(folder)
         for point in [*run.at_each, *run.at_end] if folder == last else run.at_each:
             score_once(cfg, [f"checkpoint={folder}", *cfg.study.score, *point], results, point, step)
-        if run.held_out and step not in [row["step"] for row in read_rows(held_out)]:
+        if run.held_out and step not in [row.get("step") for row in read_rows(held_out)]:
             call(cfg, "scripts/studies/held_out.py", [str(folder), *run.held_out, f"--out={held_out}"])
 
 
@@ -318,7 +332,7 @@ def score_once(
 
 def point_of(row: dict) -> list[str] | None:
     """Returns the point of a study that a row is of, [] for an unguided score in training; None for another score."""
-    return row.get("study", [] if row["source"].get("in_training") and not row["source"]["guidance"] else None)
+    return row.get("study", [] if row["source"].get("in_training") and not row["source"].get("guidance") else None)
 
 
 def changes_route(run: Run) -> bool:
@@ -348,7 +362,7 @@ def time_in_turns(cfg: StudySettings) -> None:
     rounds = {name: list(timing.rounds.get(name, ())) if timing else [] for name in names}
     before = timing and timing.model_dump(exclude={"rounds"})
     while names and len(rounds[name := min(names, key=lambda each: len(rounds[each]))]) < cfg.rounds:
-        folder = Path(cfg.out).resolve() / "timing" / name
+        folder = inside(Path(cfg.out).resolve(), "timing", name)
         remove(folder)
         call(cfg, "train.py", [
             *without_start(firsts[name]), "samples.every=0", "evaluate.every=0", "checkpoint.every=1000000",
@@ -419,6 +433,11 @@ def from_disk(run: Run) -> dict | None:
 
     Left out are scores that neither its training nor this study asked for, as a sweep's.
     """
+    with as_recorded(run.folder):
+        return from_folder(run)
+
+
+def from_folder(run: Run) -> dict | None:
     meta = record_of(run)
     if meta is None:
         return None
@@ -465,22 +484,23 @@ def score_of(row: dict, results: Path) -> dict:
             "extractor_sha256": extractor.get("sha256"), "reference_sha256": row["reference"].get("sha256")}
 
 
-def recorded(cfg: StudySettings) -> list[RecordedStudy]:
+def recorded(cfg: StudySettings) -> list[StartedStudy]:
     """Reads what was recorded before: this study's own study.json, then those of `rows`, from other machines."""
     own = Path(cfg.out) / "study.json"
     studies = []
     for path in ([own] if own.is_file() else []) + [Path(path) for path in cfg.rows]:
-        studies.append(read_record(RecordedStudy, path, "Move it away, or take it out of rows."))
+        studies.append(read_record(StartedStudy, path, "Move it away, or take it out of rows."))
         if studies[-1].name != cfg.study.name:
             raise ValueError(f"{path} is of the study {studies[-1].name}, and this one is {cfg.study.name}: take it "
                              f"out of rows, or set out=<another>.")
-        for run in runs_of(cfg):
-            for old in records_of(run, studies[-1:]):
-                refuse_foreign(run, path, settings_of(old.get("train", [])), old["step"])
+        with as_recorded(path):
+            for run in runs_of(cfg):
+                for old in records_of(run, studies[-1:]):
+                    refuse_foreign(run, path, settings_of(old.get("train", [])), old["step"])
     return studies
 
 
-def records_of(run: Run, studies: list[RecordedStudy]) -> list[dict]:
+def records_of(run: Run, studies: list[StartedStudy]) -> list[dict]:
     return [old for study in studies for old in study.runs if (old["variant"], old["seed"]) == (run.variant, run.seed)]
 
 
@@ -490,7 +510,7 @@ def furthest(candidates: Iterable[dict | None]) -> dict | None:
     return max(found, key=lambda run: (run["step"], len(run["scores"])), default=None)
 
 
-def complete(run: Run, studies: list[RecordedStudy]) -> bool:
+def complete(run: Run, studies: list[StartedStudy]) -> bool:
     """True if a run was recorded to its end with all its scores, so that nothing of it is made again."""
     old = furthest(records_of(run, studies))
     steps = old and (run.steps or old["steps"])
@@ -532,7 +552,8 @@ def read_timing(cfg: StudySettings) -> Timing | None:
 
 def report(cfg: StudySettings) -> None:
     out, result = Path(cfg.out), collect(cfg)
-    page = tables(result)
+    with as_recorded(out / "study.json"):
+        page = tables(result)
     write_text(out / "study.json", json.dumps(result, indent=1) + "\n")
     write_text(out / "study.md", page)
     figures = [*draw_figures(result, out), *draw_differences(result, out / "differences.png")]

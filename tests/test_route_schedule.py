@@ -217,7 +217,7 @@ def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
     source = {"in_training": True, "guidance": None, "seeds": "0", "precision": "fp32", "multiply_adds": {}}
     for step in (0, 1, 4):
         row = {"source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2, "device": "cpu",
-               "versions": {}, "reference": {}}
+               "versions": {}, "reference": {"path": "x"}}
         files.append_row(tmp_path / "results.jsonl", row)
     run = study.Run(variant="off", seed=3, folder=tmp_path, train=["route_schedule.dense_after=2"], at_end=[], at_each=[], held_out=[])
     net = build_network(network)

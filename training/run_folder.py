@@ -15,10 +15,10 @@ from guidance import Guidance
 from latents.loader import find_damaged
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
-from runtime.schema import Count, NotNegative, Number, Whole, read_record
+from runtime.schema import Count, NotNegative, Number, Whole, as_recorded, read, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
-from training.settings import WITHOUT_EFFECT
+from training.settings import WITHOUT_EFFECT, CheckpointSettings
 from weights import averages
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
@@ -233,7 +233,8 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     now = run.record["history"][-1] | {"step": meta.step}  # another entry where one of these differs
     unchanged = meta.history and meta.history[-1] | {"step": meta.step} == now
     run.record["history"] = meta.history if unchanged else [*meta.history, now]
-    changes = check_resumable(meta.model_dump(), run.record, run.folder)
+    with as_recorded(folder / "meta.json"):
+        changes = check_resumable(meta.model_dump(), run.record, run.folder)
     if meta.step > cfg.steps:
         raise ValueError(f"{run.folder} has taken {meta.step} steps already, more than steps={cfg.steps}: raise "
                          f"steps, or start another run with name=<another>.")
@@ -254,10 +255,11 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     for name, file in stored_averages(meta, run).items():
         adapters.restore(run.averages[name], checkpoints.load(folder, file))
     training = checkpoints.load(folder, "training")
-    run.sums.values.copy_(training.pop("sums"))
-    own = own_state(run.objective)
-    sharding.copy_into(own, {name: training.pop(name) for name in own})
-    load_optimizer(trained_parameters(run.objective), run.optimizer, training)
+    with as_recorded(folder / "training.safetensors"):
+        run.sums.values.copy_(training.pop("sums"))
+        own = own_state(run.objective)
+        sharding.copy_into(own, {name: training.pop(name) for name in own})
+        load_optimizer(trained_parameters(run.objective), run.optimizer, training)
     if accelerator.scaler is not None and meta.scaler:
         accelerator.scaler.load_state_dict(meta.scaler)
 
@@ -268,7 +270,8 @@ def stored_averages(meta: Meta, run: Run) -> dict[str, str]:
     One of a decay that was not tracked begins with the weights that are trained. Raises ValueError for a new
     power-function average, whose profile begins with the run.
     """
-    was = {kind: name for name, kind in kinds(**{"decay": [None], **meta.config.get("ema", {})}).items()}
+    with as_recorded(run.folder / "checkpoints"):
+        was = {kind: name for name, kind in kinds(**{"decay": [None], **meta.config.get("ema", {})}).items()}
     found = {}
     for name, kind in kinds(run.cfg.ema.decay, run.cfg.ema.std).items():
         found[name] = was.get(kind, "ema" if name == "ema" else "model")
@@ -324,7 +327,12 @@ def require_gradients(run: Run, skipped: int) -> None:
 
 
 def lock_run(run: Run) -> None:
-    """Locks a run's folder for this process; raises ValueError where another one trains in it."""
+    """Locks a run's folder for this process; raises ValueError where another one trains in it.
+
+    Somebody's run may hold links, through which training would write and delete elsewhere; these are refused, too.
+    """
+    for path in run.folder.iterdir() if run.folder.is_dir() else ():
+        files.inside(run.folder, path.name)
     run.lock = files.lock_folder(run.folder, f"Another process is training {run.folder}. Stop it first, or set "
                                       f"name=<another> for a second run.")
 
@@ -338,7 +346,9 @@ def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
             files.remove(left)
     # A kill may have come between the last save and its pruning, which the settings of that save decide.
     saved = resumed[1].get("config", {}) if resumed else {}
-    kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
+    with as_recorded(run.folder / "checkpoints"):
+        kept = run.cfg.checkpoint.model_dump() | saved.get("checkpoint", {})
+        read(CheckpointSettings, kept, f"{run.folder / 'checkpoints'}: checkpoint.")
     averages.keep_snapshots(run.folder, run.cfg.ema.snapshot_every or 1)
     checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
     if resumed is None:  # a run that begins again evaluates its first network again

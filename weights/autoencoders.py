@@ -1,7 +1,6 @@
 """Names -> autoencoders: pixel space, diffusers' folders, LDM's files such as VA-VAE's, and users' own decoders."""
 
 import importlib
-import json
 import re
 from collections.abc import Callable
 from pathlib import Path
@@ -10,7 +9,7 @@ import torch
 
 from autoencoder import SAMPLES_ONLY, SD_VAE_SCALE, Autoencoder, Convention, DiffusersAutoencoder, Identity, OwnDecoder
 from runtime.files import refuse_pointer
-from runtime.schema import first_line
+from runtime.schema import as_recorded, first_line, read_json
 from weights.reading import from_hub, is_torchscript, load_torchscript, read_tensors
 
 HUB_NAMES = {"sd_vae_ema": "stabilityai/sd-vae-ft-ema", "sd_vae_mse": "stabilityai/sd-vae-ft-mse"}
@@ -38,7 +37,8 @@ def load_autoencoder(
     if name == "identity":
         return Identity(device, convention)
     if Path(name).is_file():
-        vae, statistics = _from_ldm(Path(name)).to(dtype), Path(name).with_name(STATISTICS)
+        with as_recorded(Path(name)):
+            vae, statistics = _from_ldm(Path(name)).to(dtype), Path(name).with_name(STATISTICS)
         if convention is None and not statistics.is_file():
             raise ValueError(f"autoencoder={name} does not say how its latents are scaled: put its {STATISTICS} next "
                              f"to it.")
@@ -112,7 +112,7 @@ def _read_config(folder: str) -> dict:
     if not Path(folder).is_dir():
         names = ", ".join(["identity", *HUB_NAMES])
         raise ValueError(f"autoencoder={folder} is neither one of {names} nor a local folder or file.")
-    config = json.loads((Path(folder) / "config.json").read_text())
+    config = read_json(Path(folder) / "config.json")
     if config.get("_class_name") not in CLASSES:  # a name alone: nothing else is ever looked up by it
         raise ValueError(f"autoencoder={folder} is of {config.get('_class_name')}, and only {', '.join(CLASSES)} are "
                          f"read.")

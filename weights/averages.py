@@ -119,9 +119,9 @@ def keep_snapshots(run: Path, every: int = 1) -> None:
         if kept.is_dir() or checkpoints.step_of(folder) % every or not checkpoints.is_planned(folder):
             continue
         with contextlib.suppress(OSError, ValueError):  # of a damaged checkpoint
-            meta = checkpoints.read_meta(folder)
+            meta = checkpoints.check(folder, ())
             own = {name: record for name, record in meta["files"].items() if name.startswith("ema-std")}
-            if own:
+            if own and checkpoints.check(folder, tuple(Path(name).stem for name in own)):
                 with files.atomic_write(kept) as partial:
                     partial.mkdir()
                     for name in own:
@@ -148,6 +148,7 @@ def reconstruct(folder: Path, meta: dict, std: float) -> Path:
     It is made once, and its meta.json says of what. Raises ValueError for a run that tracks no such average.
     """
     run, name, out = folder.parent.parent, power_name(std), place_of(folder, std)
+    files.inside(run, "averages", out.name)
     if out.is_dir() and checkpoints.problem(out) is None:
         return out
     sources = {}

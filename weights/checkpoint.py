@@ -4,6 +4,7 @@ A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<n
 `meta.json`, which lists every file with its size and SHA-256, and has one of its content.
 """
 
+import contextlib
 import json
 import os
 import re
@@ -16,7 +17,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
-from runtime.files import atomic_write, record_sha256, remove, sha256
+from runtime.files import atomic_write, inside, record_sha256, remove, sha256
 from runtime.schema import read_json
 
 
@@ -30,6 +31,19 @@ def is_step(folder: Path) -> bool:
 
 def step_of(folder: Path) -> int:
     return int(folder.name.removeprefix("step-"))
+
+
+def run_of(folder: Path) -> Path | None:
+    """Returns the run that a checkpoint or a snapshot of averages lies in, if any."""
+    return folder.parent.parent if folder.parent.name in ("checkpoints", "averages") else None
+
+
+def own_file(folder: Path, name: str) -> Path:
+    """Returns a file of a checkpoint; raises ValueError for a name that leads out of it, or a link out of its run."""
+    if Path(name).is_absolute() or ".." in Path(name).parts:
+        raise ValueError(f"meta.json names {name[:100]!r}, which is not a file of the folder")
+    run = run_of(folder)
+    return folder / name if run is None else inside(run, folder.parent.name, folder.name, name)
 
 
 def all_steps(run: Path) -> list[Path]:
@@ -92,9 +106,10 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
     """Reads the meta.json of a checkpoint that is whole, or of which the files `names` are; else raises ValueError."""
+    own_file(folder, "meta.json")
     try:
         meta = read_meta(folder)
-        files = {folder / name: (record["bytes"], record["sha256"]) for name, record in meta["files"].items()}
+        files = {own_file(folder, name): (record["bytes"], record["sha256"]) for name, record in meta["files"].items()}
     except (OSError, ValueError, LookupError, TypeError, AttributeError) as error:
         raise ValueError(f"meta.json is missing or unreadable ({error})") from None
     content = {key: value for key, value in meta.items() if key != "sha256"}
@@ -103,9 +118,11 @@ def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
     if is_step(folder) and meta.get("step") != step_of(folder):
         raise ValueError(f"meta.json is of step {meta.get('step')}")
     for path, (size, digest) in files.items():
-        is_asked = names is None or path.stem in names
-        if is_asked and not (path.is_file() and path.stat().st_size == size and sha256(path) == digest):
-            raise ValueError(f"{path.name} is missing, or not what was written: its size or SHA-256 differs")
+        is_asked, is_whole = names is None or path.stem in names, False
+        with contextlib.suppress(OSError):  # of a name that no disk could have
+            is_whole = is_asked and path.is_file() and path.stat().st_size == size and sha256(path) == digest
+        if is_asked and not is_whole:
+            raise ValueError(f"{path.name[:100]} is missing, or not what was written: its size or SHA-256 differs")
     return meta
 
 

@@ -4,7 +4,6 @@
 """
 
 import contextlib
-import shutil
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
@@ -20,7 +19,7 @@ from dit import DiT, infer_architecture
 from edm import EDM
 from rf import RF
 from runtime import files, ranks
-from runtime.schema import read_record
+from runtime.schema import as_recorded, read_record
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.averages import place_of, power_name, reconstruct, width_of
@@ -85,8 +84,7 @@ class Checkpoint:
     @property
     def run(self) -> Path | None:
         """The run that the checkpoint is of, if any."""
-        places = ("checkpoints", "averages")
-        return self.folder.parent.parent if self.folder and self.folder.parent.name in places else None
+        return self.folder and checkpoints.run_of(self.folder)
 
 
 def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
@@ -225,11 +223,15 @@ def load_trained(
         for key, value in (other | given).items():
             raise ValueError(f"{key}={value} is for weights without a record; {found.folder} has one: leave it out.")
     net, data = fit(state, record.network, found.file), record.data
+    most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
+    if most > net.num_classes:
+        raise ValueError(f"{found.folder / 'meta.json'} has {most} classes in data, and its network {net.num_classes}.")
     net.null_label = net.null_label and not record.null_label_untrained
     net.to(device).float().eval()  # not frozen: autocast keeps its casts of trainable weights only
     return Trained(
         found, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,
-        data.convention and Convention.read(data.convention), data.class_names, data.display_names or data.class_names,
+        data.convention and Convention.read(data.convention.model_dump()), data.class_names,
+        data.display_names or data.class_names,
         data.classes or list(range(net.num_classes)), record.step, record.weights,
         {"network": record.network, "diffusion": with_objective(record.diffusion, {})[0],
          **({"published": record.published} if record.published else {})}, **bare)
@@ -243,7 +245,9 @@ def read_recorded(found: Checkpoint, weights: str | None) -> dict[str, Tensor]:
     state = read_weights(found.file).state
     if record.lora is None:
         return state
-    return adapters.merge(load_base(found).net.state_dict(), state, record.lora.alpha / record.lora.rank)
+    base = load_base(found).net.state_dict()
+    with as_recorded(found.file):
+        return adapters.merge(base, state, record.lora.alpha / record.lora.rank)
 
 
 def read_bare(
@@ -275,7 +279,7 @@ def read_bare(
 
 def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
     """Builds a network of these keywords around its weights; raises ValueError where the two do not fit."""
-    with torch.device("meta"):
+    with as_recorded(file), torch.device("meta"):
         net = build_network(network)
     try:
         net.load_state_dict(state, assign=True)
@@ -289,16 +293,21 @@ def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
 
 
 def hold_base(base: Checkpoint, run: Path) -> None:
-    """Links or copies a run's checkpoint that an adapter starts from into its own run, as training may delete it."""
-    held = run / "base"
+    """Links or copies a run's checkpoint that an adapter starts from into its own run, as training may delete it.
+
+    Raises ValueError for a link out of the base's run, which may lead to files that nobody wants copied.
+    """
+    held = files.inside(run, "base")
     if base.run is None or base.folder.resolve() == held.resolve():
         return
+    places = {base.file: base.file.name, base.folder / "meta.json": "meta.json"}
+    for file in sorted((base.run / "base").rglob("*")):  # where the base is an adapter, too
+        if file.is_symlink() or not file.is_dir():
+            places[file] = file.relative_to(base.run)
     with files.atomic_write(held) as partial:
-        if (earlier := base.run / "base").is_dir():  # where the base is an adapter, too
-            shutil.copytree(earlier, partial / "base", copy_function=files.link)
-        partial.mkdir(exist_ok=True)
-        for file in (base.file, base.folder / "meta.json"):
-            files.link(file, partial / file.name)
+        for file, name in places.items():
+            (partial / name).parent.mkdir(parents=True, exist_ok=True)
+            files.link(files.inside(base.run, *file.relative_to(base.run).parts), partial / name)
 
 
 def find_by_hash(paths: list[str | Path], sha256: str | None) -> Checkpoint | None:

@@ -66,10 +66,11 @@ def tensors(net: nn.Module) -> dict[str, Tensor]:
 
 
 def restore(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
-    """Restores what `tensors` returned."""
-    names = trained_names(net)
-    assert names.keys() == saved.keys()
-    sharding.copy_into(net.state_dict(), {names[name]: value for name, value in saved.items()})
+    """Restores what `tensors` returned; raises ValueError for tensors of other names or shapes."""
+    names, state = trained_names(net), net.state_dict()
+    if {key: state[name].shape for key, name in names.items()} != {key: value.shape for key, value in saved.items()}:
+        raise ValueError("The tensors of the checkpoint are not those of the network that its record describes.")
+    sharding.copy_into(state, {names[name]: value for name, value in saved.items()})
 
 
 def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:

@@ -2,6 +2,7 @@
 
 import argparse
 import contextlib
+import itertools
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -11,8 +12,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from dit import DiT, infer_architecture, sincos_2d, timestep_frequencies
-from runtime.schema import read_json
+from dit import DiT, depth_of, infer_architecture, sincos_2d, timestep_frequencies
+from runtime.schema import Classes, Record, Size, as_recorded, read_json, read_record
 from weights.reading import read_tensors
 
 
@@ -60,7 +61,8 @@ def read_weights(path: Path, weights: str | None = None) -> Weights:
     """
     content = read_content(path)
     try:
-        held, which, said = choose(content, weights)
+        with as_recorded(path):
+            held, which, said = choose(content, weights)
         check_tensors(held.tensors)
         family = detect_family(held.tensors, held.name, content)
         return Weights(plain_keys(held.tensors), which, said, family, settings_in(content).get("num_classes"))
@@ -131,7 +133,8 @@ def files_of(file: Path) -> list[Path]:
         raise ValueError(f"{file} is one of several shards: name the .index.json beside it, or the folder.")
     if not INDEX.search(file.name):
         return [file]
-    paths = [file.with_name(name) for name in sorted({*read_json(file)["weight_map"].values()})]
+    with as_recorded(file):
+        paths = [file.with_name(name) for name in sorted({*read_json(file)["weight_map"].values()})]
     if missing := [path.name for path in paths if not path.is_file()]:
         raise ValueError(f"{file} names {len(paths)} shards, of which {len(missing)} are not beside it: download "
                          f"{', '.join(missing)}.")
@@ -157,6 +160,9 @@ AVERAGE = re.compile(r"(?<!non[-_])(?<!no[-_])(?<!exp[-_])(?<![a-z])(ema|(swa|av
 FLOATS = (torch.float64, torch.float32, torch.float16, torch.bfloat16)
 
 
+MOST_PARTS = 100_000  # dictionaries, lists and values in a file
+
+
 @dataclass(frozen=True)
 class Held:
     """A network in a file: the keys and prefixes before its tensors' names, and the tensors by name.
@@ -175,9 +181,11 @@ def networks_in(content: object) -> list[Held]:
 
     Where no tensor has the name of a DiT's first layer, the largest dictionary of tensors counts as one.
     """
-    found, others = [], []
+    found, others, visited = [], [], itertools.count()
 
     def visit(node: object, path: tuple[str, ...]) -> None:
+        if next(visited) > MOST_PARTS:  # which one dictionary in many others makes of few
+            raise ValueError(f"it holds more than {MOST_PARTS:,} parts")
         if (isinstance(node, list | tuple) and node and path and AVERAGE.search(path[-1])
                 and all(isinstance(value, Tensor) for value in node)):
             found.append(Held(".".join(path), list(node), is_average=True, is_bare=False))
@@ -324,17 +332,25 @@ def detect_family(state: Mapping[str, Tensor], name: str, content: object) -> st
     return shown[0] if len(shown) == 1 and args.keys() <= known.get(shown[0], args.keys()) else None
 
 
+class DiffusersRecord(Record):
+    """What is read of the config.json of a DiT of diffusers."""
+
+    num_attention_heads: Size
+    sample_size: Size | None = None
+    num_embeds_ada_norm: Classes | None = None
+
+
 def pipeline_of(file: Path) -> dict:
     """Reads what diffusers' config.json and the folder around it say of a DiT; an empty dict where there is none.
 
     Keys: num_heads, input_size, num_classes, and of a DiTPipeline family and autoencoder.
     """
     config, index = file.with_name("config.json"), file.parent.parent / "model_index.json"
-    read = read_json(config) if config.is_file() else {}
-    if "num_attention_heads" not in read:
+    if not config.is_file() or "num_attention_heads" not in read_json(config):
         return {}
-    said = {"num_heads": read["num_attention_heads"], "input_size": read.get("sample_size"),
-            "num_classes": read.get("num_embeds_ada_norm")}
+    read = read_record(DiffusersRecord, config, "It does not describe a DiT.")
+    said = {"num_heads": read.num_attention_heads, "input_size": read.sample_size,
+            "num_classes": read.num_embeds_ada_norm}
     if index.is_file() and read_json(index).get("_class_name") == "DiTPipeline":
         scheduler, vae = index.with_name("scheduler") / "scheduler_config.json", index.with_name("vae")
         schedule = read_json(scheduler) if scheduler.is_file() else {}
@@ -379,7 +395,7 @@ def plain_keys(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """
     state = {key: value for key, value in state.items() if not key.startswith(("feat_rope.", "projectors."))}
     if any(key.startswith("decoder_blocks.") for key in state):
-        encoder_depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("blocks."))
+        encoder_depth = depth_of(state, "blocks")
         for key in [key for key in state if key.startswith("decoder_blocks.")]:
             _, j, rest = key.split(".", 2)
             state[f"blocks.{int(j) + encoder_depth}.{rest}"] = state.pop(key)
@@ -415,7 +431,7 @@ def to_diffusers(state: Mapping[str, Tensor], depth: int) -> dict[str, Tensor]:
 
 def from_diffusers(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Undoes `to_diffusers`, also without the position embedding; raises ValueError where copies in blocks differ."""
-    depth = 1 + max(int(key.split(".")[1]) for key in state if key.startswith("transformer_blocks."))
+    depth = depth_of(state, "transformer_blocks")
     names = diffusers_names(depth)
     if "pos_embed.pos_embed" not in state:  # which only scripts/export.py stores
         del names["pos_embed"]

@@ -14,7 +14,7 @@ from objectives import class_of
 from objectives.internal import InternalHead
 from rf import RF, CleanRF
 from routing_module import Route, Router, RouteSchedule, resolve_routes
-from runtime.schema import Count, Number, Record, Settings, Whole, read
+from runtime.schema import Classes, ConventionRecord, Count, Number, Positive, Record, Settings, Size, Whole, read
 from weights import lora as adapters
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
@@ -48,8 +48,12 @@ class ScheduleSettings(Settings):
 
 # The router's keywords are left out of a record where tokens are chosen at random, fusion and the block of an internal
 # head where there is none.
+NETWORK = inspect.signature(DiT).parameters
+SIZES = dict.fromkeys(("input_size", "patch_size", "in_channels", "hidden_size", "num_heads"), Size) | {
+    "depth": Annotated[int, Field(ge=1, le=1000)], "num_classes": Classes, "mlp_ratio": Positive}
 NetworkRecord = keywords(DiT, Router, routes=(list[RouteSettings], []), router=None, fusion=(bool, False),
-                         head_block=(int | None, None))
+                         head_block=(int | None, None),
+                         **{name: (size, NETWORK[name].default) for name, size in SIZES.items()})
 DIFFUSION_RECORDS = {name: keywords(kind, name=(str, ...)) for name, kind in DIFFUSIONS.items()}
 
 
@@ -59,7 +63,7 @@ class DataRecord(Record):
     autoencoder: str
     class_names: list[str] | None
     display_names: list[str] | None = None
-    convention: dict | None = None  # how its latents were made; None, in the first versions: the autoencoder's
+    convention: ConventionRecord | None = None  # how its latents were made; None, in the first: the autoencoder's
     classes: Annotated[list[Whole], Field(min_length=1)] | None = None  # that have images; None: all
 
 

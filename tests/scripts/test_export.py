@@ -343,7 +343,7 @@ def scored_run(tmp_path):
             "metrics": {"fid": fid}, "images": 50_000, "commit": "abc", "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"},
             "source": {"step": step, "weights": "ema", "weights_sha256": weights, "guidance": {"scale": 1.5}, "num_steps": 40}})
     files.append_row(run / "results.jsonl", {
-        "metrics": {"fid": 7.5}, "images": 1000, "source": {"step": 7, "weights": "ema", "in_training": True, "guidance": None, "num_steps": 18}})
+        "metrics": {"fid": 7.5}, "images": 1000, "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"}, "source": {"step": 7, "weights": "ema", "in_training": True, "guidance": None, "num_steps": 18}})
     return run
 
 

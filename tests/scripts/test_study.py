@@ -375,6 +375,9 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
 
 
+ROW = {"source": {"step": 4, "guidance": None}, "images": 4, "extractor": {"name": "pixels"}, "reference": {"path": "x"}}
+
+
 def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_path, monkeypatch):
     results, called = tmp_path / "results.jsonl", []
     cfg = settings(tmp_path, study=MATRIX | {"score": ["features=[pixels,torchscript]"]})
@@ -384,7 +387,7 @@ def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_p
         [plain] = study.compose("fid", fid.ScoringSettings, overrides)
         with results.open("a") as file:
             for name in ("fd_pixels", "fd_torchscript"):
-                file.write(json.dumps(json.loads(plain["row"]) | {"source": {"step": 4, "guidance": None}, "metrics": {name: 1.0}}) + "\n")
+                file.write(json.dumps(json.loads(plain["row"]) | ROW | {"metrics": {name: 1.0}}) + "\n")
 
     monkeypatch.setattr(study, "call", scored)
     for _ in range(2):

@@ -1,0 +1,369 @@
+"""Files that somebody made to do harm: no command crashes, hangs, or reads or changes a file outside of what it was given.
+
+Damage without intent is in test_damaged_files.py.
+"""
+
+import json
+import os
+import shutil
+import subprocess
+import time
+import zipfile
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from PIL import Image
+from safetensors.torch import save_file
+from test_data import labels_of, numbered, write_folder, write_tars
+from training_runs import command, rows, write_run
+
+import fid
+import sample
+import train
+from latents import tars
+from latents.folder import map_npy, open_latents
+from latents.images import open_source
+from latents.labels import check_names, read_pairs
+from runtime import files
+from runtime.typed import read_yaml
+from sampling.pictures import draw_grid
+from scoring import feature_cache
+from scoring.feature_cache import FeatureCache
+from scoring.image_sets import open_images
+from scoring.results import read_results
+from scripts import export, report
+from weights import averages
+from weights import checkpoint as checkpoints
+from weights.loading import load_trained
+from weights.others import read_weights
+
+
+def everything(folder: Path) -> dict:
+    """The content of all files below a folder, and where its links lead."""
+    return {path.relative_to(folder).as_posix(): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+            for path in folder.rglob("*")}
+
+
+def in_a_line(call, *arguments) -> str:
+    """Calls what may end in a ValueError of one line, which it returns, and in nothing else."""
+    try:
+        call(*arguments)
+    except (ValueError, OSError) as error:
+        assert "\n" not in str(error)
+        return str(error)
+    return ""
+
+
+# ---- links in a run -------------------------------------------------------------------------------------------------
+
+STEP, SNAPSHOT, GRID = "checkpoints/step-00000004", "averages/step-00000004", "step-00000004.png"
+COMMANDS = {
+    "train": lambda run, data, _, out: train.main(*settings(run, data), "steps=5"),
+    "sample": lambda run, *_: sample.main(f"checkpoint={run}", "weights=ema-std0.07", "seeds=0-1", "classes=[0]", "num_steps=1"),
+    "score": lambda run, data, reference, _: fid.main(
+        f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=2", "num_steps=1", "batch_size=2"),
+    "adapt": lambda run, data, _, out: train.main(*settings(out, data), f"init_from={run}", "lora.rank=2", "ema.std=[]", "steps=1"),
+    "export": lambda run, data, _, out: export.main(f"checkpoint={run}", "to=hub", f"out={out}"),
+    "report": lambda run, data, _, out: report.main(str(run), f"out={out}"),
+}
+PLACES = {
+    "train": ["averages", "checkpoints", "samples", "base", "metrics.jsonl", "results.jsonl", ".lock", STEP, SNAPSHOT],
+    "sample": ["averages", "checkpoints", "samples"], "score": ["checkpoints", "features", "results.jsonl"],
+    "adapt": ["base", "base/base", "base/ema.safetensors", f"{STEP}/meta.json", f"{STEP}/ema.safetensors"],
+    "export": ["checkpoints", "samples", "results.jsonl"], "report": ["samples"],
+}  # fmt: skip
+
+
+def settings(run, data) -> list[str]:
+    return [*command(run, data)[1:], "model=dit", "model.depth=2", "ema.std=[0.05,0.10]", "checkpoint.every=2", "checkpoint.keep_last=1"]
+
+
+@pytest.fixture(scope="module")
+def honest(shapes, tmp_path_factory) -> Path:
+    """A run of four steps with all that a run's folder may hold."""
+    run = tmp_path_factory.mktemp("honest") / "run"
+    train.main(*settings(run, shapes), "steps=4")
+    shutil.copytree(run / STEP, run / "base/base")
+    for name in ("ema.safetensors", "meta.json"):
+        shutil.copy(run / STEP / name, run / "base")
+    (run / "features").mkdir()
+    (run / "results.jsonl").touch()
+    return run
+
+
+@pytest.mark.parametrize(("program", "name"), [(program, name) for program, names in PLACES.items() for name in names])
+def test_nothing_outside_of_a_run_is_changed_or_copied_through_a_link_in_it(honest, shapes, pixel_reference, tmp_path, program, name):
+    outside, run, out = shutil.copytree(honest, tmp_path / "outside"), shutil.copytree(honest, tmp_path / "run"), tmp_path / "out"
+    files.remove(run / name)
+    (run / name).symlink_to(outside / name)
+    private = outside / name / GRID if (outside / name).is_dir() else outside / name
+    with open(private, "ab") as file:
+        file.write(b'{"step": 1, "note": "PRIVATE"}\n')
+    before = everything(outside)
+    in_a_line(COMMANDS[program], run, shapes, pixel_reference, out)
+    assert everything(outside) == before
+    for place in (run, out):
+        assert not any(content and b"PRIVATE" in os.fsencode(content) for content in everything(place).values())
+
+
+def test_a_record_cannot_have_a_snapshot_copied_over_a_file_elsewhere(tmp_path):
+    run, target = tmp_path / "run", tmp_path / "elsewhere/x"
+    folder = checkpoints.step_folder(run, 4)
+    checkpoints.save(folder, {"ema": {"a": torch.ones(1)}}, {"step": 4})
+    (folder / "ema-std").symlink_to("../x")             # of the checkpoint the sender's bytes, of the snapshot elsewhere
+    for place in (run / "checkpoints/x", run / "averages", target.parent):
+        place.mkdir()
+    (run / "checkpoints/x/x").write_text("theirs")
+    (run / "averages/x").symlink_to(target.parent)
+    target.write_text("mine")
+    record = {"bytes": 6, "sha256": files.sha256(run / "checkpoints/x/x")}
+    checkpoints.write_meta(folder, checkpoints.read_meta(folder) | {"files": {"ema-std": record, "ema-std/x": record}})
+    averages.keep_snapshots(run)
+    assert target.read_text() == "mine" and not (run / SNAPSHOT).exists()
+
+
+@pytest.mark.parametrize("name", ["../x", "/x", "ema/../../x", "a" * 100_000, "a\0b", ""])
+def test_a_record_names_files_of_its_checkpoint_alone(tmp_path, name):
+    folder = checkpoints.step_folder(tmp_path, 4)
+    checkpoints.save(folder, {"ema": {"a": torch.ones(1)}}, {"step": 4})
+    checkpoints.write_meta(folder, checkpoints.read_meta(folder) | {"files": {name: {"bytes": 0, "sha256": ""}}})
+    assert checkpoints.problem(folder)
+
+
+@pytest.mark.parametrize("linked", ["runs", "runs/one"])
+def test_a_run_behind_a_link_resumes(honest, shapes, tmp_path, linked):
+    there = shutil.copytree(honest, tmp_path / "disk/one" if linked == "runs/one" else tmp_path / "disk/runs/one")
+    (tmp_path / linked).parent.mkdir(exist_ok=True)
+    (tmp_path / linked).symlink_to(there if linked == "runs/one" else there.parent)
+    train.main(*settings(tmp_path / "runs/one", shapes), "steps=5")
+    assert checkpoints.latest(there).name == "step-00000005" and rows(there)[-1]["step"] == 5
+
+
+# ---- numbers in an index of tars ------------------------------------------------------------------------------------
+
+NUMBERS = [-1, -(2**40), 2**40, 2**63 - 1]
+FORMS = {"shorter": lambda a: a[:-1], "longer": lambda a: np.append(a, a[-1]), "nested": lambda a: a[None], "floats": lambda a: a.astype(float)}
+
+
+@pytest.fixture(scope="module")
+def indexed(tmp_path_factory) -> tuple[list[Path], dict]:
+    """Three tars, and what is in their index."""
+    folder = write_tars(tmp_path_factory.mktemp("tars"), numbered(), labels_of())
+    shards = sorted(folder.glob("*.tar"))
+    return shards, tars.tar_index(shards)
+
+
+def put(place: int, number: int):
+    return lambda a: np.concatenate([a[:place], [number], a[place:][1:]])
+
+
+@pytest.mark.parametrize(("name", "change"), [
+    *((name, change) for name in ("offsets", "starts", "labels", "shape") for change in FORMS.values()),
+    *((name, put(place, number)) for name in ("offsets", "starts", "shape") for place in (0, 1, 2) for number in NUMBERS),
+    *(("labels", put(place, number)) for place in (0, 1, 102) for number in NUMBERS[:2]), ("shape", put(0, 0)), ("starts", put(0, 1)),
+    ("offsets", lambda a: np.append(a[:-1], 10**6)), ("dtype", lambda a: np.array("|O8")), ("dtype", lambda a: np.array(">f2")),
+])  # fmt: skip
+def test_an_index_of_tars_with_a_number_out_of_range_is_made_again(indexed, name, change):
+    shards, whole = indexed
+    index = whole | {name: change(whole[name])}
+    np.savez(shards[0].with_name(tars.TAR_INDEX), key=np.array(tars.index_key(shards, index)), **index)     # anybody can compute the key
+    assert all(np.array_equal(values, whole[key]) for key, values in tars.tar_index(shards).items())
+
+
+def test_the_last_place_in_a_tar_is_the_last_at_which_a_latent_fits(indexed):
+    shards, whole = indexed
+    size = int(np.prod(whole["shape"])) * np.dtype(str(whole["dtype"])).itemsize
+    for offset, fits in ((shards[-1].stat().st_size - size, True), (shards[-1].stat().st_size - size + 1, False)):
+        assert tars.leads_inside(whole | {"offsets": np.append(whole["offsets"][:-1], offset)}, shards) == fits
+
+
+# ---- records that are not as this code writes them ------------------------------------------------------------------
+
+DEEP = "[" * 100_000
+OTHERS = ["[]", "1", '"x"', "null", DEEP, '{"files": []}', '{"files": {"ema.safetensors": 1}, "step": 4}', "{", "\0", '{"a":' * 300 + "1" + "}" * 300]
+WRONG = [0, -1, 2**70, 1e300, "x", [], {}, None, [[]], True, "a" * 2**20]
+
+
+@pytest.fixture(scope="module")
+def untrained(tmp_path_factory) -> Path:
+    network = {"input_size": 4, "patch_size": 2, "in_channels": 3, "hidden_size": 8, "depth": 2, "num_heads": 2, "num_classes": 3}
+    convention = {"scale": 1.0, "shift": 0.0, "latents_mean": [0.0] * 3, "latents_std": [1.0] * 3, "pixels": [0.0, 1.0]}
+    return write_run(tmp_path_factory.mktemp("untrained") / "run", network, 4, class_names=["a", "b", "c"], convention=convention, classes=[0, 1, 2])
+
+
+def spoilt(plain, around=()):
+    """Places in a record, each with each of WRONG in it."""
+    for key, value in plain.items() if isinstance(plain, dict) else enumerate(plain):
+        yield from ((*around, key, wrong) for wrong in WRONG)
+        if isinstance(value, dict | list):
+            yield from spoilt(value, (*around, key))
+
+
+@pytest.mark.parametrize("content", OTHERS)
+def test_a_record_of_another_form_is_a_damaged_checkpoint(untrained, tmp_path, content):
+    run = shutil.copytree(untrained, tmp_path / "run")
+    (run / STEP / "meta.json").write_text(content)
+    assert checkpoints.problem(run / STEP) and "\n" not in checkpoints.problem(run / STEP)
+    checkpoints.is_sound(run / STEP)    # which pruning asks
+    with pytest.warns(UserWarning, match="is damaged"):
+        assert "is complete" in in_a_line(load_trained, run)
+
+
+def test_each_value_of_a_record_may_be_anything(untrained, tmp_path):
+    run = shutil.copytree(untrained, tmp_path / "run")
+    whole = checkpoints.read_meta(run / STEP)
+    for *place, key, wrong in spoilt({name: whole[name] for name in ("network", "diffusion", "data")}):
+        changed = inner = json.loads(json.dumps(whole))
+        for part in place:
+            inner = inner[part]
+        inner[key] = wrong
+        checkpoints.write_meta(run / STEP, changed)
+        in_a_line(load_trained, run)
+
+
+def test_what_is_beyond_the_table_of_classes_is_refused(untrained, tmp_path):
+    run = shutil.copytree(untrained, tmp_path / "run")
+    whole = checkpoints.read_meta(run / STEP)
+    for change in ({"classes": [0, 3]}, {"class_names": ["a"] * 4}, {"display_names": ["a"] * 4}):
+        checkpoints.write_meta(run / STEP, whole | {"data": whole["data"] | change})
+        assert "4 classes" in in_a_line(load_trained, run)
+
+
+def test_a_pipe_in_place_of_a_record_is_not_waited_for(untrained, tmp_path):
+    run = shutil.copytree(untrained, tmp_path / "run")
+    for name in ("meta.json", "ema.safetensors"):
+        (run / STEP / name).unlink()
+        os.mkfifo(run / STEP / name)
+        assert checkpoints.problem(run / STEP)
+
+
+ROW = {"images": 4, "metrics": {"fid": 1.0}, "source": {"step": 4, "guidance": None}, "extractor": {"name": "pixels"}, "reference": {"path": "x"}}
+
+
+def test_rows_without_a_key_are_passed_over(tmp_path):
+    without = [{key: value for key, value in ROW.items() if key != name} for name in ROW]
+    wrong = [ROW | {key: value} for key in ROW for value in (1.5, "x", [], [1])] + [ROW | {"source": {"guidance": 1}}, ROW | {"metrics": {"fid": "x"}}]
+    for row in (*without, *wrong, ROW):
+        files.append_row(tmp_path / "results.jsonl", row)
+    with open(tmp_path / "results.jsonl", "a") as file:
+        file.write(f'{{"images": {DEEP}\n[]\n1\n')
+    assert read_results(tmp_path / "results.jsonl") == [ROW]
+    for row in ({"loss": 1.0}, {"step": "x"}, {"step": True}, {"step": 2, "loss": [1]}, {"step": 3, "loss": 2.0}):
+        files.append_row(tmp_path / "metrics.jsonl", row)
+    assert report.read_metrics(tmp_path / "metrics.jsonl")["loss"].tolist()[1:] == [2.0]
+
+
+@pytest.mark.parametrize("content", ["{}", "[]", '{"runs": []}', '{"name": "x"}', '{"name": "x", "runs": [1]}', '{"name": "x", "runs": [{"scores": []}]}', DEEP])
+def test_a_study_of_another_form_is_a_line(tmp_path, content):
+    (tmp_path / "study.json").write_text(content)
+    assert str(tmp_path / "study.json") in in_a_line(report.read_study, tmp_path / "study.json")
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize("content", [LAUGHS, "a: &a [*a]", "[" * 1500, "a: " * 2**20, "&a [" + "1," * 900 + "]\n", LAUGHS.replace("[", "{<<: [").replace("]", "]}")])
+def test_yaml_of_others_does_not_multiply(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content)
+    began = time.monotonic()
+    said = in_a_line(read_yaml, tmp_path / "config.yaml")
+    assert time.monotonic() - began < 20 and (said or content.startswith("&a"))
+
+
+# ---- labels ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("rows", [20, 6000])
+def test_a_stray_quote_is_a_line_and_swallows_nothing(rows):
+    lines = [f"{i}.png,cat" for i in range(rows)]
+    lines[7] = '7.png,"cat'
+    said = in_a_line(read_pairs, "\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
+    assert "Line 9" in said
+    lines[7] = '7.png,"cat, black"'
+    pairs, _ = read_pairs("\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
+    assert len(pairs) == rows and pairs[7] == ("7.png", "cat, black")
+
+
+@pytest.mark.parametrize("name", ["a\nb", "a\0b", "a\u2028b", "\r"])
+def test_a_class_whose_name_breaks_a_line_is_not_prepared_and_is_shown_with_a_space(name):
+    assert "line break" in in_a_line(check_names, ["cat", name], "source=x", "rename it")
+    two = torch.zeros(2, 8, 8, 3, dtype=torch.uint8)
+    shown = draw_grid(two, [0, 1], ["a b" if len(name) == 3 else " ", "cat"])
+    assert shown.tobytes() == draw_grid(two, [0, 1], [name, "cat"]).tobytes()
+    assert draw_grid(two, [0, 1], ["x" * 2**20, "cat"]).size
+
+
+# ---- arrays ---------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("header", [
+    *(f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}" for shape in (
+        "(-2, -8, 8, 3)", "(2, -8, -8, 3)", f"({2**62}, 4, 4, 3)", f"({2**70}, 8, 8, 3)", "(0, 8, 8, 3)", "(2, 0, 8, 3)", "(True, 8, 8, 3)", "(1,) * 99")),
+    "-" * 9000 + "1", "(" * 5000, "-" * 4000 + "1" + "+1" * 2000,
+])  # fmt: skip
+def test_the_header_of_an_array_may_say_anything(tmp_path, header):
+    text = header.encode() + b"\n"
+    (tmp_path / "x.npy").write_bytes(b"\x93NUMPY\x01\x00" + len(text).to_bytes(2, "little") + text + bytes(384))
+    with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
+        archive.write(tmp_path / "x.npy", "arr_0.npy")
+    for name in ("x.npy", "x.npz"):
+        assert in_a_line(lambda name=name: open_images("images", str(tmp_path / name)).read(np.arange(2)))
+    assert in_a_line(map_npy, tmp_path / "x.npy", [(2, 8, 8, 3)], ["uint8"])
+
+
+@pytest.mark.parametrize("name", ["latents-00000.npy", "labels-00000.npy", "metadata.json", "shard-000000.tar", tars.TAR_INDEX])
+def test_a_pipe_in_place_of_latents_is_not_waited_for(tmp_path, name):
+    if name.endswith((".tar", ".npz")):
+        open_latents(write_tars(tmp_path / "set", numbered(), labels_of()), kind="sample")
+    else:
+        write_folder(tmp_path / "set", numbered(), labels_of())
+    (tmp_path / "set" / name).unlink()
+    os.mkfifo(tmp_path / "set" / name)
+    assert in_a_line(lambda: open_latents(tmp_path / "set", kind="sample")) or name == tars.TAR_INDEX   # which is not needed
+
+
+def test_a_pipe_among_pictures_or_in_place_of_a_zip_is_not_waited_for(tmp_path):
+    Image.new("RGB", (8, 8)).save(tmp_path / "a.png")
+    for name in ("b.png", "c.zip"):
+        os.mkfifo(tmp_path / name)
+    assert in_a_line(open_source(str(tmp_path)).pixels, 1) and in_a_line(open_source, str(tmp_path / "c.zip"))
+
+
+def test_weights_that_name_one_dictionary_in_many_others_are_a_line(tmp_path):
+    content = {"x": torch.ones(1)}
+    for _ in range(40):
+        content = {"a": content, "b": content}
+    torch.save(content, tmp_path / "x.pt")
+    assert "parts" in in_a_line(read_weights, tmp_path / "x.pt")
+    for name, blocks in (("x_embedder.proj.weight", "blocks"), ("pos_embed.proj.weight", "transformer_blocks")):
+        state = {name: torch.ones(8, 3, 2, 2), f"{blocks}.1000000000.a": torch.ones(1)}
+        save_file(state, tmp_path / "x.safetensors")
+        assert in_a_line(load_trained, tmp_path / "x.safetensors")
+
+
+@pytest.mark.parametrize("change", [
+    {"indices": torch.tensor([4, 9])}, {"indices": torch.tensor([-1, 4])}, {"indices": torch.tensor([4, 4])}, {"indices": torch.tensor([4.0, 5.0])},
+    {"pool": torch.ones(2, 4)}, {"pool": torch.ones(3, 3)}, {"pool": torch.tensor([[1.0, 2, 3], [4, 5, torch.nan]])}, {"pool": torch.ones(2, 3).int()},
+])  # fmt: skip
+def test_kept_features_that_could_not_be_of_the_images_are_measured_again(tmp_path, fresh_accelerator, change):
+    features = FeatureCache(tmp_path, {}, 6, {"pool": 3})
+    features.save(torch.arange(2), {"pool": torch.ones(2, 3)})
+    feature_cache.write_kept(features.folder / "00000004.safetensors", {"indices": torch.tensor([4, 5]), "pool": torch.ones(2, 3), **change})
+    assert FeatureCache(tmp_path, {}, 6, {"pool": 3}).missing().tolist() == [2, 3, 4, 5]
+
+
+# ---- tables that the report writes ----------------------------------------------------------------------------------
+
+
+def test_no_cell_of_a_table_is_a_formula_to_a_spreadsheet():
+    if not (node := shutil.which("node")):
+        pytest.skip("no node")
+    cells = ["=1+1", "+x", "-x", "@x", "\t=1", "-1.5", "x=1", 'say "=1"', -2.5, ""]
+    stubs = f"""const source = {{data: {json.dumps({"a": cells})}, get_length: () => {len(cells)}}}, file = "x"
+    globalThis.Blob = class {{ constructor(lines) {{ console.log(JSON.stringify(lines)) }} }}
+    URL.createObjectURL = () => ""; globalThis.document = {{createElement: () => ({{click() {{}}}})}}"""
+    printed = subprocess.run([node, "-e", stubs + report.SAVE_CSV], capture_output=True, text=True, check=True).stdout
+    assert [line.rstrip("\n") for line in json.loads(printed)] == [
+        '"a"', '"\'=1+1"', '"\'+x"', '"\'-x"', '"\'@x"', '"\'\t=1"', '"-1.5"', '"x=1"', '"say ""=1"""', "-2.5", '""']
