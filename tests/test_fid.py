@@ -684,7 +684,7 @@ def test_rows_that_many_processes_add_at_once_are_complete_and_of_each_there_is_
 @pytest.mark.parametrize("error", [PermissionError(13, "read-only folder"), OSError(37, "no locks on this disk"), Timeout("held for a minute")])
 def test_a_folder_in_which_nothing_can_be_locked_costs_no_row(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(files.FileLock, "acquire", lambda *_, **__: (_ for _ in ()).throw(error))
-    results.add_rows(tmp_path / "results.jsonl", [{"source": {}, "metrics": {"fid": 1.0}}], before=[])
+    results.add_rows(tmp_path / "results.jsonl", [{**dict.fromkeys(("source", "metrics"), {}), "images": 2, "extractor": {"name": "x"}, "reference": {"path": "x"}}], before=[])
     assert len(rows_of(tmp_path)) == 1 and "cannot be locked" in capsys.readouterr().out
 
 
