@@ -8,6 +8,7 @@ dense. The changed lines are printed, so that you can make them in the script in
 """
 
 import argparse
+import ast
 import re
 import sys
 from pathlib import Path
@@ -17,13 +18,29 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 STEP = re.compile(r"^( +)with accelerator\.accumulate\((\w+)\):$", flags=re.M)
 
 
+def network_of(script: str, trained: str) -> str:
+    """Returns the transformer that the step calls; raises SystemExit if it is not what the script trains."""
+    tree = ast.parse(script)
+    [step] = [part for part in ast.walk(tree) if isinstance(part, ast.With) and
+              ast.unparse(part.items[0].context_expr) == f"accelerator.accumulate({trained})"]
+    called = {part.func.id for part in ast.walk(step) if isinstance(part, ast.Call) and isinstance(part.func, ast.Name)}
+    found = sorted(name for name in called if name.endswith("transformer") or name == "dit")
+    if len(found) != 1 or trained not in (*found, "models_to_accumulate"):
+        raise SystemExit(f"The script trains {trained}, and its step calls the transformers {found}: one is needed, "
+                         f"and it must be what is trained.")
+    defined = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
+    if missing := {found[0], "global_step", "args"} - defined or "max_train_steps" not in script and {"max_train_steps"}:
+        raise SystemExit(f"The script defines no {', '.join(sorted(missing))}, which the changed line needs.")
+    return found[0]
+
+
 def patched(script: str, route: str, dense_after: float) -> str:
     """Returns a training script whose steps are routed; raises SystemExit where no step is written as in diffusers."""
     [*steps] = STEP.finditer(script)
-    if len(steps) != 1 or "transformer" not in script:
+    if len(steps) != 1:
         raise SystemExit(f"{len(steps)} lines of the script are `with accelerator.accumulate(…):`, and one is needed, "
                          f"around the step of a transformer.")
-    network = name if (name := steps[0][2]).endswith("transformer") else "transformer"
+    name, network = steps[0][2], network_of(script, steps[0][2])
     step = (f"{steps[0][1]}with accelerator.accumulate({name}), routed(\n{steps[0][1]}    {network}, [Route({route})] "
             f"if global_step < {dense_after} * args.max_train_steps else []):")
     lines = "from routed import Route, routed", step

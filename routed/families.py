@@ -87,7 +87,7 @@ def first_image(call: dict) -> int:
 
     On a GPU this waits for the places. A compiled network cannot, so there condition images raise an error.
     """
-    places = call["img_ids"]
+    places = call["img_ids"] if "img_ids" in call else call["x_ids"]
     of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
     first = of_image == of_image[0]
     if torch.compiler.is_compiling():
@@ -95,6 +95,12 @@ def first_image(call: dict) -> int:
                             "network: how many tokens may be routed depends on img_ids.")
         return len(first)
     return int(first.cumprod(dim=0).sum())
+
+
+def patches_of(call: dict) -> int:
+    """Counts the patches of images or videos (B, C, F, H, W)."""
+    frames, rows, columns = call["x"].shape[2:]
+    return frames // call["f_patch_size"] * (rows // call["patch_size"]) * (columns // call["patch_size"])
 
 
 def first_of_shapes(call: dict) -> int:
@@ -247,6 +253,9 @@ FAMILIES = {
     "transformers.Dinov2WithRegistersModel": Family(
         (Blocks("encoder.layer", {MASK: None}, joined=True),), CLASS_TOKENS,
         lambda network, call: 1 + network.config.num_register_tokens),
+    "transformers.DINOv3ViTModel": Family(
+        (Blocks("model.layer", {"position_embeddings": {2: (0, 4)}, MASK: None}, joined=True),), CLASS_TOKENS,
+        lambda network, call: 1 + network.config.num_register_tokens),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
     "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),), "text"),
     "diffusers.SD3Transformer2DModel": Family(
@@ -348,6 +357,17 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
     "MMDiTX": (
         Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), "text", alone=("controlnet_hidden_states",)),),
     "Flux": (FLUX,),
+    "Flux2": (
+        Family((Blocks("double_blocks", {"pe": 2}, text="txt", takes="img txt pe pe_ctx mod_img mod_txt attn_params"),
+                Blocks("single_blocks", {"pe": 2}, joined=True, takes="x pe mod attn_params")),
+               "text and condition images", free=first_image),),
+    "ZImageTransformer2DModel": (
+        Family((Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}, joined=True,
+                       takes="x freqs_cis adaln_input attn_params"),), "text", free=patches_of, text_last=True),),
+    "SingleStreamDiT": (
+        Family((Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}, joined=True,
+                       takes="x vec freqs attn_params"),),
+               "text", free=lambda call: call["img"].shape[1], text_last=True),),
     "QwenImageTransformer2DModel": (
         Family((Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": fewer}, text=TEXT, out=1,
                        takes="hidden_states encoder_hidden_states encoder_hidden_states_mask temb image_rotary_emb "
@@ -374,6 +394,7 @@ GRIDS = "its blocks convolve over the grid of tokens, so tokens cannot be remove
 UNETS = "a UNet has no row of like blocks that tokens could skip"
 SKIPS = "long skips lead from its first blocks to its last, across the ends of a route"
 CACHES = "its tokens attend to what an earlier pass has cached, of all tokens"
+FRAMES = "earlier frames, reduced by several factors, stand before those to be predicted in one stream"
 PACKS = "it packs several streams into one sequence, whose layout counts every token"
 REFUSED = {
     "SanaTransformer2DModel": GRIDS,
@@ -387,6 +408,8 @@ REFUSED = {
     "AnyFlowFARTransformer3DModel": CACHES,
     "SanaWMLTX2RefinerTransformer3DModel": CACHES,
     "WanAnimate2Transformer3DModel": CACHES,
+    "HunyuanVideoFramepackTransformer3DModel": FRAMES,
+    "HunyuanVideoTransformer3DModelPacked": FRAMES,
     "Cosmos3OmniTransformer": PACKS,
     "MiniMaxH3Transformer3DModel": PACKS,
     "Kandinsky6SRTransformer3DModel": "its attention is sparse by tiles of the grid, so tokens cannot be removed",

@@ -149,7 +149,8 @@ class Pass:
         self.given: dict[str | int, Any] = {}
         self.between = False                    # true after a block of a route, until the next one
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        self.index: dict[tuple[int, int], Tensor] = {}  # of a route and a length: where the kept tokens are
+        # Of a route and a length: where the kept tokens are. A dict would fix the length in a compiled graph.
+        self.index: list[tuple[int, int, Tensor]] = []
         self.away: dict[int, Tensor] = {}  # the tokens before its start
         # The latest table of a name, a route and a list of blocks, its version, and what is kept of it.
         self.along: dict[tuple[str, int, str], tuple[Any, int, Any]] = {}
@@ -244,11 +245,14 @@ class Pass:
         ids = self.ids_keep[r]
         if length == self.free:
             return ids
-        if (r, length) not in self.index:
-            places = self.places(ids, length)
-            left = ids.new_zeros(len(ids), length).scatter(1, places, 1).scatter(1, places.gather(1, ids), 0)
-            self.index[r, length] = left.argsort(dim=1, stable=True)[:, :length - self.free + ids.shape[1]]
-        return self.index[r, length]
+        for of_route, of_length, index in self.index:
+            if of_route == r and of_length == length:
+                return index
+        places = self.places(ids, length)
+        left = ids.new_zeros(len(ids), length).scatter(1, places, 1).scatter(1, places.gather(1, ids), 0)
+        index = left.argsort(dim=1, stable=True)[:, :length - self.free + ids.shape[1]]
+        self.index.append((r, length, index))
+        return index
 
     def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
         """Returns what a block on a route is given of an argument along the tokens; of the same value once."""
@@ -288,7 +292,10 @@ class Pass:
         if bare and rank == ndim:
             return value[index[0]] if ndim == 1 else PerSample(value[index])
         table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
-        return table.take_along_dim(index.view([batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)]), axis)
+        # take_along_dim would fix the sizes in a compiled graph.
+        before, behind = table.shape[1:axis], table.shape[axis + 1:]
+        index = index.view(batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)).expand(batch, *before, -1, *behind)
+        return table.expand(batch, *table.shape[1:]).gather(axis, index)
 
     def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
         """Returns a block's arguments, on a route those of the kept tokens."""

@@ -30,7 +30,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1] / "routed"))
 import foreign_networks
 from foreign_networks import BATCH, IMAGE, POOLED, SEQUENCE, SHARE, TEXT, TEXT_MASK, TIME, WORDS, N, patches, randn
 
-from routed import Route, routed
+from routed import Route, probe, routed
 
 CLONES = Path(os.environ.get("TREAD_CLONES", "/nowhere"))
 LABELS = torch.tensor([1, 2, 3])
@@ -203,6 +203,41 @@ def flux(folder, module, options=None, params=None, **inputs):
                 getattr(type(net), "enable_gradient_checkpointing", None))
 
 
+def flux2(edit=False):
+    with code("musubi-tuner/src", "musubi_tuner.flux_2.flux2_models", ("flash_attn", "toml", "cv2")) as found:
+        net = found.Flux2(found.Flux2Params(in_channels=4, context_in_dim=16, hidden_size=16, num_heads=2, depth=2,
+                                            depth_single_blocks=2, axes_dim=[2, 2, 2, 2], use_guidance_embed=False), "torch")
+    places = foreign_networks.PLACES[:, [0, 1, 2, 0]].expand(BATCH, -1, -1)
+    x, behind = SEQUENCE, 6 * edit
+    if edit:                                # a condition image stands behind, at another time
+        places = torch.cat([places, places[:, :behind] + torch.eye(4)[0]], dim=1)
+        x = torch.cat([x, randn(BATCH, behind, 4, seed=7)], dim=1)
+    inputs = dict(x=x, x_ids=places, timesteps=SHARE, ctx=WORDS, guidance=None,
+                  ctx_ids=torch.arange(4 * TEXT).view(TEXT, 4).expand(BATCH, -1, -1) / 7)
+    return Case(net, inputs, lambda out: out[:, :N], {TEXT + N + behind: TEXT, N + behind: 0}.get,
+                type(net).enable_gradient_checkpointing)
+
+
+def z_image(split=False):
+    with code("musubi-tuner/src", "musubi_tuner.zimage.zimage_model", ("flash_attn", "toml", "cv2")) as found:
+        net = found.ZImageTransformer2DModel(
+            in_channels=4, dim=16, n_layers=4, n_refiner_layers=0, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[4, 2, 2],
+            axes_lens=[128, 16, 16], split_attn=split)
+    return Case(net, dict(x=IMAGE[:, :, None], t=SHARE, cap_feats=WORDS, cap_mask=TEXT_MASK), lambda out: patches(out[:, :, 0]),
+                lambda length: 0 if length > N or split else None, type(net).enable_gradient_checkpointing)
+
+
+def krea2():
+    with code("musubi-tuner/src", "musubi_tuner.krea2.krea2_mmdit", ("flash_attn", "toml", "cv2")) as found:
+        config = found.SingleMMDiTConfig(features=32, tdim=16, txtdim=16, heads=2, multiplier=2, layers=4, patch=2, channels=1,
+                                         kvheads=1, txtlayers=1, txtheads=2, txtkvheads=2)
+        net = found.SingleStreamDiT(config)
+    places = torch.cat([foreign_networks.PLACES, torch.zeros(TEXT, 3)]).expand(BATCH, -1, -1)
+    inputs = dict(img=SEQUENCE, context=WORDS[:, :, None], t=SHARE, pos=places,
+                  mask=torch.cat([torch.ones(BATCH, N) > 0, TEXT_MASK], dim=1))
+    return Case(net, inputs, lambda out: out, lambda length: 0 if length > N else None, type(net).enable_gradient_checkpointing)
+
+
 def sd35(folder="sd3.5", module="mmditx", name="MMDiTX", attention=None):
     with code(folder, module, ("toml", "cv2", "flash_attn")) as found:
         options = dict(context_embedder_config=dict(target="torch.nn.Linear", params=dict(in_features=16, out_features=256)))
@@ -338,6 +373,11 @@ CASES = {
     "sd-scripts Flux": partial(flux, "sd-scripts", "library.flux_models"),
     "sd-scripts Flux, masked": partial(flux, "sd-scripts", "library.flux_models", txt_attention_mask=TEXT_MASK),
     "musubi-tuner Qwen-Image": qwen,
+    "musubi-tuner Flux 2": flux2,
+    "musubi-tuner Flux 2, edit": partial(flux2, edit=True),
+    "musubi-tuner Z-Image": z_image,
+    "musubi-tuner Z-Image, split": partial(z_image, split=True),
+    "musubi-tuner Krea 2": krea2,
     "sd3.5": sd35,
     "sd-scripts SD3": partial(sd35, "sd-scripts", "library.sd3_models", "MMDiT"),
     "minRF MMDiT": min_rf_mmdit,
@@ -396,6 +436,8 @@ def test_a_public_code_is_routed_exactly(name):
     noise = torch.rand(BATCH, 1, N, generator=torch.Generator().manual_seed(3))
     with torch.no_grad():
         dense = case.call()
+        rows = probe(case.model, case.call)     # as it is, with its gates open
+        assert rows and all(row.deviation < 1e-5 for row in rows)
         with routed(case.model, [Route(0, -1, 0.0)]):
             assert torch.equal(case.call(), dense)
     weight = randn(BATCH, N // 4, dense.shape[-1], seed=9)
@@ -437,7 +479,8 @@ def test_a_public_code_is_routed_exactly(name):
     before, after = (image_of(case, seen[key]) for key in ("before", "after"))
     assert torch.equal(before[left], after[left]) and not torch.equal(before[~left], after[~left])
 
-    line = f"{name} ({commit(name)}): forward {error:.1e}, gradients {slope:.1e}"
+    line = (f"{name} ({commit(name)}): forward {error:.1e}, gradients {slope:.1e}, "
+            f"{len(rows)} trials {max(row.deviation for row in rows):.1e}")
     if case.checkpointing:
         plain = in_training(case)
         case.checkpointing(case.model)

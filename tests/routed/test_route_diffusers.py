@@ -46,3 +46,16 @@ def test_a_script_without_such_a_step_is_refused(tmp_path):
     (tmp_path / "train.py").write_text(SCRIPT.replace("accumulate", "gather"))
     with pytest.raises(SystemExit, match="one is needed"):
         route_diffusers.main([str(tmp_path / "train.py")])
+
+
+@pytest.mark.parametrize(("old", "new", "says"), [
+    ("(models_to_accumulate)", "(prior)", r"trains prior, and its step calls the transformers \['transformer'\]"),
+    ("model_pred = transformer(", "model_pred = prior(", r"calls the transformers \[\]"),
+    ("transformer = accelerator.prepare(", "prior = accelerator.prepare(", "defines no transformer"),
+    ("args.max_train_steps", "args.steps", "defines no max_train_steps"),
+])
+def test_a_script_is_refused_if_the_changed_line_would_name_what_it_has_not(old, new, says):
+    script = SCRIPT.replace('parser.add_argument("--max_train_steps", type=int)\n', "").replace(old, new)
+    script = script if "max_train_steps" in new + old else "max_train_steps = 4\n" + script
+    with pytest.raises(SystemExit, match=says):
+        route_diffusers.patched(script, "2,-4,0.5", 0.85)

@@ -454,7 +454,7 @@ NOT_YET = {  # classes of diffusers 0.42.1 that nobody has looked at, or that ar
     "AceStepTransformer1DModel", "AllegroTransformer3DModel", "AnyFlowTransformer3DModel", "BriaFibo2Transformer2DModel",
     "ConsisIDTransformer3DModel", "DreamLiteTransformer2DModel", "DualTransformer2DModel", "EasyAnimateTransformer3DModel",
     "ErnieImageTransformer2DModel", "GlmImageTransformer2DModel", "HeliosTransformer3DModel",
-    "HunyuanVideoFramepackTransformer3DModel", "Ideogram4Transformer2DModel", "JoyImageEditPlusTransformer3DModel",
+    "Ideogram4Transformer2DModel", "JoyImageEditPlusTransformer3DModel",
     "JoyImageEditTransformer3DModel", "LongCatAudioDiTTransformer", "LuminaNextDiT2DModel", "MiniMaxMusic3RVQDepthDecoder",
     "MiniMaxMusic3Transformer1DModel", "MotifVideoTransformer3DModel", "OmniGenTransformer2DModel", "PriorTransformer",
     "RFD4ProteinaTransformer", "StableAudio3DiTModel", "StableAudioDiTModel", "T5FilmDecoder", "Transformer2DModel",
