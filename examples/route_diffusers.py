@@ -29,8 +29,11 @@ def network_of(script: str, trained: str) -> str:
         raise SystemExit(f"The script trains {trained}, and its step calls the transformers {found}: one is needed, "
                          f"and it must be what is trained.")
     defined = {part.id for part in ast.walk(tree) if isinstance(part, ast.Name) and isinstance(part.ctx, ast.Store)}
-    if missing := {found[0], "global_step", "args"} - defined or "max_train_steps" not in script and {"max_train_steps"}:
-        raise SystemExit(f"The script defines no {', '.join(sorted(missing))}, which the changed line needs.")
+    missing = [name for name in (found[0], "global_step", "args") if name not in defined]
+    if "args.max_train_steps" not in script:
+        missing.append("args.max_train_steps")
+    if missing:
+        raise SystemExit(f"The script defines no {', '.join(missing)}, which the changed line needs.")
     return found[0]
 
 

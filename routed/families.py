@@ -87,7 +87,7 @@ def first_image(call: dict) -> int:
 
     On a GPU this waits for the places. A compiled network cannot, so there condition images raise an error.
     """
-    places = call["img_ids"] if "img_ids" in call else call["x_ids"]
+    places = call["x_ids" if "x_ids" in call else "img_ids"]
     of_image = (places[0] if places.ndim == 3 else places)[:, 0]        # (N,)
     first = of_image == of_image[0]
     if torch.compiler.is_compiling():
@@ -110,6 +110,11 @@ def first_of_shapes(call: dict) -> int:
 
 def in_front(network: nn.Module, call: dict) -> int:
     return network.num_prefix_tokens
+
+
+def class_and_storage(network: nn.Module, call: dict) -> int:
+    """Counts DINOv2's and DINOv3's class and register tokens, by the names of facebookresearch."""
+    return 1 + getattr(network, "num_register_tokens", getattr(network, "n_storage_tokens", 0))
 
 
 def encoder_depths(network: nn.Module) -> dict[int, str]:
@@ -206,6 +211,13 @@ def grid_rows(table: Any, stay: Any) -> Any:
     cuts = table.shape[1] - 2 * (table.shape[1] // 3), *[table.shape[1] // 3] * 2
     at = places // (rows * columns), places // columns % rows, places % columns
     return Lines(torch.cat([part[i] for part, i in zip(table.split(cuts, dim=1), at, strict=True)], dim=-1))
+
+
+def in_lists(tables: Any, stay: Any) -> Any:
+    """For DINOv3's lists of sines and cosines (N, D), one for each tensor of tokens."""
+    if isinstance(tables, list | tuple):
+        return type(tables)(in_lists(table, stay) for table in tables)
+    return tables if tables is None else stay.rows(tables, {2: (0, 4)})
 
 
 def first_rows(table: Tensor, stay: Any) -> Any:
@@ -356,6 +368,10 @@ CODES = {  # original codes, known by the class, and by lists and arguments of i
         Family((Blocks("joint_blocks", tokens=1, text=0, out=1, takes="context x c"),), "text")),
     "MMDiTX": (
         Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), "text", alone=("controlnet_hidden_states",)),),
+    "DinoVisionTransformer": (
+        Family((Blocks("blocks", {"rope_or_rope_list": in_lists}, joined=True,
+                       takes="x x_or_x_list rope_or_rope_list"),),
+               CLASS_TOKENS, class_and_storage),),
     "Flux": (FLUX,),
     "Flux2": (
         Family((Blocks("double_blocks", {"pe": 2}, text="txt", takes="img txt pe pe_ctx mod_img mod_txt attn_params"),
@@ -443,6 +459,11 @@ def takes_any(module: nn.Module) -> bool:
     return any(part.kind == part.VAR_KEYWORD for part in inspect.signature(type(module).forward).parameters.values())
 
 
+def alone(tokens: Any) -> Any:
+    """Returns tokens that are given as a list of one tensor."""
+    return tokens[0] if isinstance(tokens, list) and len(tokens) == 1 else tokens
+
+
 def bare(block: nn.Module) -> nn.Module:
     """Returns the block inside the wrappers of compile and of a checkpoint."""
     for wrapper in ("_orig_mod", "_checkpoint_wrapped_module"):
@@ -478,6 +499,9 @@ def network_of(model: nn.Module) -> nn.Module:
     """Returns the network inside the wrappers of compile, DDP and PEFT."""
     if isinstance(model, nn.DataParallel):
         raise ValueError("DataParallel calls several copies of a network at once; use DistributedDataParallel.")
+    if any(type(part).__name__ == "FullyShardedDataParallel" for part in model.modules()):
+        raise ValueError("FSDP1 (FullyShardedDataParallel) hides a network's blocks in wrappers; shard it with FSDP2, "
+                         "torch.distributed.fsdp.fully_shard.")
     if hasattr(model, "get_base_model"):
         return network_of(model.get_base_model())
     parts = [name for name, _ in model.named_children()]

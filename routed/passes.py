@@ -22,7 +22,7 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from routed import families
-from routed.families import Blocks, Family, bare, encoder_depths, family_of, names_of, network_of, takes_any
+from routed.families import Blocks, Family, alone, bare, encoder_depths, family_of, names_of, network_of, takes_any
 from routed.trial import TRIED, Trial, Trials
 from routing_module import Route, Router, resolve_routes
 
@@ -158,6 +158,10 @@ class Pass:
     def advance(self, block: int) -> None:
         """Notes that a block is called, or at the number of blocks that the pass is over."""
         depth = len(self.routing.blocks)
+        if block == depth and self.last == -1:
+            raise ValueError(f"{type(self.routing.modules[0]).__name__} called none of its {depth} blocks in "
+                             f"{self.routing.specs[0].path}: it calls their parts, or others. Name the blocks that its "
+                             f"forward calls.")
         if block != self.last + 1:
             raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
                              f"route needs each of the {depth} blocks once, from the first to the last.")
@@ -304,7 +308,7 @@ class Pass:
         given, r = dict(enumerate(args)) | kwargs, routing.route_of[block]
         given = {argument(names, key): value for key, value in given.items()}
         tokens, trials = self.tokens_of(block), self.trials
-        x = given.get(tokens)
+        x = alone(given.get(tokens))
         if spec.text is not None:
             self.text = given[argument(names, spec.text)].shape[1]
         if r is None:
@@ -319,8 +323,9 @@ class Pass:
                 raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and it is not known which of "
                                  f"them have a value per token: call the network without it, or without routed().")
         starts = block == routing.routes[r].start_layer_idx
-        if not isinstance(x, Tensor) or x.ndim != 3:
-            found = tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+            found = (type(x).__name__ if not isinstance(x, Tensor) else
+                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
             raise ValueError(f"{routing.place(block)}: {tokens} is {found}, but tokens (B, N, D) are routed: name "
                              f"their argument by family=Family((Blocks(path, tokens=),)).")
         stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
@@ -340,7 +345,8 @@ class Pass:
         if trials:
             trials.try_block(self, block, self.given, as_called)
         if starts or spec.whole:
-            given[tokens] = routing.router.start_route(x, self.stayed(r, stream))
+            x = routing.router.start_route(x, self.stayed(r, stream))
+            given[tokens] = [x] if isinstance(given[tokens], list) else x
         self.given = dict(given)
         self.take(block, given)
         return as_called(given)
@@ -387,11 +393,13 @@ class Pass:
 
     def check_named(self, block: int, given: dict[str | int, Any], stream: int) -> None:
         """Raises ValueError for a value as long as the tokens that is not named: a block might cut it to its own."""
-        routing, batch = self.routing, len(self.ids_keep[self.routing.route_of[block]])
+        routing, (batch, _, width) = self.routing, alone(given[self.tokens_of(block)]).shape
         for name in given.keys() - {name for name, _, _ in routing.along[block]} - self.streams_of(block):
             for value in given[name] if isinstance(given[name], tuple | list) else [given[name]]:
                 is_wide = isinstance(value, Tensor) and value.ndim > 1
                 lengths = value.shape[int(len(value) == batch):-1] if is_wide else ()
+                if is_wide and value.ndim == 2 and len(value) == batch and value.shape[1] != width:     # a mask (B, N)
+                    lengths = value.shape[1:]
                 if any(length in (self.free, stream) for length in lengths):
                     raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. "
                                      f"Name its axis in along=, or write along={{{name!r}: {{}}}} if it has no value "
@@ -404,7 +412,8 @@ class Pass:
         x = output[spec.out] if several else output
         if r is not None:
             streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
-            tokens, is_open = given[self.tokens_of(block)], len(streams) > 1 and routing.own and spec.text is None
+            tokens = alone(given[self.tokens_of(block)])
+            is_open = len(streams) > 1 and routing.own and spec.text is None
             if is_open or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
                 found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_open else
                          tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
@@ -463,6 +472,11 @@ class Routing:
         for names, spec in zip(self.names, self.specs, strict=True):
             keys = [key.split(".") if isinstance(key, str) else [argument(names, key)] for key in spec.along]
             self.along.append([(*key, "")[:2] + (axis,) for key, axis in zip(keys, spec.along.values(), strict=True)])
+        for i, block in enumerate(inner):
+            if isinstance(block, nn.ModuleList | nn.ModuleDict):
+                raise ValueError(f"{self.specs[i].path}.{i} is a {type(block).__name__} of {len(block)} modules, and "
+                                 f"no block: indices of routes would count such groups. Build the network with a list "
+                                 f"of blocks (DINOv2: block_chunks=0), each with its own forward and residuals.")
         if repeated := len(self.blocks) - len({*self.blocks}):
             raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
                              f"blocks that are called once.")
@@ -590,7 +604,8 @@ class Routing:
             needs_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in given.values())
         if needs_gradient and not torch.is_grad_enabled():
             raise ValueError(f"{self.place(i) if i >= 0 else 'The network'} runs without the gradient that its input "
-                             f"needs, as in a reentrant checkpoint: set use_reentrant=False, or detach the input.")
+                             f"needs, as in a reentrant checkpoint or one that offloads activations: use torch's "
+                             f"checkpoint with use_reentrant=False, or detach the input.")
         return self.latest
 
     def begin(self, run: Pass | None) -> None:

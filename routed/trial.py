@@ -14,7 +14,7 @@ from weakref import WeakKeyDictionary
 import torch
 from torch import Tensor, nn
 
-from routed.families import bare
+from routed.families import alone, bare
 
 TRIED: WeakKeyDictionary = WeakKeyDictionary()      # of each network, what has been tried
 
@@ -105,26 +105,28 @@ class Trials:
 
     def measure(self, run: Any, block: int, given: dict, as_called: Callable) -> Trial | None:
         spec, tokens, outs = run.routing.specs[block], run.tokens_of(block), []
-        with undisturbed(run.routing.blocks[block], given[tokens].device):
-            x = given[tokens] if given[tokens].shape[1] == run.stream else run.rejoin(block, given[tokens])
+        with undisturbed(run.routing.blocks[block], alone(given[tokens]).device):
+            x = alone(given[tokens])
+            x = x if x.shape[1] == run.stream else run.rejoin(block, x)
             generator = torch.Generator(x.device).manual_seed(0)
-            alone = Alone(bare(run.routing.blocks[block]), run.routing.eager[block], generator)
+            trial = Alone(bare(run.routing.blocks[block]), run.routing.eager[block], generator)
             order = torch.rand(len(x), run.free, generator=generator, device=x.device).argsort(dim=1)
             for other in (in_order(run, block, x, order.sort(dim=1).values), in_order(run, block, x, order)):
                 index = other.stayed(run.routing.route_of[block], run.stream)[..., None]
-                call = given | {tokens: x.take_along_dim(index, 1)}
+                rows = x.take_along_dim(index, 1)
+                call = given | {tokens: [rows] if isinstance(given[tokens], list) else rows}
                 other.take(block, call)
-                out = alone(*as_called(call))
+                out = trial(*as_called(call))
                 outs.append(out[spec.out] if isinstance(out, tuple | list) else out)
             if any(not isinstance(out, Tensor) or out.shape != x.shape for out in outs):
                 return None                 # refused when the block returns
             out, turned = (out.to(torch.promote_types(out.dtype, torch.float32)) for out in outs)
             added, size, deviation = (float(part.square().mean().sqrt()) for part in
                                       (out - x, out, turned - out.take_along_dim(index, 1)))
-        dtype, eps = precision_of(alone.block, x)
+        dtype, eps = precision_of(trial.block, x)
         if added <= 4 * eps * size:         # lost in the rounding of what it is added to
             return None
-        return Trial(f"block {block} of {spec.path} ({type(alone.block).__name__})", deviation / added,
+        return Trial(f"block {block} of {spec.path} ({type(trial.block).__name__})", deviation / added,
                      math.sqrt(eps) + eps * size / added, dtype)
 
 

@@ -238,6 +238,16 @@ def krea2():
     return Case(net, inputs, lambda out: out, lambda length: 0 if length > N else None, type(net).enable_gradient_checkpointing)
 
 
+def dino(folder, registers, **options):
+    with code(folder, f"{folder}.models.vision_transformer") as found:
+        net = found.DinoVisionTransformer(img_size=8, patch_size=2, in_chans=4, embed_dim=16, depth=4, num_heads=2, ffn_ratio=2.0,
+                                          **options) if folder == "dinov3" else \
+            found.DinoVisionTransformer(img_size=8, patch_size=2, in_chans=4, embed_dim=16, depth=4, num_heads=2, **options)
+    if folder == "dinov3":
+        net.init_weights()
+    return Case(net, dict(x=IMAGE, is_training=True), lambda out: out["x_norm_patchtokens"], {N + 1 + registers: 1 + registers}.get)
+
+
 def sd35(folder="sd3.5", module="mmditx", name="MMDiTX", attention=None):
     with code(folder, module, ("toml", "cv2", "flash_attn")) as found:
         options = dict(context_embedder_config=dict(target="torch.nn.Linear", params=dict(in_features=16, out_features=256)))
@@ -378,6 +388,9 @@ CASES = {
     "musubi-tuner Z-Image": z_image,
     "musubi-tuner Z-Image, split": partial(z_image, split=True),
     "musubi-tuner Krea 2": krea2,
+    "dinov2": partial(dino, "dinov2", 0, block_chunks=0),
+    "dinov2, registers": partial(dino, "dinov2", 2, block_chunks=0, num_register_tokens=2),
+    "dinov3": partial(dino, "dinov3", 2, n_storage_tokens=2),
     "sd3.5": sd35,
     "sd-scripts SD3": partial(sd35, "sd-scripts", "library.sd3_models", "MMDiT"),
     "minRF MMDiT": min_rf_mmdit,
@@ -463,6 +476,7 @@ def test_a_public_code_is_routed_exactly(name):
     seen = {}
 
     def streams(values):
+        values = [part for x in values for part in (x if isinstance(x, list) else [x])]
         return [x for x in values if isinstance(x, torch.Tensor) and x.ndim == 3 and case_first(case, x.shape[1]) is not None]
 
     from routed.families import family_of
@@ -470,7 +484,7 @@ def test_a_public_code_is_routed_exactly(name):
     hooks = [blocks[1].register_forward_pre_hook(
                  lambda _, args, kwargs: seen.update(before=streams([*args, *kwargs.values()])[0]), with_kwargs=True),
              blocks[-2].register_forward_hook(
-                 lambda _, args, out: seen.update(after=streams(out if isinstance(out, tuple) else [out])[0]))]
+                 lambda _, args, out: seen.update(after=streams(out if isinstance(out, tuple | list) else [out])[0]))]
     with routed(case.model, [Route(1, -2, 0.5)]) as taken, torch.no_grad():
         case.call()
     for hook in hooks:

@@ -458,6 +458,12 @@ def transformers_network(network, config, **options):
                 tokens=lambda out: out[:, prefix:])
 
 
+def dino3():
+    case = transformers_network(transformers.DINOv3ViTModel, transformers.DINOv3ViTConfig, num_register_tokens=2)
+    case.parts["rope_embeddings"] = 0
+    return case
+
+
 CHROMA = dict(approximator_num_channels=16, approximator_hidden_dim=16, approximator_layers=1)
 NETWORKS = {
     "DiTTransformer2DModel": dit,
@@ -539,6 +545,7 @@ NETWORKS = {
         timm_network, Eva, with_rope(2), use_rot_pos_emb=True, rope_type="mixed", num_reg_tokens=2),
     "ViTModel": partial(transformers_network, transformers.ViTModel, transformers.ViTConfig),
     "Dinov2Model": partial(transformers_network, transformers.Dinov2Model, transformers.Dinov2Config),
+    "DINOv3ViTModel": dino3,
     "Dinov2WithRegistersModel": partial(transformers_network, transformers.Dinov2WithRegistersModel,
                                         transformers.Dinov2WithRegistersConfig, num_register_tokens=2),
 }

@@ -306,8 +306,73 @@ def hunyuan15(musubi=False):
     return net
 
 
+def dino():
+    """DINOv3's blocks get a list of one tensor, and tables of the patches without a batch axis."""
+    def block(self, x_or_x_list, rope_or_rope_list=None):
+        [x], [tables] = x_or_x_list, rope_or_rope_list
+        return [self.attend(x, lambda q: torch.cat([q[:, :, :3], q[:, :, 3:] * tables[0]], dim=2))]
+
+    def forward(self, x, ids):
+        x = [torch.cat([torch.ones(len(x), 3, D), x], dim=1)]
+        for part in self.blocks:
+            x = part(x, [(table_of(ids), table_of(ids))])
+        return x[0][:, 3:]
+    net = network("DinoVisionTransformer", {"blocks": block}, forward)
+    net.n_storage_tokens = 2
+    return net
+
+
+def flux2():
+    def double(self, img, txt, pe, pe_ctx, mod_img, mod_txt, attn_params):
+        return both(self, img, txt, lambda q: q * torch.cat([pe_ctx, pe], dim=2)[..., 0])
+
+    def single(self, x, pe, mod, attn_params):
+        return self.attend(x, lambda q: q * pe[..., 0])
+
+    def forward(self, x, x_ids):
+        txt, pe_ctx = torch.ones(len(x), TEXT, D), torch.ones(len(x), 1, TEXT, D // 2, 1)
+        pe = table_of(x_ids[0, :, 1].long())[None, None, :, :, None].expand(len(x), -1, -1, -1, -1)
+        for part in self.double_blocks:
+            x, txt = part(x, txt, pe, pe_ctx, None, None, Params())
+        x = torch.cat([txt, x], dim=1)
+        for part in self.single_blocks:
+            x = part(x, torch.cat([pe_ctx, pe], dim=2), None, Params())
+        return x[:, TEXT:]
+    return network("Flux2", {"double_blocks": double, "single_blocks": single}, forward)
+
+
+def image_first(name, path, block):
+    """musubi-tuner's Z-Image and Krea 2, whose texts of several lengths stand behind the image."""
+    def forward(self, **call):
+        img, ids = call["img"] if "img" in call else call["x"].flatten(2).mT, call["ids"]
+        n, pad = img.shape[1], torch.ones(len(img), TEXT, D // 2)
+        totals = self.lengths[:len(img)] + n
+        params = Params(False, n, (torch.arange(n + TEXT) < totals[:, None])[:, None, None], totals, None, n + TEXT)
+        x, table = torch.cat([img, torch.ones(len(img), TEXT, D)], dim=1), torch.cat([table_of(ids).expand(len(img), -1, -1), pad], dim=1)
+        for part in getattr(self, path):
+            x = part(x, table, params)
+        return x[:, :n]
+    net = network(name, {path: block}, forward)
+    net.lengths = LENGTHS
+    return net
+
+
+def z_image():
+    def block(self, x, freqs_cis, attn_params=None, adaln_input=None):
+        assert attn_params.img_len + TEXT == x.shape[1] == attn_params.max_seqlen
+        return self.attend(x, lambda q: q * freqs_cis[:, None], attn_params.attention_mask)
+    return image_first("ZImageTransformer2DModel", "layers", block)
+
+
+def krea2():
+    def block(self, x, freqs, attn_params=None, vec=None):
+        return self.attend(x, lambda q: q * freqs[:, None], attn_params.attention_mask)
+    return image_first("SingleStreamDiT", "blocks", block)
+
+
 NETWORKS = {"SiT": dit, "PixArtMS": pixart, "LightningDiT": lightning, "Flux": flux, "MMDiTX": sd35, "MMDiT": min_rf,
-            "QwenImageTransformer2DModel": qwen, "NextDiT": lumina, "WanModel": of_wan,
+            "QwenImageTransformer2DModel": qwen, "NextDiT": lumina,
+            "DinoVisionTransformer": dino, "Flux2": flux2, "ZImageTransformer2DModel": z_image, "SingleStreamDiT": krea2, "WanModel": of_wan,
             "WanModel, a time for each token": partial(of_wan, each=True), "WanModel, musubi-tuner": partial(of_wan, musubi=True),
             "HYVideoDiffusionTransformer": hunyuan, "HYVideoDiffusionTransformer, musubi-tuner": partial(hunyuan, True),
             "HunyuanVideo_1_5_DiffusionTransformer": hunyuan15,
@@ -321,9 +386,16 @@ def called(net, x, ids, sample=None):
         words["cap_mask"] = words["cap_mask"][sample:sample + 1]
         if hasattr(net, "lengths"):
             net.lengths = LENGTHS[sample:sample + 1]
-    if type(net).__name__ == "Flux":
+    if type(net).__name__ in ("Flux", "Flux2"):
         places = torch.stack([torch.zeros(len(ids)), ids.float(), ids.float()], dim=1)
-        return net(img=x, img_ids=places.expand(len(x), -1, -1))
+        places = places.expand(len(x), -1, -1)
+        return net(x=x, x_ids=places) if type(net).__name__ == "Flux2" else net(img=x, img_ids=places)
+    if type(net).__name__ in ("ZImageTransformer2DModel", "SingleStreamDiT"):
+        image = dict(img=x) if type(net).__name__ == "SingleStreamDiT" else dict(x=x.mT[:, :, None, None], patch_size=1, f_patch_size=1)
+        try:
+            return net(ids=ids, **image)
+        finally:
+            net.lengths = LENGTHS
     wanted = type(net).forward.__code__.co_varnames[:type(net).forward.__code__.co_argcount]
     try:
         return net(x=x, ids=ids, **{name: value for name, value in words.items() if name in wanted})
@@ -426,3 +498,22 @@ def test_videos_of_several_sizes_tiles_and_padded_sequences_are_refused():
     refused(net, "attends by tiles")
     net = lumina()
     refused(net, "images of several sizes", call=lambda: net(x=[torch.zeros(4, 4), torch.zeros(8, 4)], ids=None, cap_mask=torch.ones(2, 1)))
+
+
+@pytest.mark.parametrize(("group", "says"), [
+    (nn.ModuleList, "blocks.0 is a ModuleList of 2 modules, and no block"),
+    (type("BlockChunk", (nn.ModuleList,), dict(forward=lambda self, x: x)), "blocks.0 is a BlockChunk of 2 modules.*block_chunks=0")])
+def test_groups_of_blocks_are_refused_as_indices_would_count_them(group, says):
+    """As SimpleViT's pairs of attention and MLP, which its forward calls itself, and DINOv2's chunks."""
+    net = dit()
+    net.blocks = nn.ModuleList(group(Attention() for _ in range(2)) for _ in range(3))
+    refused(net, says, blocks="blocks")
+    net.__class__.__name__, net.__class__.forward = "DinoVisionTransformer", lambda self, x: x
+    if group is not nn.ModuleList:
+        refused(net, says)
+
+
+def test_fsdp1_is_named_by_the_error():
+    net = type("FullyShardedDataParallel", (nn.Module,), {})()
+    net.module = dit()
+    refused(net, r"FSDP1 .* hides a network's blocks in wrappers; shard it with FSDP2")

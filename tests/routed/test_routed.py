@@ -382,7 +382,7 @@ def refused(model, routes=TWO, call=lambda: None, **options):
     ("rope is (9, 1, 8). Its axis 0 must be 9 long", dict(table=torch.randn(9, 1, 8)), {}),
     ("After block 0 came block 2", dict(order=(0, 2, 1, 3)), {}),
     ("After block 2 came the end", dict(order=(0, 1, 2)), {}),
-    ("After block -1 came the end", dict(order=()), {}),
+    ("Mine called none of its 4 blocks in transformer.h", dict(order=()), {}),
     ("block 0 of transformer.h runs without the gradient", dict(checkpointed=True, reentrant=True), {}),
 ])
 def test_what_cannot_be_routed_is_refused_with_the_reason(says, of_network, options):
@@ -466,7 +466,7 @@ def test_every_transformer_of_diffusers_is_known_or_refused_or_listed_here():
     """So that a new version shows what it brings."""
     found = {name for name, part in vars(diffusers.models.transformers).items() if isinstance(part, type)}
     known = {name.partition(".")[2] for name in families.FAMILIES if name.startswith("diffusers.")}
-    assert found == known | NOT_YET | {name for name in families.REFUSED if "Transformer" in name or name.startswith("HunyuanDiT")}
+    assert found == known | NOT_YET | {name for name in families.REFUSED if "Transformer" in name or name.startswith("HunyuanDiT")} - {"HunyuanVideoTransformer3DModelPacked"}
     assert not known & NOT_YET and not (known | NOT_YET) & set(families.REFUSED)
 
 

@@ -136,7 +136,15 @@ def test_sequences_before_samples_are_refused():
         return nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, D, **options), 3, enable_nested_tensor=False)
 
     assert "set batch_first=True" in refused(encoder(), HALF, blocks="layers")
-    net = encoder(batch_first=True)
+    net, padded = encoder(batch_first=True), torch.arange(N) >= torch.tensor([[N], [N - 3], [4]])
+    assert "src_key_padding_mask is (3, 16), as long as the tokens" in refused(
+        net, HALF, lambda: net(X, src_key_padding_mask=padded), blocks="layers")
+    with routed(net, HALF, blocks="layers", along={"src_key_padding_mask": 1}):
+        net(X, src_key_padding_mask=padded)
+    nested = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, D, batch_first=True), 3).eval()
+    with torch.no_grad():
+        assert "a nested tensor (set enable_nested_tensor=False)" in refused(
+            nested, HALF, lambda: nested(X, src_key_padding_mask=padded), blocks="layers", along={"src_key_padding_mask": 1})
     with routed(net, HALF, blocks="layers") as taken:
         net(X)
     assert taken.ids_keep[0].shape == (BATCH, N // 2)
