@@ -292,7 +292,7 @@ def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
 
 @command("fid", ScoringSettings)
 def main(cfg: ScoringSettings) -> None:
-    state = join_ranks(cfg.cpu, cfg.tf32)
+    state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     check_settings(cfg)
     if cfg.reference_from is not None:
         write_statistics(cfg, state)

@@ -86,7 +86,7 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
 
 @command("sample", SampleSettings)
 def main(cfg: SampleSettings) -> None:
-    state = join_ranks(cfg.cpu, cfg.tf32)
+    state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     kind = Path(cfg.out).suffix if cfg.out else ".png"
     if kind not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
         raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz (which latents=true needs), "
@@ -121,7 +121,7 @@ def main(cfg: SampleSettings) -> None:
 @command("rf", GridSettings)
 def compare_guided(cfg: GridSettings) -> None:
     """Samples a flow-matching network guided and unguided, and says what each costs: `python rf.py`."""
-    state = join_ranks(cfg.cpu, cfg.tf32)
+    state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     if cfg.out and Path(cfg.out).suffix != ".png":
         raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
     sampling = open_sampling(cfg, state, most_classes=GRID_CLASSES)

@@ -1,8 +1,11 @@
 """The device of a command, and how it multiplies."""
 
 import contextlib
+import ctypes
 import os
 import platform
+import re
+import warnings
 from pathlib import Path
 
 import torch
@@ -37,16 +40,125 @@ def require_plain_launch() -> None:
                          f"compile or to shard a network, train.py has compile=true and sharding=fsdp.")
 
 
-def join_ranks(cpu: bool, tf32: bool, **options: object) -> PartialState:
+# ---- the check of a GPU ---------------------------------------------------------------------------------------------
+
+OLDEST_DRIVERS = {"12": 525, "13": 580}  # of NVIDIA, by the CUDA that torch is built for
+NO_DEVICE = 100  # of cuInit, where no GPU is given to this process
+ON_THE_CPU = "cpu=true, or CUDA_VISIBLE_DEVICES= before the command, computes on the CPU"
+
+
+def check_device(cpu: bool, **precisions: str) -> bool:
+    """Returns whether a command computes on the CPU; raises ValueError for a GPU that it cannot use or that is slow.
+
+    `precisions` are its settings of that kind, by name. Where each rank sees only its own GPU, as with Slurm's
+    --gpus-per-task=1, LOCAL_RANK becomes 0, as accelerate and torch choose the device by it.
+    """
+    if cpu:
+        return True
+    with warnings.catch_warnings(action="ignore"):  # torch's own, of an old driver
+        has_gpu = torch.cuda.is_available()
+    if not has_gpu:
+        check_unused_gpu()
+        return True
+    rank, count = int(os.environ.get("LOCAL_RANK", 0)), torch.cuda.device_count()
+    if rank >= count > 1 or rank and count == 1 and "TORCHELASTIC_RUN_ID" in os.environ:  # its ranks see the same GPUs
+        raise ValueError(f"{os.environ.get('LOCAL_WORLD_SIZE', rank + 1)} processes were started here, and torch sees "
+                         f"{count} GPU{'s' * (count > 1)}: start at most one for each GPU (--nproc_per_node, "
+                         f"--num_processes), or compute on the CPU with cpu=true.")
+    if rank and count == 1:
+        os.environ["LOCAL_RANK"] = "0"
+    check_capability(torch.device("cuda", rank % count), **precisions)
+    return False
+
+
+def check_unused_gpu() -> None:
+    """Raises ValueError for a GPU of NVIDIA's that torch cannot use; warns of one that this process is not to see."""
+    if os.environ.get("CUDA_VISIBLE_DEVICES", "unset") in ("", "-1", "NoDevFiles") or torch.version.hip:
+        return
+    error, cuda, count = ask_driver()
+    has_file = any(Path("/dev").glob("nvidia[0-9]*"))
+    driver = f"its driver {driver_version()}".rstrip()
+    if count and torch.version.cuda is None:
+        warnings.warn(f"this machine has a GPU, but torch {torch.__version__} is built without CUDA, so the CPU "
+                      f"computes.", stacklevel=2)
+    elif count or has_file and error not in (0, NO_DEVICE):
+        needed = torch.version.cuda or "12"
+        oldest = OLDEST_DRIVERS.get(major := needed.partition(".")[0], "that fits")
+        if error is None:
+            seen, advice = "NVIDIA's libcuda.so.1 is not installed", "start a container with --gpus all"
+        elif cuda and cuda[0] < int(major):
+            seen = f"{driver} is for CUDA {cuda[0]}.{cuda[1]}"
+            advice = f"install driver {oldest} or newer, or a torch wheel for CUDA {cuda[0]} (pytorch.org)"
+        else:
+            seen = f"{driver} reports error {error}" if error else f"CUDA_VISIBLE_DEVICES or {driver} keeps torch out"
+            advice = "see what nvidia-smi says, and restart the machine after an update of the driver"
+        raise ValueError(f"This machine has a GPU that torch {torch.__version__} (CUDA {needed}) cannot use, as "
+                         f"{seen}: {advice}. {ON_THE_CPU}.")
+    elif has_file or Path("/proc/driver/nvidia/version").exists():
+        warnings.warn("this machine has a GPU, but none is given to this container or job, so the CPU computes: ask "
+                      "for one (docker run --gpus all, sbatch --gpus=1).", stacklevel=2)
+
+
+def ask_driver() -> tuple[int | None, tuple[int, int] | None, int]:
+    """Asks NVIDIA's driver for its error, its newest CUDA, and the number of GPUs; (None, None, 0) where it lacks."""
+    try:
+        driver = ctypes.CDLL("libcuda.so.1")
+    except OSError:
+        return None, None, 0
+    version, count = ctypes.c_int(), ctypes.c_int()
+    driver.cuDriverGetVersion(ctypes.byref(version))
+    error = driver.cuInit(0) or driver.cuDeviceGetCount(ctypes.byref(count))
+    return error, (version.value // 1000, version.value % 1000 // 10), count.value
+
+
+def driver_version() -> str:
+    """Returns the version of NVIDIA's driver, as 580.65.06; "" where the system does not say it, as in WSL."""
+    with contextlib.suppress(OSError):
+        if found := re.search(r" (\d+\.[\d.]+) ", Path("/proc/driver/nvidia/version").read_text()):
+            return found[1]
+    return ""
+
+
+def check_capability(device: torch.device, **precisions: str) -> None:
+    """Raises ValueError for a GPU that torch has no kernels for, and for bf16 where it would be emulated."""
+    if torch.version.hip:  # whose GPUs are not numbered like NVIDIA's
+        return
+    has, name = torch.cuda.get_device_capability(device), torch.cuda.get_device_name(device)
+    capability, built = f"compute capability {has[0]}.{has[1]}", torch.cuda.get_arch_list()
+    if built and not any(runs_on(architecture, has) for architecture in built):
+        raise ValueError(f"{name} has {capability}, and torch {torch.__version__} is built for {', '.join(built)}: use "
+                         f"another GPU, or a torch wheel with sm_{has[0]}{has[1]} (pytorch.org). {ON_THE_CPU}.")
+    for key, precision in precisions.items():
+        if precision == "bf16" and has < (8, 0):
+            raise ValueError(f"{key}=bf16 needs compute capability 8.0 or more (Ampere, 2020), and {name}, of "
+                             f"{capability}, would emulate it slowly: set {key}=fp16.")
+
+
+def runs_on(architecture: str, has: tuple[int, int]) -> bool:
+    """True if a GPU of this capability runs what was compiled for an architecture, as sm_86, sm_90a or compute_120."""
+    kind, number, variant = re.fullmatch(r"(sm|compute)_(\d+)([a-z]?)", architecture).groups()
+    compiled = int(number[:-1]), int(number[-1])
+    if variant == "a":
+        return compiled == has
+    return compiled <= has and (kind == "compute" or compiled[0] == has[0])  # compute_ is translated at the start
+
+
+def join_ranks(cpu: bool, tf32: bool, precisions: dict[str, str] | None = None, **options: object) -> PartialState:
     """Starts the process group of a command that does not train; its state knows ranks and device."""
     set_float32(tf32)
     require_plain_launch()
+    cpu = check_device(cpu, **(precisions or {}))
     with ranks.joining():
-        return PartialState(cpu=cpu or not torch.cuda.is_available(), **{"timeout": ranks.TIMEOUT, **options})
+        return PartialState(cpu=cpu, **{"timeout": ranks.TIMEOUT, **options})
+
+
+# ---- what a result records ------------------------------------------------------------------------------------------
 
 
 def multiplies_in_tf32(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.backends.cudnn.allow_tf32
+    """True if a GPU that has TensorFloat-32, of compute capability 8.0 or more, is to use it."""
+    return (device.type == "cuda" and torch.backends.cudnn.allow_tf32 and torch.version.hip is None
+            and torch.cuda.get_device_capability(device) >= (8, 0))
 
 
 def device_name(device: torch.device) -> str:

@@ -99,6 +99,10 @@ class DrawingSettings(GuidanceSettings):
     tf32: bool
     cpu: bool
 
+    @property
+    def precisions(self) -> dict[str, str]:
+        return {"precision": self.precision, "decode_precision": self.decode_precision}
+
 
 # ---- read -----------------------------------------------------------------------------------------------------------
 

@@ -432,11 +432,11 @@ def describe(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 
 def start(cfg: BenchmarkSettings) -> Accelerator:
     """Sets threads and joins the ranks; raises ValueError for a GPU or a precision that this machine lacks."""
-    if cfg.device == "cuda" and not torch.cuda.is_available():
-        raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
     if cfg.threads is not None:
         torch.set_num_threads(cfg.threads)
     accelerator = speed.make_accelerator(cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.device == "cpu")
+    if cfg.device == "cuda" and accelerator.device.type != "cuda":
+        raise ValueError("device=cuda is asked for, but torch sees no GPU here: set device=cpu.")
     speed.check_compiler(cfg.compile, accelerator.device)
     if cfg.precision == "fp8":
         speed.check_float8(accelerator.device)

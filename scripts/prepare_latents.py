@@ -172,7 +172,7 @@ def main(cfg: PrepareSettings) -> None:
     """Writes `source` to `out` as a folder of latents; raises ValueError for bad settings before anything slow."""
     warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed
     # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
-    state = join_ranks(cpu=False, tf32=cfg.tf32, timeout=timedelta(days=7))
+    state = join_ranks(False, cfg.tf32, {"precision": cfg.precision}, timeout=timedelta(days=7))
     out, is_shapes = Path(cfg.out), cfg.source == "shapes"
     resolution = cfg.resolution or (16 if is_shapes else 256)
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")

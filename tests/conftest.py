@@ -23,6 +23,14 @@ atexit.register(shutil.rmtree, os.environ["TORCH_HOME"], ignore_errors=True)
 os.environ.setdefault("OMP_NUM_THREADS", "1")  # tests run side by side, and threads that wait for a core are slow
 os.environ.setdefault("TORCHINDUCTOR_COMPILE_THREADS", "1")  # more are processes, which import torch anew
 
+
+def pytest_configure(config):
+    """Hides GPUs, before torch is imported and in child processes too, as claims of equal bits hold on CPUs alone."""
+    if config.getoption("markexpr") != "gpu":
+        assert "torch" not in sys.modules
+        os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
+
+
 # A command composes its config twice, the first time to look for hydra.mode, which no config and no test of ours sets.
 Hydra.get_mode = lambda *_, **__: None
 

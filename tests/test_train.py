@@ -1,6 +1,5 @@
 """Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and samples."""
 
-import copy
 import io
 import json
 import re
@@ -31,7 +30,7 @@ from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
 from train import main as train_main
-from train import paused, report, start_trackers, tell_compiling, train_step, update_ema
+from train import paused, report, start_trackers, tell_compiling, train_step
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -449,24 +448,6 @@ def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, t
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = train_here(tmp_path / "run", shapes, "steps=4").stderr
     assert re.search(r"run needs [1-9][.\d]* MB more, but its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
-
-
-@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a GPU")
-def test_a_training_step_never_waits_for_the_device(fresh_accelerator):
-    model, accelerator = TINY().cuda(), Accelerator()
-    objective = DiffusionLoss(model, EDM())
-    ema, sums = copy.deepcopy(model).requires_grad_(False), Sums(accelerator.device)
-    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
-    x, y = torch.randn(4, 4, 8, 8, device="cuda"), torch.zeros(4, dtype=torch.int64, device="cuda")
-    try:
-        for step in range(3):
-            torch.cuda.set_sync_debug_mode("error" if step else "default")  # the first step sets things up
-            told = train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1, clip_norm=1.0, num_parts=1)
-            update_ema(ema, model, 0.999)
-            sums.add(*told)
-    finally:
-        torch.cuda.set_sync_debug_mode("default")
-    assert sums.values[2] == 3
 
 
 def test_latents_on_the_device_train_the_same_network_bit_for_bit(shapes, reference, tmp_path):

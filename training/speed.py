@@ -19,7 +19,7 @@ from torch import nn
 from dit import DiT
 from objectives import DiffusionLoss, Objective, own_state, trained_parameters
 from runtime import ranks
-from runtime.device import require_plain_launch, set_float32
+from runtime.device import check_device, require_plain_launch, set_float32
 from runtime.schema import as_text
 
 # Each precision's autocast.
@@ -124,10 +124,11 @@ def make_accelerator(
     """Makes training's Accelerator, with its ranks, device, autocast and gradient accumulation."""
     set_float32(tf32)
     require_plain_launch()
+    cpu = check_device(cpu, precision=precision)
     with ranks.joining():
         return Accelerator(
             mixed_precision=PRECISIONS[precision],
-            cpu=cpu or not torch.cuda.is_available(),
+            cpu=cpu,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
             kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
                              InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],

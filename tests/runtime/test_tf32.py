@@ -46,7 +46,10 @@ def test_the_setting_reaches_matrix_products_and_convolutions_and_the_record(tf3
         assert torch.get_float32_matmul_precision() == ("high" if tf32 else "highest")
         assert torch.backends.cudnn.allow_tf32 is tf32
         monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "a GPU")
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (8, 0))
         assert describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": tf32}
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (7, 5))  # T4 and older have none
+        assert describe_device(torch.device("cuda")) == {"device": "a GPU", "tf32": False}
         assert describe_device(torch.device("cpu")) == {"device": "cpu", "tf32": False}
     finally:
         torch.set_float32_matmul_precision(before[0])
