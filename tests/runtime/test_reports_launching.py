@@ -1,7 +1,4 @@
-"""Situations of people who launch and log training, from public reports: what the commands make of each.
-
-A row is the repository and number of the report, and the situation; its test says what must come out.
-"""
+"""Situations from public reports, launchers and logging: the source, the situation, what comes out."""
 
 
 import pytest

@@ -1,4 +1,4 @@
-"""What people report of sampling and guidance in public issues, tried on our commands: each row has its source."""
+"""Situations from public reports, sampling and guidance: the source, the situation, what comes out."""
 
 import numpy as np
 import pytest

@@ -1,4 +1,4 @@
-"""Images and labels in situations of public reports: each row names the repository and number of one."""
+"""Situations from public reports, images and labels: the source, the situation, what comes out."""
 
 import io
 import json

@@ -1,7 +1,6 @@
-"""Situations that people have reported of other code, tried on ours: training, resuming and stopping.
+"""Situations from public reports, training and resuming: the source, the situation, what comes out.
 
-Each row names a public report (repository and number), the situation and what must come out here. Those that other
-tests cover: facebookresearch/DiT#35 and Vchitect/Latte#55 (an average that is lost on resuming: tests/test_resume.py),
+Tested elsewhere: facebookresearch/DiT#35 and Vchitect/Latte#55 (an average that is lost on resuming: tests/test_resume.py),
 goodfire-ai/spd#677 (a signal during evaluation: tests/runtime/test_ranks.py), Lightning-AI/pytorch-lightning#688 and
 #21431 (halved checkpoints: tests/test_resume.py), dreamquark-ai/tabnet#537 (a batch larger than the data: below).
 """

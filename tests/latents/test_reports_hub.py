@@ -1,4 +1,4 @@
-"""Situations of public reports on Hugging Face and ImageNet data: the source, what was brought, what must come out."""
+"""Situations from public reports, Hugging Face's and ImageNet's files: the source, the situation, what comes out."""
 
 from pathlib import Path
 

@@ -1,4 +1,4 @@
-"""Situations that people reported of tools that score images, on `fid.py`: what must come out of each."""
+"""Situations from public reports, scores: the source, the situation, what comes out."""
 
 import zipfile
 from contextlib import nullcontext
