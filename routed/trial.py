@@ -66,7 +66,7 @@ class Trials:
         if x.shape == left.shape and spec.joined and isinstance(run.text, int):     # text may be replaced
             rows = slice(x.shape[1] - run.text) if routing.family.text_last else slice(run.text, None)
             x, left = x[:, rows], left[:, rows]
-        if x.shape != left.shape or not torch.equal(x, left.to(x)):
+        if x.shape != left.shape or not torch.allclose(x, left.to(x), rtol=0, atol=0, equal_nan=True):
             raise ValueError(f"Between blocks {before} and {block} of {spec.path} the network changes "
                              f"the tokens: a residual or skip outside of the blocks would reach tokens that are away. "
                              f"Name blocks that contain it, or set probe=False if it treats each token alone.")
@@ -79,7 +79,8 @@ class Trials:
         """
         routing = run.routing
         kinds = tuple((name, type(value).__name__, getattr(value, "ndim", 0)) for name, value in given.items())
-        here = block, kinds, *map(str, routing.along[block])
+        named = ((name, part, getattr(axis, "__qualname__", str(axis))) for name, part, axis in routing.along[block])
+        here = block, kinds, *named
         if self.ordered or here in self.tried:
             return
         alike = settings_of(routing, block), *here[1:]
@@ -124,7 +125,7 @@ class Trials:
             added, size, deviation = (float(part.square().mean().sqrt()) for part in
                                       (out - x, out, turned - out.take_along_dim(index, 1)))
         dtype, eps = precision_of(trial.block, x)
-        if added <= 4 * eps * size:         # lost in the rounding of what it is added to
+        if not math.isfinite(deviation) or added <= 4 * eps * size:     # lost in the rounding of what it is added to
             return None
         return Trial(f"block {block} of {spec.path} ({type(trial.block).__name__})", deviation / added,
                      math.sqrt(eps) + eps * size / added, dtype)
@@ -153,7 +154,7 @@ class Alone:
         self.tensors = {name: buffer.clone() for name, buffer in block.named_buffers()}
         for name, p in block.named_parameters():
             is_plain = type(p) is nn.Parameter and p.is_floating_point() and p.element_size() > 1 and p.numel()
-            if is_plain and float(p.abs().amax()) < 1e-3:
+            if is_plain and p.device == generator.device and float(p.abs().amax()) < 1e-3:
                 noise = torch.randn(p.shape, generator=generator, device=p.device, dtype=p.dtype)
                 self.tensors[name] = noise / (math.sqrt(p.shape[1]) if p.ndim > 1 else 2)
 

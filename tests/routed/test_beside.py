@@ -4,8 +4,9 @@ import re
 
 import pytest
 import torch
-from foreign_networks import BATCH, PLACES, example, randn
+from foreign_networks import BATCH, example, randn
 from test_routed import FLUX, TWO, assert_close, gradients, noise_for
+from torch import nn
 
 from routed import Route, passes, routed
 from routed.families import family_of
@@ -44,19 +45,32 @@ def test_compiled_blocks_are_routed_with_and_without_checkpointing(name, how):
         assert_close(found, expected)
 
 
-def test_a_compiled_network_is_routed_at_every_size_of_image_and_batch():
+class Rotated(nn.Module):
+    def forward(self, x, rope):
+        q = x * rope
+        return x + (q @ q.mT).softmax(-1) @ x
+
+
+def test_a_compiled_network_is_routed_at_every_size_and_sizes_are_dynamic_from_the_second_on():
+    """Four tokens of text stand in front, and each token has a row of a table."""
     torch._dynamo.reset()
-    case = example(FLUX)
-    compiled = torch.compile(case.model, backend=lambda graph, inputs: graph.forward, fullgraph=True)
-    for length, batch in ((16, 3), (8, 2)):
-        few = {key: value[:batch] for key, value in case.inputs.items() if key not in ("img_ids", "txt_ids")}
-        few |= dict(hidden_states=randn(batch, length, 4), img_ids=PLACES[:length])
-        noise, outs = torch.rand(batch, 2, length), []
-        for model in (case.model, compiled):
-            with torch.no_grad(), routed(model, TWO, mask_noise=noise) as taken:
-                outs.append(case.call(model, **few))
-            assert taken.ids_keep[0].shape == (batch, length // 2)
-        assert torch.allclose(*outs, atol=1e-5)
+    graphs, net = [], nn.Module()
+    net.blocks = nn.ModuleList([Rotated()])
+    net.forward = lambda x: net.blocks[0](x, torch.ones(1, x.shape[1], 8).cumsum(1))
+
+    def backend(graph, inputs):
+        graphs.append(graph)
+        return graph.forward
+
+    compiled = torch.compile(net, backend=backend, fullgraph=True)
+    for length, batch, count in ((16, 3, 1), (24, 3, 2), (36, 3, 2)):
+        x, noise, outs = randn(batch, length, 8), torch.rand(batch, 1, length - 4), []
+        for model in (net, compiled):
+            with torch.no_grad(), routed(model, [Route(0, 0, 0.5)], blocks="blocks", along={"rope": 1}, keep=4,
+                                         mask_noise=noise) as taken:
+                outs.append(model(x))
+            assert taken.ids_keep[0].shape == (batch, (length - 4) // 2)
+        assert torch.allclose(*outs, atol=1e-5) and len(graphs) == count
 
 
 @pytest.mark.parametrize("name", [FLUX, "SD3Transformer2DModel", "WanTransformer3DModel"])

@@ -13,6 +13,7 @@ from torch import nn
 from torch.nn import functional as F
 
 from routed import Route, passes, probe, routed
+from routed.families import by_place
 from routed.trial import Trials
 
 BATCH, HALF = 3, [Route(0, -1, 0.5)]
@@ -233,3 +234,12 @@ def test_no_routes_inside_of_routes_are_dense_until_they_are_left():
             assert torch.equal(net(X), dense) and taken.ids_keep == []
         assert torch.equal(net(X), out) and not torch.allclose(out, dense)
     assert torch.equal(net(X), dense) and passes.routed is routed
+
+
+def test_a_description_that_is_made_anew_in_each_step_is_tried_once(monkeypatch):
+    net, seen, measure = CODES["LightningDiT"](), [], Trials.measure
+    monkeypatch.setattr(Trials, "measure", lambda self, run, block, *rest: seen.append(block) or measure(self, run, block, *rest))
+    for _ in range(3):
+        with routed(net, HALF, blocks="blocks", along={"feat_rope": by_place(2)}):
+            called(net, X, PLACES)
+    assert seen == [0, 1]
