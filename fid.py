@@ -29,35 +29,45 @@ from runtime.command import command
 from runtime.device import describe_device, join_ranks
 from runtime.schema import Location, Number, Size, Some, Steps, Whole, as_text, one_of
 from sampling.opening import open_sampling
-from sampling.options import NO_GUIDANCE, DrawingSettings, GuidanceSettings, SamplerSettings, labels_of
-from scoring.drawing import H100, Drawing, derived_hours, describe_weights
-from scoring.evaluation import Judge, Subject, score_on
-from scoring.feature_cache import FeatureCache
-from scoring.features import Extractor, are_known, load_extractor
-from scoring.image_sets import Images, are_files, open_images, read_over_ranks
+from sampling.options import NO_GUIDANCE, GuidanceSettings, SamplerSettings, SamplingSettings, labels_of
+from scoring.features import Extractor, are_known, describe_extractor, load_extractor, versions
+from scoring.image_sets import (
+    H100,
+    Images,
+    ImageSet,
+    SampledImages,
+    are_files,
+    derived_hours,
+    describe_weights,
+    open_images,
+    read_share,
+)
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
-from scoring.published import as_published, compare_published, is_drawn_as
+from scoring.reference import available_metrics, is_replaceable, open_references, write_reference
 from scoring.results import (
+    FORMS,
     AtLeastTwo,
     Metrics,
     Published,
     add_rows,
-    describe_extractor,
+    as_published,
+    as_table,
+    compare_published,
+    is_sampled_as,
     read_results,
     result_row,
     scored_before,
-    versions,
+    with_mean_fdr,
 )
-from scoring.statistics import available_metrics, is_replaceable, open_references, write_reference
-from scoring.table import FORMS, as_table, with_mean_fdr
-from scoring.tally import measure
+from scoring.score import Evaluator, measure_references, score_on
+from scoring.statistics import FeatureCache, measure
 from weights.averages import AnyWeights
-from weights.loading import Checkpoint, find_checkpoint
+from weights.loading import Checkpoint, find_on_main_rank
 
 Networks = Annotated[str | Some[str], AfterValidator(are_known)]
 
 
-class ScoringSettings(DrawingSettings):
+class ScoringSettings(SamplingSettings):
     """configs/fid.yaml."""
 
     images: Location | None
@@ -85,8 +95,9 @@ class ScoringSettings(DrawingSettings):
 
 
 # What nothing reads where images are there already, and where a reference is measured.
-DRAWN = ("guidance", *GuidanceSettings.model_fields, "weights", "classes", "num_steps", "sampler", "precision",
-         "decode_precision", "diffusion_name", "num_heads", "num_classes", "input_size", "seed", "guidance_scales")
+OF_SAMPLING = ("guidance", *GuidanceSettings.model_fields, "weights", "classes", "num_steps", "sampler", "precision",
+               "decode_precision", "diffusion_name", "num_heads", "num_classes", "input_size", "seed",
+               "guidance_scales")
 SCORED = ("reference", "floor", "table", "metrics", "keep_features", "gauge", "published")
 
 
@@ -110,7 +121,8 @@ def check_settings(cfg: ScoringSettings) -> None:
     if len(given) != 1:
         raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
     if given != ["checkpoint"]:
-        cfg.refuse(*DRAWN, why=f"the images of {given[0]}={getattr(cfg, given[0])} are there already; leave it out")
+        cfg.refuse(*OF_SAMPLING, why=f"the images of {given[0]}={getattr(cfg, given[0])} are "
+                                       f"there already; leave it out")
     if given == ["reference_from"]:
         cfg.refuse(*SCORED, why="reference_from= measures a reference and scores nothing; leave it out")
     else:
@@ -137,14 +149,14 @@ def check_settings(cfg: ScoringSettings) -> None:
 
 
 # Images to score, where their row goes without results=, and published scores of images that were made the same way.
-Opened = tuple[Subject, Path, Published | None]
+Opened = tuple[ImageSet, Path, Published | None]
 
 
-def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Checkpoint) -> Iterator[Opened]:
+def open_checkpoint(state: PartialState, cfg: ScoringSettings, checkpoint: Checkpoint) -> Iterator[Opened]:
     """Opens the images of each guidance scale; the networks are loaded once, with the first."""
     scales = cfg.guidance_scales or [cfg.scale]
     to_check = max(scales, key=lambda scale: (scale is not None, scale != 1))  # settings that must go with guidance
-    sampling = open_sampling(cfg.model_copy(update={"scale": to_check}), state, checkpoint=checkpoint)
+    sampling = open_sampling(state, cfg.model_copy(update={"scale": to_check}), checkpoint=checkpoint)
     trained, given = sampling.trained, Path(cfg.checkpoint)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
     weights = describe_weights(
@@ -154,61 +166,62 @@ def open_checkpoint(cfg: ScoringSettings, state: PartialState, checkpoint: Check
     home = trained.checkpoint.run or (given if given.is_dir() else given.parent)
     for scale in scales:
         at_scale = cfg.model_copy(update=dict(NO_GUIDANCE) if scale is None else {"scale": scale})
-        drawing = Drawing(
-            trained.net, trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
+        images = SampledImages(
+            state, trained.net, trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
             batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=cfg.precision, sampler=sampling.sampler,
             guidance=None if scale is None else replace(sampling.guidance, scale=scale),
             guidance_record=None if scale is None else sampling.guidance_record | {"scale": scale}, weights=weights)
-        is_same = cfg.published and is_drawn_as(cfg.published, at_scale, trained)
-        yield drawing, home / "results.jsonl", cfg.published if is_same else None
+        is_same = cfg.published and is_sampled_as(cfg.published, at_scale, trained)
+        yield images, Path(cfg.results or home / "results.jsonl"), cfg.published if is_same else None
 
 
-def open_stored(cfg: ScoringSettings, state: PartialState, key: str) -> tuple[Images, np.ndarray]:
+def open_stored(state: PartialState, cfg: ScoringSettings, key: str) -> tuple[Images, np.ndarray]:
     """Opens the images that the setting `key` names, and chooses all of them or `num_samples`, evenly spread."""
     path = getattr(cfg, key)
-    images = open_images(key, path, cfg.resolution, state.device, cfg.autoencoder, cfg.decode_batch_size)
+    images = open_images(state, key, path, cfg.resolution, cfg.autoencoder, cfg.decode_batch_size)
     needed = max(cfg.num_samples or 0, cfg.reference_images)
     if images.count < needed:
         raise ValueError(f"{key}={path} holds {images.count} images, but {needed} are needed.")
     return images, images.choose(cfg.num_samples or images.count)
 
 
-def open_image_set(cfg: ScoringSettings, state: PartialState) -> Iterator[Opened]:
-    images, chosen = open_stored(cfg, state, "images")
+def open_image_set(state: PartialState, cfg: ScoringSettings) -> Iterator[Opened]:
+    images, chosen = open_stored(state, cfg, "images")
     published = cfg.published if cfg.published and cfg.published.num_samples == len(chosen) else None
-    subject = Subject(len(chosen), {**images.record, "images": images.count}, "as stored",
-                      lambda todo: read_over_ranks(images, chosen, todo, cfg.batch_size))
-    yield subject, Path("results.jsonl"), published
+    stored = ImageSet(len(chosen), {**images.record, "images": images.count}, "as stored",
+                      lambda todo: read_share(state, images, chosen, todo, cfg.batch_size))
+    yield stored, Path(cfg.results or "results.jsonl"), published
 
 
-def open_extractors(cfg: ScoringSettings, state: PartialState) -> list[Extractor]:
+def open_extractors(state: PartialState, cfg: ScoringSettings) -> list[Extractor]:
     given = zip(as_list(cfg.features), of_each(cfg, "features_weights"), of_each(cfg, "sha256"), strict=True)
     with state.local_main_process_first():  # which downloads weights for the others
         return [load_extractor(*network, state.device) for network in given]
 
 
-def open_judges(cfg: ScoringSettings, state: PartialState, count: int) -> list[Judge]:
-    """Opens the networks, what `count` images are compared with on each, and shares the metrics among them.
+def open_evaluators(state: PartialState, cfg: ScoringSettings, count: int) -> list[Evaluator]:
+    """Opens the networks and what `count` images are compared with on each, and shares the metrics among them.
 
-    Raises ValueError for metrics that none gives.
+    Raises ValueError for metrics that no network has.
     """
-    extractors = open_extractors(cfg, state)
+    extractors = open_extractors(state, cfg)
     references, floors = (
-        [*open_references(key, of_each(cfg, key, shared=True), extractors, cfg.resolution, state.device)]
+        [*open_references(state, key, of_each(cfg, key, shared=True), extractors, cfg.resolution)]
         if getattr(cfg, key) else [None] * len(extractors) for key in ("reference", "floor"))
-    judges = [Judge(*both, floor=floor) for *both, floor in zip(extractors, references, floors, strict=True)]
-    for judge in judges:
-        if judge.floor and judge.floor.record.get("sha256", 0) == judge.reference.record.get("sha256", 1):
-            raise ValueError(f"floor={judge.floor.record['path']} holds the images of reference=, so the distance "
-                             f"between them is 0: give another real set, such as the validation set.")
+    evaluators = []
+    for extractor, reference, floor in zip(extractors, references, floors, strict=True):
+        if floor and floor.record.get("sha256", 0) == reference.record.get("sha256", 1):
+            raise ValueError(f"floor={floor.record['path']} holds the images of reference=, so the distance between "
+                             f"them is 0: give another real set, such as the validation set.")
         asked = cfg.metrics
-        if isinstance(asked, list):  # what no network gives, the first one refuses
-            others = {name for other in judges if other is not judge for name in other.extractor.gives}
-            asked = [name for name in asked if name in judge.extractor.gives or name not in others]
-        judge.metrics = available_metrics(judge.extractor, judge.reference, asked, count)
-        if judge.floor and judge.extractor.distance not in judge.metrics:
-            judge.metrics.insert(0, judge.extractor.distance)
-    return judges
+        if isinstance(asked, list):  # what no network has, the first one refuses
+            others = {name for other in extractors if other is not extractor for name in other.metrics}
+            asked = [name for name in asked if name in extractor.metrics or name not in others]
+        metrics = available_metrics(extractor, reference, asked, count)
+        if floor and extractor.distance not in metrics:
+            metrics.insert(0, extractor.distance)
+        evaluators.append(Evaluator(extractor, reference, metrics, floor))
+    return evaluators
 
 
 def report(row: dict, path: Path) -> None:
@@ -216,7 +229,7 @@ def report(row: dict, path: Path) -> None:
     images, reference = row["source"], row["reference"]
     lines = {metric: f"{value:.6g}" for metric, value in row["metrics"].items()} | {
         "images": f"{row['images']:,} from {images.get('checkpoint') or images['path']}",
-        **({"drawn": row["summary"]} if "sampler" in images else {}), "reference": reference["path"],
+        **({"sampled": row["summary"]} if "sampler" in images else {}), "reference": reference["path"],
         "features": row["extractor"]["name"], "time": f"{row['seconds']:.1f} s",
         "record": path}
     print("\n" + "\n".join(f"{name:<16}  {value}" for name, value in lines.items()))
@@ -229,65 +242,80 @@ def report(row: dict, path: Path) -> None:
 # ---- the command ----------------------------------------------------------------------------------------------------
 
 
-def score_images(cfg: ScoringSettings, judges: list[Judge], opened: Opened, reuse: bool = False) -> dict:
+def open_cache(
+    state: PartialState, cfg: ScoringSettings, results: Path, extractor: Extractor, record: dict, count: int,
+) -> FeatureCache | None:
+    """Opens the cache of features of `count` images beside the results; None unless it is asked for."""
+    if not (cfg.keep_features and count):
+        return None
+    facts = {"images": dict(record), "count": count, "extractor": describe_extractor(extractor),
+             "versions": versions(extractor), **describe_device(state.device)}
+    return FeatureCache(state, results.parent / "features", facts, count, extractor.sizes)
+
+
+def find_scores(
+    state: PartialState, cfg: ScoringSettings, evaluators: list[Evaluator], images: ImageSet, results: Path,
+) -> dict | None:
+    """Returns the row that `score_images` would, where the main rank finds it in the results.
+
+    A rank that does not see it gets it without its numbers.
+    """
+    wanted = [result_row(state, images, one, batch_size=cfg.batch_size, resolution=cfg.resolution)
+              for one in evaluators]
+    found = [scored_before(row, results) for row in wanted]
+    if ranks.broadcast_from_main(state, None in found):
+        return None
+    return with_mean_fdr([before or row for before, row in zip(found, wanted, strict=True)])
+
+
+def measure_all(
+    state: PartialState, cfg: ScoringSettings, evaluators: list[Evaluator], results: Path,
+) -> list[Evaluator]:
+    """Measures the references' own images, unless they have been; what is asked to be kept lies beside the results."""
+    measured = []
+    for one in evaluators:
+        reference = one.reference
+        keep = None if reference.is_measured or not reference.images else open_cache(
+            state, cfg, results, one.extractor, reference.record, reference.images.count)
+        measured.append(measure_references(state, one, cfg.batch_size, keep))
+    return measured
+
+
+def score_images(state: PartialState, cfg: ScoringSettings, evaluators: list[Evaluator], opened: Opened) -> dict:
     """Scores images that were opened with these settings, which `as_published` has completed.
 
     Returns the row, which it appends to the results. Several networks have a row each, and what is returned has the
-    scores of them all. With `reuse`, a row that the main rank finds there is returned instead; a rank that does not see
-    it gets it without its numbers. Raises ValueError or OSError for settings and files that cannot work.
+    scores of them all. Raises ValueError or OSError for settings and files that cannot work.
     """
-    state, started, (subject, home, published) = PartialState(), time.perf_counter(), opened
+    (images, results, published), started = opened, time.perf_counter()
     if cfg.published and cfg.checkpoint is not None:
-        state.print(f"Sampling takes about {derived_hours(subject.record, subject.count, cfg.precision):.2g} hours of "
+        state.print(f"Sampling takes about {derived_hours(images.record, images.count, cfg.precision):.2g} hours of "
                     f"one H100 [derived: FLOPs at {H100[cfg.precision] / 1e12:.0f} TFLOP/s].")
-    results = Path(cfg.results or home)
-    files.open_to_append(results).close()  # fails now rather than after hours of sampling
     before = read_results(results)
-
-    def row(judge: Judge, scores: dict[str, float] | None = None) -> dict:
-        return json.loads(cfg.row or "{}") | result_row(
-            subject, judge, scores, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,
-            resolution=cfg.resolution, resumed_images=judge.keep.count if judge.keep else 0)
-
-    if reuse:
-        wanted = [row(judge) for judge in judges]
-        old = [scored_before(one, results) for one in wanted]
-        if ranks.broadcast_from_main(state, None not in old):
-            return with_mean_fdr([before or one for before, one in zip(old, wanted, strict=True)])
-
-    def kept(extractor: Extractor, record: dict, count: int) -> FeatureCache | None:
-        facts = {"images": dict(record), "count": count, "extractor": describe_extractor(extractor),
-                 "versions": versions(extractor), **describe_device(state.device)}
-        if not cfg.keep_features or not count:
-            return None
-        return FeatureCache(results.parent / "features", facts, count, extractor.sizes)
-
-    # ---- the reference's own images, then those to score
-    for judge in judges:
-        judge.reference.complete(judge.extractor, judge.metrics, cfg.batch_size, kept(
-            judge.extractor, judge.reference.record, judge.reference.images.count if judge.reference.images else 0))
-        judge.keep = kept(judge.extractor, subject.record, subject.count)
-    missing = [judge.keep.missing() if judge.keep else np.arange(subject.count) for judge in judges]
-    scores = score_on(judges, subject.read(reduce(np.union1d, missing)), subject.count, "scoring")
-    rows = [row(*judged) for judged in zip(judges, scores, strict=True)]
-    for scored in rows:
-        scored["published"] = published and published.model_dump(include={"where", "scores"})
-        if state.is_main_process:
-            report(scored, results)
+    caches = [open_cache(state, cfg, results, one.extractor, images.record, images.count) for one in evaluators]
+    missing = [np.arange(images.count) if keep is None else keep.missing() for keep in caches]
+    scores = score_on(state, evaluators, images.read(reduce(np.union1d, missing)), images.count, "scoring", caches)
+    rows = [{**json.loads(cfg.row or "{}"), **result_row(
+        state, images, *scored, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,
+        resolution=cfg.resolution, resumed_images=keep.count if keep else 0,
+    ), "published": published and published.model_dump(include={"where", "scores"})}
+        for keep, *scored in zip(caches, evaluators, scores, strict=True)]
     if state.is_main_process:
+        for row in rows:
+            report(row, results)
         add_rows(results, rows, before)
     state.wait_for_everyone()  # until the row is there for all to read
     return with_mean_fdr(rows)
 
 
-def write_statistics(cfg: ScoringSettings, state: PartialState) -> None:
+def write_statistics(state: PartialState, cfg: ScoringSettings) -> None:
     """Measures `reference_from` and writes `out`."""
-    [extractor] = open_extractors(cfg, state)
-    images, chosen = open_stored(cfg, state, "reference_from")
-    tally = measure(images, extractor, cfg.batch_size, chosen=chosen)
+    [extractor] = open_extractors(state, cfg)
+    images, chosen = open_stored(state, cfg, "reference_from")
+    stats = measure(state, images, extractor, cfg.batch_size, chosen=chosen)
     if state.is_main_process:
-        write_reference(Path(cfg.out), tally, extractor, images, cfg.reference_images)
-        print(f"Statistics of {tally.count:,} images of {images.record['size']} on {extractor.name}: {cfg.out}")
+        write_reference(Path(cfg.out), stats, extractor, images, cfg.reference_images)
+        print(f"Statistics of {stats.count:,} images of {images.record['size']} on {extractor.name}: {cfg.out}")
 
 
 @command("fid", ScoringSettings)
@@ -295,21 +323,26 @@ def main(cfg: ScoringSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     check_settings(cfg)
     if cfg.reference_from is not None:
-        write_statistics(cfg, state)
+        write_statistics(state, cfg)
         return
-    judges, rows, several = [], [], isinstance(cfg.weights, list) or cfg.guidance_scales is not None
+    evaluators, rows, several = [], [], isinstance(cfg.weights, list) or cfg.guidance_scales is not None
     names = as_list(cfg.weights) or [None]
-    found = [None if cfg.checkpoint is None else find_checkpoint(cfg.checkpoint, name) for name in names]
+    found = [None if cfg.checkpoint is None else find_on_main_rank(state, cfg.checkpoint, name) for name in names]
     # All are completed, and of each all images opened, before the first are scored.
     each_of = [as_published(cfg.model_copy(update={"weights": name}), checkpoint)
                for name, checkpoint in zip(names, found, strict=True)]
     for of_one, checkpoint in zip(each_of, found, strict=True):
-        opened = open_image_set(of_one, state) if checkpoint is None else open_checkpoint(of_one, state, checkpoint)
-        for each in [*opened]:
-            judges = judges or open_judges(cfg, state, each[0].count)  # which reads all files of the references, once
-            rows.append(score_images(of_one, judges, each, reuse=several))
+        opened = open_image_set(state, of_one) if checkpoint is None else open_checkpoint(state, of_one, checkpoint)
+        for images, results, published in [*opened]:
+            evaluators = evaluators or open_evaluators(state, cfg, images.count)
+            files.open_to_append(results).close()  # fails now rather than after hours of sampling
+            row = find_scores(state, of_one, evaluators, images, results) if several else None
+            if row is None:
+                evaluators = measure_all(state, of_one, evaluators, results)
+                row = score_images(state, of_one, evaluators, (images, results, published))
+            rows.append(row)
             if of_one.published:
-                state.print(compare_published(rows[-1], of_one.published))
+                state.print(compare_published(row, of_one.published))
     if len(rows) > 1 or cfg.table != "text" or isinstance(cfg.features, list):
         state.print("\n" + as_table(rows, cfg.table))
 

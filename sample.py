@@ -13,6 +13,8 @@ from collections.abc import Iterator
 from functools import partial
 from pathlib import Path
 
+from accelerate import PartialState
+
 from guidance import Guidance
 from rf import RF
 from runtime import files
@@ -22,7 +24,7 @@ from runtime.schema import CONFIGS, Location, Selection, as_text, name_of_change
 from runtime.typed import read_yaml
 from sampling.generate import DRAWING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
-from sampling.options import GRID_CLASSES, NO_GUIDANCE, DrawingSettings, GuidanceSettings, labels_of, parse_seeds
+from sampling.options import GRID_CLASSES, NO_GUIDANCE, GuidanceSettings, SamplingSettings, labels_of, parse_seeds
 from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
 from weights.loading import Trained
 
@@ -31,7 +33,7 @@ NOT_IN_NAME = {"checkpoint", "weights", "out", "overwrite", "latents", "batch_si
                "cpu"}
 
 
-class GridSettings(DrawingSettings):
+class GridSettings(SamplingSettings):
     """configs/rf.yaml."""
 
     seeds: Selection | None
@@ -62,10 +64,13 @@ def default_grid(cfg: GridSettings, config_name: str, trained: Trained, ending: 
     return path.with_name(f"{path.stem}{f'-{cfg.weights}' if cfg.weights else ''}{ending}")
 
 
-def sample_all(cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None) -> Iterator[Batch]:
+def sample_all(
+    state: PartialState, cfg: GridSettings, sampling: Sampling, seeds: list[int], guidance: Guidance | None,
+) -> Iterator[Batch]:
     """Samples the gathered batches of all ranks."""
-    return gathered(generate(
-        sampling.trained.net, sampling.trained.diffusion, sampling.decode, seeds, labels_of(seeds, sampling.classes),
+    return gathered(state, generate(
+        state, sampling.trained.net, sampling.trained.diffusion, sampling.decode, seeds,
+        labels_of(seeds, sampling.classes),
         batch_size=cfg.batch_size, num_steps=cfg.num_steps, guidance=guidance, precision=cfg.precision,
         progress="sampling, guided" if guidance else "sampling", **sampling.sampler,
     ))
@@ -97,25 +102,25 @@ def main(cfg: SampleSettings) -> None:
     another = "name another, or replace it with overwrite=true"
     if cfg.out and kind and not cfg.overwrite:
         check_file(Path(cfg.out), another)
-    sampling = open_sampling(cfg, state, as_latents=cfg.latents)
+    sampling = open_sampling(state, cfg, as_latents=cfg.latents)
     trained = sampling.trained
     out = Path(cfg.out) if cfg.out else default_grid(cfg, "sample", trained)
     if not cfg.out and not cfg.overwrite:
         check_file(out, another)
-    batches = sample_all(cfg, sampling, seeds, sampling.guidance)
+    batches = sample_all(state, cfg, sampling, seeds, sampling.guidance)
     if kind == ".png":
-        write_grid(batches, out, trained.display_names, sampling.classes)
+        write_grid(state, batches, out, trained.display_names, sampling.classes)
     elif kind == ".npz":
-        write_npz(batches, out, len(seeds), ("latents", "labels") if cfg.latents else ("arr_0", "arr_1"))
+        write_npz(state, batches, out, len(seeds), ("latents", "labels") if cfg.latents else ("arr_0", "arr_1"))
     else:
         name = name_set(cfg, sampling, seeds)
         earlier = check_folder(out, name, cfg.overwrite)
         state.wait_for_everyone()  # until all ranks have looked
         for file in earlier if state.is_main_process else ():
             file.unlink()
-        write_pngs(batches, out, name)
-    drawn = "latents" if cfg.latents else "images"
-    state.print(f"{len(seeds)} {drawn} from {trained.checkpoint.folder or cfg.checkpoint}: {out}")
+        write_pngs(state, batches, out, name)
+    kind = "latents" if cfg.latents else "images"
+    state.print(f"{len(seeds)} {kind} from {trained.checkpoint.folder or cfg.checkpoint}: {out}")
 
 
 @command("rf", GridSettings)
@@ -124,7 +129,7 @@ def compare_guided(cfg: GridSettings) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     if cfg.out and Path(cfg.out).suffix != ".png":
         raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
-    sampling = open_sampling(cfg, state, most_classes=GRID_CLASSES)
+    sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:
         raise ValueError(f"rf.py samples flow matching (diffusion=rf) with and without guidance, such as scale=1.5, "
@@ -148,7 +153,8 @@ def compare_guided(cfg: GridSettings) -> None:
         state.print(f"{'guided' if guidance else 'unguided':<9}" + ", ".join(
             f"{linear * share / 1e9:.4g} [{2 * (linear + attention) * share / 1e9:.4g}] GFLOP {unit}"
             for unit, share in shares.items()))
-        write_grid(sample_all(cfg, sampling, seeds, guidance), path, trained.display_names, sampling.classes)
+        write_grid(state, sample_all(state, cfg, sampling, seeds, guidance), path, trained.display_names,
+                   sampling.classes)
         state.print(f"         {path}")
 
 

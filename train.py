@@ -36,9 +36,9 @@ from runtime.schema import as_argument, as_text
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
 from sampling.pictures import write_grid
-from scoring.drawing import Drawing, describe_weights
-from scoring.evaluation import score_on
+from scoring.image_sets import SampledImages, describe_weights
 from scoring.results import add_rows, result_row, scored_before
+from scoring.score import score_on
 from training import speed
 from training.optimizers import step_unless
 from training.run import Run, make_run
@@ -232,9 +232,10 @@ def report(run: Run, num_steps: int, since: float) -> None:
 
 def sample_grid(run: Run) -> None:
     cfg = run.cfg.samples
-    pictures = generate(run.averages[cfg.weights], run.diffusion, run.decode, *run.grid, batch_size=cfg.batch_size,
-                        num_steps=cfg.num_steps, precision=run.drawing_precision)
-    picture = write_grid(gathered(pictures), run.grid_path, run.latents.display_names)
+    pictures = generate(run.accelerator, run.averages[cfg.weights], run.diffusion, run.decode, *run.grid,
+                        batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision)
+    picture = write_grid(run.accelerator, gathered(run.accelerator, pictures), run.grid_path,
+                         run.latents.display_names)
     for tracker in run.accelerator.trackers if picture else ():
         # TensorBoard would take the first axis after the batch for the channels.
         layout = {"dataformats": "NHWC"} if tracker.name == "tensorboard" else {}
@@ -243,7 +244,7 @@ def sample_grid(run: Run) -> None:
 
 def evaluate(run: Run) -> None:
     """Scores averages of the weights at each guidance scale at which this step has no row in results.jsonl."""
-    cfg, accelerator, judge = run.cfg.evaluate, run.accelerator, run.judge
+    cfg, accelerator, evaluator = run.cfg.evaluate, run.accelerator, run.evaluator
     results = run.folder / "results.jsonl"
     seeds = list(range(cfg.seed, cfg.seed + cfg.num_samples))
     labels = labels_of(seeds, run.latents.classes)
@@ -253,15 +254,17 @@ def evaluate(run: Run) -> None:
         began = time.perf_counter()
         weights = describe_weights(str(run.folder), run.step, name, run.autoencoder, run.cfg.decode_precision,
                                    run.latents.classes, run.model.num_classes, in_training=True)
-        drawing = Drawing(run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
-                          batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.drawing_precision,
-                          weights=weights, guidance=None if scale is None else Guidance(scale))
-        row = result_row(drawing, judge, batch_size=cfg.batch_size)
+        images = SampledImages(
+            accelerator, run.averages[name], run.diffusion, run.decode, seeds, labels, outline=outline,
+            batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
+            guidance=None if scale is None else Guidance(scale))
+        row = result_row(accelerator, images, evaluator, batch_size=cfg.batch_size)
         if not ranks.broadcast_from_main(accelerator, scored_before(row, results, any_version=True) is None):
             continue
-        [scores] = score_on([judge], drawing.sample(np.arange(len(seeds))), len(seeds))
+        [scores] = score_on(accelerator, [evaluator], images.sample(np.arange(len(seeds))), len(seeds))
         if accelerator.is_main_process:
-            row = result_row(drawing, judge, scores, batch_size=cfg.batch_size, seconds=time.perf_counter() - began)
+            row = result_row(accelerator, images, evaluator, scores, batch_size=cfg.batch_size,
+                             seconds=time.perf_counter() - began)
             add_rows(results, [row], before=[])
             written = "  ".join(f"{metric} {value:.4g}" for metric, value in scores.items())
             how = f"{name}, " + ("unguided" if scale is None else f"guidance scale {scale:g}")
@@ -287,7 +290,7 @@ def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
             with paused(run, bar, "sampling"):
                 sample_grid(run)
         # The untrained network, too, for comparison.
-        if run.judge and not stopped_by and (due(run.step, cfg.evaluate.every) or finished):
+        if run.evaluator and not stopped_by and (due(run.step, cfg.evaluate.every) or finished):
             with paused(run, bar, "scoring"):
                 evaluate(run)
     except ranks.Stopped as stopped:

@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from accelerate import PartialState
 from tqdm import tqdm
 
@@ -116,7 +117,7 @@ def write_folder(
             bar.close()
             seconds, done = time.monotonic() - started, sum(len(shards[shard]) for shard in todo)
             print(f"{done:,} images in {seconds:.1f} s, {done / seconds:,.0f} images/s")
-            finish(out, metadata, read_records(out, len(shards), types), left_out)
+            finish(out, metadata, read_records(out, len(shards), types), left_out, state.device)
 
 
 @contextmanager
@@ -179,7 +180,7 @@ def read_records(
 
 
 def finish(
-    out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]] = (),
+    out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]], device: torch.device,
 ) -> None:
     """Adds up the shards' records and writes metadata.json, the mark that the folder is whole; prints what it holds."""
     remarks = [tuple(row) for record in records for row in record["unreadable"]]
@@ -207,6 +208,6 @@ def finish(
     size = sum(file.stat().st_size for file in out.glob("*.npy"))
     print(f"{out}: {count:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")
     # On a CPU accelerate launch would give the process one thread, and experiment=small wants a GPU.
-    launch = ("python train.py experiment=small_cpu" if PartialState().device.type == "cpu" else
+    launch = ("python train.py experiment=small_cpu" if device.type == "cpu" else
               "accelerate launch train.py experiment=small")
     print(f"next: {launch} {as_argument('data.path', out)} {as_argument('name', out.name)}")

@@ -12,16 +12,19 @@ import threading
 import time
 from collections.abc import Callable, Iterator
 from datetime import timedelta
+from pathlib import Path
+from typing import TypeVar
 
 import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast
+from accelerate.utils import broadcast, broadcast_object_list
 
 # For one collective, in which ranks also wait for one that indexes, downloads or saves.
 TIMEOUT = timedelta(hours=2)
 JOINING_SECONDS = 10.0  # after which a rank says for whom it waits
+Found = TypeVar("Found")
 
 
 def broadcast_from_main(state: Accelerator | PartialState, number: int) -> int:
@@ -29,6 +32,32 @@ def broadcast_from_main(state: Accelerator | PartialState, number: int) -> int:
     if state.num_processes == 1:
         return int(number)
     return int(broadcast(torch.tensor(int(number), device=state.device)))
+
+
+def from_main(state: Accelerator | PartialState, work: Callable[[], Found]) -> Found:
+    """Returns on every rank what `work` returns on the main one, which alone calls it.
+
+    Raises its ValueError or OSError on every rank, as a ValueError on the others.
+    """
+    if state.num_processes == 1:
+        return work()
+    found = error = None
+    if state.is_main_process:
+        try:
+            found = work()
+        except (ValueError, OSError) as raised:
+            error = raised
+    found, failure = broadcast_object_list([found, error and str(error)])
+    if failure is not None:
+        raise error or ValueError(failure)
+    return found
+
+
+def require_shared(state: Accelerator | PartialState, path: Path) -> None:
+    """Raises ValueError on a rank that does not see a path that the main one found."""
+    if not path.exists():
+        raise ValueError(f"Rank {state.process_index} does not see {path}, which the main rank found: it must lie on a "
+                         f"disk that all nodes share. Set run_dir or checkpoint.")
 
 
 def stop_signals() -> list[signal.Signals]:

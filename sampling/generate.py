@@ -83,6 +83,7 @@ class SeededNoise:
 
 
 def generate(
+    state: PartialState,
     net: DiT,
     diffusion: EDM | RF,
     decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> what is yielded, images (B, H, W, 3) uint8
@@ -101,29 +102,29 @@ def generate(
     All batches are full, so that shapes, and with them the bits, are the same on one rank and on several. Where seeds
     run out, copies fill the batch, with -1 as their seed. `gathered` joins the ranks' parts in order and drops copies.
     """
-    state = PartialState()
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
     silent = progress is None or not state.is_main_process
     bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=is_hidden(silent))
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
-        drawn = seeds[first : first + batch_size]
-        pad = batch_size - len(drawn)
+        sampled = seeds[first : first + batch_size]
+        pad = batch_size - len(sampled)
         y = torch.tensor(labels[first : first + batch_size] + [labels[0]] * pad, device=device)
-        noise = SeededNoise(drawn + [seeds[0]] * pad, device)
+        noise = SeededNoise(sampled + [seeds[0]] * pad, device)
         unit = noise.randn((net.in_channels, net.input_size, net.input_size))
         with torch.autocast(unit.device.type, DTYPES.get(precision), enabled=precision != "fp32"):
             latents = diffusion.sample(net, unit, y, num_steps=num_steps, guidance=guidance,
                                        randn_like=noise.randn_like, **sampler)
-        yield torch.tensor(drawn + [-1] * pad, device=device), y, decode(latents)
+        yield torch.tensor(sampled + [-1] * pad, device=device), y, decode(latents)
         bar.update(min(batch_size * state.num_processes, len(seeds) - start))
     bar.close()
 
 
-def gathered(batches: Iterable[Batch]) -> Iterator[Batch]:
+def gathered(state: PartialState, batches: Iterable[Batch]) -> Iterator[Batch]:
     """Brings all ranks' batches together on every rank's CPU, in the order of the seeds and without the copies."""
     for batch in batches:
-        seeds, labels, images = (gather(part.contiguous()).cpu() for part in batch)
+        seeds, labels, images = (
+            (gather(part.contiguous()) if state.num_processes > 1 else part).cpu() for part in batch)
         real = seeds >= 0
         yield seeds[real], labels[real], images[real]

@@ -10,9 +10,9 @@ from guidance import Guidance
 from runtime.device import DTYPES
 from sampling.checks import sampler_settings
 from sampling.generate import sampling_cost
-from sampling.options import DrawingSettings, build_guidance, empty_classes, parse_classes
+from sampling.options import SamplingSettings, build_guidance, empty_classes, parse_classes
 from weights import autoencoders
-from weights.loading import Checkpoint, Trained, load_trained
+from weights.loading import Checkpoint, Trained, find_on_main_rank, load_trained
 
 
 @dataclass
@@ -28,23 +28,27 @@ class Sampling:
 
 
 def open_sampling(
-    cfg: DrawingSettings, state: PartialState, most_classes: int | None = None, as_latents: bool = False,
+    state: PartialState, cfg: SamplingSettings, most_classes: int | None = None, as_latents: bool = False,
     checkpoint: Checkpoint | None = None,
 ) -> Sampling:
-    """Loads what the settings name, or the checkpoint found there, before anything slow; every rank calls it.
+    """Loads what the settings name, or the checkpoint found there, before anything slow.
 
     Where no classes are named, at most the first `most_classes` that have images are sampled. With `as_latents` nothing
     is decoded, and no autoencoder is loaded. Raises ValueError for settings that cannot work.
     """
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
-    trained = load_trained(checkpoint or cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
+    checkpoint = checkpoint or find_on_main_rank(state, cfg.checkpoint, cfg.weights)
+    trained = load_trained(checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
                            num_heads=cfg.num_heads, num_classes=cfg.num_classes, input_size=cfg.input_size)
     if trained.inferred:
         state.print(trained.inferred)
     net = trained.net
     sampler = sampler_settings(trained.diffusion, cfg.sampler.model_dump())
-    guidance, guidance_record = build_guidance(cfg, trained, state.device)
+    weak = None
+    if cfg.scale is not None and cfg.weak not in (None, "required"):
+        weak = find_on_main_rank(state, cfg.weak)
+    guidance, guidance_record = build_guidance(cfg, trained, state.device, weak)
     sampling_cost(net, trained.diffusion, cfg.num_steps, guidance, **sampler)  # raises now what sampling would raise
     if empty := empty_classes(trained.classes, net.num_classes):
         state.print(empty)

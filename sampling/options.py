@@ -26,7 +26,7 @@ from runtime.schema import (
 from runtime.typed import read_yaml
 from sampling.checks import LIMITS, check_interval
 from weights.averages import AnyWeights
-from weights.loading import Trained, load_trained
+from weights.loading import Checkpoint, Trained, load_trained
 from weights.others import FAMILIES
 from weights.records import keywords
 
@@ -79,7 +79,7 @@ class GuidanceSettings(Settings):
 NO_GUIDANCE = read(GuidanceSettings, read_yaml(CONFIGS / "guidance/none.yaml"))
 
 
-class DrawingSettings(GuidanceSettings):
+class SamplingSettings(GuidanceSettings):
     """configs/drawing.yaml, which every command that samples has."""
 
     checkpoint: Location | None
@@ -109,6 +109,7 @@ class DrawingSettings(GuidanceSettings):
 
 def build_guidance(
     settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
+    weak_checkpoint: Checkpoint | None = None,  # that `weak` names; None: it is looked up here
 ) -> tuple[Guidance | None, dict | None]:
     """Builds guidance and its record from its settings, loading a weak network; None, None where `scale` is None.
 
@@ -134,7 +135,7 @@ def build_guidance(
     if settings.weak:
         same = {"diffusion": trained.family or trained.recorded["diffusion"]["name"],
                 "num_classes": trained.net.num_classes, "input_size": trained.net.input_size}
-        weak = load_trained(settings.weak, like=same, device=device)
+        weak = load_trained(weak_checkpoint or settings.weak, like=same, device=device)
         strong_data, weak_data = (getattr(one.diffusion, "sigma_data", None) for one in (trained, weak))
         if type(weak.diffusion) is not type(trained.diffusion) or strong_data != weak_data:
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "

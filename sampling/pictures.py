@@ -81,14 +81,15 @@ def save_image(image: Image.Image, path: Path, record: dict[str, object] | None 
 
 
 def write_grid(
-    batches: Iterable[Batch], path: Path, display_names: list[str] | None, classes: Iterable[int] = (),
+    state: PartialState, batches: Iterable[Batch], path: Path, display_names: list[str] | None,
+    classes: Iterable[int] = (),
 ) -> Image.Image | None:
     """Consumes the gathered batches of all ranks; the main one writes the grid and returns it."""
     _, labels, images = (torch.cat(parts) for parts in zip(*batches, strict=True))
-    if not PartialState().is_main_process:
+    if not state.is_main_process:
         return None
     grid = draw_grid(images, labels.tolist(), display_names, classes)
-    save_image(grid, path, describe_device(PartialState().device))
+    save_image(grid, path, describe_device(state.device))
     show(path)
     return grid
 
@@ -135,25 +136,28 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
     return earlier
 
 
-def write_pngs(batches: Iterable[Batch], folder: Path, name: str) -> None:
+def write_pngs(state: PartialState, batches: Iterable[Batch], folder: Path, name: str) -> None:
     """Consumes the gathered batches of all ranks; the main one writes each image as `<seed>_<label>.png`.
 
     Each picture says to which set it belongs, by the set's name.
     """
     for seeds, labels, images in batches:
-        if PartialState().is_main_process:
+        if state.is_main_process:
             for seed, label, image in zip(seeds.tolist(), labels.tolist(), images.numpy(), strict=True):
                 save_image(Image.fromarray(image), folder / f"{seed:06d}_{label}.png",
-                           {**describe_device(PartialState().device), "set": name})
+                           {**describe_device(state.device), "set": name})
 
 
-def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str, str] = ("arr_0", "arr_1")) -> None:
+def write_npz(
+    state: PartialState, batches: Iterable[Batch], path: Path, count: int,
+    keys: tuple[str, str] = ("arr_0", "arr_1"),
+) -> None:
     """Consumes the gathered batches of all ranks; the main one streams them into an npz, by default in ADM's keys.
 
     The first of `keys` are the images (N, H, W, 3) uint8 or the latents (N, C, h, w) float32, the second the labels
     (N,), `seeds` the seeds (N,), both int64. The archive's comment says by which device they were sampled.
     """
-    if not PartialState().is_main_process:
+    if not state.is_main_process:
         for _ in batches:  # every rank samples its share
             pass
         return
@@ -166,7 +170,7 @@ def write_npz(batches: Iterable[Batch], path: Path, count: int, keys: tuple[str,
             yield images.numpy()
 
     with atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
-        archive.comment = json.dumps(describe_device(PartialState().device)).encode()
+        archive.comment = json.dumps(describe_device(state.device)).encode()
         write_array(archive, keys[0], images(), count)
         write_array(archive, keys[1], all_labels, count)
         write_array(archive, "seeds", all_seeds, count)

@@ -52,24 +52,24 @@ class Extractor:
     neighbours: Distances = squared_distances   # what precision and recall measure distances by
 
     @property
-    def kernel(self) -> str:
+    def kid_name(self) -> str:
         """What the kernel distance on its "pool" features is called: KID of Inception's, KDD of DINOv2's."""
         return {"fid": "kid", "fd_dinov2": "kdd"}.get(self.distance, f"kd_{self.distance[3:]}")
 
     @property
-    def monge(self) -> str:
+    def mind_name(self) -> str:
         """What MIND on its "pool" features is called."""
         return "mind" if self.distance == "fid" else f"mind_{self.distance[3:]}"
 
     @property
-    def gives(self) -> set[str]:
+    def metrics(self) -> set[str]:
         """Names all metrics on these features, whatever the reference is."""
-        return {self.distance, *self.of_features, *(("sfid", "inception_score") if "spatial" in self.sizes else ())}
+        return {self.distance, *self.sample_metrics, *(("sfid", "inception_score") if "spatial" in self.sizes else ())}
 
     @property
-    def of_features(self) -> set[str]:
+    def sample_metrics(self) -> set[str]:
         """Names the metrics that need the images' features, not their statistics alone."""
-        return {"precision", "recall", self.kernel, self.monge}
+        return {"precision", "recall", self.kid_name, self.mind_name}
 
 
 def versions(extractor: Extractor) -> dict[str, str]:

@@ -1,4 +1,7 @@
-"""Stored images, by index: of a folder, a zip, an npz, an npy, or latents that are decoded."""
+"""Images to score, stored or sampled, and the record of what they are.
+
+Stored ones are of a folder, a zip, an npz, an npy, or latents that are decoded.
+"""
 
 import hashlib
 import math
@@ -10,6 +13,7 @@ from collections import Counter
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -19,14 +23,22 @@ from accelerate.utils import gather_object
 from torch import Tensor
 from tqdm import tqdm
 
+from dit import DiT
+from edm import EDM
+from guidance import Guidance
 from latents.folder import open_latents
 from latents.images import UnreadableImage, open_image, open_source, remark_on
 from latents.listing import REMARKS, what_else
+from rf import RF
 from runtime import files
 from runtime.notebook import is_hidden
+from sampling.checks import sampler_settings
+from sampling.generate import DRAWING_VERSION, generate, sampling_cost
 from weights import autoencoders
 
 ARRAYS = (".npz", ".npy")
+SAMPLED_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
+H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}  # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
 Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
 
 
@@ -49,17 +61,27 @@ class Images:
         return chosen if self.shuffled is None else self.shuffled[np.isin(self.shuffled, chosen)]
 
 
+@dataclass
+class ImageSet:
+    """Images to score, sampled or stored."""
+
+    count: int
+    record: dict                            # what they are; sampled ones add their size
+    rule: str                               # how uint8 was made
+    read: Callable[[np.ndarray], Indexed]   # indices to do, of all ranks -> this rank's images
+
+
 def evenly(count: int, num: int) -> np.ndarray:
     """Picks `num` of `count` indices, evenly spread: sources are sorted by class, and the first would be of few."""
     return np.arange(num) * count // num
 
 
 def open_images(
+    state: PartialState,
     key: str,                               # the setting that names the path, for messages
     path: str,
     resolution: int | None = None,
-    device: torch.device | str = "cpu",     # this and the others: of latents, which are decoded
-    autoencoder: str | None = None,         # None: as the folder says
+    autoencoder: str | None = None,         # of latents, which are decoded; None: as the folder says
     decode_batch_size: int | None = None,
 ) -> Images:
     """Opens a folder or zip of images, which alone are scaled, an npz with `arr_0`, an npy, or a folder of latents.
@@ -73,9 +95,9 @@ def open_images(
     if Path(path).suffix in ARRAYS:
         images = open_array(key, path)
     elif (Path(path) / "metadata.json").is_file():
-        images = open_decoded(path, device, autoencoder, decode_batch_size)
+        images = open_decoded(path, state.device, autoencoder, decode_batch_size)
     else:
-        images = open_files(key, path, resolution)
+        images = open_files(state, key, path, resolution)
     if images.count < 2:
         raise ValueError(f"{key}={path} holds {images.count} images, but at least two are needed.")
     return images
@@ -126,7 +148,7 @@ def open_array(key: str, path: str) -> Images:
 
 
 def open_decoded(
-    path: str, device: torch.device | str, autoencoder: str | None = None, decode_batch_size: int | None = None,
+    path: str, device: torch.device, autoencoder: str | None = None, decode_batch_size: int | None = None,
 ) -> Images:
     """Opens a latent folder as the images that its autoencoder makes of it; of moments, those of the means."""
     latents = open_latents(path)
@@ -143,7 +165,7 @@ def open_decoded(
     return Images(latents.count, read, record, np.random.RandomState(0).permutation(latents.count))
 
 
-def open_files(key: str, path: str, resolution: int | None) -> Images:
+def open_files(state: PartialState, key: str, path: str, resolution: int | None) -> Images:
     """Opens a folder or zip of images, which are scored in an order of their hashes, whatever their names are.
 
     The hash of all and their size must be known before the first is scored: ranks share out that reading.
@@ -153,7 +175,7 @@ def open_files(key: str, path: str, resolution: int | None) -> Images:
     except ValueError as error:
         said = re.sub(": choose one, as in image_column=.*", ": scores need files with one.", str(error))
         raise ValueError(said.replace("source=", f"{key}=")) from error
-    state, pool = PartialState(), ThreadPoolExecutor(8)
+    pool = ThreadPoolExecutor(8)
     if source.not_images and state.is_main_process:
         print(f"{key}={path}: {len(source.not_images)} files do not have the name of an image and are skipped: "
               f"{', '.join(source.not_images[:5])}.")
@@ -212,9 +234,93 @@ def shuffled(digests: list[bytes]) -> np.ndarray:
     return np.array(sorted(range(len(keys)), key=keys.__getitem__))
 
 
-def read_over_ranks(images: Images, chosen: np.ndarray, todo: np.ndarray, batch_size: int) -> Indexed:
+def read_share(
+    state: PartialState, images: Images, chosen: np.ndarray, todo: np.ndarray, batch_size: int,
+) -> Indexed:
     """Reads this rank's share of images `chosen[todo]`, batch by batch, with their places in `chosen`."""
-    state = PartialState()
     for start in range(state.process_index * batch_size, len(todo), batch_size * state.num_processes):
         indices = todo[start : start + batch_size]
         yield torch.from_numpy(indices), images.read(chosen[indices])
+
+
+# ---- sampled --------------------------------------------------------------------------------------------------------
+
+
+def describe_autoencoder(name: str, decode_precision: str) -> dict:
+    vae = Path(name) if Path(name).is_file() else Path(name) / "diffusion_pytorch_model.safetensors"
+    return {"autoencoder": name, "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None,
+            "decode_precision": decode_precision}
+
+
+def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
+    """Records which classes are sampled: "all", a list, or in place of a long list its length and hash."""
+    if classes == list(range(num_classes)):
+        return "all"
+    if len(classes) <= 100:
+        return classes
+    return {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
+
+
+def describe_weights(
+    checkpoint: str, step: int | None, weights: str, autoencoder: str, decode_precision: str, classes: list[int],
+    num_classes: int, **more: object,
+) -> dict:
+    """Records which weights sample, of which classes, and what decodes them."""
+    return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": weights.startswith("ema"), **more,
+            "classes": describe_classes(classes, num_classes), **describe_autoencoder(autoencoder, decode_precision)}
+
+
+class SampledImages(ImageSet):
+    """Images that a network samples from `seeds`, and the record of how: what a result must say to be compared.
+
+    The record gets the images' size when the first are sampled.
+    """
+
+    def __init__(
+        self,
+        state: PartialState,
+        net: DiT,
+        diffusion: EDM | RF,
+        decode: Callable[[Tensor], Tensor],     # latents (B, C, h, w) -> images (B, H, W, 3) uint8
+        seeds: list[int],                       # of all ranks; each is one image
+        labels: list[int],                      # one a seed
+        *,
+        batch_size: int,                        # images a rank samples at once
+        num_steps: int,
+        guidance: Guidance | None = None,
+        precision: str = "fp32",                # of the network, under autocast
+        sampler: dict | None = None,            # settings of `diffusion.sample`; None: its own
+        outline: DiT | None = None,             # a network of its shapes, to count its passes on; None: itself
+        weights: dict | None = None,            # what `describe_weights` records of the network's
+        guidance_record: dict | None = None,    # None: what guidance says of itself
+    ):
+        self.seeds, self.labels = seeds, labels
+        sampler = sampler_settings(diffusion, sampler or {})
+        self.generate = partial(generate, state, net, diffusion, decode, batch_size=batch_size, num_steps=num_steps,
+                                guidance=guidance, precision=precision, **sampler)
+        passes, linear, attention = sampling_cost(outline or net, diffusion, num_steps, guidance, **sampler)
+        # JSON has no infinity.
+        finite = {key: str(value) if value == math.inf else value for key, value in sampler.items()}
+        record = {
+            **(weights or {}), "diffusion": type(diffusion).__name__, "sampler": {"solver": "heun", **finite},
+            "num_steps": num_steps, "guidance": guidance_record or (guidance and guidance.record()),
+            "precision": precision,
+            "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
+            "labels": "class seed % number of classes", "order": "of the seeds",
+            "drawing_version": DRAWING_VERSION,  # and of one image:
+            "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
+        }
+        super().__init__(len(seeds), record, SAMPLED_RULE, self.sample)
+
+    def sample(self, todo: np.ndarray) -> Indexed:
+        """Samples this rank's share of the images at the indices `todo`, those of all ranks in rounds."""
+        seeds, labels = ([values[index] for index in todo] for values in (self.seeds, self.labels))
+        place = dict(zip(seeds, todo.tolist(), strict=True)) | {-1: -1}  # the seed of a copy
+        for sampled, _, images in self.generate(seeds, labels):
+            self.record["size"] = list(images.shape[1:3])
+            yield torch.tensor([place[seed] for seed in sampled.tolist()]), images
+
+
+def derived_hours(record: dict, count: int, precision: str) -> float:
+    """Derives the hours of one H100 that sampling `count` images takes, by the FLOPs of the network alone."""
+    return 2 * sum(record["multiply_adds"].values()) * count / H100[precision] / 3600

@@ -245,7 +245,7 @@ def kernel_distance(images: Tensor, reference: Tensor) -> float:
     return torch.stack(distances).mean().item()
 
 
-def monge_distance(images: Tensor, reference: Tensor) -> float:
+def mind_distance(images: Tensor, reference: Tensor) -> float:
     """Computes MIND (Berthet et al., arXiv 2605.06797): 3 D times the mean squared 1-D Wasserstein-2 distance.
 
     Features (N, D) and (M, D) are projected onto 1000 random directions, and sorted there. Of the larger set as many

@@ -1,4 +1,4 @@
-"""A row of results.jsonl: what was scored, with what, and whether it was scored before."""
+"""A row of results.jsonl: what was scored, with what, and whether before; tables, and scores that are published."""
 
 import contextlib
 import json
@@ -13,15 +13,21 @@ from pydantic import Field
 from runtime import files
 from runtime.command import commit
 from runtime.device import describe_device
-from runtime.schema import Number, Record, Settings, Size, Some, Steps, Whole, one_of, read
-from sampling.options import Pair, SamplerSettings
-from scoring.evaluation import Judge, Subject
-from scoring.feature_cache import SCORING_VERSION
+from runtime.schema import Number, Record, Settings, Size, Some, Steps, Whole, as_text, one_of, read
+from sampling.checks import sampler_settings
+from sampling.options import NO_GUIDANCE, Pair, SamplerSettings, SamplingSettings
 from scoring.features import describe_extractor, versions
+from scoring.image_sets import ImageSet
+from scoring.score import Evaluator
+from scoring.statistics import SCORING_VERSION
+from weights.loading import Checkpoint, Trained
 from weights.records import DIFFUSIONS
 
 BALANCED = "class seed % number of classes"  # how a sample's record puts it
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
+TITLES = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "P", "recall": "R", "kid": "KID",
+          "kdd": "KDD", "mind": "MIND", "fdr": "FDr", "fd_dinov2": "FD-DINOv2", "mind_dinov2": "MIND-DINOv2"}
+FORMS = ("text", "markdown", "latex")
 Metrics = Some[str] | Literal["all"]
 
 
@@ -41,24 +47,10 @@ class Published(Settings):
     channels: Size | None = None
 
 
-def describe_autoencoder(name: str, decode_precision: str) -> dict:
-    vae = Path(name) if Path(name).is_file() else Path(name) / "diffusion_pytorch_model.safetensors"
-    return {"autoencoder": name, "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None,
-            "decode_precision": decode_precision}
-
-
-def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
-    """Records which classes are sampled: "all", a list, or in place of a long list its length and hash."""
-    if classes == list(range(num_classes)):
-        return "all"
-    if len(classes) <= 100:
-        return classes
-    return {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
-
-
 def result_row(
-    subject: Subject,
-    judge: Judge,
+    state: PartialState,
+    images: ImageSet,
+    evaluator: Evaluator,
     scores: dict[str, float] | None = None,  # None: not measured yet
     *,
     seconds: float = 0.0,
@@ -67,15 +59,14 @@ def result_row(
     resumed_images: int = 0,            # those whose features were kept
 ) -> dict:
     """Makes a row of results.jsonl: scores, and all that they depend on."""
-    state = PartialState()
     return {
-        "metrics": scores or dict.fromkeys(judge.names), "images": subject.count, "source": subject.record,
-        "summary": summary(subject.record, subject.count), "resumed_images": resumed_images,
-        "extractor": describe_extractor(judge.extractor), "reference": judge.reference.record,
-        **({"floor": judge.floor.record} if judge.floor else {}), "image_rule": subject.rule,
+        "metrics": scores or dict.fromkeys(evaluator.names), "images": images.count, "source": images.record,
+        "summary": summary(images.record, images.count), "resumed_images": resumed_images,
+        "extractor": describe_extractor(evaluator.extractor), "reference": evaluator.reference.record,
+        **({"floor": evaluator.floor.record} if evaluator.floor else {}), "image_rule": images.rule,
         "resolution": resolution, "batch_size": batch_size, "processes": state.num_processes,
         **describe_device(state.device),
-        "versions": versions(judge.extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
+        "versions": versions(evaluator.extractor), "scoring_version": SCORING_VERSION, "commit": commit(),
         "seconds": seconds, "finished": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }
 
@@ -180,3 +171,111 @@ def add_rows(path: Path, rows: list[dict], before: list[dict]) -> None:
                 files.append_row(path, row)
             else:
                 print(f"Another process has added the same scores to {path} meanwhile; there is no second row.")
+
+
+# ---- tables ---------------------------------------------------------------------------------------------------------
+
+
+def with_mean_fdr(rows: list[dict]) -> dict:
+    """Makes one row of those of several networks, with FDr as the mean over them (arXiv 2604.28190).
+
+    A metric of each network, as precision, is the first one's; the others' bear the network's name, or its file's.
+    """
+    if len(rows) == 1:
+        return rows[0]
+    metrics: dict[str, float | None] = {}
+    for row in rows:
+        network = row["extractor"]["name"]
+        network = Path(row["extractor"]["weights"]).stem if network == "torchscript" else network
+        for name, value in row["metrics"].items():
+            is_shared = name in metrics or name in ("fdr", "floor")
+            metrics[f"{name} {network}" if is_shared else name] = value
+    ratios = [row["metrics"]["fdr"] for row in rows if "fdr" in row["metrics"]]
+    if ratios:
+        metrics["fdr"] = None if None in ratios else sum(ratios) / len(ratios)
+    return rows[0] | {"metrics": metrics}
+
+
+def as_table(rows: list[dict], form: str = "text") -> str:
+    """Writes rows as a table with a line each, and below it what a paper has to say of them."""
+    names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
+    weights = [row["source"].get("weights") or "" for row in rows]
+    lines = [["weights", "guidance", *(TITLES.get(name, name) for name in names)]]
+    for row, which in zip(rows, weights, strict=True):
+        values = [row["metrics"].get(name) for name in names]
+        lines.append([which, guided(row), *("" if value is None else f"{value:.5g}" for value in values)])
+    if len({*weights}) == 1:  # which stands below the table
+        lines = [cells[1:] for cells in lines]
+    said = list(dict.fromkeys(summary(row["source"], row["images"]) for row in rows))
+    columns = f"{'l' * (len(lines[0]) - len(names))}{'r' * len(names)}"
+    if form == "latex":
+        head, *body = (" & ".join(cells).replace("_", r"\_") + r" \\" for cells in lines)
+        below = [f"% {line}" for line in said]
+        return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
+                          r"\bottomrule", r"\end{tabular}", *below])
+    if form == "markdown":
+        lines.insert(1, ["---:" if column == "r" else "---" for column in columns])
+        return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *said])
+    widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
+    return "\n".join(["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
+                      for cells in lines] + said)
+
+
+def guided(row: dict) -> str:
+    guidance = row["source"].get("guidance")
+    return ", ".join(f"{key} {as_text(value)}" for key, value in guidance.items() if value) if guidance else "none"
+
+
+# ---- published scores -----------------------------------------------------------------------------------------------
+
+
+def as_published(cfg: SamplingSettings, checkpoint: Checkpoint | None = None) -> SamplingSettings:
+    """Completes fid.py's settings by those of the gauge or, with sampler=published, by those in a checkpoint's record.
+
+    What is given goes first. Scores in the record come along in any case, to be compared with ours. Raises ValueError
+    where sampler=published finds none, or none of this network's diffusion.
+    """
+    asked, published = cfg.published is not None or cfg.sampler == "published", cfg.published
+    why = "its record holds no published scores"
+    if published is None and checkpoint is not None and checkpoint.record is not None:
+        record = checkpoint.record
+        published = record.published and read(Published, record.published, f"{checkpoint.folder}/meta.json: published.")
+        trained_with = record.diffusion.get("name")
+        if published and published.diffusion not in (None, trained_with):
+            why = f"{published.where} is of {published.diffusion}, and this network of {trained_with}"
+            published = None
+    if asked and published is None:
+        raise ValueError(f"sampler=published cannot sample {cfg.checkpoint or cfg.images}: {why}. Leave it out, or "
+                         f"give num_steps=, sampler.solver= and the like.")
+    if not asked:
+        return cfg.model_copy(update={"published": published, "num_steps": cfg.num_steps or 40})
+    given = {} if cfg.sampler == "published" else {key: value for key, value in cfg.sampler if value is not None}
+    theirs = {key: getattr(published, key) for key in ("num_samples", "num_steps", "scale", "interval", "channels")
+              if getattr(cfg, key) is None}
+    theirs["sampler"] = published.sampler.model_copy(update=given)
+    return cfg.model_copy(update={**theirs, "published": published})
+
+
+def is_sampled_as(published: Published, cfg: SamplingSettings, trained: Trained) -> bool:
+    """True if a checkpoint's images are sampled as those of the published scores were."""
+    ours, theirs = (sampler_settings(trained.diffusion, dict(one.sampler)) for one in (cfg, published))
+    guidance = {key: getattr(published, key, unguided) for key, unguided in NO_GUIDANCE}
+    return (ours == theirs and all(getattr(cfg, key) == value for key, value in guidance.items())
+            and cfg.num_steps == published.num_steps and (cfg.num_samples or 50_000) == published.num_samples
+            and published.step in (None, trained.step) and cfg.classes is None and trained.weights != "model")
+
+
+def compare_published(row: dict, published: Published) -> str:
+    """Compares the scores of a row with published ones, unless its images were sampled differently."""
+    if row["published"] is None:
+        how = published.model_dump(exclude={"where", "scores", "tolerance"}, exclude_none=True)
+        return f"{published.where}: not compared, as the images were sampled differently. Theirs: {json.dumps(how)}"
+    lines = [f"{published.where}:", f"{'':<16}  {'ours':>9} {'theirs':>9}"]
+    for name, theirs in published.scores.items():
+        ours, tolerance = row["metrics"].get(name), published.tolerance.get(name)
+        verdict = "not measured" if ours is None else ""
+        if tolerance is not None:
+            verdict = verdict or ("within" if abs(ours - theirs) <= tolerance else "OUTSIDE")
+            verdict = f"± {tolerance:<5} {verdict}"
+        lines.append(f"{name:<16}  {'' if ours is None else f'{ours:.4f}':>9} {theirs:>9} {verdict}".rstrip())
+    return "\n".join(lines)

@@ -1,199 +1,168 @@
-"""The reference: statistics in ADM's keys, read, measured and written, and which metrics they allow."""
+"""Features of one set of images -> what its scores need, over ranks; kept in files if asked for."""
 
-import zipfile
-from collections.abc import Iterable, Iterator
-from dataclasses import dataclass, field, replace
+import json
+from collections.abc import Iterator, Mapping
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import torch
 from accelerate import PartialState
+from accelerate.utils import reduce
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save
 from torch import Tensor
+from tqdm import tqdm
 
-from runtime import files, ranks
-from runtime.device import describe_device
-from runtime.schema import first_line
-from scoring.feature_cache import SCORING_VERSION, FeatureCache, read_kept, write_kept
-from scoring.features import Extractor, describe_extractor, versions
-from scoring.image_sets import Images, evenly, open_images
-from scoring.metrics import NEIGHBOUR, SUBSET, why_no_covariance
-from scoring.tally import FEATURE_KEYS, Tally, measure
+from runtime import files
+from runtime.notebook import is_hidden
+from scoring.features import Extractor, extract
+from scoring.image_sets import Images, Indexed, evenly, read_share
+from scoring.metrics import BLOCK, Moments, ScoreSums
 
-NEIGHBOURS = 10_000  # images of a folder that all but distances look at, evenly spread: as many as ADM's npz have
-
-
-@dataclass
-class Reference:
-    """What images are compared with: statistics of each feature, and images where there are some."""
-
-    statistics: dict[str, tuple[Tensor, Tensor]]
-    images: Images | None
-    record: dict
-    pool: Tensor | None = field(default=None, repr=False)  # of `images`, for neighbourhoods, once they were needed
-    is_complete: bool = False                              # as `pool` is the main rank's where it was kept
-
-    def complete(
-        self, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64, keep: FeatureCache | None = None,
-    ) -> None:
-        """Measures the reference's own images where a metric needs it; a second call costs nothing.
-
-        What was measured is kept, and read by every later command with the same images and features.
-        """
-        needs_pool = extractor.of_features & {*metrics}
-        if self.is_complete or (not needs_pool and "pool" in self.statistics):
-            return
-        state, file = PartialState(), kept_file(self.images, extractor)
-        measured = read_kept(file) if file and state.is_main_process else None
-        if not ranks.broadcast_from_main(state, measured is not None):
-            count = self.images.count
-            tally = measure(self.images, extractor, batch_size, keep, min(count, self.images.neighbours or count))
-            measured = {"pool": tally.pool}
-            for name, moments in tally.moments.items():
-                measured |= dict(zip(FEATURE_KEYS[name], moments.mean_and_covariance(), strict=True))
-            try:
-                if file and state.is_main_process:
-                    write_kept(file, measured)
-            except OSError as error:  # a full or read-only home is no reason to lose the scores
-                print(f"The reference's statistics are not kept, as {file} could not be written: {error.strerror}")
-        if measured is not None:  # the main rank computes the scores
-            self.pool = measured["pool"]
-            found = {name: (measured[mu].cpu(), measured[sigma].cpu()) for name, (mu, sigma) in FEATURE_KEYS.items()
-                     if mu in measured}
-            self.statistics = found | self.statistics  # what the npz holds goes first
-        self.is_complete = True
+SCORING_VERSION = 3  # raised by whoever changes a score of the same images: tests/test_versions.py
+FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # in a reference npz
 
 
-def kept_file(images: Images, extractor: Extractor) -> Path | None:
-    """Places what is measured of images in torch's cache (TORCH_HOME moves it), by a hash of all it depends on.
-
-    It is None for latents, whose content is not hashed.
-    """
-    if "sha256" not in images.record:
-        return None
-    of_images, of_extractor = dict(images.record), describe_extractor(extractor)
-    del of_images["path"], of_extractor["weights"]  # content counts, wherever it lies
-    record = {"images": of_images, "count": images.count, "neighbours": images.neighbours, "extractor": of_extractor,
-              "versions": versions(extractor), **describe_device(PartialState().device),
-              "scoring_version": SCORING_VERSION}
-    return Path(torch.hub.get_dir()).parent / "tread_references" / f"{files.record_sha256(record)}.safetensors"
+# ---- features that are kept -----------------------------------------------------------------------------------------
 
 
-def open_reference(
-    path: str | Path, extractor: Extractor, resolution: int | None = None, device: torch.device | str = "cpu",
-    key: str = "reference",  # the setting that names the path, for messages
-) -> Reference:
-    """Opens and checks statistics in ADM's keys (mu, sigma, mu_s, sigma_s), images as `open_images` does, or both.
-
-    Statistics that are missing are measured on the images, as in ADM. Raises ValueError for what cannot be read,
-    for statistics of other features or dimensions than the extractor's, and for a sigma that is not a covariance.
-    """
-    path = Path(path)
-    if path.suffix != ".npz":
-        images = open_images(key, str(path), resolution, device)
-        images.neighbours = NEIGHBOURS
-        return Reference({}, images, images.record | {"images": images.count, "statistics": []})
-    files.refuse_pointer(path)
+def load_cached(file: Path) -> dict[str, Tensor] | None:
+    """Reads a file of `save_cached`; None where there is none, or a damaged one, whose images are measured again."""
     try:
-        with np.load(path, allow_pickle=False) as arrays:
-            keys = set(arrays.files)
-            small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
-            found = {key: np.asarray(arrays[key]) for key in small}
-    except Exception as error:  # numpy and zipfile each have their own
-        raise ValueError(f"{key}={path} is not an npz that can be read: {first_line(error)}.") from error
-    if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
-        raise ValueError(f"{key}={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
-                         f"needed (and mu_s, sigma_s for sFID), or images under arr_0.")
-    space, (of, _, digest) = str(found.get("space", "")), str(found.get("weights_sha256", "")).partition(":")
-    if (space or extractor.space) != extractor.space or (of == extractor.name and digest != str(extractor.sha256)):
-        raise ValueError(f"{key}={path} was measured on {space} features by weights of SHA-256 {digest or 'unknown'}, "
-                         f"but features={extractor.name} are {extractor.space} by weights of {extractor.sha256}: make "
-                         f"the reference again with the same features.")
-    if not space and {"mu_s", "sigma_s"} & keys and "spatial" not in extractor.sizes:
-        raise ValueError(f"{key}={path} has mu_s and sigma_s, so it was measured on Inception, not on "
-                         f"features={extractor.name}: make a reference from images, such as an npy of its arr_0.")
-    statistics = {}
-    for feature, names in FEATURE_KEYS.items():
-        if not {*names} <= keys or feature not in extractor.sizes:
-            continue
-        size = extractor.sizes[feature]
-        for name, shape in zip(names, ((size,), (size, size)), strict=True):
-            if found[name].shape != shape or not np.isfinite(found[name]).all():
-                raise ValueError(f"{key}={path} has {name} of shape {found[name].shape}, and features={extractor.name} "
-                                 f"need {shape}, all finite: get or make it again, with these features.")
-        mu, sigma = (torch.from_numpy(found[name].astype(np.float64)) for name in names)
-        if why := why_no_covariance(sigma):
-            raise ValueError(f"{key}={path} has {names[1]} that is not a covariance, as {why}: get or make it again.")
-        statistics[feature] = mu, sigma
-    images = open_images(key, str(path)) if "arr_0" in keys else None
-    record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}
-    return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
-
-
-def is_replaceable(path: Path) -> bool:
-    """True if `path` is free, or holds what `write_reference` has written."""
-    try:
-        with np.load(path, allow_pickle=False) as arrays:
-            return {"space", "count", "weights_sha256"} <= {*arrays.files}
+        return load_file(file)
     except FileNotFoundError:
-        return True
-    except Exception:  # numpy and zipfile each have their own
-        return False
+        return None
+    except (OSError, SafetensorError) as error:
+        print(f"{file} is damaged, and its images are measured again: {error}")
+        return None
 
 
-def write_reference(path: Path, tally: Tally, extractor: Extractor, images: Images, num_images: int) -> None:
-    """Writes statistics in ADM's keys, what they were measured on, and `num_images` of the images as arr_0."""
-    arrays = {"space": np.array(extractor.space), "count": np.array(tally.count),
-              "weights_sha256": np.array(f"{extractor.name}:{extractor.sha256}")}
-    for name, moments in tally.moments.items():
-        mu, sigma = moments.mean_and_covariance()
-        arrays |= dict(zip(FEATURE_KEYS[name], (mu.cpu().numpy(), sigma.cpu().numpy()), strict=True))
-    with files.atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
-        for key, array in arrays.items():
-            with archive.open(f"{key}.npy", "w") as file:
-                np.lib.format.write_array(file, array, allow_pickle=False)
-        if num_images:
-            batches = np.array_split(evenly(images.count, num_images), -(-num_images // 64))
-            files.write_array(archive, "arr_0", (images.read(indices).cpu().numpy() for indices in batches), num_images)
+def save_cached(file: Path, tensors: dict[str, Tensor]) -> None:
+    with files.atomic_write(file) as partial:
+        partial.write_bytes(save({name: value.cpu().contiguous() for name, value in tensors.items()}))
 
 
-def open_references(
-    key: str, paths: list[str], extractors: list[Extractor], resolution: int | None, device: torch.device | str,
-) -> Iterator[Reference]:
-    """Opens a reference for each extractor; one that several share, and that is no npz, is looked at once."""
-    opened: dict[str, Reference] = {}
-    for path, extractor in zip(paths, extractors, strict=True):
-        if path not in opened or Path(path).suffix == ".npz":
-            opened[path] = open_reference(path, extractor, resolution, device, key)
-        yield replace(opened[path])  # with statistics of its own
+class FeatureCache:
+    """Features of `count` images in a folder that is named by the hash of all that they depend on.
 
-
-def available_metrics(
-    extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None, count: int | None = None,
-) -> list[str]:
-    """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other.
-
-    Asked for none, it leaves out KID and MIND, which cost time; asked for "all", it does not. `count` is the number of
-    images to be scored, where it is known.
+    Another checkpoint, setting, extractor, library or version of what samples and scores is another folder. A file
+    holds one batch. All ranks make one of these together, and read and write the folder.
     """
-    why = {extractor.distance: None}  # a metric -> why it cannot be measured
-    if "spatial" in extractor.sizes:
-        has = "spatial" in reference.statistics or (not reference.statistics and reference.images)
-        why["sfid"] = None if has else "the reference has no mu_s and sigma_s"
-        why["inception_score"] = None
-    why |= dict.fromkeys(("precision", "recall", extractor.kernel, extractor.monge),
-                         None if reference.images else "the reference has no images under arr_0")
-    fewest = min(SUBSET if n is None else n for n in (count, reference.images and reference.images.count))
-    if reference.images and fewest < SUBSET:
-        why[extractor.kernel] = f"its subsets have {SUBSET} images, and there are {fewest}"
-    if reference.images and fewest <= NEIGHBOUR:
-        why["precision"] = why["recall"] = f"it needs more than {NEIGHBOUR} images of both sets, and there are {fewest}"
-    if asked is None or asked == "all":
-        if reference.images and why["precision"]:
-            raise ValueError(f"Precision cannot be measured, as {why['precision']}: take more images, or set "
-                             f"metrics=[{extractor.distance}].")
-        left_out = () if asked else (extractor.kernel, extractor.monge)
-        return [name for name, reason in why.items() if reason is None and name not in left_out]
-    for name in asked:
-        if reason := why.get(name, f"features={extractor.name} give {', '.join(why)}"):
-            raise ValueError(f"metrics={list(asked)}: {name} cannot be measured, as {reason}.")
-    return list(asked)
+
+    def __init__(
+        self, state: PartialState, root: Path, record: dict, total: int, sizes: Mapping[str, int] | None = None,
+    ):
+        record = {**record, "scoring_version": SCORING_VERSION}
+        self.state, self.total = state, total
+        self.folder = files.inside(root.parent, root.name, files.record_sha256(record))
+        if state.is_main_process:
+            files.write_text(self.folder / "record.json", json.dumps(record, indent=1))
+        state.wait_for_everyone()
+        self.files, self.seen, self.sizes = [], set(), sizes or {}  # lengths of the features; {}: any
+        for file in sorted(self.folder.glob("*.safetensors")):
+            found = load_cached(file)
+            indices = set(found["indices"].tolist()) if found and self.fits(found) else set()
+            if indices and not indices & self.seen:  # two evaluations at once may both have measured some
+                self.seen |= indices
+                self.files.append(file)
+        self.count = len(self.seen)
+        state.wait_for_everyone()  # before any rank adds to the folder
+
+    def fits(self, found: dict[str, Tensor]) -> bool:
+        """True if a file holds images of the set, once each, and finite rows of `sizes` for each of them."""
+        indices, features = found.get("indices"), {key: value for key, value in found.items() if key != "indices"}
+        return bool(indices is not None and indices.ndim == 1 and not indices.is_floating_point()
+                    and len(indices.unique()) == len(indices) > 0 and 0 <= indices.min() <= indices.max() < self.total
+                    and features and all(value.is_floating_point() and value.shape == (len(indices), self.sizes.get(
+                        name, *value.shape[-1:])) and value.isfinite().all() for name, value in features.items()))
+
+    def missing(self) -> np.ndarray:
+        """Returns the indices (n,) of the images that have no features."""
+        return np.setdiff1d(np.arange(self.total), list(self.seen))
+
+    def load(self) -> Iterator[tuple[Tensor, dict[str, Tensor]]]:
+        """Yields this rank's share of what was there at the start: indices (B,) and named features."""
+        for file in self.files[self.state.process_index :: self.state.num_processes]:
+            features = load_file(file)
+            yield features.pop("indices"), features
+
+    def save(self, indices: Tensor, features: dict[str, Tensor]) -> None:
+        save_cached(self.folder / f"{int(indices[0]):08d}.safetensors", features | {"indices": indices})
+
+
+# ---- features -> statistics -----------------------------------------------------------------------------------------
+
+
+class FeatureStats:
+    """Statistics of one set of images: moments, score sums and, for neighbourhoods, the features themselves."""
+
+    def __init__(self, extractor: Extractor, count: int, device: torch.device | str, keep_pool: int = 0):
+        device = "cpu" if torch.device(device).type == "mps" else device  # which has no float64
+        self.count = count
+        self.moments = {name: Moments(size, device) for name, size in extractor.sizes.items() if name in FEATURE_KEYS}
+        self.scores = ScoreSums(count, extractor.sizes["probs"], device) if "probs" in extractor.sizes else None
+        # Features of `keep_pool` images, evenly spread, in the indices' order; of each image its row there, or -1.
+        self.pool = torch.zeros(keep_pool, extractor.sizes["pool"]) if keep_pool else None
+        self.row = torch.full((count,), -1)
+        self.row[evenly(count, keep_pool)] = torch.arange(keep_pool)
+
+    def add(self, indices: Tensor, features: dict[str, Tensor]) -> None:
+        for name, moments in self.moments.items():
+            moments.add(features[name])
+        if self.scores is not None:
+            self.scores.add(indices, features["probs"])
+        if self.pool is not None:
+            rows = self.row[indices.cpu()]
+            self.pool[rows[rows >= 0]] = features["pool"].float().cpu()[rows >= 0]
+
+    def merge(self, state: PartialState) -> None:
+        """Sums over all ranks, once."""
+        for part in (*self.moments.values(), *([self.scores] if self.scores else [])):
+            part.merge(partial(reduce, reduction="sum"))
+        measured = int(self.moments["pool"].count)
+        assert measured == self.count, f"{self.count} images were asked for and {measured} came"
+        if self.pool is not None and state.num_processes > 1:
+            for rows in self.pool.split(BLOCK):  # a row is one rank's, and zeros on the others
+                rows[:] = reduce(rows.to(state.device), reduction="sum").cpu()
+
+
+def fill(
+    state: PartialState, parts: list[tuple[FeatureStats, Extractor, FeatureCache | None]], batches: Indexed,
+    progress: str | None,
+) -> None:
+    """Adds cached features, then those of the images, to the statistics of each extractor, and sums over ranks.
+
+    Images whose features are cached are not passed to the extractor again.
+    """
+    count = parts[0][0].count
+    silent = not (progress and state.is_main_process)
+    with tqdm(total=count, desc=progress, unit="img", disable=is_hidden(silent)) as bar:
+        for stats, _, keep in parts:
+            for indices, features in keep.load() if keep is not None else ():
+                stats.add(indices, features)
+        bar.initial = min(keep.count if keep is not None else 0 for *_, keep in parts)  # the rate is of the new ones
+        bar.update(bar.initial)
+        for indices, images in batches:
+            for stats, extractor, keep in parts:
+                seen = keep.seen if keep is not None else ()
+                new = torch.tensor([-1 if index in seen else index for index in indices.tolist()])
+                for found, features in extract(extractor, [(new, images)]):
+                    if keep is not None:
+                        keep.save(found, features)
+                    stats.add(found, features)
+            bar.update(min(int((indices >= 0).sum()) * state.num_processes, count - bar.n))
+    for stats, *_ in parts:
+        stats.merge(state)
+
+
+def measure(
+    state: PartialState, images: Images, extractor: Extractor, batch_size: int, keep: FeatureCache | None = None,
+    keep_pool: int = 0, chosen: np.ndarray | None = None,
+) -> FeatureStats:
+    """Measures a reference's images, or those `chosen` of them, over all ranks."""
+    chosen = np.arange(images.count) if chosen is None else chosen
+    stats = FeatureStats(extractor, len(chosen), state.device, keep_pool)
+    todo = np.arange(len(chosen)) if keep is None else keep.missing()
+    fill(state, [(stats, extractor, keep)], read_share(state, images, chosen, todo, batch_size), "reference")
+    return stats

@@ -273,8 +273,9 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     def draw(name: str, mark: Mark) -> None:
         with (marked(mark, diffusion, estimate, after="network", before="sampler"),
               marked(mark, decoder, "decode", after="decode", before="sampler")):
-            for _ in generate.generate(nets[name], diffusion, decoder.decode, seeds, labels, guidance=guidance,
-                                       batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=cfg.precision):
+            for _ in generate.generate(accelerator, nets[name], diffusion, decoder.decode, seeds, labels,
+                                       guidance=guidance, batch_size=cfg.batch_size, num_steps=cfg.num_steps,
+                                       precision=cfg.precision):
                 pass
         mark("sampler")
 

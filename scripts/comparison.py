@@ -76,7 +76,7 @@ def paired(pairs: Iterable[tuple[float, float]]) -> dict:
             "seeds_lower": [sum(d > 0 for d in differences), sum(d < 0 for d in differences)]}  # first's, second's
 
 
-def lower_of(first: str, second: str, found: dict) -> str | None:
+def winner(first: str, second: str, found: dict) -> str | None:
     """Names the variant that scores lower, where the interval excludes 0; None elsewhere, and of one or two seeds."""
     low, high = found["interval"] or (0, 0)
     return second if high < 0 else first if low > 0 else None
@@ -135,14 +135,14 @@ def crossing(runs: list[dict], first: str, second: str, axis: str, metric: str |
 
     Below it is from there on the one that is lower at the end. Seeds are compared that both have at the end, as a seed
     that ends early would move the means. `at` is None unless one variant is lower at a place and the other one at the
-    end, by `lower_of` both times; so one or two seeds show no crossing.
+    end, by `winner` both times; so one or two seeds show no crossing.
     """
     rows = compared(runs, first, second, axis, metric)
     last = rows[-1][1] if rows else {}
     places = [(place, paired(values[seed] for seed in last)) for place, values in rows if last.keys() <= values.keys()]
     end = places[-1][1] if places else paired(())
-    better, at = lower_of(first, second, end), None
-    if better and any(lower_of(first, second, found) not in (None, better) for _, found in places):
+    better, at = winner(first, second, end), None
+    if better and any(winner(first, second, found) not in (None, better) for _, found in places):
         sign = 0  # of the last gap that was one: lines that only touch do not cross
         for (place, found), (next_place, next_found) in itertools.pairwise(places):
             gap, next_gap = found["difference"], next_found["difference"]
@@ -222,7 +222,7 @@ def in_words(first: str, second: str, found: dict) -> str:
     n = found["n"]
     if found["interval"]:
         low, high = found["interval"]
-        return f"{lower_of(first, second, found) or 'none'} ({low:+.3f} to {high:+.3f}, n={n})"
+        return f"{winner(first, second, found) or 'none'} ({low:+.3f} to {high:+.3f}, n={n})"
     count, name = max(zip(found["seeds_lower"], (first, second), strict=True), key=lambda side: side[0])
     return f"{name} in {count} of {n} seed{'s' * (n > 1)}, no verdict"
 

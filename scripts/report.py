@@ -25,8 +25,7 @@ from runtime import files
 from runtime.command import command, commit
 from runtime.schema import Location, Positive, Settings, as_recorded, as_text, read, read_json
 from runtime.typed import read_yaml
-from scoring.results import read_results
-from scoring.table import guided
+from scoring.results import guided, read_results
 from scripts.comparison import RecordedStudy
 from weights import checkpoint as checkpoints
 

@@ -26,7 +26,7 @@ from pydantic import Field
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
-from fid import DRAWN, ScoringSettings
+from fid import OF_SAMPLING, ScoringSettings
 from runtime import ranks
 from runtime.command import command, commit, compose
 from runtime.files import inside, read_rows, remove, write_text
@@ -308,7 +308,7 @@ def score_checkpoints(cfg: StudySettings, run: Run) -> None:
 def score_floor(cfg: StudySettings) -> None:
     """Scores sets of real images, as test images, against the same reference: what a perfect model could reach."""
     results = Path(cfg.out).resolve() / "floor" / "results.jsonl"
-    settings = [text for text in cfg.study.score if re.match(r"\w+", text)[0] not in DRAWN]
+    settings = [text for text in cfg.study.score if re.match(r"\w+", text)[0] not in OF_SAMPLING]
     for point in cfg.study.floor:
         score_once(cfg, [*settings, *point, f"results={results}"], results, point)
 

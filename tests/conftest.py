@@ -50,6 +50,21 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
         entry()
 
 
+def one_rank():
+    from accelerate import PartialState
+
+    return PartialState(cpu=True)
+
+
+def score_with(extractor, reference, batches, count: int, asked=None) -> dict[str, float]:
+    """Scores images on one extractor, with its reference measured, as fid.py and training do."""
+    from scoring.reference import available_metrics
+    from scoring.score import Evaluator, measure_references, score_on
+
+    evaluator = Evaluator(extractor, reference, available_metrics(extractor, reference, asked, count))
+    return score_on(one_rank(), [measure_references(one_rank(), evaluator)], batches, count)[0]
+
+
 @pytest.fixture(autouse=True)
 def open_streams(monkeypatch):
     """Hydra sets up logging anew for each command, and would close the stream that TensorFlow logs to: pytest's."""

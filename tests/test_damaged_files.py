@@ -8,6 +8,7 @@ import shutil
 import numpy as np
 import pytest
 import torch
+from conftest import one_rank
 from PIL import Image
 from test_data import labels_of, numbered, write_folder, write_tars
 from test_import_latents import import_latents, write_fastdit
@@ -15,7 +16,7 @@ from test_import_latents import import_latents, write_fastdit
 from dit import DiT
 from latents import folder, images, tars
 from runtime.command import compose
-from scoring import feature_cache
+from scoring import statistics
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 from weights.others import read_weights
@@ -137,12 +138,12 @@ def test_a_link_instead_of_a_checkpoint_is_skipped_and_set_aside(tmp_path):
 
 
 def test_kept_features_that_are_damaged_are_passed_over(tmp_path, capsys, fresh_accelerator):
-    features_of = feature_cache.FeatureCache(tmp_path, {}, 6)
+    features_of = statistics.FeatureCache(one_rank(), tmp_path, {}, 6)
     for first in (0, 2, 4):
         features_of.save(torch.arange(first, first + 2), {"pool": torch.ones(2, 3)})
     file = features_of.folder / "00000004.safetensors"
     for content in (b"", file.read_bytes()[:-5]):
         file.write_bytes(content)
-        again = feature_cache.FeatureCache(tmp_path, {}, 6)
+        again = statistics.FeatureCache(one_rank(), tmp_path, {}, 6)
         assert again.missing().tolist() == [4, 5] and "00000004.safetensors is damaged" in capsys.readouterr().out
         assert [indices.tolist() for indices, _ in again.load()] == [[0, 1], [2, 3]]

@@ -9,7 +9,7 @@ import forked
 import numpy as np
 import pytest
 import torch
-from conftest import PATIENCE, run_command
+from conftest import PATIENCE, one_rank, run_command, score_with
 from filelock import Timeout
 from PIL import Image
 from scipy import optimize
@@ -18,11 +18,13 @@ from training_runs import write_run
 
 import fid
 from runtime import files
-from scoring import drawing, evaluation, feature_cache, image_sets, metrics, results
+from scoring import image_sets, metrics, results, score
+from scoring import reference as reference_module
 from scoring import statistics as statistics_module
 from scoring.features import EXTRACTORS, Extractor, load_extractor
+from scoring.reference import available_metrics, open_reference
 from scoring.results import read_results
-from scoring.statistics import Tally, available_metrics, open_reference
+from scoring.statistics import FeatureStats
 from weights import checkpoint as checkpoints
 
 
@@ -166,13 +168,13 @@ def test_a_shift_of_all_features_changes_no_distance():
 
     near, far = (fid.frechet_distance(*over_two_ranks(one + shift), *over_two_ranks(two + shift)) for shift in (0, 1e4))
     assert far == pytest.approx(near, rel=1e-7) and near == pytest.approx(fid.frechet_distance(*statistics(one), *statistics(two)), rel=1e-9)
-    assert metrics.monge_distance(one + 1e4, two + 1e4) == pytest.approx(metrics.monge_distance(one, two), rel=1e-7)
+    assert metrics.mind_distance(one + 1e4, two + 1e4) == pytest.approx(metrics.mind_distance(one, two), rel=1e-7)
 
 
 @pytest.mark.parametrize("asked", [None, "all", ["recall"]])
 @pytest.mark.parametrize(("real", "count"), [(3, 40), (40, 3)])
 def test_too_few_images_for_neighbours_are_refused_before_any_is_sampled(real, count, asked, tmp_path, run_folder, monkeypatch):
-    monkeypatch.setattr(drawing.Drawing, "sample", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(image_sets.SampledImages, "sample", lambda *_: pytest.fail("drawn"))
     np.savez(tmp_path / "reference.npz", arr_0=shapes(real).numpy())
     with pytest.raises(SystemExit, match="cannot be measured, as it needs more than 3 images of both sets, and there are 3"):
         command(tmp_path, checkpoint=run_folder, reference=tmp_path / "reference.npz", num_samples=count, metrics=asked)
@@ -207,8 +209,8 @@ def test_the_kernel_distance_is_torch_fidelitys(monkeypatch):
 def test_mind_is_what_torch_fidelity_gives():
     images, reference = waves(1200, 64, 1.7), waves(1500, 64, 2.3, 1.02)
     # toshas/torch-fidelity 5e211a9, mind_features_to_metric, which is newer than the release 0.4.0.
-    assert metrics.monge_distance(images, reference) == pytest.approx(145.21056747, rel=1e-6)
-    assert metrics.monge_distance(images, reference[:1200]) == pytest.approx(143.81302643, rel=1e-6)
+    assert metrics.mind_distance(images, reference) == pytest.approx(145.21056747, rel=1e-6)
+    assert metrics.mind_distance(images, reference[:1200]) == pytest.approx(143.81302643, rel=1e-6)
 
 
 def test_mind_is_the_mean_over_directions_of_the_cheapest_transport(monkeypatch):
@@ -219,27 +221,27 @@ def test_mind_is_the_mean_over_directions_of_the_cheapest_transport(monkeypatch)
     for direction in directions / directions.norm(dim=1, keepdim=True):
         apart = ((images @ direction)[:, None] - reference @ direction).square().numpy()
         costs.append(apart[optimize.linear_sum_assignment(apart)].mean())
-    assert metrics.monge_distance(images, reference) == pytest.approx(3 * 12 * np.mean(costs), rel=1e-6)
+    assert metrics.mind_distance(images, reference) == pytest.approx(3 * 12 * np.mean(costs), rel=1e-6)
 
 
 def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monkeypatch):
     pixels, images = load_extractor("pixels"), shapes(60, seed=5)
-    reference = open_reference(reference_npz, pixels)
+    reference = open_reference(one_rank(), reference_npz, pixels)
     batches = [(torch.arange(60), images)]
     with pytest.raises(ValueError, match="kd_pixels cannot be measured, as its subsets have 1000 images, and there are 60"):
-        evaluation.score_on([evaluation.Judge(pixels, reference, ["kd_pixels"])], batches, 60)[0]
-    for module in (metrics, statistics_module):
+        score_with(pixels, reference, batches, 60, ["kd_pixels"])
+    for module in (metrics, reference_module):
         monkeypatch.setattr(module, "SUBSET", 50)
-    found = evaluation.score_on([evaluation.Judge(pixels, reference, "all")], batches, 60)[0]
+    found = score_with(pixels, reference, batches, 60, "all")
     assert list(found) == ["fd_pixels", "precision", "recall", "kd_pixels", "mind_pixels"]
     pools = pixels.compute(images)["pool"], pixels.compute(shapes(120))["pool"]
     assert found["kd_pixels"] == pytest.approx(metrics.kernel_distance(*pools), rel=1e-6)
-    assert found["mind_pixels"] == pytest.approx(metrics.monge_distance(*pools), rel=1e-6)
-    assert list(evaluation.score_on([evaluation.Judge(pixels, reference)], batches, 60)[0]) == ["fd_pixels", "precision", "recall"]
+    assert found["mind_pixels"] == pytest.approx(metrics.mind_distance(*pools), rel=1e-6)
+    assert list(score_with(pixels, reference, batches, 60)) == ["fd_pixels", "precision", "recall"]
 
 
 def test_kid_is_inceptions_and_kdd_dinov2s():
-    names = [(named.kernel, named.monge) for named in (replace(load_extractor("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
+    names = [(named.kid_name, named.mind_name) for named in (replace(load_extractor("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
     assert names == [("kid", "mind"), ("kdd", "mind_dinov2"), ("kd_x", "mind_x")]
 
 
@@ -262,12 +264,12 @@ def reference_npz(tmp_path_factory):
 
 def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(reference_npz):
     pixels, images = load_extractor("pixels"), shapes(60, seed=5)
-    reference = open_reference(reference_npz, pixels)
+    reference = open_reference(one_rank(), reference_npz, pixels)
     before = torch.get_rng_state()
-    straight = evaluation.score_on([evaluation.Judge(pixels, reference)], [(torch.arange(60), images)], 60)[0]
+    straight = score_with(pixels, reference, [(torch.arange(60), images)], 60)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
     parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]  # a copy in each
-    again = evaluation.score_on([evaluation.Judge(pixels, reference)], parts, 60)[0]
+    again = score_with(pixels, reference, parts, 60)
     assert list(straight) == ["fd_pixels", "precision", "recall"] and again == pytest.approx(straight, rel=1e-9)
     assert torch.equal(torch.get_rng_state(), before)
 
@@ -275,7 +277,7 @@ def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(referenc
 def test_fewer_images_than_asked_are_not_scored(reference_npz):
     pixels = load_extractor("pixels")
     with pytest.raises(AssertionError, match="60 images were asked for and 10 came"):
-        evaluation.score_on([evaluation.Judge(pixels, open_reference(reference_npz, pixels))], [(torch.arange(10), shapes(10))], 60)[0]
+        score_with(pixels, open_reference(one_rank(), reference_npz, pixels), [(torch.arange(10), shapes(10))], 60)
 
 
 def inception_like():
@@ -291,12 +293,12 @@ def inception_like():
 
 def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     adm, images = inception_like(), shapes(80, seed=3)
-    tally = Tally(adm, 120, "cpu")
+    tally = FeatureStats(adm, 120, "cpu")
     tally.add(torch.arange(120), adm.compute(shapes(120)))
     (mu, sigma), (mu_s, sigma_s) = (tally.moments[name].mean_and_covariance() for name in ("pool", "spatial"))
     np.savez(tmp_path / "ref.npz", mu=mu, sigma=sigma, mu_s=mu_s, sigma_s=sigma_s, arr_0=shapes(50, seed=9).numpy())
-    reference = open_reference(tmp_path / "ref.npz", adm)
-    found = evaluation.score_on([evaluation.Judge(adm, reference)], [(torch.arange(80), images)], 80)[0]
+    reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
+    found = score_with(adm, reference, [(torch.arange(80), images)], 80)
     features = adm.compute(images)
     assert list(found) == ["fid", "sfid", "inception_score", "precision", "recall"]
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(features["pool"]), mu, sigma), rel=1e-9)
@@ -308,8 +310,8 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
 def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
     adm, own = inception_like(), shapes(50, seed=9)
     np.savez(tmp_path / "ref.npz", mu_s=np.zeros(24), sigma_s=np.eye(24), arr_0=own.numpy())  # no mu and sigma
-    reference = open_reference(tmp_path / "ref.npz", adm)
-    found = evaluation.score_on([evaluation.Judge(adm, reference, ["fid", "sfid"])], [(torch.arange(80), shapes(80, seed=3))], 80)[0]
+    reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
+    found = score_with(adm, reference, [(torch.arange(80), shapes(80, seed=3))], 80, ["fid", "sfid"])
     mu, sigma = statistics(adm.compute(own)["pool"])
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(adm.compute(shapes(80, seed=3))["pool"]), mu, sigma), rel=1e-9)
     torch.testing.assert_close(reference.statistics["spatial"][0], torch.zeros(24, dtype=torch.float64))
@@ -318,7 +320,7 @@ def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
 def test_a_reference_without_images_gives_no_precision(tmp_path):
     adm = inception_like()
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
-    reference = open_reference(tmp_path / "ref.npz", adm)
+    reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
     assert available_metrics(adm, reference) == ["fid", "inception_score"]
     for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("vgg", "features=adm give fid, "), ("kid", "no images under arr_0")):
         with pytest.raises(ValueError, match=why):
@@ -340,7 +342,7 @@ def test_statistics_whose_covariance_is_none_are_refused(key, why, tmp_path):
     given = dict(zip(("mu", "sigma", "mu_s", "sigma_s"), (array.numpy() for one in features for array in statistics(one)), strict=True))
     np.savez(tmp_path / "ref.npz", **given | {key: broken(given[key], why)})
     with pytest.raises(ValueError, match=f"ref.npz has {key} .*{why}"):
-        open_reference(tmp_path / "ref.npz", inception_like())
+        open_reference(one_rank(), tmp_path / "ref.npz", inception_like())
 
 
 @pytest.mark.parametrize("count", [2, 10, 500])
@@ -349,19 +351,19 @@ def test_rounded_statistics_and_those_of_few_images_are_accepted(count, tmp_path
     sigma = (x.T @ x - count * np.outer(x.mean(0), x.mean(0))) / (count - 1)  # in float32, of features far from zero
     for rounded in (sigma, np.cov(x.T), np.zeros((16, 16))):
         np.savez(tmp_path / "ref.npz", mu=x.mean(0), sigma=rounded)
-        assert "pool" in open_reference(tmp_path / "ref.npz", inception_like()).statistics
+        assert "pool" in open_reference(one_rank(), tmp_path / "ref.npz", inception_like()).statistics
 
 
 def test_adms_statistics_are_never_those_of_another_network_of_as_many_features(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), mu_s=np.zeros(2023), sigma_s=np.eye(2023), arr_0=shapes(5).numpy())
     with pytest.raises(ValueError, match="has mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a reference from images"):
-        open_reference(tmp_path / "ref.npz", load_extractor("pixels"))
+        open_reference(one_rank(), tmp_path / "ref.npz", load_extractor("pixels"))
 
 
 def test_a_reference_of_other_weights_raises_a_one_line_error(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc")
     with pytest.raises(ValueError, match="weights of SHA-256 abc, but features=pixels are pixels-8x8 by weights of None"):
-        open_reference(tmp_path / "ref.npz", load_extractor("pixels"))
+        open_reference(one_rank(), tmp_path / "ref.npz", load_extractor("pixels"))
 
 
 @pytest.mark.parametrize("write", [np.savez, np.savez_compressed])
@@ -386,7 +388,7 @@ def test_files_of_several_frames_are_counted_in_images_to_be_scored(tmp_path, ca
     frames = [Image.new("RGB", (8, 8), (k, 0, 0)) for k in range(3)]
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     frames[1].save(tmp_path / "still.png")
-    opened = image_sets.open_images("images", str(tmp_path))
+    opened = image_sets.open_images(one_rank(), "images", str(tmp_path))
     assert "1 of 2 images: the file has several pages or frames, of which the first is used: moving.gif" in capsys.readouterr().out
     assert sorted(opened.read(np.arange(2))[:, 0, 0, 0].tolist()) == [0, 1]
 
@@ -395,12 +397,12 @@ def test_files_of_several_frames_are_counted_in_images_to_be_scored(tmp_path, ca
 def test_an_npy_of_any_version_is_read_and_one_that_is_a_pickle_is_not(tmp_path, version):
     with open(tmp_path / "images.npy", "wb") as file:
         np.lib.format.write_array(file, shapes(4).numpy(), version=version)
-    opened = image_sets.open_images("images", str(tmp_path / "images.npy"))
+    opened = image_sets.open_images(one_rank(), "images", str(tmp_path / "images.npy"))
     assert np.array_equal(opened.read(np.array([2, 0])), shapes(4).numpy()[[2, 0]])
     for value in ({"mu": 0}, [{}, None]):
         np.save(tmp_path / "pickle.npy", np.array(value), allow_pickle=True)
         with pytest.raises(ValueError, match="reference=.*pickle.npy holds Python objects as a pickle, .* mu and sigma in an .npz"):
-            image_sets.open_images("reference", str(tmp_path / "pickle.npy"))
+            image_sets.open_images(one_rank(), "reference", str(tmp_path / "pickle.npy"))
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
@@ -410,7 +412,7 @@ def test_an_npy_of_any_version_is_read_and_one_that_is_a_pickle_is_not(tmp_path,
 def test_a_reference_of_another_kind_is_called_what_it_is(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
     with pytest.raises(ValueError, match=f"reference=.*{name} {what}.*: give a folder, zip or tar of images, .*mu and sigma"):
-        image_sets.open_images("reference", str(tmp_path / name))
+        image_sets.open_images(one_rank(), "reference", str(tmp_path / name))
 
 
 # ---- the order of the Inception Score's splits
@@ -440,9 +442,9 @@ def test_the_inception_score_of_a_folder_is_that_of_shuffled_images(tmp_path, mo
             archive.write(file, file.relative_to(tmp_path))
 
     def score(name, batch_size=16):
-        opened = image_sets.open_images("images", str(tmp_path / name))
+        opened = image_sets.open_images(one_rank(), "images", str(tmp_path / name))
         sums = metrics.ScoreSums(300, 5)
-        for places, pictures in image_sets.read_over_ranks(opened, opened.choose(300), np.arange(300), batch_size):
+        for places, pictures in image_sets.read_share(one_rank(), opened, opened.choose(300), np.arange(300), batch_size):
             sums.add(places, (adm.compute(pictures)["pool"][:, :5] * 20).softmax(1))
         return sums.score()
 
@@ -450,20 +452,20 @@ def test_the_inception_score_of_a_folder_is_that_of_shuffled_images(tmp_path, mo
     assert by_class == score("by_class.npy")  # an array keeps its order, as in ADM
     assert by_class < 0.9 * shuffled and folder == pytest.approx(shuffled, rel=0.03)
     assert all(other == pytest.approx(folder, rel=1e-9) for other in (score("folder.zip"), score("other"), score("folder", 97)))
-    halves = image_sets.open_images("images", str(tmp_path / "folder")).choose(30)
+    halves = image_sets.open_images(one_rank(), "images", str(tmp_path / "folder")).choose(30)
     assert sorted(halves) == list(range(0, 300, 10)) and list(halves) != sorted(halves)
 
 
 def score_in_splits(images, split, monkeypatch):
     """Scores images of ten colours, of which each is one class for certain, on Inception's stand-in."""
-    for module in (metrics, evaluation):
+    for module in (metrics, score):
         monkeypatch.setattr(module, "SPLIT", split)
     adm = replace(inception_like(), compute=lambda x: inception_like().compute(x) | {
         "probs": torch.nn.functional.one_hot((x[:, 0, 0, 0] // 25).long(), 10).float()}, sizes={"pool": 16, "spatial": 24, "probs": 10})
-    reference = open_reference(images, adm)
-    opened = image_sets.open_images("images", str(images))
-    batches = image_sets.read_over_ranks(opened, opened.choose(opened.count), np.arange(opened.count), 50)
-    return evaluation.score_on([evaluation.Judge(adm, reference, ["inception_score"])], batches, opened.count)[0]["inception_score"]
+    reference = open_reference(one_rank(), images, adm)
+    opened = image_sets.open_images(one_rank(), "images", str(images))
+    batches = image_sets.read_share(one_rank(), opened, opened.choose(opened.count), np.arange(opened.count), 50)
+    return score_with(adm, reference, batches, opened.count, ["inception_score"])["inception_score"]
 
 
 def test_copies_of_images_are_spread_over_the_splits_whatever_they_are_called(tmp_path, monkeypatch):
@@ -471,7 +473,7 @@ def test_copies_of_images_are_spread_over_the_splits_whatever_they_are_called(tm
     for name, order in (("by_class", np.arange(10).repeat(60)), ("mixed", np.tile(np.arange(10), 60))):
         write_folder(tmp_path / name, torch.from_numpy(colours[order]))
         assert score_in_splits(tmp_path / name, 300, monkeypatch) == pytest.approx(10, abs=0.2), name  # sorted by content: 5
-    opened = [image_sets.open_images("images", str(tmp_path / name)) for name in ("by_class", "mixed")]
+    opened = [image_sets.open_images(one_rank(), "images", str(tmp_path / name)) for name in ("by_class", "mixed")]
     first, second = (np.concatenate([one.read(one.choose(600))]) for one in opened)
     assert np.array_equal(first, second)
 
@@ -542,7 +544,7 @@ def test_a_kept_reference_is_never_that_of_other_images_or_another_size(tmp_path
 
 def test_precision_and_recall_use_as_many_images_of_a_large_reference_as_adms_has(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "torch/hub"))
-    monkeypatch.setattr("scoring.statistics.NEIGHBOURS", 30)
+    monkeypatch.setattr("scoring.reference.NEIGHBOURS", 30)
     np.save(tmp_path / "drawn.npy", shapes(40, seed=2).numpy())
     folder = write_folder(tmp_path / "folder", shapes(120))
     found = command(tmp_path, images=tmp_path / "drawn.npy", reference=folder)
@@ -644,7 +646,7 @@ def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_
 
 
 def test_scores_that_could_not_be_saved_are_refused_before_anything_is_sampled(tmp_path, run_folder, reference_npz, monkeypatch):
-    monkeypatch.setattr(drawing.Drawing, "sample", lambda *_: pytest.fail("drawn"))
+    monkeypatch.setattr(image_sets.SampledImages, "sample", lambda *_: pytest.fail("drawn"))
     results = tmp_path / "results.jsonl"
     for spoil in (results.mkdir, lambda: results.symlink_to(tmp_path / "elsewhere")):
         spoil()
@@ -700,7 +702,7 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
     for other in ({"seed": 1}, {"num_steps": 2}, {"scale": 2.0}, {"weights": "model"}, {"classes": "a"}):
         assert command(tmp_path, **{**options, **other})["resumed_images"] == 0, other
     assert command(tmp_path, **options)["resumed_images"] == 6
-    for where, version in ((feature_cache, "SCORING_VERSION"), (drawing, "DRAWING_VERSION")):
+    for where, version in ((statistics_module, "SCORING_VERSION"), (image_sets, "DRAWING_VERSION")):
         monkeypatch.setattr(where, version, 0)
         assert command(tmp_path, **options)["resumed_images"] == 0, version
 
@@ -754,14 +756,14 @@ def rows_of(tmp_path):
 
 
 def test_several_networks_score_images_that_are_sampled_once(tmp_path, run_folder, reference_npz, networks, monkeypatch):
-    drawn, draw = [], drawing.Drawing.sample
+    drawn, draw = [], image_sets.SampledImages.sample
 
     def counted(self, todo):
         for indices, images in draw(self, todo):
             drawn.extend(indices[indices >= 0].tolist())  # without copies
             yield indices, images
 
-    monkeypatch.setattr(drawing.Drawing, "sample", counted)
+    monkeypatch.setattr(image_sets.SampledImages, "sample", counted)
     options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=20, num_steps=2, keep_features=True)
     alone = [command(tmp_path, **options)["metrics"]]  # pixels, whose features are kept
     command(tmp_path, **options, **networks)

@@ -2,7 +2,9 @@
 
 import json
 import shutil
+from dataclasses import replace
 from functools import partial
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
@@ -24,7 +26,7 @@ from routing_module import Route
 from runtime import files, ranks
 from sampling.generate import SeededNoise, sampling_cost
 from scripts import report
-from weights.loading import load_trained
+from weights.loading import find_checkpoint, find_on_main_rank, latest_checkpoint, load_trained
 from weights.records import build_network
 
 NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=5, num_heads=2, num_classes=3,
@@ -156,12 +158,22 @@ def test_several_scales_and_ratios_are_scored_by_one_command_and_the_report_name
     assert (f"scale {guided['scale']:g}" if guided else "unguided") in line
 
 
-def test_all_ranks_read_the_checkpoint_that_the_main_one_found(run, tmp_path, monkeypatch):
+def test_the_main_rank_finds_a_checkpoint_for_all_and_a_look_up_waits_for_no_other_rank(run, tmp_path, monkeypatch):
     training = write_flow(shutil.copytree(run, tmp_path / "training"), step=6)
-    assert load_trained(training).step == 6
-    monkeypatch.setattr(PartialState, "is_main_process", False)
-    monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 5)
-    assert load_trained(training).step == 5
-    monkeypatch.setattr(ranks, "broadcast_from_main", lambda state, number: 7)
-    with pytest.raises(ValueError, match="Rank 0 does not see .*step-00000007, which the main rank found"):
-        load_trained(training)
+    monkeypatch.setattr(PartialState, "__init__", lambda *_, **__: pytest.fail("a look-up asked for the ranks"))
+    assert load_trained(training).step == 6 and latest_checkpoint(training)[0].name == "step-00000006"
+
+    sent = []
+    monkeypatch.setattr(ranks, "broadcast_object_list", lambda parts: (sent.append(parts), parts if parts != [None, None] else answers.pop(0))[1])
+    main, other = (SimpleNamespace(num_processes=2, process_index=rank, is_main_process=rank == 0) for rank in range(2))
+    newest = find_checkpoint(training)
+    answers = [[find_checkpoint(training / "checkpoints/step-00000005"), None], [replace(newest, file=tmp_path / "here/ema.safetensors"), None], [None, "why"]]
+    assert find_on_main_rank(main, training) == newest and sent == [[newest, None]]
+    assert load_trained(find_on_main_rank(other, training)).step == 5
+    with pytest.raises(ValueError, match="Rank 1 does not see .*here/ema.safetensors, which the main rank found"):
+        find_on_main_rank(other, training)
+    with pytest.raises(ValueError, match="^why$"):
+        find_on_main_rank(other, training)
+    with pytest.raises(ValueError, match="There is no run, checkpoint folder or weights file at nowhere"):
+        find_on_main_rank(main, "nowhere")
+    assert sent[-1][1].startswith("There is no run"), "or the other rank would wait"

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 import torch
+from conftest import one_rank
 from training_runs import assert_resumes, end_of, rows, trained
 
 from dit import DiT
-from scoring.drawing import Drawing
+from scoring.image_sets import SampledImages
 from weights.loading import load_trained
 
 ROUTE = "model.routes=[{{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: {}, return_from: {}}}]"
@@ -48,7 +49,7 @@ def test_a_recipe_resumes_bit_for_bit_and_its_network_samples(taught, tmp_path, 
     plain = {key.split(".")[0] for key in DiT(patch_size=4, hidden_size=32, num_heads=2, depth=1).state_dict()}
     assert {key.split(".")[0] for key in end_of(tmp_path / "whole")["ema"]} == plain | set(of_its_own)
     loaded = load_trained(tmp_path / "whole")
-    [(_, latents)] = Drawing(loaded.net, loaded.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).sample(np.arange(2))
+    [(_, latents)] = SampledImages(one_rank(), loaded.net, loaded.diffusion, lambda latents: latents, [0, 1], [0, 1], batch_size=2, num_steps=2).sample(np.arange(2))
     assert latents.isfinite().all()
 
 

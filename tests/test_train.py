@@ -427,7 +427,7 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
 
 
 def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
-    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "judge", "record", "model", "averages"))
+    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "evaluator", "record", "model", "averages"))
     run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))

@@ -12,6 +12,7 @@ import conftest  # noqa: F401      (which puts the project on the path of the sc
 import numpy as np
 import pytest
 import torch
+from conftest import one_rank, score_with
 from PIL import Image
 from test_published_parity import TINY, checksum, fill, wave
 
@@ -24,12 +25,13 @@ from rf import RF
 from routing_module import Route, Router
 from sampling.generate import DRAWING_VERSION
 from sampling.options import labels_of
-from scoring import evaluation, features, image_sets, metrics, statistics
-from scoring.drawing import Drawing
-from scoring.feature_cache import SCORING_VERSION
+from scoring import features, image_sets, metrics
+from scoring.image_sets import SampledImages
+from scoring.reference import Reference
+from scoring.statistics import SCORING_VERSION
 
 FILE = Path(__file__).with_name("versions.json")
-HOMES = {"drawing": "sampling/generate.py", "scoring": "scoring/feature_cache.py"}
+HOMES = {"drawing": "sampling/generate.py", "scoring": "scoring/statistics.py"}
 ROUTE = Route(1, 1, 0.5)
 SEEDS = [3, 100_000, 100_007]
 # Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.
@@ -61,7 +63,7 @@ def drawn(name: str) -> list[float]:
     if isinstance(guidance, dict):
         guidance = Guidance(**guidance, net2=fill(DiT(**TINY | {"depth": 2})))
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
-    drawing = Drawing(net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2, num_steps=4, guidance=guidance, sampler=sampler)
+    drawing = SampledImages(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2, num_steps=4, guidance=guidance, sampler=sampler)
     found = {int(i): checksum(image) for indices, images in drawing.sample(np.arange(3)) for i, image in zip(indices, images, strict=True)}
     return [found[i] for i in range(3)]
 
@@ -87,19 +89,19 @@ def inception_score_of_a_folder() -> float:
             place = Path(folder, f"{i // 20}", f"{i}.bmp")  # which no library packs in its own way
             place.parent.mkdir(exist_ok=True)
             Image.fromarray(picture).save(place)
-        images, extractor = image_sets.open_images("images", folder), in_full()
-        reference = statistics.Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
-        batches = image_sets.read_over_ranks(images, images.choose(60), np.arange(60), 20)
-        return evaluation.score_on([evaluation.Judge(extractor, reference, ["inception_score", "fid"])], batches, 60)[0]["inception_score"]
+        images, extractor = image_sets.open_images(one_rank(), "images", folder), in_full()
+        reference = Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
+        batches = image_sets.read_share(one_rank(), images, images.choose(60), np.arange(60), 20)
+        return score_with(extractor, reference, batches, 60, ["inception_score", "fid"])["inception_score"]
 
 
 def scored() -> dict[str, float]:
     """Scores 60 images against 40 others, and more parts by themselves."""
     found = {}
     for extractor, asked in ((in_full(), None), (features.load_extractor("pixels"), ["fd_pixels"])):
-        reference = statistics.Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
+        reference = Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
         batches = ((torch.arange(first, first + 20), pictures(60, 1)[first : first + 20]) for first in (0, 20, 40))
-        found |= {f"{extractor.name} {metric}": value for metric, value in evaluation.score_on([evaluation.Judge(extractor, reference, asked)], batches, 60)[0].items()}
+        found |= {f"{extractor.name} {metric}": value for metric, value in score_with(extractor, reference, batches, 60, asked).items()}
     splits = metrics.ScoreSums(6000, 4)
     splits.add(torch.arange(6000), (wave((6000, 4), 2, 3) * torch.linspace(0, 2, 6000)[:, None]).softmax(1))
     ordered = image_sets.Images(1000, None, {}, np.arange(1000)[::-1])

@@ -28,8 +28,9 @@ from runtime import sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds
-from scoring import features, statistics
-from scoring.evaluation import Judge
+from scoring.features import load_extractor
+from scoring.reference import available_metrics, open_reference
+from scoring.score import Evaluator, measure_references
 from training import speed
 from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
@@ -95,7 +96,7 @@ class Run(Progress):
     latents: Latents
     decode: Callable[[Tensor], Tensor] | None   # latents (B, C, h, w) -> images; None: nothing is sampled
     grid: tuple[list[int], list[int]] | None    # seeds and labels of a grid of samples, if there are to be grids
-    judge: Judge | None                         # what averages are scored with, if they are to be
+    evaluator: Evaluator | None                         # what averages are scored with, if they are to be
     record: dict                            # of network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
     averages: dict[str, DiT]                # of its weights, by name; the first is ema
@@ -119,7 +120,7 @@ class Run(Progress):
         return self.record["data"]["autoencoder"]
 
     @property
-    def drawing_precision(self) -> str:
+    def sampling_precision(self) -> str:
         return "bf16" if self.cfg.precision == "fp8" else self.cfg.precision  # the average is a plain network
 
     @property
@@ -247,10 +248,10 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
     return record
 
 
-def open_drawing(
+def open_sampling_and_scoring(
     cfg: TrainSettings, accelerator: Accelerator, latents: Latents, autoencoder: str,
-) -> tuple[Callable | None, tuple[list[int], list[int]] | None, Judge | None]:
-    """Loads what grids and evaluations need, `decode`, `grid` and `judge` of a run, or None for what is not asked for.
+) -> tuple[Callable | None, tuple[list[int], list[int]] | None, Evaluator | None]:
+    """Loads what grids and scores need: `decode`, `grid` and `evaluator` of a run, None for what is not asked for.
 
     Prints a line where only their owner can decode the latents.
     """
@@ -266,7 +267,7 @@ def open_drawing(
         )
     except ValueError as error:
         raise ValueError(f"{error} Or set samples.every=0 evaluate.every=0 to train without pictures.") from error
-    grid = judge = None
+    grid = evaluator = None
     if cfg.samples.every:
         seeds = parse_seeds("samples.seeds", cfg.samples.seeds)
         classes = parse_classes("samples.classes", cfg.samples.classes, latents.num_classes, latents.class_names,
@@ -277,14 +278,13 @@ def open_drawing(
             raise ValueError(f"evaluate.every={cfg.evaluate.every} needs evaluate.reference=<an npz, or images>; "
                              f"docs/evaluation.md says where to get or how to make one.")
         with accelerator.local_main_process_first():  # which downloads weights for the others
-            extractor = features.load_extractor(cfg.evaluate.features, cfg.evaluate.features_weights,
-                                                cfg.evaluate.sha256, accelerator.device)
+            extractor = load_extractor(cfg.evaluate.features, cfg.evaluate.features_weights,
+                                       cfg.evaluate.sha256, accelerator.device)
         side = latents.shape[1] * decoder.downsample  # to which photographs are scaled
-        reference = statistics.open_reference(cfg.evaluate.reference, extractor, side, accelerator.device)
-        metrics = statistics.available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
-        reference.complete(extractor, metrics, cfg.evaluate.batch_size)
-        judge = Judge(extractor, reference, metrics)
-    return decoder.decode, grid, judge
+        reference = open_reference(accelerator, cfg.evaluate.reference, extractor, side)
+        metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
+        evaluator = measure_references(accelerator, Evaluator(extractor, reference, metrics), cfg.evaluate.batch_size)
+    return decoder.decode, grid, evaluator
 
 
 def initial_network(cfg: TrainSettings, record: dict, device: torch.device) -> DiT:
@@ -347,10 +347,10 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)
-    if accelerator.num_processes > 1:
-        speed.share_buffers(objective)
+    speed.share_buffers(accelerator, objective)
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
-    drawing = open_drawing(cfg, accelerator, latents, record["data"]["autoencoder"])  # which may take minutes
-    return Run(cfg, accelerator, Path(cfg.run_dir), latents, *drawing, record, model, averages, objective, optimizer,
+    # Which may take minutes.
+    sampling = open_sampling_and_scoring(cfg, accelerator, latents, record["data"]["autoencoder"])
+    return Run(cfg, accelerator, Path(cfg.run_dir), latents, *sampling, record, model, averages, objective, optimizer,
                Sums(accelerator.device, objective.terms))

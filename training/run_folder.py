@@ -4,9 +4,11 @@ import contextlib
 import json
 import math
 import time
+from functools import partial
 from pathlib import Path
 
 import torch
+from accelerate import Accelerator
 from omegaconf import OmegaConf
 from torch import nn
 
@@ -27,6 +29,7 @@ from weights.loading import (
     Checkpoint,
     Trained,
     find_by_hash,
+    find_on_main_rank,
     hold_base,
     latest_checkpoint,
     load_base,
@@ -150,14 +153,16 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     return [f"{key} was {was[key]} and is now {is_now[key]}" for key in changed]
 
 
-def open_parent(path: str, record: dict, diffusion_name: str | None, new_label_table: bool = False) -> Trained:
+def open_parent(
+    state: Accelerator, path: str, record: dict, diffusion_name: str | None, new_label_table: bool = False,
+) -> Trained:
     """Loads the EMA weights that a run of `record` starts from: another run's, or a weights file's.
 
     With `new_label_table` its table of labels is initialised anew, by the run's seed. Raises ValueError for weights of
     another network or diffusion. Routes may differ.
     """
     network = record["network"]
-    parent = load_trained(path, diffusion=diffusion_name,
+    parent = load_trained(find_on_main_rank(state, path), diffusion=diffusion_name,
                           like={key: network[key] for key in ("num_heads", "input_size")})
     if new_label_table:
         labels = {"num_classes": network["num_classes"], "null_label": True}
@@ -187,15 +192,16 @@ def resume(run: Run) -> tuple[Path, dict] | None:
     Returns the checkpoint's folder and what its meta.json holds. Raises ValueError for a run that cannot resume so.
     """
     run.run_id = f"{run.folder.name}-{time.time_ns():x}"
-    found = latest_checkpoint(run.folder)
+    found = ranks.from_main(run.accelerator, partial(latest_checkpoint, run.folder))
     if found is not None:
+        ranks.require_shared(run.accelerator, found[0])
         restore(run, *found)
     else:
         require_no_steps(run)
         begin(run)
     for net in run.averages.values():
         net.null_label = run.record["null_label"]
-    for scale in run.cfg.evaluate.guidance_scales if run.judge else ():
+    for scale in run.cfg.evaluate.guidance_scales if run.evaluator else ():
         if scale is not None:
             Guidance(scale).check(run.ema)  # now rather than after the first steps
     return found
@@ -213,7 +219,8 @@ def start_adapter(run: Run, base: Trained) -> None:
 def begin(run: Run) -> None:
     """Loads the weights that a run starts from, if it names some; raises ValueError where they do not fit."""
     if run.cfg.init_from is not None:
-        parent = open_parent(run.cfg.init_from, run.record, run.cfg.diffusion_name, run.cfg.new_label_table)
+        parent = open_parent(run.accelerator, run.cfg.init_from, run.record, run.cfg.diffusion_name,
+                             run.cfg.new_label_table)
         if parent.inferred:
             run.accelerator.print(parent.inferred)
         run.record["parent"] = {"step": parent.step, "weights_sha256": parent.checkpoint.sha256,

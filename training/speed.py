@@ -76,7 +76,7 @@ def check_compiler(how: bool | str, device: torch.device) -> None:
         raise ValueError(f"compile={as_text(how)} needs {lacking}, or set compile=false.")
 
 
-def share_buffers(objective: Objective | DiffusionLoss) -> None:
+def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss) -> None:
     """Gives all ranks the main one's buffers of an objective before each call, as it is these that are saved."""
     def share(*_: object) -> None:
         trained = trained_parameters(objective)
@@ -84,7 +84,7 @@ def share_buffers(objective: Objective | DiffusionLoss) -> None:
             if name not in trained:
                 torch.distributed.broadcast(buffer, 0)
 
-    if own_state(objective).keys() - trained_parameters(objective).keys():
+    if accelerator.num_processes > 1 and own_state(objective).keys() - trained_parameters(objective).keys():
         objective.register_forward_pre_hook(share)
 
 

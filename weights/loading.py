@@ -4,14 +4,14 @@
 """
 
 import contextlib
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from functools import cached_property, partial
 from pathlib import Path
 from typing import Any
 
 import torch
-from accelerate import PartialState
+from accelerate import Accelerator, PartialState
 from torch import Tensor
 
 from autoencoder import Convention
@@ -22,7 +22,7 @@ from runtime import files, ranks
 from runtime.schema import as_recorded, read_record
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
-from weights.averages import place_of, power_name, reconstruct, width_of
+from weights.averages import power_name, reconstruct, width_of
 from weights.others import (
     FAMILIES,
     as_ours,
@@ -91,9 +91,9 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     """Finds the weights at a path: of a run the newest, of a checkpoint folder, of others' folders, or a file of them.
 
     A checkpoint holds several, each in `<weights>.safetensors`: ema, the average (also where `weights` is None), other
-    averages, and model. A power-function average of another width is made of those that its run has stored. The main
-    rank reads the file for its hash and tells the others, so all ranks call this together. Raises ValueError where
-    there are no such weights, or only damaged ones.
+    averages, and model. A power-function average of another width is made of those that its run has stored. Reads the
+    file for its hash and waits for no other rank. Raises ValueError where there are no such weights, or only damaged
+    ones.
     """
     path, name, meta = Path(path), weights or "ema", None
     folder = path.parent if path.is_file() else path
@@ -112,47 +112,39 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
     file = path if path.is_file() else next(filter(Path.is_file, exported), folder / f"{name}.safetensors")
     found = Checkpoint(file, folder, meta or read_whole(folder, file.stem))
     if not file.is_file() and found.run and (std := width_of(name)):
-        made = on_main_rank(partial(reconstruct, folder, found.meta, std), f"{folder} has no {power_name(std)}")
-        return find_checkpoint(made or place_of(folder, std), name)
+        try:
+            return find_checkpoint(reconstruct(folder, found.meta, std), name)
+        except (ValueError, OSError) as error:
+            raise ValueError(f"{folder} has no {power_name(std)}: {error}.") from error
     if not file.is_file():
         raise ValueError(f"{folder} holds no weights={name}, but {', '.join(sorted(found.meta['files']))}.")
     return found
 
 
+def find_on_main_rank(
+    state: Accelerator | PartialState, path: str | Path, weights: str | None = None,
+) -> Checkpoint:
+    """Finds weights as `find_checkpoint` does, on the main rank alone, and hands what it found to the others."""
+    found = ranks.from_main(state, partial(find_checkpoint, path, weights))
+    ranks.require_shared(state, found.file)
+    return found
+
+
 def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
-    """Returns a run's latest whole checkpoint and its meta.json, as the main rank finds it, or None without any."""
-    state = PartialState()
-    found = checkpoints.read_latest(run, names) if state.is_main_process else None
-    step = ranks.broadcast_from_main(state, -1 if found is None else checkpoints.step_of(found[0]))
-    if step < 0:
-        if ranks.broadcast_from_main(state, len(checkpoints.all_steps(run))):
-            raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is complete; see the warnings. Restore "
-                             f"one, or move the folder away to start from the beginning.")
-        return None
-    folder = checkpoints.step_folder(run, step)
-    if not folder.is_dir():
-        raise ValueError(f"Rank {state.process_index} does not see {folder}, which the main rank found: {run} must lie "
-                         f"on a disk that all nodes share. Set run_dir or checkpoint.")
-    return found or (folder, checkpoints.read_meta(folder))
+    """Returns a run's latest complete checkpoint and its meta.json, None without any; raises if all are damaged."""
+    found = checkpoints.read_latest(run, names)
+    if found is None and checkpoints.all_steps(run):
+        raise ValueError(f"None of the checkpoints in {run / 'checkpoints'} is complete; see the warnings. Restore "
+                         f"one, or move the folder away to start from the beginning.")
+    return found
 
 
 def read_whole(folder: Path, name: str) -> dict:
-    """Reads the meta.json of a folder whose file of this name the main rank finds whole; else raises ValueError."""
-    said = f"The checkpoint {folder} is damaged, so choose another of its run"
-    return on_main_rank(partial(checkpoints.check, folder, (name,)), said) or checkpoints.read_meta(folder)
-
-
-def on_main_rank(work: Callable[[], Any], failure: str) -> Any:
-    """Returns what work returns on the main rank, None on the others; where it fails all raise ValueError."""
-    state, found, why = PartialState(), None, "the main rank says why"
-    if state.is_main_process:
-        try:
-            found = work()
-        except (ValueError, OSError) as error:
-            why = error
-    if ranks.broadcast_from_main(state, state.is_main_process and found is None):
-        raise ValueError(f"{failure}: {why}.")
-    return found
+    """Reads the meta.json of a folder whose file of this name is complete; else raises ValueError."""
+    try:
+        return checkpoints.check(folder, (name,))
+    except (ValueError, OSError) as error:
+        raise ValueError(f"The checkpoint {folder} is damaged, so choose another of its run: {error}.") from error
 
 
 # ---- loaded ---------------------------------------------------------------------------------------------------------
@@ -203,7 +195,7 @@ def load_trained(
     like: Mapping[str, Any] | None = None,  # what weights without a record share with others: diffusion, num_heads …
     **given: int | None,                    # of weights without a record: num_heads, num_classes, input_size
 ) -> Trained:
-    """Loads a network and what its checkpoint records about it; all ranks call this together.
+    """Loads a network and what its checkpoint records about it; waits for no other rank.
 
     A weights file in a folder with meta.json is built by that record; an adapter (LoRA) is merged into its base.
     Without a meta.json the architecture is read off the shapes, `diffusion` names the family where the file does not

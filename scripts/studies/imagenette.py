@@ -16,13 +16,13 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from accelerate import PartialState
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from autoencoder import Convention
 from latents.images import open_source
 from latents.writer import is_finished, write_folder
 from runtime.command import program
+from runtime.device import join_ranks
 from runtime.schema import as_path
 
 SIDE, BATCH_SIZE, NUM_PROBED = 224, 32, 512
@@ -59,7 +59,7 @@ def main(parser: argparse.ArgumentParser) -> None:
                 "resolution": SIDE, "source": given.images, "precision": "bf16"}
     if not is_finished(given.out, settings):
         write_folder(given.out, settings, metadata, shape, len(source), shard_size=4096, batch_size=BATCH_SIZE,
-                     state=PartialState(), read=lambda items: (items, read(items)), encode=lambda batch: ({
+                     state=join_ranks(cpu=True, tf32=False), read=lambda items: (items, read(items)), encode=lambda batch: ({
                          "latents": convention.latent(encode(batch[1])).half().numpy(),
                          "labels": source.labels[batch[0]]}, []))
     torch.jit.script(network.decoder).save(given.out / "taef2.pt")

@@ -26,8 +26,8 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from runtime.command import program
 from runtime.files import write_text
 from runtime.schema import as_path, read_json
-from scoring.feature_cache import read_kept
-from scoring.metrics import Moments, frechet_distance, kernel_distance, monge_distance
+from scoring.metrics import Moments, frechet_distance, kernel_distance, mind_distance
+from scoring.statistics import load_cached
 from scripts.presentation import save_figure, table
 
 FIFTHS = 5
@@ -41,7 +41,7 @@ def read_features(folder: Path) -> tuple[dict, Tensor]:
     Raises ValueError where images are missing, as of an evaluation that was killed.
     """
     record = read_json(folder / "record.json")
-    parts = [part for file in folder.glob("*.safetensors") if (part := read_kept(file))]
+    parts = [part for file in folder.glob("*.safetensors") if (part := load_cached(file))]
     if sum(len(part["indices"]) for part in parts) != record["count"]:
         raise ValueError(f"{folder} has not the features of all {record['count']} images: rerun its fid.py to resume, "
                          f"or move the folder away.")
@@ -62,7 +62,7 @@ def split_scores(features: Tensor, reference: Tensor) -> dict[str, Split]:
     def score(some: Tensor) -> dict[str, float]:
         scores = {"FD": frechet_distance(*moments(some), *statistics_there)}
         if some.shape[1] <= SMALL:
-            scores |= {"KID": kernel_distance(some, reference), "MIND": monge_distance(some, reference)}
+            scores |= {"KID": kernel_distance(some, reference), "MIND": mind_distance(some, reference)}
         return scores
 
     both = [(score(part), score(torch.cat([*parts[:index], *parts[index + 1 :]]))) for index, part in enumerate(parts)]

@@ -10,7 +10,7 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from conftest import ROOT
+from conftest import ROOT, one_rank
 from test_labels import png, put, put_zip
 from test_prepare_latents import prepare, read_folder, same_folder
 
@@ -419,11 +419,11 @@ def test_scores_take_the_same_shards(tmp_path):
 
     folder, tables = of_pets(tmp_path / "files")
     write(tmp_path / "hub/train", *tables)
-    a, b = open_images("images", str(folder)), open_images("images", str(tmp_path / "hub/train-*.parquet"))
+    a, b = open_images(one_rank(), "images", str(folder)), open_images(one_rank(), "images", str(tmp_path / "hub/train-*.parquet"))
     assert a.record["sha256"] == b.record["sha256"] and a.count == b.count == len(LABELS)
     assert np.array_equal(a.read(a.choose(5)), b.read(b.choose(5)))
     both = write(tmp_path / "both.parquet", table({"a": pa.array([image(0)], IMAGE), "b": pa.array([image(1)], IMAGE)}))
     with pytest.raises(ValueError, match=r"^images=.*has 2 columns of images \(a, b\): scores need files with one.$"):
-        open_images("images", str(both))
+        open_images(one_rank(), "images", str(both))
     with pytest.raises(ValueError, match=r"^reference=.*holds 1 shards without rows"):
-        open_images("reference", str(write(tmp_path / "none/x.parquet", pets([]))))
+        open_images(one_rank(), "reference", str(write(tmp_path / "none/x.parquet", pets([]))))

@@ -5,6 +5,7 @@ import json
 
 import numpy as np
 import pytest
+from conftest import one_rank
 from PIL import Image
 from test_labels import classes, dataset, numbered, png, put, put_tar
 from test_prepare_latents import prepare
@@ -65,7 +66,7 @@ def test_photographs_that_a_viewer_turns_are_counted(tmp_path, capsys):
     said = "2 of 4 images: the file has an EXIF orientation, which is not applied, as in ADM: 6.jpg, 8.jpg"
     prepare(tmp_path / "photos", tmp_path / "out", resolution=8)
     assert said in capsys.readouterr().out
-    open_images("images", str(tmp_path / "photos"))
+    open_images(one_rank(), "images", str(tmp_path / "photos"))
     assert f"images={tmp_path}/photos: {said}" in capsys.readouterr().out
 
 
@@ -100,7 +101,7 @@ def test_grey_palette_and_transparent_files_are_scored_as_colour(tmp_path):
     grey = Image.fromarray(np.full((4, 4), 128, np.uint8))
     for name, image in {"grey": grey, "rgb": grey.convert("RGB"), "palette": grey.convert("P"), "alpha": grey.convert("RGBA")}.items():
         image.save(tmp_path / f"{name}.png")
-    assert (open_images("images", str(tmp_path)).read(np.arange(4)) == 128).all()
+    assert (open_images(one_rank(), "images", str(tmp_path)).read(np.arange(4)) == 128).all()
 
 
 def test_colours_under_full_transparency_do_not_show(tmp_path):
@@ -116,7 +117,7 @@ def test_an_array_of_images_with_channels_first_is_refused_by_its_shape(tmp_path
     """GaParmar/clean-fid#52: fid.py images=images.npy of (B, C, H, W)."""
     np.save(tmp_path / "images.npy", np.zeros((5, 3, 8, 8), np.uint8))
     with pytest.raises(ValueError, match=r"\(5, 3, 8, 8\); images are uint8 \(N, H, W, 3\)"):
-        open_images("images", str(tmp_path / "images.npy"))
+        open_images(one_rank(), "images", str(tmp_path / "images.npy"))
 
 
 def test_a_truncated_photograph_is_left_out_by_name(tmp_path, capsys):

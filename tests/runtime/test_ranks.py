@@ -262,13 +262,13 @@ STOP_WHILE_SAMPLING = """
 import os, signal, sys, train
 from accelerate import PartialState
 generate, taken = train.generate, []
-def signalled(net, *arguments, **options):
+def signalled(state, net, *arguments, **options):
     def stop(module, *_):
         taken.append(1)
         if len(taken) == 3 and PartialState().process_index == PartialState().num_processes - 1:
             os.kill(os.getpid(), signal.SIGTERM)
     net.register_forward_pre_hook(stop)
-    return generate(net, *arguments, **options)
+    return generate(state, net, *arguments, **options)
 train.generate = signalled
 sys.argv[0] = "train.py"
 train.main()

@@ -9,7 +9,7 @@ import forked
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command
+from conftest import ROOT, one_rank, run_command
 from PIL import Image
 from safetensors.torch import save_file
 from training_runs import write_run
@@ -38,7 +38,7 @@ def run(tmp_path_factory):
 
 
 def draw(trained, seeds, labels, batch_size, **options):
-    batches = generate(trained.net, trained.diffusion, lambda x: x, seeds, labels, batch_size=batch_size, num_steps=4, **options)
+    batches = generate(one_rank(), trained.net, trained.diffusion, lambda x: x, seeds, labels, batch_size=batch_size, num_steps=4, **options)
     drawn = [(seed, image) for s, _, images in batches for seed, image in zip(s.tolist(), images, strict=True) if seed >= 0]
     assert [seed for seed, _ in drawn] == seeds
     return torch.stack([image for _, image in drawn])

@@ -5,7 +5,7 @@ import json
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT, run_command, save_vae
+from conftest import ROOT, one_rank, run_command, save_vae
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from training_runs import train_here
@@ -16,7 +16,7 @@ from guidance import Guidance
 from runtime import files
 from runtime.schema import read
 from sampling.checks import sampler_settings
-from scoring.drawing import Drawing
+from scoring.image_sets import SampledImages
 from scoring.results import Published
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
@@ -59,7 +59,7 @@ def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
             learn_sigma=gauge.startswith("dit"), **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
     diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
     guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
-    drawing = Drawing(net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps, guidance=guidance,
+    drawing = SampledImages(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps, guidance=guidance,
                           sampler=cfg.sampler.model_dump())
     hours = f"{fid.derived_hours(drawing.record, cfg.num_samples, cfg.precision):.2g}"
     text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from closed_forms import amplitude_of
-from conftest import ROOT, run_command
+from conftest import ROOT, one_rank, run_command
 from safetensors.torch import load_file, save_file
 from test_prepare_latents import prepare
 from test_published_parity import assert_equal, published, signature, wave
@@ -451,7 +451,7 @@ def test_no_images_of_none_are_scored_in_training(folder, tmp_path, fresh_accele
     with pytest.raises(SystemExit, match="autoencoder=none: these latents cannot be decoded.* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: these latents cannot be decoded"):
-        image_sets.open_images("images", str(folder))
+        image_sets.open_images(one_rank(), "images", str(folder))
     assert results.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]  # of a file: its own
 
 
