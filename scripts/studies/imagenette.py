@@ -59,9 +59,9 @@ def main(parser: argparse.ArgumentParser) -> None:
                 "resolution": SIDE, "source": given.images, "precision": "bf16"}
     if not is_finished(given.out, settings):
         write_folder(given.out, settings, metadata, shape, len(source), shard_size=4096, batch_size=BATCH_SIZE,
-                     state=join_ranks(cpu=True, tf32=False), read=lambda items: (items, read(items)), encode=lambda batch: ({
-                         "latents": convention.latent(encode(batch[1])).half().numpy(),
-                         "labels": source.labels[batch[0]]}, []))
+                     state=join_ranks(cpu=True, tf32=False), read=lambda items: (items, read(items)),
+                     encode=lambda batch: ({"latents": convention.latent(encode(batch[1])).half().numpy(),
+                                            "labels": source.labels[batch[0]]}, []))
     torch.jit.script(network.decoder).save(given.out / "taef2.pt")
 
 
