@@ -12,7 +12,6 @@ Each result is a row of results.jsonl that says exactly what was measured. Optio
 configs/drawing.yaml; docs/evaluation.md explains the numbers, and why they may differ from others'.
 """
 
-import json
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -27,7 +26,7 @@ from pydantic import AfterValidator
 from runtime import files, ranks
 from runtime.command import command
 from runtime.device import describe_device, join_ranks
-from runtime.schema import Location, Number, Size, Some, Steps, Whole, as_text, one_of
+from runtime.schema import Location, Number, Size, Some, Steps, Text, Whole, as_text, one_of
 from sampling.opening import open_sampling
 from sampling.options import NO_GUIDANCE, GuidanceSettings, SamplerSettings, SamplingSettings, labels_of
 from scoring.features import Extractor, are_known, describe_extractor, load_extractor, versions
@@ -86,7 +85,7 @@ class ScoringSettings(SamplingSettings):
     sha256: str | list[str | None] | None
     keep_features: bool
     results: Location | None
-    row: str | None
+    tag: Text | None
     seed: Whole
     weights: AnyWeights | Some[AnyWeights] | None
     guidance_scales: Some[Number | None] | None
@@ -295,11 +294,11 @@ def score_images(state: PartialState, cfg: ScoringSettings, evaluators: list[Eva
     caches = [open_cache(state, cfg, results, one.extractor, images.record, images.count) for one in evaluators]
     missing = [np.arange(images.count) if keep is None else keep.missing() for keep in caches]
     scores = score_on(state, evaluators, images.read(reduce(np.union1d, missing)), images.count, "scoring", caches)
-    rows = [{**json.loads(cfg.row or "{}"), **result_row(
-        state, images, *scored, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,
-        resolution=cfg.resolution, resumed_images=keep.count if keep else 0,
-    ), "published": published and published.model_dump(include={"where", "scores"})}
-        for keep, *scored in zip(caches, evaluators, scores, strict=True)]
+    more = {} if cfg.tag is None else {"tag": cfg.tag}
+    more["published"] = published and published.model_dump(include={"where", "scores"})
+    rows = [more | result_row(state, images, *scored, seconds=time.perf_counter() - started, batch_size=cfg.batch_size,
+                              resolution=cfg.resolution, resumed_images=keep.count if keep else 0)
+            for keep, *scored in zip(caches, evaluators, scores, strict=True)]
     if state.is_main_process:
         for row in rows:
             report(row, results)

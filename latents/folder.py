@@ -20,7 +20,7 @@ from pydantic import Field
 
 from autoencoder import SD_VAE_SCALE, Convention
 from latents.labels import check_labels
-from latents.listing import find_tars
+from latents.listing import find_tars, spread
 from latents.tars import allow_open_files, map_tars
 from routing_module import kept_tokens
 from runtime.files import NPY_ERRORS, is_inside, refuse_pointer
@@ -183,7 +183,7 @@ class Latents:
 
     def probe(self) -> tuple[np.ndarray, np.ndarray | None]:
         """Returns (indices, mirror) of the same few hundred latents each time, spread over all shards."""
-        indices = np.unique(np.linspace(0, self.count - 1, min(self.count, NUM_PROBED)).astype(np.int64))
+        indices = spread(self.count, NUM_PROBED)
         return indices, np.arange(len(indices)) % 2 == 1 if self.mirrored else None
 
     def _read_stored(self, indices: np.ndarray, mirror: np.ndarray | None = None) -> np.ndarray:

@@ -37,6 +37,7 @@ from latents.listing import (
     key_of,
     list_source,
     looks_like_image,
+    spread,
 )
 from runtime.files import is_pointer, parse_json
 
@@ -618,7 +619,7 @@ def note_on_dark(source: ImageSource) -> str | None:
     found, read, files = [], source.read, np.arange(len(source))
     if source.listing is not None and source.listing.quick is not None:
         read, files = source.listing.read, source.listing.quick
-    chosen = files[np.unique(np.linspace(0, len(files) - 1, min(len(files), DEEP_PROBED)).astype(np.int64))]
+    chosen = files[spread(len(files), DEEP_PROBED)]
     for index in chosen.tolist():
         try:
             data = read(index)

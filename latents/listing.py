@@ -247,6 +247,11 @@ def list_zip(path: Path) -> Listing:
     return Listing(names, read, names, path, clean(path.stem))
 
 
+def spread(count: int, num: int) -> np.ndarray:
+    """Picks at most `num` of `count` indices, evenly spread from the first to the last."""
+    return np.unique(np.linspace(0, count - 1, min(count, num)).astype(np.int64))
+
+
 def find_tars(pattern: str | Path) -> list[Path]:
     """Returns the tars that a folder, a file, a glob or a shell's braces ({000..012}) name, in order of name.
 

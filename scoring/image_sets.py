@@ -72,7 +72,10 @@ class ImageSet:
 
 
 def evenly(count: int, num: int) -> np.ndarray:
-    """Picks `num` of `count` indices, evenly spread: sources are sorted by class, and the first would be of few."""
+    """Picks `num` of `count` indices, evenly spread: sources are sorted by class, and the first would be of few.
+
+    It is not `latents.listing.spread`, which has the last index, as scores depend on the choice.
+    """
     return np.arange(num) * count // num
 
 
@@ -89,15 +92,15 @@ def open_images(
     Raises ValueError for what cannot be scored, and for fewer than two images, which have no covariance.
     """
     file = Path(path)
-    if file.suffix not in ARRAYS and file.is_file() and (what := what_else(file)):
+    if are_files(path) and file.is_file() and (what := what_else(file)):
         raise ValueError(f"{key}={path} is {what}: give a folder, zip or tar of images, an .npz or .npy of them, "
                          f"{'' if key == 'images' else 'an .npz of mu and sigma, '}or a latent folder.")
-    if Path(path).suffix in ARRAYS:
-        images = open_array(key, path)
-    elif (Path(path) / "metadata.json").is_file():
-        images = open_decoded(path, state.device, autoencoder, decode_batch_size)
-    else:
+    if are_files(path):
         images = open_files(state, key, path, resolution)
+    elif file.suffix in ARRAYS:
+        images = open_array(key, path)
+    else:
+        images = open_decoded(path, state.device, autoencoder, decode_batch_size)
     if images.count < 2:
         raise ValueError(f"{key}={path} holds {images.count} images, but at least two are needed.")
     return images

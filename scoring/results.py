@@ -110,6 +110,11 @@ class ResultRow(Record):
     reference: PlacedRecord
 
 
+def tells_scores_apart(key: str) -> bool:
+    """True if scores that differ in this setting of fid.py are two; files are known by the SHA-256 in their row."""
+    return key not in ("batch_size", "keep_features", "reference", "features_weights")
+
+
 def read_results(path: Path) -> list[dict]:
     """Reads the rows of results.jsonl that are scores of ours."""
     rows = []
@@ -157,7 +162,7 @@ def scored_before(row: dict, path: Path, any_version: bool = False, ignored: Seq
         found = facts_of(old, any_version)
         lacking = wanted.keys() - found.keys()
         same = found and found.items() <= wanted.items() and not lacking & {*OF_THE_CODE}
-        named = row.get("study") in (None, old.get("study"))  # a study finds its rows by what it calls them
+        named = row.get("tag") in (None, old.get("tag"))
         if same and named and row["metrics"].keys() <= old["metrics"].keys():
             return old
     return None

@@ -19,6 +19,7 @@ from autoencoder import Convention
 from latents.folder import KINDS
 from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
 from latents.labels import MAX_CLASSES, check_labels
+from latents.listing import spread
 from latents.writer import is_finished, write_folder
 from runtime.command import command
 from runtime.device import join_ranks
@@ -50,7 +51,7 @@ def probe(stored: Stored, form: Form, source: str) -> str:
     """
     content = hashlib.sha256(json.dumps([len(stored.labels), stored.shape, asdict(form)]).encode())
     content.update(stored.labels)
-    square, indices = 0.0, np.unique(np.linspace(0, len(stored.labels) - 1, NUM_PROBED).astype(int)).tolist()
+    square, indices = 0.0, spread(len(stored.labels), NUM_PROBED).tolist()
     for index in indices:
         for read in stored.sides.values():
             row = torch.as_tensor(read(index, index + 1))
@@ -64,11 +65,11 @@ def probe(stored: Stored, form: Form, source: str) -> str:
             square += (mean.square() + std.square()).mean().item()
         else:
             square += row.square().mean().item()
-    spread = math.sqrt(square / len(indices))
-    if not 0.2 < spread < 4:
+    rms = math.sqrt(square / len(indices))
+    if not 0.2 < rms < 4:
         how = "the values as they are" if form.scaled else f"scale={form.scale:g}"
         raise ValueError(f"source={source}: with {how}, as {form.whose} is read, the latents' root mean square is "
-                         f"{spread:.3g}, where about 1 is expected: set format= or scale=.")
+                         f"{rms:.3g}, where about 1 is expected: set format= or scale=.")
     return content.hexdigest()[:32]
 
 

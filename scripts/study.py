@@ -6,6 +6,7 @@ report/index.html. study.json keeps the scores of runs whose folders are gone, a
 Commands: configs/study.yaml.
 """
 
+import contextlib
 import json
 import math
 import os
@@ -44,7 +45,7 @@ from runtime.schema import (
     read,
     read_record,
 )
-from scoring.results import read_results
+from scoring.results import read_results, tells_scores_apart
 from scripts.comparison import (
     AXES,
     RecordedRun,
@@ -56,16 +57,12 @@ from scripts.comparison import (
     rows_of,
     tables,
 )
+from training.run_folder import tells_runs_apart
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints
 from weights.records import RouteSettings, build_network, build_schedule
 
 Setting = Annotated[str, Field(pattern="=")]  # key=value
-# Settings in which two runs may differ and still be the same run: where things lie, and how often it looks up.
-NOT_OF_THE_RUN = ("run_dir", "name", "init_from", "steps", "data.path", "data.on_device", "evaluate", "checkpoint",
-                  "samples", "log", "compile", "cpu")
-# Of a score likewise; the reference and the features' weights are in its row by their SHA-256.
-NOT_OF_THE_SCORE = ("batch_size", "keep_features", "reference", "features_weights")
 ROUTE_DEFAULTS = {name: field.default for name, field in RouteSettings.model_fields.items() if not field.is_required()}
 
 
@@ -316,23 +313,32 @@ def score_floor(cfg: StudySettings) -> None:
 def score_once(
     cfg: StudySettings, settings: list[str], results: Path, point: list[str], step: int | None = None,
 ) -> None:
-    """Runs fid.py, which records the point in its rows, unless `results` has a row of this point and step.
+    """Runs fid.py, which tags its rows with the point, unless `results` has a row of this point and step.
 
     Raises ValueError where that row was scored by other settings of the study.
     """
-    scored_by = [text for text in cfg.study.score if text.split("=")[0] not in NOT_OF_THE_SCORE]
+    scored_by = [text for text in cfg.study.score if tells_scores_apart(text.split("=")[0])]
     for row in read_results(results):
         if (row["source"].get("step"), point_of(row)) == (step, point):
-            if row.get("scored_by", scored_by) != scored_by:
-                raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(row['scored_by'])}, and this study "
-                                 f"scores by {' '.join(scored_by)}: set that back, or give the study another out=.")
+            if (before := tag_of(row).get("scored_by", scored_by)) != scored_by:
+                raise ValueError(f"{results} holds {' '.join(point)} by {' '.join(before)}, and this study scores by "
+                                 f"{' '.join(scored_by)}: set that back, or give the study another out=.")
             return
-    call(cfg, "fid.py", [*settings, as_setting("row", json.dumps({"study": point, "scored_by": scored_by}))])
+    call(cfg, "fid.py", [*settings, as_setting("tag", json.dumps({"study": point, "scored_by": scored_by}))])
+
+
+def tag_of(row: dict) -> dict:
+    """Reads the tag that `score_once` gives to a row. Older rows have its keys themselves, and other rows lack them."""
+    with contextlib.suppress(ValueError, TypeError):
+        if isinstance(tag := json.loads(row.get("tag") or "null"), dict):
+            return tag
+    return row
 
 
 def point_of(row: dict) -> list[str] | None:
     """Returns the point of a study that a row is of, [] for an unguided score in training; None for another score."""
-    return row.get("study", [] if row["source"].get("in_training") and not row["source"].get("guidance") else None)
+    own = [] if row["source"].get("in_training") and not row["source"].get("guidance") else None
+    return tag_of(row).get("study", own)
 
 
 def changes_route(run: Run) -> bool:
@@ -404,8 +410,7 @@ def settings_of(train: list[str]) -> dict[str, object]:
     """Reads a run's settings but for those that two machines may set otherwise; of equal keys the last one counts."""
     given = {key: leaf(OmegaConf.from_dotlist([f"{key}={value}"]), key)
              for key, value in (text.split("=", 1) for text in train)}
-    return {key: value for key, value in given.items() if value is not None
-            and not any(key == left or key.startswith(f"{left}.") for left in NOT_OF_THE_RUN)}
+    return {key: value for key, value in given.items() if value is not None and tells_runs_apart(key)}
 
 
 def leaf(tree: object, key: str) -> object:
@@ -449,7 +454,7 @@ def from_folder(run: Run) -> dict | None:
     for row in read_results(results):
         source = row["source"]
         seen = source.get("step", 0) * meta["batch_size"]
-        if source.get("in_training") or "study" in row:
+        if source.get("in_training") or "study" in tag_of(row):
             scores.append({
                 "step": source["step"], "images": seen,
                 "flops": meta["batch_size"] * sum(count * flops(routes) for routes, count

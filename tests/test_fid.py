@@ -669,8 +669,8 @@ def test_what_another_process_scores_meanwhile_has_one_row_and_scoring_again_has
 
     monkeypatch.setattr(fid, "score_on", meanwhile)
     command(tmp_path, **options)
-    command(tmp_path, **options, row="""'{"study":["a=1"]}'""")  # by which a study finds it
-    assert [row.get("study") for row in rows_of(tmp_path)] == [None, ["a=1"]] and capsys.readouterr().out.count("there is no second row") == 2
+    command(tmp_path, **options, tag="mine")
+    assert [row.get("tag") for row in rows_of(tmp_path)] == [None, "mine"] and capsys.readouterr().out.count("there is no second row") == 2
     assert {file.name for file in tmp_path.glob(".*")} == {".theirs.jsonl.lock", ".results.jsonl.lock"}
 
 

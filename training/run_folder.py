@@ -17,7 +17,7 @@ from guidance import Guidance
 from latents.loader import find_damaged
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
-from runtime.schema import Count, NotNegative, Number, Whole, as_recorded, read, read_record
+from runtime.schema import Count, NotNegative, Number, Whole, as_recorded, leaves, read, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import WITHOUT_EFFECT, CheckpointSettings
@@ -69,6 +69,25 @@ class Meta(CheckpointRecord):
     route_schedule: dict = {}
 
 
+# Settings with an effect of which a checkpoint's record speaks by itself, so that WITHOUT_EFFECT has them, too.
+RECORDED = {"seed", "batch_size", "model", "diffusion", "objective", "route_schedule", "lora", "diffusion_name",
+            "new_label_table"}
+
+
+def tells_runs_apart(key: str) -> bool:
+    """True if runs that differ in the setting at a dotted key are two; where files are and what is shown is no matter.
+
+    A run may also be trained on, on another kind of device.
+    """
+    return not is_among(key, WITHOUT_EFFECT - RECORDED | {"compile", "cpu"})
+
+
+def is_among(key: str, names: set[str]) -> bool:
+    """True if a dotted key, or a group that it is in, is one of the names."""
+    parts = key.split(".")
+    return any(".".join(parts[:end]) in names for end in range(1, len(parts) + 1))
+
+
 # ---- may it resume? -------------------------------------------------------------------------------------------------
 
 
@@ -89,15 +108,6 @@ def differing(old: object, new: object) -> tuple[object, object]:
     return {key: old.get(key) for key in keys}, {key: new.get(key) for key in keys}
 
 
-def flat(settings: dict, around: str = "") -> dict[str, object]:
-    """Flattens nested settings to values by dotted place, without those of WITHOUT_EFFECT."""
-    leaves = {}
-    for name, value in settings.items():
-        if (place := around + name) not in WITHOUT_EFFECT:
-            leaves |= flat(value, f"{place}.") if isinstance(value, dict) else {place: value}
-    return leaves
-
-
 def without_weights(settings: dict) -> dict:
     """Returns the settings of a diffusion or an objective without the weights of a loss's terms, which may change."""
     return {key: without_weights(value) if isinstance(value, dict) else value
@@ -107,13 +117,14 @@ def without_weights(settings: dict) -> dict:
 def numbers(record: dict) -> dict[str, object]:
     """Returns the settings that change a run's numbers, by name; the run may resume with other values of most."""
     diffusion, objective = with_objective(record["diffusion"], record.get("objective", {}))
-    config, network = record.get("config", {}), {"routes": [], **ROUTER_DEFAULTS, **record["network"]}
-    length = {"steps": config.get("steps")} if flat(config).get("optimizer.schedule") == "cosine" else {}
+    config, network = leaves(record.get("config", {})), {"routes": [], **ROUTER_DEFAULTS, **record["network"]}
+    length = {"steps": config.get("steps")} if config.get("optimizer.schedule") == "cosine" else {}
     return {
         **{key: record[key] for key in ("world", "seed", "batch_size")},
         **{key: network[key] for key in ("routes", *ROUTER_DEFAULTS)},
-        "route_schedule": record.get("route_schedule", {}), **length, **flat(config),
-        **flat(diffusion_keywords(diffusion), "diffusion."), **flat(objective, "objective."),
+        "route_schedule": record.get("route_schedule", {}), **length,
+        **{key: value for key, value in config.items() if not is_among(key, WITHOUT_EFFECT)},
+        **leaves(diffusion_keywords(diffusion), "diffusion."), **leaves(objective, "objective."),
     }
 
 

@@ -20,6 +20,7 @@ import torch
 sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from autoencoder import Convention
 from latents.images import open_source
+from latents.listing import spread
 from latents.writer import is_finished, write_folder
 from runtime.command import program
 from runtime.device import join_ranks
@@ -49,7 +50,7 @@ def main(parser: argparse.ArgumentParser) -> None:
         """Returns the encoder's own latents (B, 32, 28, 28)."""
         return encoder((torch.from_numpy(images).permute(0, 3, 1, 2) / 255).bfloat16()).float()
 
-    probed = np.linspace(0, len(source) - 1, min(len(source), NUM_PROBED)).astype(np.int64)
+    probed = spread(len(source), NUM_PROBED)
     own = torch.cat([encode(read(part.tolist())) for part in np.array_split(probed, len(probed) // 32 + 1)])
     mean, std, shape = own.mean(dim=(0, 2, 3)), own.std(dim=(0, 2, 3)), tuple(own.shape[1:])
     convention = Convention(latents_mean=tuple(mean.tolist()), latents_std=tuple(std.tolist()), pixels=(0.0, 1.0))

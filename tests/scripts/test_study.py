@@ -387,12 +387,16 @@ def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_p
         [plain] = study.compose("fid", fid.ScoringSettings, overrides)
         with results.open("a") as file:
             for name in ("fd_pixels", "fd_torchscript"):
-                file.write(json.dumps(json.loads(plain["row"]) | ROW | {"metrics": {name: 1.0}}) + "\n")
+                file.write(json.dumps({"tag": plain["tag"]} | ROW | {"metrics": {name: 1.0}}) + "\n")
 
     monkeypatch.setattr(study, "call", scored)
     for _ in range(2):
         study.score_once(cfg, [], results, ["num_samples=4"], 4)
-    assert [json.loads(row)["study"] for row in results.read_text().splitlines()] == 2 * [["num_samples=4"]] and called == ["fid.py"]
+    rows = study.read_results(results)
+    assert [study.point_of(row) for row in rows] == 2 * [["num_samples=4"]] and called == ["fid.py"]
+    # Rows of before the tag have its keys themselves; a tag of somebody else is no point.
+    assert study.point_of({"study": ["a=1"], "source": {"step": 4}}) == ["a=1"]
+    assert study.point_of({"tag": "mine", "source": {"step": 4}}) is None
 
 
 def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypatch):
