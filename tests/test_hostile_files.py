@@ -14,6 +14,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from conftest import one_rank
 from PIL import Image
 from safetensors.torch import save_file
 from test_data import labels_of, numbered, write_folder, write_tars
@@ -29,10 +30,9 @@ from latents.labels import check_names, read_pairs
 from runtime import files
 from runtime.typed import read_yaml
 from sampling.pictures import draw_grid
-from scoring import feature_cache
-from scoring.feature_cache import FeatureCache
 from scoring.image_sets import open_images
 from scoring.results import read_results
+from scoring.statistics import FeatureCache, save_cached
 from scripts import export, report
 from weights import averages
 from weights import checkpoint as checkpoints
@@ -309,7 +309,7 @@ def test_the_header_of_an_array_may_say_anything(tmp_path, header):
     with zipfile.ZipFile(tmp_path / "x.npz", "w") as archive:
         archive.write(tmp_path / "x.npy", "arr_0.npy")
     for name in ("x.npy", "x.npz"):
-        assert in_a_line(lambda name=name: open_images("images", str(tmp_path / name)).read(np.arange(2)))
+        assert in_a_line(lambda name=name: open_images(one_rank(), "images", str(tmp_path / name)).read(np.arange(2)))
     assert in_a_line(map_npy, tmp_path / "x.npy", [(2, 8, 8, 3)], ["uint8"])
 
 
@@ -348,10 +348,10 @@ def test_weights_that_name_one_dictionary_in_many_others_are_a_line(tmp_path):
     {"pool": torch.ones(2, 4)}, {"pool": torch.ones(3, 3)}, {"pool": torch.tensor([[1.0, 2, 3], [4, 5, torch.nan]])}, {"pool": torch.ones(2, 3).int()},
 ])  # fmt: skip
 def test_kept_features_that_could_not_be_of_the_images_are_measured_again(tmp_path, fresh_accelerator, change):
-    features = FeatureCache(tmp_path, {}, 6, {"pool": 3})
+    features = FeatureCache(one_rank(), tmp_path, {}, 6, {"pool": 3})
     features.save(torch.arange(2), {"pool": torch.ones(2, 3)})
-    feature_cache.write_kept(features.folder / "00000004.safetensors", {"indices": torch.tensor([4, 5]), "pool": torch.ones(2, 3), **change})
-    assert FeatureCache(tmp_path, {}, 6, {"pool": 3}).missing().tolist() == [2, 3, 4, 5]
+    save_cached(features.folder / "00000004.safetensors", {"indices": torch.tensor([4, 5]), "pool": torch.ones(2, 3), **change})
+    assert FeatureCache(one_rank(), tmp_path, {}, 6, {"pool": 3}).missing().tolist() == [2, 3, 4, 5]
 
 
 # ---- tables that the report writes ----------------------------------------------------------------------------------
