@@ -238,15 +238,14 @@ class ShapeSource(ImageSource):
 
 
 def open_source(
-    source: str, shapes_count: int = 6000, shapes_seed: int = 0, labels: str = "folders", by_number: bool = False,
+    source: str, shapes_count: int = 6000, shapes_seed: int = 0, labels: str = "folders",
     image_column: str | None = None, label_column: str | None = None,
 ) -> ImageSource:
     """Lists the images of a folder, a zip, tars, Hugging Face's shards or `shapes`, with their classes.
 
     `labels` is `folders` (and `dataset.json`, webdataset's `.cls`, or a shard's column, where there are any), `none`,
-    `names`, or a file. The columns are of shards; None: the only one that may be meant. `by_number` has
-    folders named by numbers in the order of the numbers, as versions before did. Raises ValueError where there is
-    nothing to read, or where a class is unknown.
+    `names`, or a file. The columns are of shards; None: the only one that may be meant. Raises
+    ValueError where there is nothing to read, or where a class is unknown.
     """
     if source == "shapes":
         if shapes_count < len(SHAPES):
@@ -278,7 +277,7 @@ def open_source(
     file, notes = find_dataset_json(listing, images)
     if file is not None:
         return of_file(listing, images, listing.shown[file], file)
-    found = of_folders(listing, images, by_number)
+    found = of_folders(listing, images)
     found.notes += notes
     return found
 
@@ -335,7 +334,7 @@ def one_class(listing: Listing, images: list[int]) -> ImageSource:
     return make_source(listing, images, np.zeros(len(images), np.int64), [listing.title])
 
 
-def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> ImageSource:
+def of_folders(listing: Listing, images: list[int]) -> ImageSource:
     """Takes the first folder below what all images share for the class, in the order of names, as torchvision does.
 
     So `train/cat/x.jpg` and `train/dog/y.jpg` are a cat and a dog. Images in one folder are one class with its name.
@@ -351,8 +350,7 @@ def of_folders(listing: Listing, images: list[int], by_number: bool = False) -> 
             raise ValueError(f"source={source} has {len(stray)} images next to its class folders, such as {stray[0]}: "
                              f"move them into a class folder, or set labels=none for a set without classes.")
         class_of = {parent: posixpath.relpath(parent, common or ".").split("/")[0] for parent in parents}
-    numeric = by_number and all(name.isascii() and name.isdigit() for name in class_of.values())
-    class_names = sorted(set(class_of.values()), key=lambda name: (int(name), name) if numeric else name)
+    class_names = sorted(set(class_of.values()))
     splits = [name for name in class_names if name.lower() in SPLITS]
     if len(splits) > 1:
         split = max(splits, key=lambda name: name.lower() == "train")

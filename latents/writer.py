@@ -22,8 +22,6 @@ from runtime.files import atomic_write, lock_folder, remove, require_room, write
 from runtime.notebook import is_hidden
 from runtime.schema import as_argument, read_json
 
-# What older versions did without recording it. Torch's default; classes by folders; folders 1, 2 … 10 as numbers.
-OF_OLDER_VERSIONS = {"tf32": True, "labels": "folders", "class_order": "numbers"}
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # of killed writes; runtime.files.atomic_write names them
 
 
@@ -46,7 +44,7 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         if out.is_dir() and any(not name.startswith(".") for name in os.listdir(out)):
             raise ValueError(f"out={out} holds files that this script did not write; name a new or empty folder.")
         return False
-    before = OF_OLDER_VERSIONS | read_json(out / "preparing.json")
+    before = read_json(out / "preparing.json")
     changed = [f"{key}={before.get(key)} then and {value} now" if key != "fingerprint" else
                "what the source holds has changed" for key, value in settings.items() if before.get(key) != value]
     if changed:
@@ -57,12 +55,6 @@ def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
         sweep(out, "record-*.json")  # of a run that was killed on its last lines
         print(f"{out} is already complete: nothing to do.")
     return True
-
-
-def class_order(out: Path) -> str:
-    """Returns how `out` orders classes that are numbers, if it was begun before: as `names`, as torchvision, or not."""
-    file = out / "preparing.json"
-    return (OF_OLDER_VERSIONS | read_json(file))["class_order"] if file.is_file() else "names"
 
 
 def write_folder(

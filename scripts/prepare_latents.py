@@ -21,7 +21,7 @@ from latents.folder import KINDS
 from latents.images import ImageSource, UnreadableImage, note_on_dark, open_source
 from latents.labels import decode_text
 from latents.listing import Listing
-from latents.writer import class_order, is_finished, write_folder
+from latents.writer import is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
@@ -184,9 +184,8 @@ def main(cfg: PrepareSettings) -> None:
     if kind == "moments":
         cfg.refuse("seed", why="kind=moments stores means and deviations and draws nothing")
 
-    order = class_order(out)
-    source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, by_number=order == "numbers",
-                         image_column=cfg.image_column, label_column=cfg.label_column)
+    source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, cfg.image_column,
+                         cfg.label_column)
     if cfg.label_map is not None:
         apply_label_map(source, cfg.label_map)
     shown = display_names(source.class_names, cfg.words, cfg.source, source.listing)
@@ -198,7 +197,7 @@ def main(cfg: PrepareSettings) -> None:
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),
-                    labels=cfg.labels, class_order=order, image_column=cfg.image_column, label_column=cfg.label_column,
+                    labels=cfg.labels, image_column=cfg.image_column, label_column=cfg.label_column,
                     teacher=cfg.teacher, patch_size=cfg.patch_size if cfg.teacher else None, images=cfg.images or None)
     if is_finished(out, settings, state.is_main_process):
         return

@@ -259,7 +259,7 @@ def restore(run: Run, folder: Path, content: dict) -> None:
     for change in changes if meta.step < cfg.steps else []:
         accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
                           "change.")
-    run.record["null_label"] = not meta.null_label_untrained or (run.record["null_label"] and meta.step < cfg.steps)
+    run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
     run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
     run.saved = run.step
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss

@@ -218,7 +218,7 @@ def load_trained(
     most = max(max(data.classes or [0]) + 1, len(data.class_names or ()), len(data.display_names or ()))
     if most > net.num_classes:
         raise ValueError(f"{found.folder / 'meta.json'} has {most} classes in data, and its network {net.num_classes}.")
-    net.null_label = net.null_label and not record.null_label_untrained
+    net.null_label = net.null_label and record.null_label
     net.to(device).float().eval()  # not frozen: autocast keeps its casts of trainable weights only
     return Trained(
         found, net, build_diffusion(record.diffusion), autoencoder or data.autoencoder,

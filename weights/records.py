@@ -84,17 +84,10 @@ class CheckpointRecord(Record):
     step: Whole | None
     parent: ParentRecord | None = None
     lora: adapters.LoRARecord | None = None      # of a checkpoint with an adapter alone
-    null_label: bool | None = None               # whether label dropout has trained it; first versions lack it
+    null_label: bool = True                      # whether label dropout has trained it
     config: dict = {}
     weights: str | None = None                   # of an export: ema or model, which a checkpoint's files have as names
     published: dict | None = None                # the scores that the run's experiment should reach
-
-    @property
-    def null_label_untrained(self) -> bool:
-        """True if the record says that no label was ever dropped; the first versions have the setting alone."""
-        if self.null_label is None:
-            return self.parent is None and self.config.get("label_dropout") == 0
-        return not self.null_label
 
 
 def architecture(network: dict) -> dict:

@@ -48,11 +48,9 @@ def test_the_class_is_the_first_of_nested_folders(tmp_path):
     assert source.class_names == ["cat", "dog"] and source.labels.tolist() == [0, 1, 1]
 
 
-def test_folders_named_by_numbers_are_in_the_order_of_names_as_torchvisions_and_once_were_in_that_of_numbers(tmp_path):
+def test_folders_named_by_numbers_are_in_the_order_of_names_as_torchvisions(tmp_path):
     put(tmp_path, {f"{name}/x.png": encoded(noise(4, 4)) for name in (10, 9, 1)})
     assert open_source(tmp_path).class_names == ["1", "10", "9"]
-    before = open_source(tmp_path, by_number=True)
-    assert before.class_names == ["1", "9", "10"] and before.names == ["1/x.png", "9/x.png", "10/x.png"]
 
 
 def test_the_fingerprint_depends_on_names_labels_and_classes(tmp_path):

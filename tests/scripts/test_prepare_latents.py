@@ -21,7 +21,6 @@ from omegaconf import OmegaConf
 from PIL import Image
 
 from latents.folder import open_latents
-from latents.images import open_source
 from runtime.files import lock_folder
 from runtime.schema import CONFIGS
 from scripts import prepare_latents as script
@@ -229,25 +228,6 @@ def test_labels_of_a_file_are_prepared_and_what_has_none_is_counted_and_named(pe
     assert "1 of 10 images have no label and are left out: cat/0.png" in printed and "1 labels have no image: 10" in printed
     with pytest.raises(ValueError, match="labels=.* then and none now"):
         prepare(pets, tmp_path / "out", labels="none")
-
-
-def test_a_folder_that_was_begun_with_classes_in_the_order_of_numbers_keeps_it(tmp_path, capsys):
-    for k, name in enumerate(("1", "2", "10")):
-        (tmp_path / "set" / name).mkdir(parents=True)
-        (tmp_path / "set" / name / "0.png").write_bytes(png(noise(32, k)))
-    prepare(tmp_path / "set", tmp_path / "new")
-    assert read_folder(tmp_path / "new")[0]["class_names"] == ["1", "10", "2"]
-    prepare(tmp_path / "set", tmp_path / "out")
-    file, before = tmp_path / "out/preparing.json", open_source(tmp_path / "set", by_number=True)
-    old = {key: value for key, value in json.loads(file.read_text()).items() if key not in ("labels", "class_order")}
-    file.write_text(json.dumps(old | {"fingerprint": before.fingerprint()}))  # as the version before wrote it
-    (tmp_path / "out/metadata.json").unlink()
-    (tmp_path / "out/latents-00000.npy").unlink()
-    for _ in range(2):  # it is resumed, and then complete
-        prepare(tmp_path / "set", tmp_path / "out")
-        metadata, arrays = read_folder(tmp_path / "out")
-        assert metadata["class_names"] == ["1", "2", "10"] and arrays["labels"].tolist() == [0, 1, 2]
-    assert "already complete" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("name", "text"), [("ids/words.txt", WORDNET), ("LOC_synset_mapping.txt", KAGGLE)])
