@@ -12,7 +12,7 @@ from sampling.checks import sampler_settings
 from sampling.generate import sampling_cost
 from sampling.options import SamplingSettings, build_guidance, empty_classes, parse_classes
 from weights import autoencoders
-from weights.loading import Checkpoint, Trained, find_on_main_rank, load_trained
+from weights.loading import Checkpoint, Trained, find_on_main_rank
 
 
 @dataclass
@@ -39,8 +39,7 @@ def open_sampling(
     if cfg.checkpoint is None:
         raise ValueError("Name what to sample from: checkpoint=runs/<name>, a checkpoint folder, or a weights file.")
     checkpoint = checkpoint or find_on_main_rank(state, cfg.checkpoint, cfg.weights)
-    trained = load_trained(checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, state.device,
-                           num_heads=cfg.num_heads, num_classes=cfg.num_classes, input_size=cfg.input_size)
+    trained = cfg.load(checkpoint, state.device)
     if trained.inferred:
         state.print(trained.inferred)
     net = trained.net

@@ -79,11 +79,26 @@ class GuidanceSettings(Settings):
 NO_GUIDANCE = read(GuidanceSettings, read_yaml(CONFIGS / "guidance/none.yaml"))
 
 
-class SamplingSettings(GuidanceSettings):
-    """configs/drawing.yaml, which every command that samples has."""
+class WeightsSettings(Settings):
+    """Names weights, and says what their file may not."""
 
     checkpoint: Location | None
     weights: AnyWeights | None
+    diffusion_name: one_of(FAMILIES) | None
+    num_heads: Size | None
+    num_classes: Size | None
+    input_size: Size | None
+    autoencoder: Location | None
+
+    def load(self, found: Checkpoint | None = None, device: torch.device | str = "cpu") -> Trained:
+        """Loads the network that the settings name, or what was found there."""
+        return load_trained(found or self.checkpoint, self.weights, self.diffusion_name, self.autoencoder, device,
+                            num_heads=self.num_heads, num_classes=self.num_classes, input_size=self.input_size)
+
+
+class SamplingSettings(GuidanceSettings, WeightsSettings):
+    """configs/drawing.yaml, which every command that samples has."""
+
     classes: Selection | None
     num_steps: Steps
     sampler: SamplerSettings
@@ -91,11 +106,6 @@ class SamplingSettings(GuidanceSettings):
     precision: one_of(DTYPES)
     decode_precision: one_of(DTYPES)
     decode_batch_size: Count | None
-    diffusion_name: one_of(FAMILIES) | None
-    num_heads: Size | None
-    num_classes: Size | None
-    input_size: Size | None
-    autoencoder: Location | None
     tf32: bool
     cpu: bool
 

@@ -22,14 +22,14 @@ sys.path.insert(0, str(ROOT))
 from latents.writer import write_json
 from runtime.command import command
 from runtime.files import atomic_write, is_inside, sha256
-from runtime.schema import Location, Settings, Size, Text, as_argument, one_of
+from runtime.schema import Location, Text, as_argument, one_of
+from sampling.options import WeightsSettings
 from scoring.results import read_results
 from scripts.presentation import table
 from weights import autoencoders
 from weights import checkpoint as checkpoints
-from weights.averages import AnyWeights
-from weights.loading import EXPORTED, Trained, fit, load_trained
-from weights.others import FAMILIES, to_diffusers
+from weights.loading import EXPORTED, Trained, fit
+from weights.others import to_diffusers
 from weights.records import build_diffusion
 
 # What samples, with torch and diffusers alone.
@@ -37,19 +37,13 @@ SCIENCE = ("routing_module.py", "guidance.py", "edm.py", "rf.py", "autoencoder.p
 DIFFUSION_TITLES = {"edm": "EDM", "ddpm": "DDPM", "rf": "flow matching", "rf_clean": "flow matching"}
 
 
-class ExportSettings(Settings):
+class ExportSettings(WeightsSettings):
     """configs/export.yaml."""
 
     checkpoint: Location
     to: one_of(["diffusers", "dit", "hub"])
     out: Location | None
     overwrite: bool
-    weights: AnyWeights | None
-    diffusion_name: one_of(FAMILIES) | None
-    num_heads: Size | None
-    num_classes: Size | None
-    input_size: Size | None
-    autoencoder: Location | None
     repo: Text | None
     license: Text
     upload: bool
@@ -323,8 +317,7 @@ def classes_of(trained: Trained) -> list[int] | None:
 @command("export", ExportSettings)
 def main(cfg: ExportSettings) -> None:
     out = check_out(cfg)
-    trained = load_trained(cfg.checkpoint, cfg.weights, cfg.diffusion_name, cfg.autoencoder, num_heads=cfg.num_heads,
-                           num_classes=cfg.num_classes, input_size=cfg.input_size)
+    trained = cfg.load()
     if trained.inferred:
         print(trained.inferred)
     if trained.checkpoint.file.resolve().is_relative_to(out.resolve()):
