@@ -1,6 +1,5 @@
-"""Checkpoints, latent folders and results of the version before are read (tests/before/README.md)."""
+"""A run, its images and its scores are those that were recorded once (tests/before/README.md)."""
 
-import json
 import shutil
 
 import numpy as np
@@ -10,11 +9,9 @@ from conftest import run_command
 
 import sample
 import train
-from latents.folder import open_latents
 from runtime import files
 from scoring import results
 from weights import checkpoint as checkpoints
-from weights.loading import load_trained
 
 BEFORE = checkpoints.Path(__file__).parent / "before"
 SETTINGS = ["model=tread", "data=folder", f"data.path={BEFORE}/latents", "model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7",
@@ -28,7 +25,7 @@ def run(tmp_path):
     return shutil.copytree(BEFORE / "run", tmp_path / "run")
 
 
-def test_an_old_checkpoint_samples_the_same_images(run, tmp_path):
+def test_a_recorded_checkpoint_samples_the_recorded_images(run, tmp_path):
     run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={run}", "seeds=0-3", "num_steps=2", f"out={tmp_path}/images.npz")
     with np.load(BEFORE / "images.npz") as before, np.load(tmp_path / "images.npz") as now:
         assert before.files == now.files == ["arr_0", "arr_1", "seeds"]
@@ -38,23 +35,7 @@ def test_an_old_checkpoint_samples_the_same_images(run, tmp_path):
         assert away.max() <= 1 and (away > 0).mean() < 0.01  # another processor rounds otherwise
 
 
-def test_an_old_checkpoint_is_read_as_before():
-    trained = load_trained(BEFORE / "run")
-    assert trained.step == 4 and trained.weights == "ema" and trained.autoencoder == "identity"
-    assert trained.class_names == trained.display_names == ["circle", "ring", "square", "triangle", "diamond", "cross"]
-    [route] = trained.net.routes
-    assert (route.start_layer_idx, route.end_layer_idx, route.selection_ratio) == (2, 3, 0.5)
-
-
-def test_an_old_latent_folder_is_opened_and_read():
-    latents = open_latents(str(BEFORE / "latents"))
-    assert (latents.count, tuple(latents.shape), latents.num_classes) == (12, (3, 8, 8), 6)
-    stored, labels = latents.read(np.arange(12))
-    assert np.array_equal(stored, np.load(BEFORE / "latents/latents-00000.npy"))
-    assert np.array_equal(labels, np.load(BEFORE / "latents/labels-00000.npy"))
-
-
-def test_old_rows_are_found_by_what_they_measured():
+def test_recorded_rows_are_found_by_what_they_measured():
     rows = results.read_results(BEFORE / "run/results.jsonl")
     assert len(rows) >= 2
     for row in rows:
@@ -81,16 +62,6 @@ def test_rows_are_found_by_content_wherever_run_weak_network_reference_and_featu
     assert results.without_places(record) == {
         "weights_sha256": "1", "weights": "ema", "autoencoder": "vae", "autoencoder_sha256": None,
         "guidance": {"scale": 1.5, "weak": {"weights_sha256": "2"}}, "extractor": {"sha256": "3"}}
-
-
-def test_training_resumes_from_an_old_run(run, fresh_accelerator):
-    old = checkpoints.load(run / "checkpoints/step-00000004", "model")
-    run_command(train.main, "train.py", *SETTINGS, "steps=6", "checkpoint.keep_last=1", f"run_dir={run}")
-    assert [folder.name for folder in checkpoints.all_steps(run)] == ["step-00000006"]
-    new = checkpoints.load(run / "checkpoints/step-00000006", "model")
-    assert any(not torch.equal(old[key], value) for key, value in new.items())
-    steps = [json.loads(line)["step"] for line in (run / "metrics.jsonl").read_text().splitlines()]
-    assert steps == [2, 4, 6], "the rows of before stay, and none comes twice"
 
 
 def test_a_run_from_scratch_is_the_run_that_it_was(tmp_path, fresh_accelerator):
