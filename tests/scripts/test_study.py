@@ -29,9 +29,11 @@ from rf import RF
 from routing_module import Route
 from runtime.command import commit
 from runtime.schema import read, read_record
+from scoring.results import tells_scores_apart
 from scripts import comparison, report, study
 from scripts.benchmark import write_latents
 from train import step_seed, train_step
+from training.run_folder import tells_runs_apart
 from weights.records import RouteSettings
 
 TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "steps=4", "samples.every=0",
@@ -397,6 +399,12 @@ def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_p
     # Rows of before the tag have its keys themselves; a tag of somebody else is no point.
     assert study.point_of({"study": ["a=1"], "source": {"step": 4}}) == ["a=1"]
     assert study.point_of({"tag": "mine", "source": {"step": 4}}) is None
+
+
+def test_runs_and_scores_are_told_apart_by_what_changes_their_numbers():
+    same, other = ("run_dir", "data.path", "evaluate.every", "log", "compile", "cpu", "steps", "init_from"), ("seed", "model.depth", "data", "ema.decay", "lora.rank")
+    assert [*map(tells_runs_apart, (*same, *other))] == [False] * len(same) + [True] * len(other)
+    assert [*map(tells_scores_apart, ("reference", "batch_size", "num_steps", "features"))] == [False, False, True, True]
 
 
 def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypatch):
