@@ -11,7 +11,7 @@ import re
 import numpy as np
 import pytest
 import torch
-from conftest import run_command
+from conftest import one_rank, run_command
 from peft import LoraConfig, get_peft_model, get_peft_model_state_dict
 from safetensors.torch import save_file, save_model
 from test_published_parity import fill
@@ -50,7 +50,7 @@ def test_positions_of_512_pixels_make_a_network_of_512_pixels(tmp_path):
     assert "input_size=8 does not fit the weights" in said and "have 16" in said
     record = {"network": PIXELS | {"routes": []}, "diffusion": {"name": "rf"}}
     with pytest.raises(ValueError, match="another network.*'input_size': 16} there, {'input_size': 8} here"):
-        open_parent(str(tmp_path / "x.safetensors"), record, "sit")
+        open_parent(one_rank(), str(tmp_path / "x.safetensors"), record, "sit")
 
 
 def test_the_null_label_is_the_last_row_of_the_table_not_label_1000(tmp_path):

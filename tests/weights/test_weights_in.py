@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from closed_forms import amplitude_of
-from conftest import run_command, save_vae
+from conftest import one_rank, run_command, save_vae
 from PIL import Image
 from safetensors.torch import save_file
 from test_lightning import TINY as LIGHTNING_TINY
@@ -164,11 +164,11 @@ def test_training_from_a_bare_file_asks_for_its_origin_and_refuses_another_diffu
     network = TINY | {"routes": [], "learn_sigma": False}
     record = {"network": network, "diffusion": {"name": "rf"}}
     with pytest.raises(ValueError, match="say whose they are with diffusion_name="):
-        open_parent(str(tmp_path / "bare.safetensors"), record, None)
-    parent = open_parent(str(tmp_path / "bare.safetensors"), record, "sit")
+        open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, None)
+    parent = open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, "sit")
     assert parent.family == "sit" and parent.net.out_channels == 4
     with pytest.raises(ValueError, match="another network or diffusion: {'diffusion.name': 'rf'} there"):
-        open_parent(str(tmp_path / "bare.safetensors"), record | {"diffusion": {"name": "edm"}}, "sit")
+        open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record | {"diffusion": {"name": "edm"}}, "sit")
 
 
 # ---- a family needs evidence ----------------------------------------------------------------------------------------
@@ -245,8 +245,8 @@ def test_fine_tuning_on_other_classes_creates_a_new_label_table(tmp_path):
     save_file(fill(DiT(**TINY)).state_dict(), tmp_path / "bare.safetensors")
     record = {"network": TINY | {"routes": [], "num_classes": 4}, "diffusion": {"name": "rf"}, "seed": 3}
     with pytest.raises(ValueError, match="'num_classes': 10} there, {'num_classes': 4} here. new_label_table=true"):
-        open_parent(str(tmp_path / "bare.safetensors"), record, "rf")
-    parents = [open_parent(str(tmp_path / "bare.safetensors"), record, "rf", new_label_table=True).net for _ in range(2)]
+        open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, "rf")
+    parents = [open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, "rf", new_label_table=True).net for _ in range(2)]
     for key, value in fill(DiT(**TINY)).state_dict().items():
         own, again = (net.state_dict()[key] for net in parents)
         assert torch.equal(own, again) and (own.shape == (5, 64) if key == TABLE else torch.equal(own, value))
