@@ -377,8 +377,8 @@ def main(cfg: TrainSettings) -> None:
         folder, name = checkpoints.step_folder(run.folder, run.step), signal.Signals(stopped_by).name
         accelerator.print(f"Stopped by {name} at step {run.step}; saved in {folder}. The same command resumes.")
         sys.exit(128 + stopped_by)
-    following = f"python sample.py {as_argument('checkpoint', run.folder)}"
-    accelerator.print(f"Finished {run.step} steps: {run.folder}. Next: {following}")
+    following = f" Next: python sample.py {as_argument('checkpoint', run.folder)}" if run.step else ""
+    accelerator.print(f"Finished {run.step} steps: {run.folder}.{following}")
 
 
 if __name__ == "__main__":

@@ -19,9 +19,10 @@ import torch
 from pydantic import Field
 
 from autoencoder import SD_VAE_SCALE, Convention
+from latents.forms import FORMS, find_form
 from latents.labels import check_labels
 from latents.listing import find_tars, spread
-from latents.tars import allow_open_files, map_tars
+from latents.tars import allow_open_files, map_tars, refuse_two_splits
 from routing_module import kept_tokens
 from runtime.files import NPY_ERRORS, is_inside, refuse_pointer
 from runtime.schema import (
@@ -172,6 +173,9 @@ class Latents:
 
     def require(self, *, shape: tuple[int, int, int], num_classes: int) -> None:
         """Raises ValueError where the latents do not fit a network for `shape` (C, h, w) and `num_classes`."""
+        if self.shape[1] != self.shape[2]:
+            raise ValueError(f"{self.where} holds latents {self.shape}, which must be (channels, side, side): move the "
+                             f"channels to the front, or crop the images to squares.")
         if tuple(shape) != self.shape:
             of_tars = f", or data.kind={'moments' if self.kind == 'sample' else 'sample'}" if self.applied else ""
             raise ValueError(f"{self.where} holds latents {self.shape}, but the network is set up for {tuple(shape)}: "
@@ -222,6 +226,10 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
         latents = _open_folder(path, kind, scale)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
         raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
+    elif (found := find_form(str(path))) and found[0] != "tread":
+        raise ValueError(f"{path} holds {FORMS[found[0]].whose}, which training does not read: run `python "
+                         f"scripts/import_latents.py {as_argument('source', path)} "
+                         f"{as_argument('out', Path('data') / path.stem)}` and set data.path to what it wrote.")
     elif tars := find_tars(path):
         latents = _open_tars(path, tars, kind, scale, num_classes)
     else:
@@ -365,6 +373,7 @@ def _map_shards(folder: Path, meta: Metadata, name: str, shapes: list, dtypes: l
 
 def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | None, num_classes: int | None) -> Latents:
     num_classes = 1000 if num_classes is None else num_classes
+    refuse_two_splits(tars, "data.path", path)
     rows, starts, labels, stored_shape, stored_dtype = map_tars(tars)
     channels = stored_shape[0]
     if kind is None:
@@ -400,10 +409,18 @@ def _check_values(latents: Latents) -> None:
     if not (0 <= masks.min() and 0 < masks.max() <= 1):  # nor NaN
         raise ValueError(f"{where}: masks range from {masks.min():.4g} to {masks.max():.4g}, but weights of the loss "
                          f"must lie in 0..1 and not all be 0: store mask / 255 as float16, or 0 and 1 as uint8.")
+    channels = stored.shape[1]
+    if latents.kind == "sample" and channels % 2 == 0 and stored[:, channels // 2 :].max() < 0:
+        raise ValueError(f"{where}: the second half of the channels is always negative, so these look like "
+                         f"[mean, log-variance], not samples: set data.kind=moments for tars; a latent folder needs "
+                         f"[mean, exp(logvar / 2)] * scale and \"kind\": \"moments\".")
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
     if std.min() < 0:
         raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard deviation "
                          "is never negative. These look like [mean, logvar]: store [mean, exp(logvar / 2)] * scale.")
+    if latents.applied and latents.kind == "moments" and std.min() >= 0.99 * latents.applied.scale:  # e^0
+        raise ValueError(f"{where}: the second half of the channels is never below 0, so it looks like standard "
+                         "deviations, but tars hold log-variances: write 2 * log(std) instead.")
     if latents.autoencoder == "identity":
         low, high = mean.min(), mean.max()
         seen = f"{where}: pixels run from {low:.4g} to {high:.4g}, but lie in -1..1: store image / 127.5 - 1."

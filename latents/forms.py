@@ -8,8 +8,10 @@ import math
 import os
 import posixpath
 import re
+import warnings
 import zipfile
 import zlib
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from functools import partial
@@ -20,13 +22,11 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.listing import find_tars, open_zip, tar_members
-from latents.tars import map_tars
+from latents.listing import find_gap, find_tars, open_zip, tar_members
+from latents.tars import map_tars, refuse_two_splits
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import first_line
-from weights.autoencoders import read_statistics
-
-FEATURES, LABELS = "imagenet256_features", "imagenet256_labels"  # fast-DiT's names, at any resolution
+from weights.autoencoders import own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
 
@@ -45,6 +45,7 @@ class Form:
     downsample: int | None                      # pixels a latent's side; None: unknown
     channels: int | None = None                 # on disk; None: any number
     scale: float = SD_VAE_SCALE
+    shift: float = 0.0                          # of values that are scaled already; else none is applied
     scaled: bool = False                        # the values are the network's already
     log_variance: bool = False                  # the second half of the channels; else it is the standard deviation
     latents_mean: tuple[float, ...] | None = None
@@ -111,16 +112,17 @@ def array_reader(
 ) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
     """Returns the shape that the arrays of all .npy files have, and what reads rows start to end of them."""
     def load(name: str) -> np.ndarray:
-        stored = content(name)
-        if is_pointer(stored):
-            raise ValueError(f"{where}/{name} is a pointer of Git LFS, and the file itself was not downloaded: run "
-                             f"git lfs pull.")
+        stored = b""
         try:
+            stored = content(name)
             array = np.lib.format.read_array(BytesIO(stored), allow_pickle=False)
             array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
             if array.shape != (shape or array.shape):
                 raise ValueError(f"shape {array.shape}, but {names[0]} {shape}")
         except (*NPY_ERRORS, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
+            if is_pointer(stored):
+                raise ValueError(f"{where}/{name} is a pointer of Git LFS, and the file itself was not downloaded: run "
+                                 f"git lfs pull.") from None
             raise ValueError(f"{where}/{name} is not a complete npy file of numbers like the others "
                              f"({first_line(error)}): copy it again.") from error
         return array
@@ -161,26 +163,56 @@ def open_listed(source: Path, name: str) -> Stored:
     if alone := sorted(label_of.keys() ^ set(names)):
         raise ValueError(f"{where}/dataset.json labels {len(label_of)} files, but there are {len(names)}: {alone[0]!r} "
                          f"is {'labelled but missing' if alone[0] in label_of else 'not labelled'}.")
+    if not names:
+        raise ValueError(f"{where} holds dataset.json, but no .npy files of latents: copy them again.")
     return Stored(np.array([label_of[name] for name in names]), *array_reader(names, content, where))
 
 
+def pair_folders(source: Path) -> list[tuple[str, str]]:
+    """Lists fast-DiT's folders, imagenet256_features and imagenet256_labels, or of another size or set."""
+    return [(name, labels) for name in sorted(os.listdir(source)) if name.endswith("_features")
+            and (source / (labels := f"{name.removesuffix('_features')}_labels")).is_dir()]
+
+
 def open_pairs(source: Path) -> Stored:
-    """Opens fast-DiT's <i>.npy pairs, in the order of their numbers."""
-    names = {part: set(npy_names(source / part)) for part in (FEATURES, LABELS)}
-    alone = sorted(names[FEATURES] ^ names[LABELS])
-    if alone or not names[FEATURES]:
-        raise ValueError(f"source={source} has {len(names[FEATURES])} latents in {FEATURES} and {len(names[LABELS])} "
-                         f"labels in {LABELS}" + (f"; {alone[0]} is only in one of the two folders." if alone else "."))
-    order = sorted(names[FEATURES], key=lambda name: int(name.removesuffix(".npy")))
-    del names
+    """Opens fast-DiT's <i>.npy or <rank>-<i>.npy pairs of one latent or a batch each, in the order of their numbers."""
+    folders = pair_folders(source)
+    if len(folders) != 1:
+        raise ValueError(f"source={source} must hold one folder <name>_features and its <name>_labels, not "
+                         f"{', '.join(features for features, _ in folders) or 'none'}: name a folder with one pair.")
+    features, labels = folders[0]
+    latents, others = set(npy_names(source / features)), set(npy_names(source / labels))
+    alone = sorted(latents ^ others)
+    if alone or not latents:
+        raise ValueError(f"source={source} has {len(latents)} latents in {features} and {len(others)} labels in "
+                         f"{labels}" + (f"; {alone[0]} is only in one of the two folders." if alone else "."))
+    order = sorted(latents, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
+    warn_of_gap(order, source / features)
+    del latents, others
 
     def reader(part: str) -> tuple[tuple[int, ...], Callable]:
         return array_reader(order, lambda name: (source / part / name).read_bytes(), source / part)
 
-    _, read = reader(LABELS)
-    chunks = [range(start, min(start + 4096, len(order))) for start in range(0, len(order), 4096)]
-    labels = [read(rows.start, rows.stop).reshape(len(rows)) for rows in chunks]  # one label a file
-    return Stored(np.concatenate(labels), *reader(FEATURES))
+    (shape, read), (label_shape, read_labels) = reader(features), reader(labels)
+    batch = shape[0] if len(shape) == 4 else 1  # of the images of a file
+    if math.prod(label_shape) != batch:
+        raise ValueError(f"source={source}: {order[0]} holds latents {shape}, but labels {label_shape}: each latent "
+                         f"needs one.")
+
+    def rows(start: int, end: int) -> np.ndarray:
+        first = start // batch
+        stored = read(first, -(-end // batch)).reshape(-1, *shape[-3:])
+        return stored[start - first * batch : end - first * batch]
+
+    chunks = [read_labels(start, start + 4096).reshape(-1) for start in range(0, len(order), 4096)]
+    return Stored(np.concatenate(chunks), shape[-3:], rows)
+
+
+def warn_of_gap(names: list[str], where: Path) -> None:
+    """Warns if the numbers of files leave some out, as after a download or extraction that did not finish."""
+    if gap := find_gap(names):
+        warnings.warn(f"{where} lacks {gap}: compare the number of latents below with that of the images.",
+                      stacklevel=3)
 
 
 # ---- MaskDiT's lmdb -------------------------------------------------------------------------------------------------
@@ -205,6 +237,10 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
     if found < written:  # to read beyond would end the process
         raise ValueError(f"{file} has {found:,} bytes where {written:,} were written: copy it again.")
     entries, transaction = env.stat()["entries"], env.begin(buffers=True)
+
+    if transaction.get(b"num_samples"):
+        raise ValueError(f"{file} is of MeanFlow's code, whose values are pickles, which are never loaded: write a "
+                         f"latent folder of them (examples/write_latents.py).")
 
     def value(key: str) -> memoryview:
         if (content := transaction.get(key.encode())) is None:
@@ -250,6 +286,11 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
     files = sorted(source.glob("*.safetensors"))
     if not files:
         raise ValueError(f"source={source} holds no .safetensors.")
+    warn_of_gap([file.name for file in files], source)
+    ranks = Counter(file.name.rpartition("_shard")[0] for file in files)
+    if len(set(ranks.values())) > 1:  # each had as many images
+        warnings.warn(f"{source} has unequal numbers of shards per rank ({dict(ranks)}): some are missing, or left "
+                      f"over from an extraction by more GPUs, whose images would count twice.", stacklevel=3)
     starts, labels, form = [0], [], None
     for file in files:
         refuse_pointer(file)
@@ -299,11 +340,10 @@ def open_tars(source: Path, kind: str | None) -> Stored:
     if not tars:
         raise ValueError(f"source={source} names no .tar.")
     refuse_pickles(tars[0])
-    if len({"train" in tar.name for tar in tars}) > 1:
-        raise ValueError(f"source={source} has tars with and without train in their names, and TREAD trains only on "
-                         f"the former: select them, as in \"source='{source}/*train*.tar'\".")
+    refuse_two_splits(tars, "source", source)
+    warn_of_gap([tar.name for tar in tars], source)
     rows, starts, labels, shape, _ = map_tars(tars)
-    if kind is None and shape[0] != 4:
+    if kind is None and shape[0] != 4 and shape[1] == shape[2]:
         raise ValueError(f"{tars[0]} holds latents of {shape[0]} channels, and tars do not say of which kind: set "
                          f"kind=moments for [mean, log-variance], or kind=sample.")
 
@@ -328,6 +368,16 @@ def refuse_pickles(tar: Path) -> None:
 
 def recognize(source: str) -> tuple[str, str]:
     """Returns (format, why) of a source; raises ValueError where it could be two, or is none that is known."""
+    if found := find_form(source):
+        return found
+    known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
+    raise ValueError(f"source={source} {'is none of these forms' if Path(source).exists() else 'does not exist'} "
+                     f"({known}). docs/interop.md describes each. Write any other as examples/write_latents.py does. "
+                     f"For images use scripts/prepare_latents.py.")
+
+
+def find_form(source: str) -> tuple[str, str] | None:
+    """Returns (format, why) of a source, or None; raises ValueError where it could be two."""
     path = Path(source)
     found: list[tuple[str, str]] = []
     if path.is_dir():
@@ -337,8 +387,8 @@ def recognize(source: str) -> tuple[str, str]:
             found.append(("maskdit", f"{folder / 'data.mdb'} is an lmdb"))
         if shard := next(path.glob("*.safetensors"), None):
             found.append(("lightningdit", f"{shard.name} is there"))
-        if (path / FEATURES).is_dir() and (path / LABELS).is_dir():
-            found.append(("fastdit", f"{FEATURES} and {LABELS} are there"))
+        if folders := pair_folders(path):
+            found.append(("fastdit", f"{' and '.join(folders[0])} are there"))
         for name, whose in (("vae-sd", "repa"), ("vae-in", "srdit")):
             if (path / name).is_dir() or path.resolve().name == name:
                 found.append((whose, f"the folder is named {name}"))
@@ -351,14 +401,10 @@ def recognize(source: str) -> tuple[str, str]:
     if tars:
         refuse_pickles(tars[0])
         found.append(("tread", f"{tars[0].name} is a tar"))
-    if len(found) == 1:
-        return found[0]
-    if found:
+    if len(found) > 1:
         each = " and ".join(f"{format} ({why})" for format, why in found)
         raise ValueError(f"source={source} could be {each}: set format= to one of them.")
-    known = "; ".join(f"{format}: {form.whose}" for format, form in FORMS.items())
-    raise ValueError(f"source={source} {'is none of these forms' if path.exists() else 'does not exist'} ({known}). "
-                     f"docs/interop.md describes each. For images use scripts/prepare_latents.py.")
+    return found[0] if found else None
 
 
 def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
@@ -370,8 +416,9 @@ def by_name(names: list[str], source: str) -> list[tuple[str, str]]:
             return [("srdit", f"{name} is named as SR-DiT names it")]
         if posixpath.basename(name).startswith("img-mean-std-"):
             raise ValueError(f"source={source} holds {posixpath.basename(name)}, which both REPA and EDM2 write: set "
-                             f"format=repa (VAE input in -1..1) if REPA's, SiT-REPA's or Sprint's preprocessing made "
-                             f"it, format=edm2 (VAE input in 0..1) if EDM2's dataset_tool.py did.")
+                             f"format=repa (VAE input in -1..1) of scripts/import_latents.py if REPA's, SiT-REPA's or "
+                             f"Sprint's preprocessing made it, format=edm2 (VAE input in 0..1) if EDM2's "
+                             f"dataset_tool.py did.")
     return []
 
 
@@ -391,9 +438,13 @@ def open_stored(
     form = replace(FORMS[format], **stored.form)
     form = replace(form, scale=scale or form.scale, scaled=form.scaled and scale is None,
                    autoencoder=autoencoder or form.autoencoder)
+    if form.scaled and autoencoder and (own := own_convention(autoencoder)):  # by which they are scaled already
+        form = replace(form, scale=own.scale, shift=own.shift, latents_mean=own.latents_mean,
+                       latents_std=own.latents_std)
     channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
     is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
     if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:
         raise ValueError(f"source={source} holds arrays of shape {stored.shape}, where {form.whose} has "
-                         f"({form.channels or 'C'}, R, R): it has another format or autoencoder.")
+                         f"({form.channels or 'C'}, R, R): channels come first, and other shapes are of another format "
+                         f"or autoencoder, or of images that are not square.")
     return stored, form

@@ -12,7 +12,7 @@ import tarfile
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -273,6 +273,21 @@ def find_tars(pattern: str | Path) -> list[Path]:
         raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are missing, {absent[0]} "
                          "first.")
     return sorted({Path(file) for files in found.values() for file in files})
+
+
+def find_gap(names: Sequence[str]) -> str | None:
+    """Names the first file that numbered names leave out, and how many; None if their last numbers are consecutive."""
+    runs: dict[tuple[str, str], dict[int, int]] = {}  # by what surrounds the number: how it is padded
+    for name in names:
+        if found := re.fullmatch(r"(.*?)(\d+)(\D*)", name):
+            runs.setdefault((found[1], found[3]), {})[int(found[2])] = len(found[2])
+    for (before, after), numbers in runs.items():
+        missing = max(numbers) - min(numbers) + 1 - len(numbers)
+        if 0 < missing <= len(numbers):  # else these are no consecutive numbers
+            first = next(i for i in range(min(numbers), max(numbers)) if i not in numbers)
+            padded = f"{before}{first:0{numbers[min(numbers)]}}{after}"
+            return f"{padded} ({missing} of {missing + len(numbers)} are missing)"
+    return None
 
 
 def tar_members(file: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:

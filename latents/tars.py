@@ -48,6 +48,13 @@ class Tars(NamedTuple):
     dtype: np.dtype
 
 
+def refuse_two_splits(tars: list[Path], key: str, path: str | Path) -> None:
+    """Raises ValueError for tars of which some have train in their names: TREAD trains on those alone."""
+    if len({"train" in tar.name for tar in tars}) > 1:
+        raise ValueError(f"{key}={path} has tars with and without train in their names, and TREAD trains only on the "
+                         f"former: select them, as in \"{key}='{tars[0].parent}/*train*.tar'\".")
+
+
 def map_tars(tars: list[Path]) -> Tars:
     """Maps the latents of tars by their `tar_index`."""
     allow_open_files(len(tars))
@@ -124,7 +131,9 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                     found = _read_form(content, member.size)
                     if found != (form := form or found):
                         raise ValueError(f"{found[1]} {found[0]}, but the latents before it are {form[1]} {form[0]}")
-                    firsts[member.name.removesuffix(".latent.npy")] = content.tell()
+                    if (key := member.name.removesuffix(".latent.npy")) in firsts:
+                        raise ValueError("a second sample of that key, where keys differ within a tar: write it again")
+                    firsts[key] = content.tell()
                 elif member.name.endswith(".cls"):
                     label = int(content.read(min(member.size, 1000)))
                     if abs(label) >= 2**31:

@@ -51,12 +51,15 @@ def probe(stored: Stored, form: Form, source: str) -> str:
     """
     content = hashlib.sha256(json.dumps([len(stored.labels), stored.shape, asdict(form)]).encode())
     content.update(stored.labels)
+    low, high = math.inf, -math.inf  # of the second half of the channels
     square, indices = 0.0, spread(len(stored.labels), NUM_PROBED).tolist()
     for index in indices:
         for read in stored.sides.values():
             row = torch.as_tensor(read(index, index + 1))
             content.update(row.float().numpy())
             row = finite(convert(form, row), source, index).double()
+            second = row[:, row.shape[1] // 2 :]
+            low, high = min(low, second.min().item()), max(high, second.max().item())
         if form.kind == "moments":
             mean, std = row.chunk(2, dim=1)
             if std.min() < 0:
@@ -65,6 +68,13 @@ def probe(stored: Stored, form: Form, source: str) -> str:
             square += (mean.square() + std.square()).mean().item()
         else:
             square += row.square().mean().item()
+    half = f"source={source}: the second half of the channels is always"
+    if form.log_variance and low >= 0.99 * form.scale:  # e^0, but for float16
+        raise ValueError(f"{half} above 0, so it looks like standard deviations, but {form.whose} hold log-variances: "
+                         f"write 2 * log(std) instead.")
+    if form.kind == "sample" and stored.shape[0] % 2 == 0 and high < 0:
+        raise ValueError(f"{half} negative, so these look like [mean, log-variance], not samples: set kind=moments "
+                         f"(of format=tread), or another format.")
     rms = math.sqrt(square / len(indices))
     if not 0.2 < rms < 4:
         how = "the values as they are" if form.scaled else f"scale={form.scale:g}"
@@ -112,7 +122,7 @@ def main(cfg: ImportSettings) -> None:
         return parts | {"labels": labels[rows.start : rows.stop]}, []
 
     channels, side = stored.shape[0] // (2 if form.kind == "moments" else 1), stored.shape[1]
-    convention = Convention(form.scale, 0.0, form.latents_mean, form.latents_std, form.pixels)
+    convention = Convention(form.scale, form.shift, form.latents_mean, form.latents_std, form.pixels)
     metadata = {
         "shape": [channels, side, side], "kind": form.kind, "mirrored": is_mirrored, "num_classes": num_classes,
         "class_names": None, "autoencoder": form.autoencoder, **convention.record(), "source": cfg.source,

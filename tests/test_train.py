@@ -311,7 +311,8 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     options = (f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2", "evaluate.batch_size=4")
 
     def scored(*changed, run=tmp_path / "run") -> list[tuple]:
-        trained(run, shapes, *options, *changed)
+        said = trained(run, shapes, *options, *changed)
+        assert ("Next: python sample.py" in said) == ("steps=0" not in changed)  # which saves no checkpoint
         return [(row["source"]["step"], row["images"], row["finished"], row["source"]["multiply_adds"]["linear"])
                 for row in files.read_rows(run / "results.jsonl")]
 

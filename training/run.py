@@ -157,6 +157,12 @@ def open_data(cfg: TrainSettings, accelerator: Accelerator) -> Latents:
     with accelerator.local_main_process_first():  # which indexes tars for the others
         latents = open_latents(cfg.data.path, kind=cfg.data.kind, scale=cfg.data.scale,
                                num_classes=cfg.data.num_classes)
+    name = cfg.data.autoencoder
+    own = autoencoders.own_convention(name) if name and latents.applied and cfg.data.scale is None else None
+    if own not in (None, latents.convention):
+        raise ValueError(f"data.path={cfg.data.path} are tars, read as sd_vae_ema's, which is scaled otherwise than "
+                         f"data.autoencoder={name}: run scripts/import_latents.py with autoencoder={name}, and train "
+                         f"on what it wrote.")
     num_classes = cfg.data.num_classes or latents.num_classes
     latents.require(shape=latent_shape(cfg, latents), num_classes=num_classes)
     if empty := empty_classes(latents.classes, num_classes):

@@ -49,6 +49,13 @@ def moments(count=COUNT, seed=0, mean=0.0, std=5.0):
                            np.abs(normal(count, 4, SIDE, SIDE, seed=seed + 1, std=0.2))], axis=1)
 
 
+def log_moments(count=COUNT, seed=0):
+    """Means and log-variances of the same."""
+    values = moments(count, seed)
+    values[:, 4:] *= -20
+    return values
+
+
 # ---- the forms, as their writers' code has them ---------------------------------------------------------------------
 
 
@@ -103,7 +110,7 @@ def write_maskdit(tmp_path, values=None, flips=None, labels=LABELS, length=None)
     """MaskDiT's extract_latent.py: z-i raw float32 of mean and log-variance, y-i text, length; xflip appends."""
     import lmdb
 
-    values = moments() if values is None else values
+    values = log_moments() if values is None else values
     (tmp_path / "lmdb" / "train").mkdir(parents=True)
     with lmdb.open(str(tmp_path / "lmdb" / "train"), map_size=2**26) as env, env.begin(write=True) as txn:
         rows = [*values, *([] if flips is None else flips)]
@@ -217,7 +224,7 @@ def test_fastdits_pairs_come_in_as_they_are_in_the_order_of_their_numbers(tmp_pa
 
 @pytest.mark.parametrize("copies", ["none", "counted in length", "beyond length"])
 def test_maskdits_log_variance_becomes_a_standard_deviation_and_flips_are_mirrored_copies(tmp_path, copies):
-    values, flips = moments(), moments(seed=7)
+    values, flips = log_moments(), log_moments(seed=7)
     values[0, 4:], values[1, 4:] = -100, 1.5  # beyond the clamp, and within
     source, _ = write_maskdit(tmp_path, values, None if copies == "none" else flips, length=COUNT if copies == "beyond length" else None)
     import_latents(str(source), tmp_path / "out")
@@ -249,7 +256,7 @@ def test_treads_tars_come_in_as_they_are_or_as_moments_when_asked(tmp_path):
     import_latents(f"{source}/*.tar", tmp_path / "scaled", scale=0.5)  # the autoencoder's own values
     same_bits(read_folder(tmp_path / "scaled")[1]["latents"], values * np.float32(0.5))
 
-    source, values = write_tread(tmp_path / "eight", moments()) if (tmp_path / "eight").mkdir() is None else None
+    source, values = write_tread(tmp_path / "eight", log_moments()) if (tmp_path / "eight").mkdir() is None else None
     with pytest.raises(ValueError, match="set kind=moments"):
         import_latents(str(source), tmp_path / "unknown")
     import_latents(str(source), tmp_path / "moments", kind="moments")
@@ -375,7 +382,7 @@ def test_the_lines_that_rewrite_pickles_one_trusts_give_tars_that_are_read(tmp_p
     import pickle
     import re
 
-    values, page = moments(), (ROOT / "docs/interop.md").read_text()
+    values, page = log_moments(), (ROOT / "docs/interop.md").read_text()
     write_tar(tmp_path / "latent_imagenet_512_train-0000.tar",
               {f"{i:07d}.{key}": content for i in range(COUNT) for key, content in
                (("latent", pickle.dumps(values[i])), ("cls", str(LABELS[i]).encode()))})

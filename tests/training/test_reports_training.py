@@ -1,8 +1,9 @@
 """Situations from public reports, training and resuming: the source, the situation, what comes out.
 
-Tested elsewhere: facebookresearch/DiT#35 and Vchitect/Latte#55 (an average that is lost on resuming: tests/test_resume.py),
-goodfire-ai/spd#677 (a signal during evaluation: tests/runtime/test_ranks.py), Lightning-AI/pytorch-lightning#688 and
-#21431 (halved checkpoints: tests/test_resume.py), dreamquark-ai/tabnet#537 (a batch larger than the data: below).
+Tested elsewhere: facebookresearch/DiT#35 and Vchitect/Latte#55 (an average that is lost on resuming:
+tests/test_resume.py), goodfire-ai/spd#677 (a signal during evaluation: tests/runtime/test_ranks.py),
+Lightning-AI/pytorch-lightning#688 and #21431 (halved checkpoints: tests/test_resume.py), dreamquark-ai/tabnet#537 (a
+batch larger than the data: below).
 """
 
 import errno
