@@ -19,7 +19,6 @@ import torch
 from pydantic import Field
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.forms import FORMS, find_form
 from latents.labels import check_labels
 from latents.listing import find_tars, spread
 from latents.tars import allow_open_files, map_tars, refuse_two_splits
@@ -226,10 +225,6 @@ def open_latents(path: str | Path, *, kind: str | None = None, scale: float | No
         latents = _open_folder(path, kind, scale)
     elif (path / "preparing.json").exists() or any(path.glob("latents-*.npy")):
         raise ValueError(f"{path}: preparation has not finished; rerun the same command to resume it.")
-    elif (found := find_form(str(path))) and found[0] != "tread":
-        raise ValueError(f"{path} holds {FORMS[found[0]].whose}, which training does not read: run `python "
-                         f"scripts/import_latents.py {as_argument('source', path)} "
-                         f"{as_argument('out', Path('data') / path.stem)}` and set data.path to what it wrote.")
     elif tars := find_tars(path):
         latents = _open_tars(path, tars, kind, scale, num_classes)
     else:

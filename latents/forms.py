@@ -25,7 +25,7 @@ from autoencoder import SD_VAE_SCALE, Convention
 from latents.listing import find_gap, find_tars, open_zip, tar_members
 from latents.tars import map_tars, refuse_two_splits
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
-from runtime.schema import first_line
+from runtime.schema import as_argument, first_line
 from weights.autoencoders import own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
@@ -405,6 +405,15 @@ def find_form(source: str) -> tuple[str, str] | None:
         each = " and ".join(f"{format} ({why})" for format, why in found)
         raise ValueError(f"source={source} could be {each}: set format= to one of them.")
     return found[0] if found else None
+
+
+def refuse_foreign(source: str) -> None:
+    """Raises ValueError for latents of other code, but for tars, where images or a latent folder are expected."""
+    path = Path(source)
+    if not (path / "metadata.json").is_file() and (found := find_form(source)) and found[0] != "tread":
+        raise ValueError(f"{source} holds {FORMS[found[0]].whose}: run `python scripts/import_latents.py "
+                         f"{as_argument('source', path)} {as_argument('out', Path('data') / path.stem)}`, and train on "
+                         f"what it writes.")
 
 
 def by_name(names: list[str], source: str) -> list[tuple[str, str]]:

@@ -20,7 +20,7 @@ import numpy as np
 from PIL import ExifTags, Image, PngImagePlugin, UnidentifiedImageError
 from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 
-from latents.forms import FORMS, find_form
+from latents.forms import refuse_foreign
 from latents.hub import Rows, count_lacking, find_shards, open_rows
 from latents.ilsvrc import VALIDATION, read_validation
 from latents.labels import LABEL_SUFFIXES, Pairs, check_names, match, number_classes, read_pairs, read_table, stem_of
@@ -266,9 +266,7 @@ def open_source(
               for name, shown in zip(listing.names, listing.shown, strict=True) if not looks_like_image(name)]
     listing.left_out = sorted(listing.left_out + others)
     if not images:
-        if (form := find_form(str(source))) and form[0] != "tread":
-            raise ValueError(f"source={source} holds {FORMS[form[0]].whose}, and no images: use "
-                             f"scripts/import_latents.py.")
+        refuse_foreign(str(source))
         also = f" among {len(listing.left_out)} files such as {listing.left_out[0][0]}" if listing.left_out else ""
         raise ValueError(f"source={source} holds no images{also}. Their names end in "
                          f"{' '.join(sorted(IMAGE_SUFFIXES))}.")

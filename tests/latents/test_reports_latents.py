@@ -114,6 +114,12 @@ def sdxl_scaled(root):
     return write_pairs(root / "set")
 
 
+def open_for_training(path, **settings):
+    """Opens latents as train.py does with these settings of data."""
+    data = {"path": str(path), "kind": None, "scale": None, "num_classes": None, "autoencoder": None} | settings
+    return open_data(SimpleNamespace(data=SimpleNamespace(**data)), SimpleNamespace(local_main_process_first=nullcontext))
+
+
 def tread(values):
     return lambda root: write_tread(root, values)[0]
 
@@ -196,7 +202,7 @@ TRAINED = [  # source: people with such a set; situation, what was brought, sett
 @pytest.mark.parametrize(("report", "situation", "bring", "settings", "words"), TRAINED, ids=[f"{row[0]}: {row[1]}" for row in TRAINED])
 def test_training_refuses_what_it_would_read_wrongly(report, situation, bring, settings, words, tmp_path):
     with pytest.raises(ValueError) as error:
-        open_latents(bring(tmp_path), **settings)
+        open_for_training(bring(tmp_path), **settings)
     assert words in str(error.value)
 
 
@@ -209,12 +215,11 @@ def test_latents_that_are_not_square_are_named_as_such(tmp_path):
 def test_tars_scaled_for_another_autoencoder_are_not_decoded_by_their_usual_scale(tmp_path):
     """MochiDiffusion/MochiDiffusion#315: train.py data.path=<tars> data.kind=sample data.autoencoder=<SDXL's>."""
     sdxl_scaled(tmp_path)
-    data = SimpleNamespace(path=str(write_tread(tmp_path)[0]), kind="sample", scale=None, num_classes=None, autoencoder=str(tmp_path / "sdxl"))
     with pytest.raises(ValueError, match="scaled otherwise than data.autoencoder=.*import_latents.py with autoencoder="):
-        open_data(SimpleNamespace(data=data), SimpleNamespace(local_main_process_first=nullcontext))
+        open_for_training(write_tread(tmp_path)[0], kind="sample", autoencoder=str(tmp_path / "sdxl"))
 
 
 def test_latents_are_not_taken_for_images(tmp_path):
     """sihyun-yu/REPA#19 the other way round: prepare_latents.py source=<latents>."""
-    with pytest.raises(ValueError, match="LightningDiT's safetensors, and no images: use scripts/import_latents.py"):
+    with pytest.raises(ValueError, match="LightningDiT's safetensors: run `python scripts/import_latents.py source="):
         prepare(write_lightningdit(tmp_path)[0], tmp_path / "out", resolution=8)
