@@ -13,7 +13,7 @@ configs/drawing.yaml; docs/evaluation.md explains the numbers, and why they may 
 """
 
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from functools import reduce
 from pathlib import Path
@@ -26,9 +26,16 @@ from pydantic import AfterValidator
 from runtime import files, ranks
 from runtime.command import command
 from runtime.device import describe_device, join_ranks
-from runtime.schema import Location, Number, Size, Some, Steps, Text, Whole, as_text, one_of
+from runtime.schema import Location, Number, Size, Some, Steps, Text, Whole, as_text, one_of, refuse
 from sampling.opening import open_sampling
-from sampling.options import NO_GUIDANCE, GuidanceSettings, SamplerSettings, SamplingSettings, labels_of
+from sampling.options import (
+    NO_GUIDANCE,
+    GuidanceSettings,
+    SamplerSettings,
+    SamplingSettings,
+    check_guided,
+    labels_of,
+)
 from scoring.features import Extractor, are_known, describe_extractor, load_extractor, versions
 from scoring.image_sets import (
     H100,
@@ -114,23 +121,27 @@ def as_list(value: object) -> list:
     return value if isinstance(value, list) else [] if value is None else [value]
 
 
-def check_settings(cfg: ScoringSettings) -> None:
+def check_settings(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError for settings that do not go together."""
     given = [key for key in ("checkpoint", "images", "reference_from") if getattr(cfg, key) is not None]
     if len(given) != 1:
         raise ValueError(f"Give one of checkpoint=, images= and reference_from=, not {' and '.join(given) or 'none'}.")
-    if given != ["checkpoint"]:
-        cfg.refuse(*OF_SAMPLING, why=f"the images of {given[0]}={getattr(cfg, given[0])} are "
-                                       f"there already; leave it out")
-    if given == ["reference_from"]:
-        cfg.refuse(*SCORED, why="reference_from= measures a reference and scores nothing; leave it out")
+    if given == ["checkpoint"]:
+        if cfg.guidance_scales is None:
+            check_guided(cfg, cli_overrides)
     else:
-        cfg.refuse("out", "reference_images", why=f"they are for reference_from=, not for {given[0]}=")
+        refuse(cli_overrides, *OF_SAMPLING,
+               why=f"the images of {given[0]}={getattr(cfg, given[0])} are there already; leave it out")
+    if given == ["reference_from"]:
+        refuse(cli_overrides, *SCORED, why="reference_from= measures a reference and scores nothing; leave it out")
+    else:
+        refuse(cli_overrides, "out", "reference_images", why=f"they are for reference_from=, not for {given[0]}=")
     if cfg.guidance_scales is not None:
-        cfg.refuse("scale", why=f"guidance_scales={as_text(cfg.guidance_scales)} names all scales; leave it out")
+        refuse(cli_overrides, "scale",
+               why=f"guidance_scales={as_text(cfg.guidance_scales)} names all scales; leave it out")
     named = [path for key in ("images", "reference_from", "reference", "floor") for path in as_list(getattr(cfg, key))]
     if not any(are_files(path) for path in named):
-        cfg.refuse("resolution", why="it is for folders and zips of images, and none is named here")
+        refuse(cli_overrides, "resolution", why="it is for folders and zips of images, and none is named here")
     if given == ["reference_from"]:
         out = Path(cfg.out or "")
         if (out.suffix != ".npz" or not is_replaceable(out) or out.resolve() == Path(cfg.reference_from).resolve()
@@ -318,9 +329,9 @@ def write_statistics(state: PartialState, cfg: ScoringSettings) -> None:
 
 
 @command("fid", ScoringSettings)
-def main(cfg: ScoringSettings) -> None:
+def main(cfg: ScoringSettings, cli_overrides: Mapping[str, str]) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
-    check_settings(cfg)
+    check_settings(cfg, cli_overrides)
     if cfg.reference_from is not None:
         write_statistics(state, cfg)
         return

@@ -9,7 +9,7 @@ depends only on its seed, so it is the same on any number of ranks and at any ba
 configs/sample.yaml and configs/drawing.yaml. `python rf.py` is here too: guided and unguided grids, with costs.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from functools import partial
 from pathlib import Path
 
@@ -20,11 +20,19 @@ from rf import RF
 from runtime import files
 from runtime.command import command
 from runtime.device import join_ranks
-from runtime.schema import CONFIGS, Location, Selection, as_text, name_of_changes
+from runtime.schema import CONFIGS, Location, Selection, as_text, name_of_changes, refuse
 from runtime.typed import read_yaml
 from sampling.generate import DRAWING_VERSION, Batch, gathered, generate, sampling_cost
 from sampling.opening import Sampling, open_sampling
-from sampling.options import GRID_CLASSES, NO_GUIDANCE, GuidanceSettings, SamplingSettings, labels_of, parse_seeds
+from sampling.options import (
+    GRID_CLASSES,
+    NO_GUIDANCE,
+    GuidanceSettings,
+    SamplingSettings,
+    check_guided,
+    labels_of,
+    parse_seeds,
+)
 from sampling.pictures import check_file, check_folder, write_grid, write_npz, write_pngs
 from weights.loading import Trained
 
@@ -90,14 +98,16 @@ def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
 
 
 @command("sample", SampleSettings)
-def main(cfg: SampleSettings) -> None:
+def main(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> None:
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     kind = Path(cfg.out).suffix if cfg.out else ".png"
     if kind not in ((".npz",) if cfg.latents else (".png", ".npz", "")):
         raise ValueError(f"out={cfg.out or 'null'} is neither a grid (.png), nor an .npz (which latents=true needs), "
                          f"nor a folder (a name without a suffix).")
     if cfg.latents:
-        cfg.refuse("autoencoder", "decode_precision", "decode_batch_size", why="latents=true decodes nothing")
+        refuse(cli_overrides, "autoencoder", "decode_precision", "decode_batch_size",
+               why="latents=true decodes nothing")
+    check_guided(cfg, cli_overrides)
     seeds = parse_seeds("seeds", cfg.seeds)
     another = "name another, or replace it with overwrite=true"
     if cfg.out and kind and not cfg.overwrite:
@@ -124,11 +134,12 @@ def main(cfg: SampleSettings) -> None:
 
 
 @command("rf", GridSettings)
-def compare_guided(cfg: GridSettings) -> None:
+def compare_guided(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> None:
     """Samples a flow-matching network guided and unguided, and says what each costs: `python rf.py`."""
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     if cfg.out and Path(cfg.out).suffix != ".png":
         raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")
+    check_guided(cfg, cli_overrides)
     sampling = open_sampling(state, cfg, most_classes=GRID_CLASSES)
     trained = sampling.trained
     if not isinstance(trained.diffusion, RF) or sampling.guidance is None:

@@ -31,7 +31,7 @@ from latents.loader import batches, to_latent
 from objectives import DiffusionLoss, Objective
 from runtime import files, ranks, sharding
 from runtime.command import command
-from runtime.notebook import is_hidden
+from runtime.notebook import hides_bars
 from runtime.schema import as_argument, as_text
 from sampling.generate import gathered, generate
 from sampling.options import labels_of
@@ -303,14 +303,14 @@ def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
 
 
 @command("config", TrainSettings)
-def main(cfg: TrainSettings) -> None:
-    check_settings(cfg)
+def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
+    cfg = check_settings(cfg, cli_overrides)
     accelerator = speed.make_accelerator(
         cfg.precision, cfg.grad_accum_steps, cfg.tf32, cfg.cpu,
         log_with=cfg.log.trackers or None, project_dir=cfg.run_dir,
     )
     device, rank, world = accelerator.device, accelerator.process_index, accelerator.num_processes
-    run = make_run(cfg, accelerator)
+    run = make_run(cfg, accelerator, cli_overrides)
     cfg = run.cfg
     if accelerator.is_main_process:
         lock_run(run)
@@ -336,7 +336,7 @@ def main(cfg: TrainSettings) -> None:
 
     # ---- the loop
     bar = tqdm(initial=run.step, total=cfg.steps, desc=cfg.name, unit="step",
-               disable=is_hidden(not accelerator.is_main_process))
+               disable=hides_bars(not accelerator.is_main_process))
     first_step = reported_step = run.step
     run.started = reported_at = time.perf_counter()
     while True:

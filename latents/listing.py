@@ -20,7 +20,7 @@ import numpy as np
 from tqdm import tqdm
 
 from runtime.files import refuse_pointer, require_plain
-from runtime.notebook import is_hidden as hides_bars
+from runtime.notebook import hides_bars
 
 TARS = r"\.(tar(\.\w+)?|tgz)$"
 IMAGE_SUFFIXES = {".apng", ".avif", ".bmp", ".gif", ".j2k", ".jfif", ".jif", ".jp2", ".jpe", ".jpeg", ".jpg", ".pbm",

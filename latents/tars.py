@@ -14,7 +14,7 @@ from tqdm import tqdm
 
 from latents.listing import tar_members
 from runtime.files import NPY_ERRORS, atomic_write, read_array_header, require_plain
-from runtime.notebook import is_hidden
+from runtime.notebook import hides_bars
 
 TAR_INDEX = "latent-index.npz"
 FLOATS = ("<f2", "<f4")
@@ -78,7 +78,7 @@ def tar_index(tars: list[Path]) -> dict[str, np.ndarray]:
         pass
 
     starts, offsets, labels, form = [0], [], [], None
-    for file in tqdm(tars, desc="indexing tars", unit="tar", delay=2, disable=is_hidden()):
+    for file in tqdm(tars, desc="indexing tars", unit="tar", delay=2, disable=hides_bars()):
         rows, form = _index_one_tar(file, form)
         offsets += [offset for offset, _ in rows]
         labels += [label for _, label in rows]

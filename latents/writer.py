@@ -19,7 +19,7 @@ from latents.folder import map_npy, row_types
 from latents.listing import REMARKS
 from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
-from runtime.notebook import is_hidden
+from runtime.notebook import hides_bars
 from runtime.schema import as_argument, read_json
 
 LEFTOVERS = (".*.npy.*.tmp", ".*.json.*.tmp")  # of killed writes; runtime.files.atomic_write names them
@@ -92,7 +92,7 @@ def write_folder(
         state.wait_for_everyone()
         bar = stack.enter_context(tqdm(
             desc=f"rank 0 of {state.num_processes}" if state.num_processes > 1 else "latents", unit=" images",
-            total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=is_hidden(not is_main)))
+            total=sum(len(items) for _, items in jobs), smoothing=0.05, disable=hides_bars(not is_main)))
         # One stream over all of this rank's shards, so that reading runs ahead across a shard's end as well.
         stream = in_order(lambda job: (*job, read(job[1])), jobs, threads=threads, ahead=threads + 1)
         stack.enter_context(closing(stream))

@@ -20,7 +20,7 @@ def has_command_line() -> bool:
     return shell() is None or hasattr(sys.modules["__main__"], "__file__")  # as %run has it
 
 
-def is_hidden(silent: bool = False) -> bool | None:
+def hides_bars(silent: bool = False) -> bool | None:
     """Returns tqdm's `disable`: bars are shown in a terminal and in a notebook."""
     return silent or (False if is_kernel() else None)
 

@@ -21,6 +21,8 @@ from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
 from accelerate.utils import broadcast, broadcast_object_list
 
+from runtime import notebook
+
 # For one collective, in which ranks also wait for one that indexes, downloads or saves.
 TIMEOUT = timedelta(hours=2)
 JOINING_SECONDS = 10.0  # after which a rank says for whom it waits
@@ -184,7 +186,12 @@ def joining() -> Iterator[None]:
 
 
 def exit_unsaved(number: int, frame: object) -> None:
-    """Ends the process at once, with another code than 128 + signal, which says that the run was saved."""
+    """Ends the process at once, with another code than 128 + signal, which says that the run was saved.
+
+    In a notebook it ends the cell alone.
+    """
+    if not notebook.has_command_line():
+        signal.default_int_handler(number, frame)
     os._exit(1)
 
 

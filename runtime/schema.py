@@ -1,6 +1,6 @@
 """Plain values -> checked ones, or a sentence: the types and ranges of settings and records.
 
-A command declares its settings once, as a subclass of `Settings`; configs/*.yaml hold their defaults and their meaning.
+A command declares the types of its settings in a subclass of `Settings`; configs/*.yaml have defaults and comments.
 Records that are read back (metadata.json, meta.json, rows of results.jsonl) are declared likewise.
 """
 
@@ -15,7 +15,7 @@ import re
 import shlex
 import typing
 import warnings
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -23,10 +23,8 @@ from omegaconf import OmegaConf
 from pydantic import (
     AfterValidator,
     BaseModel,
-    BeforeValidator,
     ConfigDict,
     Field,
-    PrivateAttr,
     ValidationError,
 )
 
@@ -44,23 +42,6 @@ class Settings(BaseModel):
     """Settings or a record whose keys, types and ranges are declared; it cannot be changed."""
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
-    _typed: dict[str, str] = PrivateAttr(default_factory=dict)
-
-    @property
-    def typed(self) -> dict[str, str]:
-        """What the command line gives, by key, as text; what a preset or a file of settings gives is not in it."""
-        return self._typed
-
-    def refuse(self, *names: str, why: str) -> None:
-        """Raises ValueError, ending in `why`, where the command line gives any of these settings or groups.
-
-        It is for those that nothing would read. The values null and none pass.
-        """
-        given = [f"{key}={value}" for key, value in self.typed.items() if value not in ("null", "none")
-                 and any(f"{key}.".startswith(f"{name}.") for name in names)]
-        if given:
-            raise ValueError(f"{' '.join(given)} would change nothing: {why}.")
-
 
 class Record(Settings):
     """What a file of ours must hold; further keys, which another version wrote, are ignored."""
@@ -86,8 +67,7 @@ Number = Annotated[float, Field(allow_inf_nan=False)]
 Share = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
-# A folder named by digits is a number to Hydra.
-Text = Annotated[str, Field(min_length=1), BeforeValidator(lambda value: str(value) if type(value) is int else value)]
+Text = Annotated[str, Field(min_length=1)]
 # Of a file or a folder: shells leave a ~ after = alone.
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]
 # 7, 0-63, [1,5,9], names: read by the functions that know what there is to choose from.
@@ -119,9 +99,10 @@ def as_text(value: object) -> str:
     return value if isinstance(value, str) else json.dumps(value, default=str, ensure_ascii=False)
 
 
-def in_quotes(text: str) -> str:
-    """Quotes text for Hydra, in which a backslash counts before a quote alone, and $ begins an interpolation."""
-    text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text.replace("${", "\\${"))
+def in_quotes(text: str, interpolate: bool = False) -> str:
+    """Quotes text for Hydra, in which a backslash counts before a quote alone, and ${ begins an interpolation."""
+    text = text if interpolate else text.replace("${", "\\${")
+    text = re.sub(r"(\\*)('|$)", lambda found: 2 * found[1] + ("\\'" if found[2] else ""), text)
     return f"'{text}'"
 
 
@@ -155,7 +136,20 @@ def first_line(error: Exception) -> str:
         found = re.search(r"GLOBAL ([\w.]+)", text)
         return (f"it holds pickled Python objects ({found[1]}), which can run code and are never loaded" if found else
                 "it is damaged, or holds pickled Python objects, which can run code and are never loaded")
-    return (str(error).strip() or type(error).__name__).splitlines()[0]
+    lines = (text.strip() or type(error).__name__).splitlines()
+    more = lines[1].strip() if lines[0].endswith(":") and len(lines) > 1 else ""  # torch's list of missing tensors
+    return f"{lines[0]} {more[:200]}".strip()
+
+
+def refuse(cli_overrides: Mapping[str, str], *names: str, why: str) -> None:
+    """Raises ValueError, ending in `why`, where the command line gives any of these settings or groups.
+
+    It is for those that nothing would read. The values null and none pass.
+    """
+    given = [f"{key}={value}" for key, value in cli_overrides.items() if value not in ("null", "none")
+             and any(f"{key}.".startswith(f"{name}.") for name in names)]
+    if given:
+        raise ValueError(f"{' '.join(given)} would change nothing: {why}.")
 
 
 Declared = TypeVar("Declared", bound=Settings)

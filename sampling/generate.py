@@ -17,7 +17,7 @@ from guidance import Guidance
 from rf import RF
 from routing_module import Route
 from runtime.device import DTYPES
-from runtime.notebook import is_hidden
+from runtime.notebook import hides_bars
 
 DRAWING_VERSION = 1  # raised by whoever changes the images of the same weights and seeds: tests/test_versions.py
 
@@ -105,7 +105,7 @@ def generate(
     device = next(net.parameters()).device
     batch_size = min(batch_size, max(1, math.ceil(len(seeds) / state.num_processes)))
     silent = progress is None or not state.is_main_process
-    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=is_hidden(silent))
+    bar = tqdm(total=len(seeds), desc=progress, unit="img", disable=hides_bars(silent))
     for start in range(0, len(seeds), batch_size * state.num_processes):
         first = start + batch_size * state.process_index
         sampled = seeds[first : first + batch_size]

@@ -1,7 +1,7 @@
 """The settings of commands that sample: a sampler's, guidance, seeds and classes."""
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from typing import Annotated, Literal
 
 import torch
@@ -22,6 +22,7 @@ from runtime.schema import (
     Steps,
     one_of,
     read,
+    refuse,
 )
 from runtime.typed import read_yaml
 from sampling.checks import LIMITS, check_interval
@@ -117,6 +118,13 @@ class SamplingSettings(GuidanceSettings, WeightsSettings):
 # ---- read -----------------------------------------------------------------------------------------------------------
 
 
+def check_guided(settings: GuidanceSettings, cli_overrides: Mapping[str, str]) -> None:
+    """Raises ValueError for settings of guidance that are typed without a scale."""
+    if settings.scale is None:
+        changed = [name for name, plain in NO_GUIDANCE if getattr(settings, name) != plain]
+        refuse(cli_overrides, "guidance", *changed, why="nothing is guided without a scale; give scale=1.5")
+
+
 def build_guidance(
     settings: GuidanceSettings, trained: Trained, device: torch.device | str = "cpu",
     weak_checkpoint: Checkpoint | None = None,  # that `weak` names; None: it is looked up here
@@ -126,8 +134,6 @@ def build_guidance(
     Raises ValueError, with the numbers and the setting, where they cannot work with `trained`.
     """
     if settings.scale is None:
-        changed = [name for name, plain in NO_GUIDANCE if getattr(settings, name) != plain]
-        settings.refuse("guidance", *changed, why="nothing is guided without a scale; give scale=1.5")
         return None, None
     if settings.weak == "required":
         raise ValueError("This guidance needs weak=<an earlier or smaller checkpoint>, the network of its weak pass.")

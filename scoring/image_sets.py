@@ -31,7 +31,7 @@ from latents.images import UnreadableImage, open_image, open_source, remark_on
 from latents.listing import REMARKS, what_else
 from rf import RF
 from runtime import files
-from runtime.notebook import is_hidden
+from runtime.notebook import hides_bars
 from sampling.checks import sampler_settings
 from sampling.generate import DRAWING_VERSION, generate, sampling_cost
 from weights import autoencoders
@@ -194,7 +194,7 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
     mine = range(state.process_index, len(source), state.num_processes)
     found = []
     for start in tqdm(range(0, len(mine), 256), desc="looking at files", unit=" × 256 img", delay=2, leave=False,
-                      disable=is_hidden(not state.is_main_process)):
+                      disable=hides_bars(not state.is_main_process)):
         found += pool.map(look, mine[start : start + 256])
     found = sorted(gather_object(found))
     digests, sizes = [digest for _, digest, *_ in found], Counter(size for _, _, size, *_ in found)

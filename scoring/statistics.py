@@ -15,7 +15,7 @@ from torch import Tensor
 from tqdm import tqdm
 
 from runtime import files
-from runtime.notebook import is_hidden
+from runtime.notebook import hides_bars
 from scoring.features import Extractor, extract
 from scoring.image_sets import Images, Indexed, evenly, read_share
 from scoring.metrics import BLOCK, Moments, ScoreSums
@@ -137,7 +137,7 @@ def fill(
     """
     count = parts[0][0].count
     silent = not (progress and state.is_main_process)
-    with tqdm(total=count, desc=progress, unit="img", disable=is_hidden(silent)) as bar:
+    with tqdm(total=count, desc=progress, unit="img", disable=hides_bars(silent)) as bar:
         for stats, _, keep in parts:
             for indices, features in keep.load() if keep is not None else ():
                 stats.add(indices, features)

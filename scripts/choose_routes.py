@@ -6,6 +6,7 @@ Commands: configs/choose_routes.yaml, docs/routing.md.
 
 import functools
 import sys
+from collections.abc import Mapping
 from itertools import product
 from pathlib import Path
 from typing import Annotated
@@ -18,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
 from routing_module import Route, resolve_routes
 from runtime.command import command
-from runtime.schema import CONFIGS, Count, Settings, Tokens, as_text
+from runtime.schema import CONFIGS, Count, Settings, Tokens, as_text, refuse
 from runtime.typed import read_yaml
 from scripts.benchmark import PROGRAM, network_of, run_apart
 from scripts.presentation import table
@@ -106,12 +107,13 @@ def step_ratio(cfg: ChoiceSettings, routes: tuple[Route, ...]) -> float:
 
 
 @command("choose_routes", ChoiceSettings)
-def main(cfg: ChoiceSettings) -> None:
-    cfg.refuse("model.routes", "model.selection", "model.l1_reg", "model.inverse", why="this command chooses routes")
+def main(cfg: ChoiceSettings, cli_overrides: Mapping[str, str]) -> None:
+    refuse(cli_overrides, "model.routes", "model.selection", "model.l1_reg", "model.inverse",
+           why="this command chooses routes")
     if not cfg.measure:
-        cfg.refuse("benchmark", why="nothing is timed without measure=true")
+        refuse(cli_overrides, "benchmark", why="nothing is timed without measure=true")
     if cfg.speedup is None:
-        cfg.refuse("count", why="all presets are listed without speedup=")
+        refuse(cli_overrides, "count", why="all presets are listed without speedup=")
     costs = [Costs(network_of(cfg.model, tokens) | {"routes": []}) for tokens in cfg.tokens]
     depth, first = costs[0].depth, costs[0]
     size = f"{cfg.model.backbone_type}, {depth} blocks"

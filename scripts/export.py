@@ -9,6 +9,7 @@ import re
 import shlex
 import shutil
 import sys
+from collections.abc import Mapping
 from dataclasses import replace
 from pathlib import Path, PureWindowsPath
 from typing import Any
@@ -22,7 +23,7 @@ sys.path.insert(0, str(ROOT))
 from latents.writer import write_json
 from runtime.command import command
 from runtime.files import atomic_write, is_inside, sha256
-from runtime.schema import Location, Text, as_argument, one_of
+from runtime.schema import Location, Text, as_argument, one_of, refuse
 from sampling.options import WeightsSettings
 from scoring.results import read_results
 from scripts.presentation import table
@@ -268,10 +269,10 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
 # ---- entry ----------------------------------------------------------------------------------------------------------
 
 
-def check_out(cfg: ExportSettings) -> Path:
+def check_out(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> Path:
     """Returns the place to write to; raises ValueError for what does not go together, or must not be replaced."""
     if cfg.to != "hub":
-        cfg.refuse("repo", "license", "private", "upload", why="it is for to=hub")
+        refuse(cli_overrides, "repo", "license", "private", "upload", why="it is for to=hub")
     if cfg.upload and not cfg.repo:
         raise ValueError("upload=true needs repo=user/name.")
     if cfg.out is None and not cfg.repo:
@@ -315,8 +316,8 @@ def classes_of(trained: Trained) -> list[int] | None:
 
 
 @command("export", ExportSettings)
-def main(cfg: ExportSettings) -> None:
-    out = check_out(cfg)
+def main(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> None:
+    out = check_out(cfg, cli_overrides)
     trained = cfg.load()
     if trained.inferred:
         print(trained.inferred)

@@ -8,6 +8,7 @@ format: docs/data.md.
 import re
 import sys
 import warnings
+from collections.abc import Mapping
 from datetime import timedelta
 from pathlib import Path
 from typing import Annotated
@@ -25,7 +26,7 @@ from latents.writer import is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
-from runtime.schema import Count, Location, Settings, Size, Text, Whole, one_of, read_json
+from runtime.schema import Count, Location, Settings, Size, Text, Whole, one_of, read_json, refuse
 from weights import autoencoders
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -168,7 +169,7 @@ def apply_label_map(source: ImageSource, label_map: str) -> None:
 
 
 @command("prepare_latents", PrepareSettings)
-def main(cfg: PrepareSettings) -> None:
+def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
     """Writes `source` to `out` as a folder of latents; raises ValueError for bad settings before anything slow."""
     warnings.filterwarnings("ignore", module="PIL")  # its remarks name no file; broken ones are listed
     # Ranks may end a shard apart, which for a VAE on a CPU is longer than the usual timeout of a barrier.
@@ -178,11 +179,11 @@ def main(cfg: PrepareSettings) -> None:
     autoencoder = cfg.autoencoder or ("identity" if is_shapes else "sd_vae_ema")
     kind = cfg.kind or ("sample" if autoencoders.samples_only(autoencoder) else "moments")
     if not is_shapes:
-        cfg.refuse("shapes", why="source=shapes alone reads it")
+        refuse(cli_overrides, "shapes", why="source=shapes alone reads it")
     if cfg.teacher is None:
-        cfg.refuse("patch_size", why="it is that of the network which teacher=<name> is for")
+        refuse(cli_overrides, "patch_size", why="it is that of the network which teacher=<name> is for")
     if kind == "moments":
-        cfg.refuse("seed", why="kind=moments stores means and deviations and draws nothing")
+        refuse(cli_overrides, "seed", why="kind=moments stores means and deviations and draws nothing")
 
     source = open_source(cfg.source, cfg.shapes.count, cfg.shapes.seed, cfg.labels, cfg.image_column,
                          cfg.label_column)

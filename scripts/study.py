@@ -29,7 +29,7 @@ sys.path.insert(0, str(ROOT))
 from dit import multiply_adds
 from fid import OF_SAMPLING, ScoringSettings
 from runtime import ranks
-from runtime.command import command, commit, compose
+from runtime.command import command, commit
 from runtime.files import inside, read_rows, remove, write_text
 from runtime.schema import (
     Count,
@@ -45,6 +45,7 @@ from runtime.schema import (
     read,
     read_record,
 )
+from runtime.typed import compose
 from scoring.results import read_results, tells_scores_apart
 from scripts.comparison import (
     AXES,

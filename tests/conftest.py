@@ -11,7 +11,6 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from hydra._internal.hydra import Hydra
 
 ROOT = Path(__file__).resolve().parents[1]
 PATIENCE = 3000  # seconds that a test waits for another process: only one that hangs takes longer, however busy the machine
@@ -30,9 +29,6 @@ def pytest_configure(config):
         assert "torch" not in sys.modules
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
-
-# A command composes its config twice, the first time to look for hydra.mode, which no config and no test of ours sets.
-Hydra.get_mode = lambda *_, **__: None
 
 
 def run_command(entry, program: str, *overrides: str, **settings) -> None:
@@ -63,12 +59,6 @@ def score_with(extractor, reference, batches, count: int, asked=None) -> dict[st
 
     evaluator = Evaluator(extractor, reference, available_metrics(extractor, reference, asked, count))
     return score_on(one_rank(), [measure_references(one_rank(), evaluator)], batches, count)[0]
-
-
-@pytest.fixture(autouse=True)
-def open_streams(monkeypatch):
-    """Hydra sets up logging anew for each command, and would close the stream that TensorFlow logs to: pytest's."""
-    monkeypatch.setattr("logging.shutdown", lambda *_: None)
 
 
 def save_vae(folder: Path, levels: int = 2, **config) -> Path:

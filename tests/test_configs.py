@@ -19,10 +19,11 @@ from objectives import build_objective, class_of
 from rf import RF, CleanRF
 from routing_module import Route, Router
 from runtime import schema
+from runtime.typed import cli_overrides
 from sampling.checks import sampler_settings
 from scripts.choose_routes import Costs
 from training.run import describe_network
-from training.settings import MuonSettings, TrainSettings, check_pairs
+from training.settings import MuonSettings, TrainSettings, check_settings
 from weights.records import architecture, build_diffusion, build_network, with_objective
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
@@ -69,15 +70,48 @@ def test_an_experiment_composes_and_builds(experiment):
     assert bool(model.routes) == (cfg.model.name != "dit") and cfg.steps != 0
 
 
-@pytest.mark.parametrize(("typed", "refused"), [
-    (["experiment=b2_sit_tread_repa_before", "model=dit"], True), (["experiment=xl2_tread_v1", "routes=balanced"], True),
-    (["experiment=b2_sit_tread_repa_before", "model=dit", "model.routes=[]"], False), (["experiment=b2_tread", "model=dit"], False),
-    (["experiment=b2_tread", "routes=balanced"], False), (["experiment=b2_sit_sprint", "model=tread"], False)])
-def test_the_routes_of_an_experiment_do_not_replace_those_that_are_typed(typed, refused):
-    cfg = settings(load(*typed))
-    cfg.typed.update(text.split("=", 1) for text in typed)
-    with pytest.raises(ValueError, match=f"{typed[1]} and {typed[0]} do not go together") if refused else contextlib.nullcontext():
-        check_pairs(cfg)
+def checked(*typed):
+    """Composes and checks what is typed, as train.py does."""
+    return check_settings(settings(load(*typed)), cli_overrides(typed))
+
+
+@pytest.mark.parametrize(("typed", "words"), [
+    (["experiment=b2_sit_tread_repa_before", "model=dit"], "write model.routes=.* as well"),
+    (["experiment=b2_sit_tread_repa_before", "model=dit", "model.routes=[]"], None),
+    (["experiment=b2_tread", "model=dit"], None), (["experiment=b2_sit_sprint", "model=tread"], None),
+    (["experiment=b2_sit_sprint", "routes=balanced"], "routes=balanced and model=sprint do not go together"),
+    (["experiment=b2_sit_tread_dispersive", "objective=alignment"], r"write objective=\[dispersive,alignment\] for all of them, or ~objective"),
+    (["experiment=b2_sit_tread_dispersive", "objective=[dispersive,alignment]"], None),
+    (["experiment=b2_sit_tread_dispersive", "objective=alignment", "~objective.dispersive"], None),
+    (["experiment=b2_sit_tread_dispersive", "~objective"], "would train dispersive as well"),
+    (["experiment=b2_sit_repa", "objective=dispersive"], None), (["objective=alignment", "+objective.dispersive.weight=1"], None)])
+def test_what_an_experiment_adds_to_the_model_or_objective_that_is_typed_raises_an_error(typed, words):
+    with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
+        checked(*typed)
+
+
+@pytest.mark.parametrize("experiment", ["b2_tread", "xl2_tread_v1", "b2_sit_tread_repa_before", "b2_dit"])
+def test_a_preset_of_routes_that_is_typed_replaces_an_experiments_routes(experiment):
+    [route] = network(load(f"experiment={experiment}", "routes=balanced")).routes
+    assert (route.start_layer_idx, route.selection_ratio) == (2, 0.5) and route.end_layer_idx in (10, 26)
+
+
+@pytest.mark.parametrize(("typed", "is_published"), [
+    ([], True), (["seed=3", "name=again", "precision=fp32", "data.path=/data/imagenet", "checkpoint.every=5000", "evaluate.every=9"], True),
+    (["model=dit"], False), (["routes=max_speed"], False), (["diffusion=rf"], False), (["objective=layer_sync"], False),
+    (["data=cifar10"], False), (["model.backbone_type=DiT-S/2"], False), (["batch_size=64"], False), (["optimizer.lr=1e-3"], False),
+    (["route_schedule=off_ramp"], False), (["init_from=x", "lora.rank=4"], False), (["ema.decay=0.99"], False)])
+def test_published_scores_are_recorded_of_the_run_that_they_are_of_alone(typed, is_published):
+    assert (checked("experiment=b2_tread", *typed).published is not None) == is_published
+
+
+def test_equal_settings_behave_alike():
+    one, other = (settings(load("experiment=b2_tread", *more)) for more in ([], ["model.init=xavier"]))
+    typed = cli_overrides(["experiment=b2_tread", "lora.alpha=2"])
+    for cfg in (one, other):
+        assert cfg == one and check_settings(cfg, {}) == one
+        with pytest.raises(ValueError, match="lora.alpha=2 would change nothing"):
+            check_settings(cfg, typed)
 
 
 PUBLISHED = [name for name in EXPERIMENTS if re.search(r"^published:(?! null)", (CONFIGS / "experiment" / f"{name}.yaml").read_text(), re.M)]

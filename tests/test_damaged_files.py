@@ -15,7 +15,7 @@ from test_import_latents import import_latents, write_fastdit
 
 from dit import DiT
 from latents import folder, images, tars
-from runtime.command import compose
+from runtime.typed import compose
 from scoring import statistics
 from training.settings import TrainSettings
 from weights import checkpoint as checkpoints

@@ -17,7 +17,7 @@ from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 
 import sample
-from runtime import command
+from runtime import typed
 from runtime.schema import read
 from scripts import report
 
@@ -68,7 +68,7 @@ def composed(line):
     if script == "scripts/report.py":
         given = report.as_settings(given)
     if "--multirun" in given:
-        return [read(declared, plain) for plain in command.compose(config, declared, given)]
+        return [read(declared, plain) for plain in typed.compose(config, declared, given)]
     with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
         return read(declared, OmegaConf.to_container(compose(config, overrides=given), resolve=True))
 

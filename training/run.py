@@ -8,7 +8,7 @@ import copy
 import math
 import platform
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from itertools import chain
 from pathlib import Path
@@ -186,12 +186,12 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Tr
     return cfg.model_copy(update={"batch_size": batch_size, "steps": steps})
 
 
-def check_warmup(cfg: TrainSettings, accelerator: Accelerator) -> None:
+def check_warmup(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError for a warmup of the command line that is longer than the run; says so of a preset's."""
     warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
     if warmup > steps:
         reached = f"at steps={steps} the learning rate ends at {steps / warmup:.0%} of optimizer.lr"
-        if "optimizer.warmup_steps" in cfg.typed:
+        if "optimizer.warmup_steps" in cli_overrides:
             raise ValueError(f"optimizer.warmup_steps={warmup} is longer than the run: {reached}. Shorten it.")
         accelerator.print(f"optimizer.warmup_steps={warmup} is longer than the run: {reached}.")
 
@@ -318,7 +318,7 @@ def check_kept(latents: Latents, model: DiT, schedule: RouteSchedule) -> None:
                              f"less and path_drop to 0 in model.routes, or keep_masked=false.")
 
 
-def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
+def make_run(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mapping[str, str]) -> Run:
     """Builds a run at step 0; raises ValueError, with the setting to change, for whatever cannot work."""
     if cfg.sharding == "fsdp" and not torch.distributed.is_initialized():
         raise ValueError("sharding=fsdp splits a network over ranks, but this is a single process: start it with "
@@ -328,7 +328,7 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator) -> Run:
         speed.check_float8(accelerator.device)
     latents = open_data(cfg, accelerator)
     cfg = choose_sizes(cfg, accelerator, latents.count)
-    check_warmup(cfg, accelerator)
+    check_warmup(cfg, accelerator, cli_overrides)
     record = describe_run(cfg, latents, accelerator.num_processes, accelerator.device)
     model = initial_network(cfg, record, accelerator.device)
     schedule = build_schedule(model, record.get("route_schedule", {}), cfg.seed)

@@ -1,6 +1,8 @@
 """The settings of configs/config.yaml and its groups, with their types and ranges."""
 
 import os.path
+import re
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
@@ -11,7 +13,6 @@ from latents.folder import KINDS
 from routing_module import Router
 from runtime.device import DTYPES
 from runtime.schema import (
-    CONFIGS,
     Classes,
     Count,
     Location,
@@ -28,8 +29,8 @@ from runtime.schema import (
     Whole,
     as_text,
     one_of,
+    refuse,
 )
-from runtime.typed import read_yaml
 from scoring import results
 from scoring.features import Features
 from training import speed
@@ -180,43 +181,67 @@ class TrainSettings(Settings):
     published: results.Published | None
 
 
-def check_settings(cfg: TrainSettings) -> None:
-    """Raises ValueError for settings that do not go together."""
+# What may be typed beside experiment= in a run that the experiment's published scores are of.
+AS_PUBLISHED = (
+    "experiment", "name", "run_dir", "seed", "steps", "grad_accum_steps", "max_skipped_in_row", "precision",
+    "decode_precision", "decode_batch_size", "tf32", "sharding", "compile", "activation_checkpointing", "cpu",
+    "data.path", "data.kind", "data.scale", "data.on_device", "data.autoencoder", "data.grid_classes", "log",
+    "checkpoint", "samples", "evaluate", "hydra",
+)
+
+
+def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> TrainSettings:
+    """Returns the settings to train with, without published scores where what is typed makes another run.
+
+    Raises ValueError for settings that do not go together.
+    """
     check_run_dir(cfg)
-    check_pairs(cfg)
-    check_effect(cfg)
+    check_pairs(cfg, cli_overrides)
+    check_effect(cfg, cli_overrides)
+    check_chosen(cfg, cli_overrides)
     check_objective(cfg.objective)
     check_averages(cfg)
     check_scales(cfg)
     if cfg.lora.rank is not None and cfg.init_from is None:
         raise ValueError(f"lora.rank={cfg.lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
                          f"weights file>.")
+    is_as_published = all(key.partition(".")[0] in AS_PUBLISHED or key in AS_PUBLISHED for key in cli_overrides)
+    return cfg if is_as_published else cfg.model_copy(update={"published": None})
 
 
-def check_pairs(cfg: TrainSettings) -> None:
+def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError for two settings that are not supported together, or of which one takes the other's place."""
-    given, has_own_routes = cfg.typed, cfg.model.fusion or cfg.typed.get("model", "tread") != "tread"
     adapter, muon, fsdp = f"lora.rank={cfg.lora.rank}", "optimizer=muon", "sharding=fsdp"
     fp8, fp16, graphs = "precision=fp8", "precision=fp16", f"compile={as_text(cfg.compile)}"
-    preset, routes = f"routes={given.get('routes')}", f"model.routes={given.get('model.routes')}"
-    labels, experiment = "new_label_table=true", f"experiment={given.get('experiment')}"
-    has_preset, has_routes = given.get("routes", "null") != "null", any("model.routes" in key for key in given)
-    chosen = read_yaml(CONFIGS / f"presets/routes/{given['routes']}.yaml")["routes"] if has_preset else []
-    is_chosen = [route.model_dump(exclude_defaults=True) for route in cfg.model.routes] == chosen
-    network = "model=sprint" if cfg.model.fusion else f"model={given.get('model')}"
+    preset, routes = (f"{key}={cli_overrides.get(key)}" for key in ("routes", "model.routes"))
+    labels, network = "new_label_table=true", f"model={'sprint' if cfg.model.fusion else cli_overrides.get('model')}"
     asked = {
         adapter: cfg.lora.rank is not None, muon: cfg.optimizer.name == "muon", fsdp: cfg.sharding == "fsdp",
         fp8: cfg.precision == "fp8", fp16: cfg.precision == "fp16", graphs: cfg.compile in speed.CUDA_GRAPHS,
-        labels: cfg.new_label_table, preset: has_preset, routes: "model.routes" in given, network: has_own_routes,
-        # Some experiments set model.routes, which Hydra would put before what is chosen here.
-        experiment: (has_preset or given.get("model") == "dit") and not has_routes and not is_chosen,
+        labels: cfg.new_label_table, preset: cli_overrides.get("routes", "null") != "null",
+        routes: "model.routes" in cli_overrides,
+        network: cfg.model.fusion or cli_overrides.get("model", "tread") != "tread",
     }
     # CUDA graphs need weights at fixed addresses, and FSDP gathers them in each pass. An adapter trains no table.
     for one, other in ((adapter, muon), (adapter, fp8), (adapter, fsdp), (adapter, labels), (muon, fp8), (fsdp, fp8),
-                       (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network), (preset, experiment),
-                       (network, experiment)):
+                       (fsdp, fp16), (fsdp, graphs), (preset, routes), (preset, network)):
         if asked[one] and asked[other]:
             raise ValueError(f"{one} and {other} do not go together: leave one out.")
+
+
+def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
+    """Raises ValueError where keys of an experiment would add to the network or objective that is typed with it."""
+    if cli_overrides.get("model") == "dit" and cfg.model.routes and not any("routes" in key for key in cli_overrides):
+        raise ValueError("model=dit would train on a route, as the experiment sets model.routes: write model.routes=[] "
+                         "as well.")
+    if "objective" in cli_overrides:
+        chosen = re.findall(r"\w+", cli_overrides["objective"].replace("null", ""))
+        added = [name for name in cfg.objective
+                 if name not in chosen and not any(key.startswith(f"objective.{name}") for key in cli_overrides)]
+        if added and {*chosen} <= {*cfg.objective}:  # a file may be named otherwise than its part
+            raise ValueError(f"objective={cli_overrides['objective']} would train {added[0]} as well, which the "
+                             f"experiment sets: write objective=[{','.join([*added, *chosen])}] for all of them, or "
+                             f"~objective.{added[0]} to leave it out.")
 
 
 def check_averages(cfg: TrainSettings) -> None:
@@ -257,7 +282,7 @@ def check_run_dir(cfg: TrainSettings) -> None:
         raise ValueError(f"run_dir={cfg.run_dir} {taken[0]}: give another folder, as runs/first, or another name=.")
 
 
-def check_effect(cfg: TrainSettings) -> None:
+def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     """Raises ValueError for settings that others make void; what a preset sets in vain is none of the user's."""
     model = cfg.model
     for is_read, names, why in (
@@ -266,7 +291,7 @@ def check_effect(cfg: TrainSettings) -> None:
         (model.routes or not cfg.keep_masked, ["keep_masked"], "model.routes is empty, so all tokens are kept"),
         (cfg.init_from, ["diffusion_name", "new_label_table"], "it is about the weights of init_from=<weights>"),
         (cfg.lora.rank, ["lora.alpha", "lora.targets"], "lora.rank=null makes no adapter"),
-        (cfg.evaluate.every or "evaluate.every" in cfg.typed, ["evaluate"],
+        (cfg.evaluate.every or "evaluate.every" in cli_overrides, ["evaluate"],
          f"nothing is scored in training; give evaluate.every={cfg.checkpoint.every} as well"),
         (cfg.ema.std, ["ema.snapshot_every"], "only power-function averages have snapshots; give ema.std=[0.05,0.10]"),
         (not cfg.ema.snapshot_every or cfg.ema.snapshot_every % cfg.checkpoint.every == 0, ["ema.snapshot_every"],
@@ -277,4 +302,4 @@ def check_effect(cfg: TrainSettings) -> None:
          f"multiple of that"),
     ):
         if not is_read:
-            cfg.refuse(*names, why=why)
+            refuse(cli_overrides, *names, why=why)

@@ -3,13 +3,12 @@
 
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
-from test_settings import Small
 from tqdm import tqdm
 from training_runs import train_here, trained
 
-from runtime import command, files
+from runtime import files
 from runtime.device import require_plain_launch
-from runtime.notebook import is_hidden
+from runtime.notebook import hides_bars
 from training.speed import make_accelerator
 from weights import checkpoint as checkpoints
 
@@ -27,14 +26,6 @@ def test_what_would_train_nothing_or_elsewhere_is_refused_at_once(report, situat
     monkeypatch.chdir(tmp_path)
     ended = train_here("again", shapes, *arguments)
     assert ended.returncode == 1 and words in ended.stderr and not list(tmp_path.iterdir())
-
-
-def test_a_launcher_in_an_experiments_file_that_starts_no_job_here_is_named(monkeypatch):
-    """hydra-ecosystem/hydra#2946: `override /hydra/launcher: joblib` in an experiment's YAML."""
-    monkeypatch.setattr(command, "hydra_composes", lambda *_: [])  # its jobs are other processes'
-    with pytest.raises(ValueError, match="--multirun has started no job here: leave out the override of hydra/launcher"):
-        command.compose("sample", Small, ["-m", "seeds=0,1"])
-    assert command.compose("sample", Small, ["-m", "--help"]) == []
 
 
 @pytest.mark.parametrize(("report", "environment", "words"), [
@@ -66,7 +57,7 @@ def test_settings_of_a_launcher_change_neither_precision_nor_accumulation(monkey
 
 def test_a_log_in_a_file_has_no_progress_bar(capsys):
     """tqdm/tqdm#750, CompRhys/roost#19: bars fill the log of a Slurm job."""
-    for _ in tqdm(range(3), disable=is_hidden()):
+    for _ in tqdm(range(3), disable=hides_bars()):
         pass
     assert capsys.readouterr().err == ""
 

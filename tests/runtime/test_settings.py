@@ -1,4 +1,4 @@
-"""Settings are declared once: a value of a wrong type or range raises a one-line error, as every failure of a command."""
+"""Settings are declared: a value of a wrong type or range raises a one-line error, as every failure of a command."""
 
 import importlib
 import io
@@ -16,7 +16,7 @@ from pydantic import Field
 from test_tf32 import commands
 
 from runtime import ranks, schema
-from runtime.command import command, read_job
+from runtime.command import command
 from runtime.schema import (
     Count,
     Location,
@@ -33,7 +33,9 @@ from runtime.schema import (
     one_of,
     read,
     read_record,
+    refuse,
 )
+from runtime.typed import read_job
 
 
 class Part(Settings):
@@ -95,7 +97,7 @@ def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, se
 
 def test_what_is_allowed_is_read():
     assert read(Everything, GOOD).model_dump() == {**GOOD, "betas": (0.9, 0.5)}
-    assert read(Everything, {**GOOD, "text": 123, "place": 7, "mode": False}).place == "7"  # a folder named by digits
+    assert not read(Everything, {**GOOD, "mode": False}).mode
 
 
 class Note(Record):
@@ -129,10 +131,10 @@ class Small(Settings):
 def call(tmp_path, monkeypatch, capsys):
     """Runs a command of configs/small.yaml in this process -> (exit code, last line that it says)."""
     (tmp_path / "small.yaml").write_text(
-        "steps: 5\nplace: null\ndefaults: [_self_, {override hydra/job_logging: disabled}, {override hydra/hydra_logging: disabled}]\n"
-        "hydra: {run: {dir: .}, output_subdir: null}\n")
+        "# python small.py place=sea        a small command\nsteps: 5                # of one\nplace: null\n")
     (tmp_path / "presets/group").mkdir(parents=True)
-    monkeypatch.setattr("runtime.command.CONFIGS", tmp_path)
+    for module in ("command", "typed"):
+        monkeypatch.setattr(f"runtime.{module}.CONFIGS", tmp_path)
     monkeypatch.chdir(tmp_path)
     monkeypatch.delenv("RANK", raising=False)
     monkeypatch.delenv("HYDRA_FULL_ERROR", raising=False)
@@ -160,7 +162,7 @@ def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line(call):
     (["++steps=5", "place=sea"], "steps=5 place=sea would change nothing: there is none."),
 ])
 def test_a_typed_setting_without_effect_is_refused_and_one_of_a_file_is_not(call, arguments, told):
-    said = call(lambda cfg: cfg.model_copy(update={"steps": 9}).refuse("steps", "place", why="there is none"), *arguments)
+    said = call(lambda cfg, cli_overrides: refuse(cli_overrides, "steps", "place", why="there is none"), *arguments)
     assert said == ((0, "") if told is None else (1, f"small.py: {told}"))
 
 
@@ -183,7 +185,7 @@ def test_what_goes_wrong_in_a_command_ends_in_a_one_line_error(call, tmp_path):
 
 def test_a_group_whose_file_lacks_its_first_line_is_named():
     with pytest.raises(ValueError, match="experiment= sets experiment.steps.*must be # @package _global_"):
-        read_job(Small, {"steps": 5, "place": None, "experiment": {"steps": 3}})
+        read_job(Small, {"steps": 5, "place": None, "experiment": {"steps": 3}}, "small", [])
 
 
 def test_all_jobs_of_a_sweep_are_checked_before_the_first_starts(call):
@@ -201,9 +203,13 @@ def test_letters_that_an_encoding_lacks_are_printed_as_escapes(call, monkeypatch
 
 
 def test_a_warning_of_a_command_is_one_line_without_source(call):
-    before = warnings.formatwarning
-    assert call(lambda cfg: print(warnings.formatwarning("Scaled\n  twice.", UserWarning, __file__, 1))) == (0, "warning: Scaled twice.")
-    assert warnings.formatwarning is before
+    before = warnings.showwarning
+
+    def main(cfg):
+        warnings.warn("Scaled\n  twice.", stacklevel=1)
+        raise SystemExit(0)
+
+    assert call(main) == (0, "warning: Scaled twice.") and warnings.showwarning is before
 
 
 @pytest.mark.parametrize(("main", "argument", "error"), [(fail_by(OSError("Full.")), "steps=1", OSError), (print, "steps=0", ValueError)])

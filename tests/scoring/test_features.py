@@ -231,7 +231,7 @@ def test_weights_of_a_smaller_network_of_the_same_names_are_refused(tmp_path):
     import timm
 
     torch.save(timm.create_model("resnet18").state_dict(), tmp_path / "resnet18.pth")
-    with pytest.raises(ValueError, match="resnet18.pth is not timm's resnet34 .*: it lacks [0-9]+ tensors, layer1.2.conv1.weight first"):
+    with pytest.raises(ValueError, match="resnet18.pth is not timm's resnet34 .*: .*Missing key.*layer1.2.conv1.weight"):
         load_extractor("timm:resnet34", tmp_path / "resnet18.pth")
 
 
