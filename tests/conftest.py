@@ -30,7 +30,6 @@ def pytest_configure(config):
         os.environ |= {"CUDA_VISIBLE_DEVICES": "", "HIP_VISIBLE_DEVICES": ""}
 
 
-
 def run_command(entry, program: str, *overrides: str, **settings) -> None:
     """Runs a command in this process as `python <program> key=value …` does; None is null, a list is a list."""
     def written(value) -> str:

@@ -75,7 +75,7 @@ def load_decoder(
         loaded.convention = convention or loaded.convention
     else:
         raise ValueError(f"autoencoder={name} runs code, so it is loaded only if the command names it, but here a "
-                         f"file does: set autoencoder={name} (of train.py: data.autoencoder) if you trust it.")
+                         f"file does: set autoencoder={name} if you trust it.")
     if loaded.channels != shape[0]:
         raise ValueError(f"autoencoder={name} decodes latents of {loaded.channels} channels, but these have "
                          f"{shape[0]}: give the autoencoder of these latents.")

@@ -1,22 +1,24 @@
 """Settings are declared: a value of a wrong type or range raises a one-line error, as every failure of a command."""
 
+import ast
 import importlib
 import io
 import json
 import os
+import re
 import sys
 import warnings
 from typing import Annotated
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, run_command
 from hydra import compose, initialize_config_dir
 from omegaconf import OmegaConf
 from pydantic import Field
 from test_tf32 import commands
 
 from runtime import ranks, schema
-from runtime.command import command
+from runtime.command import Attempt, command, with_places
 from runtime.schema import (
     Count,
     Location,
@@ -232,6 +234,59 @@ def test_other_ranks_wait_before_they_repeat_an_error(call, monkeypatch):
 def test_help_and_the_shown_config_run_nothing(call):
     for argument in ("--help", "--cfg=job"):
         assert call(fail_by(AssertionError()), argument)[0] == 0
+
+
+# ---- what every command says of itself ------------------------------------------------------------------------------
+
+
+def entry_and_settings(name):
+    file, declared = commands()[name]
+    module = importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts))
+    return getattr(module, "compare_guided" if name == "rf" else "main"), getattr(module, declared)
+
+
+@pytest.mark.parametrize("name", sorted(commands()))
+def test_help_has_the_groups_of_the_command_alone_and_the_comments_of_its_settings(name, capsys):
+    main, declared = entry_and_settings(name)
+    run_command(main, f"{name}.py", "--help")
+    said = capsys.readouterr().out
+    groups = set(re.findall(r"^  ([a-z_]+)=\S+ +\S", said, re.M))
+    assert groups == {"config": {"model", "route_schedule", "data", "diffusion", "objective", "optimizer", "experiment", "routes"}, "fid": {"guidance", "gauge"},
+                      "sample": {"guidance"}, "rf": {"guidance"}, "choose_routes": {"model"}, "study": {"study"},
+                      "benchmark": {"diffusion", "guidance"}, "benchmark_official": {"diffusion", "guidance"}}.get(name, set())
+    assert "powered by" not in said and "hydra" not in said and "defaults:" not in said and f"{ {'config': 'train'}.get(name, name) }.py" in said
+    of_model = {"backbone_type", "hidden_size", "depth", "num_heads", "patch_size", "fusion", "qk_norm", "selection", "l1_reg", "inverse", "routes"}
+    assert {key for key in declared.model_fields if not re.search(rf"\b{key}:", said)} <= {"published"} | (of_model if "benchmark" in name else set())
+
+
+@pytest.mark.parametrize(("name", "words"), [
+    ("config", "data/imagenet256"), ("sample", "checkpoint="), ("rf", "checkpoint="), ("fid", "Give one of checkpoint=, images="),
+    ("prepare_latents", "source= is missing: as in python scripts/prepare_latents.py source=shapes out=data/shapes16"),
+    ("import_latents", "source= is missing: as in python scripts/import_latents.py source="), ("report", "runs="),
+    ("export", "checkpoint= is missing: as in python scripts/export.py checkpoint=runs/<name> to=diffusers out=<folder>"),
+    ("merge_lora", "checkpoint= is missing: as in python scripts/merge_lora.py checkpoint=runs/<name>"),
+    ("benchmark_official", "path=null: give a checkout of github.com/CompVis/tread"),
+])  # fmt: skip
+def test_a_command_without_arguments_says_what_it_needs(name, words, tmp_path, monkeypatch, fresh_accelerator):
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(SystemExit) as ended:
+        run_command(entry_and_settings(name)[0], f"{name}.py")
+    assert words in str(ended.value.code) and not list(tmp_path.iterdir())
+
+
+def test_an_error_names_settings_as_the_command_has_them():
+    train, fid = (Attempt(name, entry_and_settings(name)[1]) for name in ("config", "fid"))
+    sentences = [node.value for file in ("scoring/features.py", "scoring/statistics.py", "weights/autoencoders.py")
+                 for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
+    sentences = [text for text in sentences if re.search(r"\b(autoencoder|features|features_weights|sha256|metrics)=", text)]
+    assert len(sentences) > 20
+    for text in sentences:
+        places = with_places(text, train)
+        assert not re.search(r"(?<![\w.])(autoencoder|features|features_weights|sha256|metrics)=", places), places
+    assert with_places("set autoencoder=path, and seed=1", fid) == "set autoencoder=path, and seed=1"
+    assert with_places("set autoencoder=path, and seed=1", train) == "set data.autoencoder=path, and seed=1"
+    command = "python scripts/prepare_latents.py source=x autoencoder=identity"
+    assert with_places(f"Prepare it: {command}", train) == f"Prepare it: {command}"
 
 
 # ---- what is declared and what stands in configs/ -------------------------------------------------------------------
