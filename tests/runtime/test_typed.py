@@ -272,7 +272,7 @@ def test_a_run_is_trained_twice_in_a_process_and_sampled_in_a_notebook(shapes, t
     train.main(*run, "steps=2", "precision=bf16")
     following = capsys.readouterr().out.splitlines()[-1].partition("Next: python sample.py ")[2]
     sample.main(*shlex.split(following), "seeds=0-1", "num_steps=1", "cpu=true")
-    assert shown == [tmp_path / "1_1/samples/step-00000002-ema.png"] and shown[0].is_file()
+    assert shown == [tmp_path / "1_1/samples/step-00000002-ema-num_steps1-seeds0-1.png"] and shown[0].is_file()
     with pytest.raises(ValueError, match="steps=-1"):
         train.main(*run, "steps=-1")
     assert not torch.distributed.is_initialized()
