@@ -67,6 +67,22 @@ def kind(annotations: Iterable) -> Kind:
     return Kind(str in found, int in found, types.NoneType in found, listed)
 
 
+def kind_of(declared: type[BaseModel], key: str) -> Kind:
+    """Follows a dotted key through declared settings, lists and dicts; what is not declared is no text."""
+    found: list = [declared]
+    for part in key.split("."):
+        inner: list = []
+        for each in found:
+            if isinstance(each, type) and issubclass(each, BaseModel) and part in each.model_fields:
+                inner += choices(each.model_fields[part].annotation)
+            elif typing.get_origin(each) is list and part.isdigit():
+                inner += choices(*typing.get_args(each))
+            elif typing.get_origin(each) is dict:
+                inner += choices(typing.get_args(each)[1])
+        found = inner
+    return kind(found)
+
+
 def declared_keys(declared: type[BaseModel], prefix: str = "") -> dict[str, Kind]:
     """Lists the dotted keys of declared settings, those of nested ones too."""
     found = {}
@@ -139,13 +155,13 @@ def split(raw: str) -> list[str]:
     return found
 
 
-def quote_text(setting: str, declared: dict[str, Kind], sweeps: bool = False) -> str:
+def quote_text(setting: str, declared: type[BaseModel], sweeps: bool = False) -> str:
     """Quotes the text of a setting, so that Hydra reads it as it was typed; returns other settings as they are.
 
     Raises ValueError, with what to type, for several values without `sweeps`.
     """
     prefix, key, raw = re.match(r"(\+*)([^=]*)=?(.*)", setting, re.DOTALL).groups()
-    place, raw = declared.get(key, Kind()), raw.strip()
+    place, raw = kind_of(declared, key), raw.strip()
     if not place.has_text or raw.lower() in ("", "null") or sweeps and SWEEP.fullmatch(raw):
         return setting
     values = split(raw)
@@ -218,7 +234,7 @@ def compose_jobs(config_name: str, declared: type[Settings], arguments: list[str
     options, settings = parse_options(arguments)
     check_hydra(settings)
     groups, keys = group_defaults(config_name), declared_keys(declared)
-    settings = [quote_text(each, keys, options.multirun) for each in without_null(settings, groups)]
+    settings = [quote_text(each, declared, options.multirun) for each in without_null(settings, groups)]
     if options.config_dir is not None:
         folders = [CONFIGS / "presets", options.config_dir]
         settings.append(f"hydra.searchpath=[{','.join(in_quotes(f'file://{folder}') for folder in folders)}]")
