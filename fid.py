@@ -26,7 +26,7 @@ from pydantic import AfterValidator
 from runtime import files, ranks
 from runtime.command import command
 from runtime.device import describe_device, join_ranks
-from runtime.schema import Location, Number, Size, Some, Steps, Text, Whole, as_text, one_of, refuse
+from runtime.schema import Location, NonEmptyList, NonNegativeInt, Number, Size, Steps, Text, as_text, one_of, refuse
 from sampling.opening import open_sampling
 from sampling.options import (
     NO_GUIDANCE,
@@ -70,7 +70,7 @@ from scoring.statistics import FeatureCache, measure
 from weights.averages import AnyWeights
 from weights.loading import Checkpoint, find_on_main_rank
 
-Networks = Annotated[str | Some[str], AfterValidator(are_known)]
+Networks = Annotated[str | NonEmptyList[str], AfterValidator(are_known)]
 
 
 class ScoringSettings(SamplingSettings):
@@ -81,7 +81,7 @@ class ScoringSettings(SamplingSettings):
     reference: Location | list[Location] | None
     floor: Location | list[Location] | None
     out: Location | None
-    reference_images: Whole
+    reference_images: NonNegativeInt
     num_samples: AtLeastTwo | None
     num_steps: Steps | None
     sampler: SamplerSettings | Literal["published"]
@@ -93,9 +93,9 @@ class ScoringSettings(SamplingSettings):
     keep_features: bool
     results: Location | None
     tag: Text | None
-    seed: Whole
-    weights: AnyWeights | Some[AnyWeights] | None
-    guidance_scales: Some[Number | None] | None
+    seed: NonNegativeInt
+    weights: AnyWeights | NonEmptyList[AnyWeights] | None
+    guidance_scales: NonEmptyList[Number | None] | None
     table: one_of(FORMS)
     published: Published | None
 

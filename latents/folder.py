@@ -28,12 +28,12 @@ from runtime.schema import (
     Classes,
     ConventionRecord,
     Count,
+    NonNegativeInt,
     Number,
     Positive,
     Record,
     Size,
     Text,
-    Whole,
     as_argument,
     first_line,
     one_of,
@@ -247,7 +247,7 @@ class Shard(Record):
     latents: str
     labels: str
     mirrored: str | None = None
-    count: Whole
+    count: NonNegativeInt
 
 
 class ArrayRecord(Record):

@@ -56,22 +56,22 @@ def _square(tokens: int) -> int:
 
 
 Item = TypeVar("Item")
-Some = Annotated[list[Item], Field(min_length=1)]
-Whole = Annotated[int, Field(ge=0)]
+NonEmptyList = Annotated[list[Item], Field(min_length=1)]
+NonNegativeInt = Annotated[int, Field(ge=0)]
 Count = Annotated[int, Field(ge=1)]
 Size = Annotated[int, Field(ge=1, le=2**16)]  # of one side of an array: more is a slip, and fills the memory
 Tokens = Annotated[Size, AfterValidator(_square)]
 Classes = Annotated[int, Field(ge=1, le=1_000_000)]
 Steps = Annotated[int, Field(ge=1, le=10_000)]  # of a sampler
 Number = Annotated[float, Field(allow_inf_nan=False)]
-Share = Annotated[float, Field(ge=0, le=1)]
+Fraction = Annotated[float, Field(ge=0, le=1)]
 NotNegative = Annotated[float, Field(ge=0, allow_inf_nan=False)]
 Positive = Annotated[float, Field(gt=0, allow_inf_nan=False)]
 Text = Annotated[str, Field(min_length=1)]
 # Of a file or a folder: shells leave a ~ after = alone.
 Location = Annotated[Text, AfterValidator(os.path.expanduser)]
 # 7, 0-63, [1,5,9], names: read by the functions that know what there is to choose from.
-Selection = int | str | Some[int | str]
+Selection = int | str | NonEmptyList[int | str]
 
 
 def one_of(choices: typing.Iterable) -> Any:

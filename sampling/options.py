@@ -13,11 +13,11 @@ from runtime.device import DTYPES
 from runtime.schema import (
     CONFIGS,
     Count,
+    Fraction,
     Location,
     Number,
     Selection,
     Settings,
-    Share,
     Size,
     Steps,
     one_of,
@@ -57,7 +57,7 @@ class SamplerSettings(Settings):
     shift: within("shift") | Literal["size"] = None
 
 
-Gamma = Share | Annotated[tuple[Share, Share], Field(strict=False)]  # a number, or first and last of a cosine
+Gamma = Fraction | Annotated[tuple[Fraction, Fraction], Field(strict=False)]  # a number, or first and last of a cosine
 Pair = Annotated[tuple[Number, Annotated[float, Field(ge=0)]], Field(strict=False)]
 # Where tokens are routed and rejoin; the ratios are gamma1 and gamma2.
 GuidanceRoute = keywords(Route, selection_ratio=None, x_T=None, x_D_last=None, path_drop=None, drop_batch=None)

@@ -13,7 +13,7 @@ from pydantic import Field
 from runtime import files
 from runtime.command import commit
 from runtime.device import describe_device
-from runtime.schema import Number, Record, Settings, Size, Some, Steps, Whole, as_text, one_of, read
+from runtime.schema import NonEmptyList, NonNegativeInt, Number, Record, Settings, Size, Steps, as_text, one_of, read
 from sampling.checks import sampler_settings
 from sampling.options import NO_GUIDANCE, Pair, SamplerSettings, SamplingSettings
 from scoring.features import describe_extractor, versions
@@ -28,7 +28,7 @@ AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covaria
 TITLES = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "P", "recall": "R", "kid": "KID",
           "kdd": "KDD", "mind": "MIND", "fdr": "FDr", "fd_dinov2": "FD-DINOv2", "mind_dinov2": "MIND-DINOv2"}
 FORMS = ("text", "markdown", "latex")
-Metrics = Some[str] | Literal["all"]
+Metrics = NonEmptyList[str] | Literal["all"]
 
 
 class Published(Settings):
@@ -38,7 +38,7 @@ class Published(Settings):
     scores: dict[str, Number]
     tolerance: dict[str, Number] = {}               # how far from them ours may lie
     diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
-    step: Whole | None = None                       # after which they were sampled; None: whatever ours says
+    step: NonNegativeInt | None = None                       # after which they were sampled; None: whatever ours says
     num_samples: AtLeastTwo = 50_000
     num_steps: Steps | None = None                  # None where the images themselves are published
     sampler: SamplerSettings = SamplerSettings()
@@ -94,7 +94,7 @@ class PlacedRecord(Record):
 class SourceRecord(Record):
     """What made the images of a row."""
 
-    step: Whole | None = None
+    step: NonNegativeInt | None = None
     sampler: dict | None = None
     guidance: dict | None = None
     weights: str | None = None
@@ -103,7 +103,7 @@ class SourceRecord(Record):
 class ResultRow(Record):
     """What each reader of results.jsonl needs of a row."""
 
-    images: Whole
+    images: NonNegativeInt
     metrics: dict[str, float | None]
     source: SourceRecord
     extractor: NamedRecord

@@ -40,7 +40,18 @@ from objectives import DiffusionLoss
 from runtime import files
 from runtime.command import command, commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from runtime.schema import Classes, Count, Location, Positive, Size, Steps, Tokens, Whole, name_of_changes, one_of
+from runtime.schema import (
+    Classes,
+    Count,
+    Location,
+    NonNegativeInt,
+    Positive,
+    Size,
+    Steps,
+    Tokens,
+    name_of_changes,
+    one_of,
+)
 from runtime.typed import compose
 from sampling import generate
 from sampling.options import GuidanceSettings, build_guidance
@@ -79,7 +90,7 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     variants: Annotated[list[one_of(["dit", "tread", "dit-eager", "tread-eager"])], Field(min_length=1)]
     rounds: Count
     steps: Count
-    warmup: Whole
+    warmup: NonNegativeInt
     data_path: Location | None
     num_latents: Count
     pause: Positive

@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from pydantic import AfterValidator, Field
 from scipy import stats
 
-from runtime.schema import Count, Record, Text, Whole, read
+from runtime.schema import Count, NonNegativeInt, Record, Text, read
 from scripts.presentation import save_figure, table
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
@@ -161,8 +161,8 @@ class RecordedScore(Record):
     value: float
     num_samples: Count
     guidance: str
-    step: Whole
-    images: Whole
+    step: NonNegativeInt
+    images: NonNegativeInt
     seconds: float | None = None
     flops: float | None = None
 
@@ -171,9 +171,9 @@ class RecordedRun(Record):
     """A run in study.json; those of another machine must also say how far they have come."""
 
     variant: str
-    seed: Whole
-    step: Whole = 0
-    steps: Whole | None = None
+    seed: NonNegativeInt
+    step: NonNegativeInt = 0
+    steps: NonNegativeInt | None = None
     scores: list[RecordedScore]
 
 

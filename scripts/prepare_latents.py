@@ -26,7 +26,7 @@ from latents.writer import is_finished, write_folder
 from objectives.teachers import Teacher, load_teacher
 from runtime.command import command
 from runtime.device import DTYPES, describe_device, join_ranks
-from runtime.schema import Count, Location, Settings, Size, Text, Whole, one_of, read_json, refuse
+from runtime.schema import Count, Location, NonNegativeInt, Settings, Size, Text, one_of, read_json, refuse
 from weights import autoencoders
 
 # ---- settings -------------------------------------------------------------------------------------------------------
@@ -34,7 +34,7 @@ from weights import autoencoders
 
 class ShapesSettings(Settings):
     count: Annotated[int, Field(ge=1, le=10**8)]
-    seed: Whole
+    seed: NonNegativeInt
 
 
 class PrepareSettings(Settings):
@@ -54,7 +54,7 @@ class PrepareSettings(Settings):
     label_column: Text | None
     label_map: Location | None
     words: Location | None
-    seed: Whole
+    seed: NonNegativeInt
     shapes: ShapesSettings
     shard_size: Count
     batch_size: Count

@@ -34,11 +34,11 @@ from runtime.files import inside, read_rows, remove, write_text
 from runtime.schema import (
     Count,
     Location,
+    NonNegativeInt,
     Positive,
     Record,
     Settings,
     Text,
-    Whole,
     as_recorded,
     as_setting,
     one_of,
@@ -71,7 +71,7 @@ class Variant(Settings):
     """One of configs/study's variants; at_end, at_each and held_out ask for more than the scores of its training."""
 
     train: list[Setting]
-    seeds: list[Whole] | None = None        # None: the study's
+    seeds: list[NonNegativeInt] | None = None        # None: the study's
     at_end: list[str] = []                  # names of points, at which the last checkpoint is scored
     at_each: list[str] = []                 # and every checkpoint that is kept
     held_out: list[str] = []                # folders of latents for the loss; the first is that of training
@@ -83,7 +83,7 @@ class Matrix(Settings):
     name: Text
     train: list[Setting]
     score: list[Setting]
-    seeds: Annotated[list[Whole], Field(min_length=1)]
+    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)]
     variants: Annotated[dict[str, Variant], Field(min_length=1)]
     points: dict[str, list[list[Setting]]] = {}
     floor: list[list[Setting]] = []
@@ -102,7 +102,7 @@ class StudySettings(Settings):
     rounds: Count
     steps_timed: Count
     only: Annotated[list[Text], Field(min_length=1)] | None
-    nice: Whole
+    nice: NonNegativeInt
     threads: Count | None
 
 
@@ -110,7 +110,7 @@ class Run(Settings):
     """One training run of a study."""
 
     variant: str
-    seed: Whole
+    seed: NonNegativeInt
     folder: Path
     train: list[str]
     at_end: list[list[str]]
@@ -144,7 +144,7 @@ class Timing(Record):
 
 
 class StartedRun(RecordedRun):
-    step: Whole
+    step: NonNegativeInt
 
 
 class StartedStudy(RecordedStudy):

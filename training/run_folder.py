@@ -17,7 +17,7 @@ from guidance import Guidance
 from latents.loader import find_damaged
 from objectives import own_state, trained_parameters
 from runtime import files, ranks, sharding
-from runtime.schema import Count, NotNegative, Number, Whole, as_recorded, leaves, read, read_record
+from runtime.schema import Count, NonNegativeInt, NotNegative, Number, as_recorded, leaves, read, read_record
 from training.optimizers import load_optimizer, optimizer_tensors
 from training.run import Run
 from training.settings import WITHOUT_EFFECT, CheckpointSettings
@@ -52,13 +52,13 @@ class TrainedData(DataRecord):
 class Meta(CheckpointRecord):
     """What meta.json must hold for a run to resume; older versions lack the last seven."""
 
-    step: Whole
-    images: Whole
+    step: NonNegativeInt
+    images: NonNegativeInt
     elapsed_s: NotNegative
     run_id: str
     data: TrainedData
     world: Count
-    seed: Whole
+    seed: NonNegativeInt
     batch_size: Count
     scaler: dict | None = None
     init_from: str | None = None

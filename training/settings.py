@@ -15,18 +15,18 @@ from runtime.device import DTYPES
 from runtime.schema import (
     Classes,
     Count,
+    Fraction,
     Location,
+    NonEmptyList,
+    NonNegativeInt,
     NotNegative,
     Number,
     Positive,
     Selection,
     Settings,
-    Share,
     Size,
-    Some,
     Steps,
     Text,
-    Whole,
     as_text,
     one_of,
     refuse,
@@ -72,7 +72,7 @@ class DataSettings(Settings):
 class LoRASettings(Settings):
     rank: Count | None
     alpha: Positive | None
-    targets: Some[Text] | None
+    targets: NonEmptyList[Text] | None
 
 
 class AdamWSettings(Settings):
@@ -81,7 +81,7 @@ class AdamWSettings(Settings):
     betas: Annotated[tuple[Decay, Decay], Field(strict=False)]
     eps: Annotated[float, Field(ge=1e-20, le=1)]  # at 0 a gradient of 0 makes NaN
     weight_decay: NotNegative
-    warmup_steps: Whole
+    warmup_steps: NonNegativeInt
     schedule: one_of(["constant", "cosine"])
     clip_norm: Positive | None
 
@@ -93,7 +93,7 @@ class MuonSettings(AdamWSettings):
 
 
 class EMASettings(Settings):
-    decay: Decay | Some[Decay]  # at 1 it would stay at the untrained network
+    decay: Decay | NonEmptyList[Decay]  # at 1 it would stay at the untrained network
     warmup: bool
     std: list[Annotated[float, Field(ge=NARROWEST, lt=WIDEST)]]
     snapshot_every: Count | None
@@ -107,11 +107,11 @@ class LogSettings(Settings):
 class CheckpointSettings(Settings):
     every: Count
     keep_last: Count
-    keep_every: Whole
+    keep_every: NonNegativeInt
 
 
 class SamplesSettings(Settings):
-    every: Whole
+    every: NonNegativeInt
     at_start: bool
     seeds: Selection
     classes: Selection | None
@@ -121,16 +121,16 @@ class SamplesSettings(Settings):
 
 
 class EvaluateSettings(Settings):
-    every: Whole
+    every: NonNegativeInt
     reference: Location | None
     features: Features
     features_weights: Location | None
     sha256: str | None
     metrics: results.Metrics | None
     num_samples: results.AtLeastTwo
-    seed: Whole
-    guidance_scales: Some[Number | None]
-    weights: Some[WeightsName]
+    seed: NonNegativeInt
+    guidance_scales: NonEmptyList[Number | None]
+    weights: NonEmptyList[WeightsName]
     num_steps: Steps
     batch_size: Count
 
@@ -153,10 +153,10 @@ class TrainSettings(Settings):
     new_label_table: bool
     lora: LoRASettings
     seed: Annotated[int, Field(ge=0, le=2**64 - 1)]  # as torch takes them
-    steps: Whole | None
+    steps: NonNegativeInt | None
     batch_size: Count | None
     grad_accum_steps: Count
-    label_dropout: Share
+    label_dropout: Fraction
     keep_masked: bool
     max_skipped_in_row: Count
     precision: one_of(speed.PRECISIONS)

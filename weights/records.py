@@ -14,7 +14,18 @@ from objectives import class_of
 from objectives.internal import InternalHead
 from rf import RF, CleanRF
 from routing_module import Route, Router, RouteSchedule, resolve_routes
-from runtime.schema import Classes, ConventionRecord, Count, Number, Positive, Record, Settings, Size, Whole, read
+from runtime.schema import (
+    Classes,
+    ConventionRecord,
+    Count,
+    NonNegativeInt,
+    Number,
+    Positive,
+    Record,
+    Settings,
+    Size,
+    read,
+)
 from weights import lora as adapters
 
 DIFFUSIONS = {"edm": EDM, "ddpm": DDPM, "rf": RF, "rf_clean": CleanRF}
@@ -64,13 +75,13 @@ class DataRecord(Record):
     class_names: list[str] | None
     display_names: list[str] | None = None
     convention: ConventionRecord | None = None  # how its latents were made; None, in the first: the autoencoder's
-    classes: Annotated[list[Whole], Field(min_length=1)] | None = None  # that have images; None: all
+    classes: Annotated[list[NonNegativeInt], Field(min_length=1)] | None = None  # that have images; None: all
 
 
 class ParentRecord(Record):
     """Which weights a run began with."""
 
-    step: Whole | None = None
+    step: NonNegativeInt | None = None
     weights_sha256: str | None = None
     diffusion_name: str | None = None
 
@@ -81,7 +92,7 @@ class CheckpointRecord(Record):
     network: dict
     diffusion: dict
     data: DataRecord
-    step: Whole | None
+    step: NonNegativeInt | None
     parent: ParentRecord | None = None
     lora: adapters.LoRARecord | None = None      # of a checkpoint with an adapter alone
     null_label: bool = True                      # whether label dropout has trained it

@@ -21,17 +21,17 @@ from runtime import ranks, schema
 from runtime.command import Attempt, command, with_places
 from runtime.schema import (
     Count,
+    Fraction,
     Location,
+    NonNegativeInt,
     NotNegative,
     Number,
     Positive,
     Record,
     Selection,
     Settings,
-    Share,
     Size,
     Text,
-    Whole,
     one_of,
     read,
     read_record,
@@ -47,9 +47,9 @@ class Part(Settings):
 
 class Everything(Settings):
     count: Count
-    whole: Whole
+    whole: NonNegativeInt
     number: Number
-    share: Share
+    share: Fraction
     not_negative: NotNegative
     positive: Positive
     text: Text
@@ -62,7 +62,7 @@ class Everything(Settings):
     counts: list[Count]
     named: list[str] | None
     trackers: list[one_of(["tensorboard", "wandb"])]
-    betas: Annotated[tuple[Share, Share], Field(strict=False)]
+    betas: Annotated[tuple[Fraction, Fraction], Field(strict=False)]
     part: Part
     parts: list[Part]
     other: dict
