@@ -40,6 +40,7 @@ from scoring.image_sets import SampledImages, describe_weights
 from scoring.results import add_rows, result_row, scored_before
 from scoring.score import score_on
 from training import speed
+from training.memory import what_fits
 from training.optimizers import step_unless
 from training.run import Run, make_run
 from training.run_folder import begin_record, lock_run, prepare_folder, require_gradients, resume, save
@@ -302,7 +303,7 @@ def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
 # ---- the story ------------------------------------------------------------------------------------------------------
 
 
-@command("config", TrainSettings)
+@command("config", TrainSettings, when_full=what_fits)
 def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     cfg = check_settings(cfg, cli_overrides)
     accelerator = speed.make_accelerator(

@@ -1,6 +1,7 @@
 """The frame of a command: its config is composed and checked, and a mistake ends it in a sentence."""
 
 import argparse
+import contextlib
 import functools
 import inspect
 import os
@@ -40,6 +41,7 @@ class Attempt:
     config_name: str = ""
     declared: type[Settings] = Settings
     plain: dict = field(default_factory=dict)
+    when_full: Callable[[dict], str] = lambda plain: ""     # of them, what helps where a GPU's memory is full
 
 
 class Parser(argparse.ArgumentParser):
@@ -53,17 +55,19 @@ class Parser(argparse.ArgumentParser):
 
 def command(
     config_name: str, declared: type[Settings], rewrite: Callable[[list[str]], list[str]] = list,
+    when_full: Callable[[dict], str] = Attempt.when_full,
 ) -> Callable[[Callable], Callable[..., None]]:
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
     A main(cfg, cli_overrides) also receives what is typed, by key, as text. Called as a function it takes the settings
     as arguments, main("steps=100", "name=x"), and a mistake is a ValueError. As a program, a mistake, a file that
     cannot be read or written, and Ctrl-C end it with a one-line error, or a traceback with HYDRA_FULL_ERROR=1 in the
-    environment. `rewrite` turns arguments of another form into settings.
+    environment. `rewrite` turns arguments of another form into settings, and `when_full` says, from the settings, what
+    helps where a GPU's memory is full.
     """
     def decorate(main: Callable[..., None]) -> Callable[..., None]:
         def work(arguments: list[str], attempt: Attempt) -> None:
-            attempt.config_name, attempt.declared = config_name, declared
+            attempt.config_name, attempt.declared, attempt.when_full = config_name, declared, when_full
             arguments = rewrite(arguments)
             options, typed = parse_options(arguments)[0], cli_overrides(arguments)
             if options.help:
@@ -233,7 +237,11 @@ def mistake(error: Exception, attempt: Attempt) -> str | None:
         return f"{said.rstrip('.')}: configs/{attempt.config_name}.yaml names all settings."
     if is_full_memory(error):
         helpful = [key for key in SAVES_MEMORY if OmegaConf.select(OmegaConf.create(attempt.plain), key) is not None]
-        return f"Memory is full: {first_line(error)} Settings that help: {', '.join(helpful)} (docs/reliability.md)."
+        advice = ""
+        with contextlib.suppress(Exception):  # the full memory is what matters
+            advice = attempt.when_full(attempt.plain)
+        return (f"Memory is full: {first_line(error)} {advice}Settings that help: {', '.join(helpful)} "
+                f"(docs/reliability.md).")
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"reading or writing {error.filename} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):

@@ -214,6 +214,9 @@ def leave_group() -> None:
 
 
 def forget_state() -> None:
-    """Lets the next command of this process choose device and precision anew, which accelerate keeps for all."""
-    if not (dist.is_available() and dist.is_initialized()):
-        AcceleratorState._reset_state(reset_partial_state=True)
+    """Lets the next command of this process choose device and precision anew, which accelerate keeps for all.
+
+    Where ranks have a process group, they keep it with its device.
+    """
+    in_group = dist.is_available() and dist.is_initialized()
+    AcceleratorState._reset_state(reset_partial_state=not in_group)

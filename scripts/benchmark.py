@@ -251,13 +251,13 @@ def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
     return {"rows": rows, "ratios": ratios, "matmul FLOP/s": products}
 
 
-def stable_diffusion_autoencoder() -> nn.Module:
+def stable_diffusion_autoencoder(widths: tuple[int, ...] = (128, 256, 512, 512)) -> nn.Module:
     """Builds the network of Stable Diffusion's autoencoder with random weights, which are as fast as trained ones."""
     from diffusers import AutoencoderKL
 
     return AutoencoderKL(
-        block_out_channels=(128, 256, 512, 512), layers_per_block=2, latent_channels=4, sample_size=256,
-        down_block_types=4 * ("DownEncoderBlock2D",), up_block_types=4 * ("UpDecoderBlock2D",),
+        block_out_channels=widths, layers_per_block=2, latent_channels=4, sample_size=256,
+        down_block_types=len(widths) * ["DownEncoderBlock2D"], up_block_types=len(widths) * ["UpDecoderBlock2D"],
     )
 
 

@@ -16,12 +16,10 @@ import math
 import sys
 from collections import Counter
 from dataclasses import replace
-from functools import cache
+from functools import cache, partial
 from pathlib import Path
 
 import torch
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.autograd.graph import saved_tensors_hooks
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import DiT, DiT_models, multiply_adds
@@ -30,6 +28,7 @@ from runtime import sharding
 from runtime.command import program
 from runtime.schema import as_path
 from scripts.presentation import table
+from training import memory as training_memory
 
 SIZES = ("S", "B", "L", "XL")
 ROUTE = Route(2, -4, 0.5)                # configs/model/tread.yaml
@@ -40,6 +39,9 @@ EVALUATIONS = {"EDM, 40 Heun steps": 79, "flow, 40 Euler steps": 40, "flow, 250 
 BYTES_A_PARAMETER = 16                   # of a checkpoint: weights, average, AdamW's two moments, in float32
 KEPT = 7                                 # checkpoints: the newest two, those at 100K to 400K, one being written
 IMAGES_A_GPU = (32, 256)
+OTHERS = ("LightningDiT-XL/1", "Mamba-B/2", "RWKV-L/2")
+ROUTES = {"Mamba-B/2": Route(2, 16, 0.5), "RWKV-L/2": Route(2, 14, 0.5)}     # their experiments'
+MEMORIES = (80, 48, 24)                  # GB of a GPU
 RANKS = (1, 2, 8, 16, 64)
 LARGE = {"3B (model.hidden_size=2048 model.depth=40)": dict(hidden_size=2048, depth=40)}  # 16 heads, patch 2
 PARTS = 10_000                           # steps as which a schedule of routes is counted
@@ -120,39 +122,36 @@ def sampling(flops_a_second: float) -> str:
     return table([f"{SAMPLES:,} images, minutes on 1 GPU [derived]", *EVALUATIONS], rows)
 
 
-def activation_bytes(size: str, tokens: int, routed: bool, batch: int) -> int:
-    """Counts what a forward pass in bf16, without compilation, keeps for the backward pass; weights in bf16, too."""
-    side, kept = 2 * math.isqrt(tokens), {}
+def build(backbone: str, tokens: int, routed: bool) -> DiT:
+    """Builds a named network for square latents of so many tokens, with the route of its experiment or none."""
+    patch, others = DiT_models[backbone].keywords["patch_size"], {}
+    if patch == 1:
+        others["in_channels"] = 32  # VA-VAE's latents
+    return DiT_models[backbone](input_size=patch * math.isqrt(tokens), **others,
+                                routes=[ROUTES.get(backbone, ROUTE)] if routed else [])
 
-    def keep(tensor: torch.Tensor) -> torch.Tensor:
-        storage = tensor.untyped_storage()
-        kept[storage._cdata] = storage
-        return tensor
 
-    net = DiT_models[f"DiT-{size}/2"](input_size=side, routes=[ROUTE] if routed else [])
-    images, labels = torch.randn(batch, 4, side, side), torch.zeros(batch, dtype=torch.int64)
-    with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
-        out = net(images, torch.rand(batch), labels, routes=net.routes)  # noqa: F841, as it holds the storages
-    own = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
-    return sum(storage.nbytes() for name, storage in kept.items() if name not in own)
+@cache
+def held(backbone: str, tokens: int, routed: bool) -> tuple[int, int]:
+    """Counts the bytes that a GPU holds in training without images, and those that each image of a pass adds."""
+    return training_memory.held(partial(build, backbone, tokens, routed))
 
 
 def activations() -> str:
     """Counts a GPU's memory by size, tokens and batch: weights, gradients, Adam, EMA and activations."""
     rows = []
-    for tokens in (256, 1024):
-        for size in SIZES:
-            held = []
-            for routed in (False, True):
-                with FakeTensorMode():  # shapes alone, nothing is computed
-                    one, two = (activation_bytes(size, tokens, routed, batch) for batch in (1, 2))
-                an_image = two - one
-                fixed = sharding.bytes_a_rank(network(size, routed), 1) + one - an_image
-                held.append([an_image / 1e6, *((fixed + batch * an_image) / 1e9 for batch in IMAGES_A_GPU)])
-            pairs = [f"{dense:,.0f}, {tread:,.0f}" for dense, tread in zip(*held, strict=True)]
-            rows.append([f"{size}/2", f"{tokens:,}", f"{fixed / 1e9:.1f}", *pairs])
+    networks = [(f"DiT-{size}/2", tokens) for tokens in (256, 1024) for size in SIZES]
+    for backbone, tokens in networks + [(backbone, 256) for backbone in OTHERS]:
+        pair = [held(backbone, tokens, routed) for routed in (False, True)]
+        images = [f"{an_image / 1e6:,.0f}" for _, an_image in pair]
+        full = [[f"{(fixed + batch * an_image) / 1e9:,.0f}" for fixed, an_image in pair] for batch in IMAGES_A_GPU]
+        parts = [[f"{BATCH // max(1, training_memory.fitting(*each, memory * 1e9, BATCH))}" for each in pair]
+                 for memory in MEMORIES]  # each network is small enough that one image fits
+        rows.append([backbone.removeprefix("DiT-"), f"{tokens:,}", f"{pair[0][0] / 1e9:.1f}",
+                     *map(", ".join, [images, *full, *parts])])
     return table(["dense, TREAD [derived]", "tokens", "GB without images", "MB an image",
-                  *(f"GB, {batch} images" for batch in IMAGES_A_GPU)], rows)
+                  f"GB, {IMAGES_A_GPU[0]} images", f"GB, {IMAGES_A_GPU[1]}",
+                  *(f"{memory} GB" for memory in MEMORIES)], rows)
 
 
 def memory() -> str:

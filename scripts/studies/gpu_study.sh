@@ -15,8 +15,11 @@
 # A new machine takes that file as PREVIOUS and repeats no finished part. A stopped run starts over there, because its
 # weights are not in the file: choose runs that fit into a call, as "also=['steps=8000']" should.
 # TEST_ZIP=cifar10-test.zip also scores the floor. TREAD_COMMIT names the commit if the machine has no repository.
-# For a machine without network, `pip download` requirements-train.txt elsewhere and install it with --no-index
-# --find-links.
+# scripts/check_gpu.py first says whether the machine is good for it. For a machine without network build wheels, by the
+# same version of Python; antlr4 is published as source alone, so `pip download` is not enough:
+#   pip wheel -w wheels -r requirements-train.txt                                      # elsewhere
+#   pip install --no-index --find-links wheels -r requirements-train.txt               # there
+# Where torch and the others are there already, both with: hydra-core==1.3.8 omegaconf==2.3.1 pydantic==2.14.3
 set -uo pipefail
 began=$SECONDS
 for name in TRAIN_ZIP TEST_ZIP WEIGHTS OFFICIAL PREVIOUS OUT STATE; do      # before the folder changes

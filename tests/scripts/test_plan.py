@@ -9,6 +9,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import dit
 from scripts import plan
+from training import memory
 
 
 def printed(monkeypatch, capsys, *arguments):
@@ -48,13 +49,19 @@ def test_a_number_out_of_range_is_named(monkeypatch, capsys, given):
 
 def test_the_memory_of_the_pages_is_what_the_command_prints(monkeypatch, capsys):
     monkeypatch.setattr(plan, "SIZES", ("S",))
+    monkeypatch.setattr(plan, "OTHERS", ("LightningDiT-XL/1",))
     pages = "".join((ROOT / "docs" / name).read_text() for name in ("training.md", "reliability.md"))
     rows = [line for line in printed(monkeypatch, capsys, "--memory").splitlines() if line.startswith("| ")]
-    assert len(rows) == 9 and all(row in pages for row in rows)
+    assert len(rows) == 10 and all(row in pages for row in rows)
 
 
 @pytest.mark.parametrize("routed", [False, True])
 def test_activations_counted_by_shapes_are_those_of_a_real_pass(routed):
     with FakeTensorMode():
-        counted = plan.activation_bytes("S", 256, routed, batch=2)
-    assert counted == plan.activation_bytes("S", 256, routed, batch=2)
+        counted = memory.activation_bytes(plan.build("DiT-S/2", 256, routed), batch=2)
+    assert counted == memory.activation_bytes(plan.build("DiT-S/2", 256, routed), batch=2)
+
+
+def test_the_parts_of_a_pass_fill_a_gpu_and_leave_a_tenth_of_it():
+    assert memory.fitting(fixed=10, an_image=1, memory=100, most=256) == 64  # 74 and 90 of 100 are full at 64 and 80
+    assert memory.fitting(10, 1, 100, most=32) == 32 and memory.fitting(90, 1, 100, 256) == 0

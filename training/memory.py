@@ -1,0 +1,69 @@
+"""What a GPU holds in training, counted from shapes: weights, gradients, optimizer, average and activations."""
+
+import math
+from collections.abc import Callable
+
+import torch
+from accelerate import PartialState
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+
+from dit import DiT
+from latents.folder import open_latents
+from runtime import sharding
+from runtime.schema import read
+from training.run import describe_network, latent_shape
+from training.settings import TrainSettings
+from weights.records import build_network
+
+FILLED = 0.9  # share of a GPU's memory that a pass may fill
+
+
+def activation_bytes(net: DiT, batch: int) -> int:
+    """Counts what a forward pass in bf16, without compilation, keeps for the backward pass; weights in bf16, too."""
+    kept = {}
+
+    def keep(tensor: torch.Tensor) -> torch.Tensor:
+        storage = tensor.untyped_storage()
+        kept[storage._cdata] = storage
+        return tensor
+
+    images = torch.randn(batch, net.in_channels, net.input_size, net.input_size)
+    labels = torch.zeros(batch, dtype=torch.int64)
+    with saved_tensors_hooks(keep, lambda tensor: tensor), torch.autocast("cpu", torch.bfloat16):
+        out = net(images, torch.rand(batch), labels, routes=net.routes)  # noqa: F841, as it holds the storages
+    own = {parameter.untyped_storage()._cdata for parameter in net.parameters()}
+    return sum(storage.nbytes() for name, storage in kept.items() if name not in own)
+
+
+def held(build: Callable[[], DiT]) -> tuple[int, int]:
+    """Counts the bytes that a GPU holds in training without images, and those that each image of a pass adds."""
+    with FakeTensorMode():  # shapes alone, nothing is computed
+        net = build()
+        one, two = (activation_bytes(net, batch) for batch in (1, 2))
+    return sharding.bytes_a_rank(net, 1) + 2 * one - two, two - one
+
+
+def fitting(fixed: int, an_image: int, memory: float, most: int) -> int:
+    """Returns the largest power of two of images, or `most`, whose pass fits FILLED of `memory`; 0 where none does."""
+    room = (FILLED * memory - fixed) / an_image
+    return min(most, 2 ** math.floor(math.log2(room))) if room >= 1 else 0
+
+
+def gpu_bytes() -> int | None:
+    return torch.cuda.get_device_properties(PartialState().device).total_memory if torch.cuda.is_available() else None
+
+
+def what_fits(settings: dict) -> str:
+    """Says, of a run that has filled a GPU, with which grad_accum_steps it should fit; "" where that is not known."""
+    cfg, memory = read(TrainSettings, settings), gpu_bytes()
+    if cfg.cpu or memory is None or cfg.sharding != "none" or cfg.lora.rank is not None or cfg.batch_size is None:
+        return ""
+    latents = open_latents(cfg.data.path)
+    network = describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes)
+    of_a_rank = cfg.batch_size // PartialState().num_processes
+    images = fitting(*held(lambda: build_network(network)), memory, of_a_rank)
+    if not images:
+        return f"Not one image fits {memory / 1e9:.0f} GB: set activation_checkpointing=true or sharding=fsdp. "
+    parts = max(2 * cfg.grad_accum_steps, 2 ** math.ceil(math.log2(of_a_rank / images)))
+    return f"grad_accum_steps={parts} should fit {memory / 1e9:.0f} GB. "
