@@ -300,7 +300,6 @@ def graphs_by_step(
 ) -> list[int]:
     """Takes six steps; returns how many graphs had been compiled before each, and at the end."""
     torch._dynamo.reset()
-    gc.collect()  # the graphs of the last network
     accelerator, device = machine.accelerator("fp32", parts), machine.device
     loss = make_objective(network, routed, partial(nn.Module.to, device=device))
     loss.schedule = RouteSchedule(loss.net.routes, dense_after=dense_after)
@@ -318,6 +317,7 @@ def graphs_by_step(
 
 def held_by_graphs() -> tuple[int, int]:
     """Counts the CUDA graphs of this process, and the bytes of the memory pools that are theirs alone."""
+    gc.collect()  # the graphs of the last network
     graphs = sum(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects())
     return graphs, sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()
                        if tuple(segment["segment_pool_id"]) != (0, 0))
@@ -368,7 +368,7 @@ def check_resuming(machine: Machine) -> str:
             before = losses_of(run, 8, killed)
         finally:
             killed.kill()
-            killed.communicate()
+            killed.wait()
         for later in sorted(run.glob("checkpoints/step-*"))[1:]:  # as if the kill had come earlier
             files.remove(later)
         (run / "metrics.jsonl").unlink()
@@ -575,8 +575,8 @@ def outcome(check: Callable[[Machine], str], machine: Machine) -> tuple[str, str
     except Exception as error:
         return "FAIL", f"{type(error).__name__}: {first_line(error)}"
     finally:
-        gc.collect()
         if machine.device.type == "cuda":
+            gc.collect()
             torch.cuda.empty_cache()
 
 

@@ -1,5 +1,6 @@
 """The checks of a new machine, on a CPU: that they pass here, and that each finds what it is for."""
 
+import contextlib
 import json
 import os
 import signal
@@ -17,7 +18,12 @@ class Child(forked.Command):
     """A process of the suite's server in place of a new Python, which would import for seconds."""
 
     def kill(self):
-        os.killpg(self.pid, signal.SIGKILL)
+        with contextlib.suppress(ProcessLookupError):  # as of subprocess.Popen
+            os.killpg(self.pid, signal.SIGKILL)
+
+    def wait(self):
+        for process in self.processes:
+            process.join()
 
 
 @pytest.fixture
@@ -68,8 +74,11 @@ def test_steps_that_differ_from_the_cpus_fail_with_the_numbers(machine, monkeypa
 
 def test_graphs_that_are_compiled_late_fail(machine, graphs, monkeypatch):
     everywhere = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}  # so no block sees all tokens before the off-ramp
-    monkeypatch.setitem(check_gpu.NETWORK, "routes", [everywhere])
-    with pytest.raises(ValueError, match="dense 1, routed 1, off-ramp 1; 1 compiled after the second step"):
+    network = machine.network | {"routes": [everywhere], "depth": 2}
+    seen = check_gpu.graphs_by_step(machine, True, network, True, 4, 1)
+    assert [count - seen[0] for count in seen] == [0, 1, 1, 1, 1, 2, 2]
+    monkeypatch.setattr(check_gpu, "graphs_by_step", lambda *_: seen)
+    with pytest.raises(ValueError, match="dense 1, routed 1, off-ramp 1; 3 compiled after the second step"):
         check_gpu.check_graphs(machine, "compiled")
 
 
