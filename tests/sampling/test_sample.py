@@ -172,7 +172,7 @@ def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_na
         trained = load_trained(folder / f"{name}.safetensors")
         assert trained.weights == name and trained.step == 2
         run_command(main, "sample.py", "cpu=true", f"checkpoint={folder}/{name}.safetensors", "seeds=0", "num_steps=1")
-    assert {path.name for path in (copy / "samples").iterdir()} == {"step-00000002-ema.png", "step-00000002-model.png"}
+    assert {path.name for path in (copy / "samples").iterdir()} == {f"step-00000002-{name}-num_steps1-seeds0.png" for name in ("ema", "model")}
     with pytest.raises(ValueError, match="holds weights=model, not weights=ema"):
         load_trained(folder / "model.safetensors", weights="ema")
     content = (folder / "model.safetensors").read_bytes()

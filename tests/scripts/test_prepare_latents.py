@@ -329,17 +329,6 @@ def test_leftovers_of_kills_are_swept_and_files_of_others_are_not(pets, tmp_path
         assert set(theirs) <= set(os.listdir(out)) and not set(ours) & set(os.listdir(out))
 
 
-def test_a_folder_of_the_version_before_is_resumed(pets, tmp_path, capsys):
-    prepare(pets, tmp_path / "out", shard_size=4)
-    file = tmp_path / "out" / "preparing.json"
-    file.write_text(json.dumps({key: value for key, value in json.loads(file.read_text()).items() if key != "tf32"}))
-    prepare(pets, tmp_path / "out", shard_size=4)
-    assert "already complete" in capsys.readouterr().out
-    (tmp_path / "out" / "metadata.json").unlink()
-    prepare(pets, tmp_path / "out", shard_size=4)
-    assert json.loads(file.read_text())["tf32"] is True
-
-
 def test_a_second_process_on_the_same_folder_is_refused_and_the_first_continues(pets, tmp_path):
     lock = lock_folder(tmp_path / "out", "")
     with pytest.raises(ValueError, match="Another process is writing out="):
