@@ -4,6 +4,7 @@ import math
 from itertools import chain
 from typing import Annotated
 
+import torch
 from annotated_types import Gt
 from torch import Tensor
 
@@ -46,8 +47,36 @@ class Dispersive(Objective):
 
     def dispersion(self, z: Tensor) -> Tensor:
         """Returns the term, a scalar, of z (B, D)."""
-        z = z.double()          # which autocast and TF32 leave alone, so that products lose no digits of a distance
-        gram = z @ z.T          # (B, B); the differences of all pairs would be (B, B, D)
+        z = z.float()
+        gram = Gram.apply(z - z.mean(dim=0))    # (B, B); the differences of all pairs would be (B, B, D)
         norms = gram.diagonal()
         similarities = (2 * gram - norms[:, None] - norms[None]) / (z.shape[1] * self.temperature)
-        return (similarities.flatten().logsumexp(dim=0) - 2 * math.log(len(z))).float()
+        return similarities.flatten().logsumexp(dim=0) - 2 * math.log(len(z))
+
+
+class Gram(torch.autograd.Function):
+    """z @ z.T (B, B) of z (B, D), in float32 in both passes.
+
+    Autocast and TF32 would round the products, whose differences are the distances. Centre z before, for the same
+    reason.
+    """
+
+    @staticmethod
+    def forward(ctx: torch.autograd.function.FunctionCtx, z: Tensor) -> Tensor:
+        ctx.save_for_backward(z)
+        return multiply_in_float32(z, z.T)
+
+    @staticmethod
+    def backward(ctx: torch.autograd.function.FunctionCtx, grad: Tensor) -> Tensor:
+        [z] = ctx.saved_tensors
+        return multiply_in_float32(grad + grad.T, z)
+
+
+def multiply_in_float32(a: Tensor, b: Tensor) -> Tensor:
+    before = torch.get_float32_matmul_precision()
+    torch.set_float32_matmul_precision("highest")
+    try:
+        with torch.autocast(a.device.type, enabled=False):
+            return a @ b
+    finally:
+        torch.set_float32_matmul_precision(before)

@@ -9,6 +9,7 @@ import pytest
 import torch
 from test_alignment import batch, network, plain_loss, with_places
 from test_sharding import SMALL, all_well, losses, on_ranks, tensors_of
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import command, rows
 
 from edm import EDM
@@ -62,6 +63,31 @@ def test_its_gradient_is_that_of_the_differences_also_far_from_zero_and_under_au
         similarities.exp().mean().log().backward()
         torch.testing.assert_close(ours.grad.double(), plain.grad, rtol=0, atol=1e-6)
         assert plain.grad.norm() > 0.05
+
+
+class Products(TorchDispatchMode):
+    """Notes the type and the precision of each matrix product, in both passes."""
+
+    def __init__(self):
+        super().__init__()
+        self.seen = []
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        if op is torch.ops.aten.mm.default:
+            self.seen.append((args[0].dtype, torch.get_float32_matmul_precision()))
+        return op(*args, **kwargs or {})
+
+
+def test_its_products_are_in_float32_without_tf32_in_both_passes():
+    """float64 has 1/64 of the speed on many GPUs."""
+    z = torch.randn(6, 40, requires_grad=True)
+    torch.set_float32_matmul_precision("high")
+    try:
+        with Products() as products, torch.autocast("cpu", torch.bfloat16):
+            of().dispersion(z).backward()
+        assert products.seen == 2 * [(torch.float32, "highest")] and torch.get_float32_matmul_precision() == "high"
+    finally:
+        torch.set_float32_matmul_precision("highest")
 
 
 def test_images_that_are_equal_or_far_apart_have_finite_gradients():
