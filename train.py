@@ -327,8 +327,7 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     if cfg.activation_checkpointing:
         speed.recompute_activations(run.model)
     speed.compile_blocks(run.model, cfg.compile)
-    # This makes DDP's replicas, unless FSDP has sharded the parts already.
-    called = accelerator.prepare_model(run.objective, evaluation_mode=cfg.sharding == "fsdp")
+    called = speed.replicate(accelerator, run.objective, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():

@@ -168,7 +168,7 @@ class Variant:
         if cfg.activation_checkpointing:
             speed.recompute_activations(self.model)
         speed.compile_blocks(self.model, not name.endswith("-eager") and cfg.compile)
-        self.called, self.optimizer = accelerator.prepare(self.objective, optimizer)
+        self.called, self.optimizer = speed.replicate(accelerator, self.objective), accelerator.prepare(optimizer)
 
         self.first_step = sum(self.measure(1).values())
         self.resident = torch.cuda.memory_allocated() - others

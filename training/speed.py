@@ -47,6 +47,8 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
     """
     # torch gives up after 8 graphs of one function. Routes of many lengths have more, and so do runs in one notebook.
     torch._dynamo.config.recompile_limit = 64
+    # Else torch would cut each block where DDP's buckets end, to send gradients earlier. Blocks are short enough.
+    torch._dynamo.config.optimize_ddp = False
     if how:
         for block in model.blocks:
             block.forward = torch.compile(block.forward, dynamic=False, mode=None if how is True else how)
@@ -74,6 +76,14 @@ def check_compiler(how: bool | str, device: torch.device) -> None:
         lacking = f"Python's headers, and {headers} has no Python.h: install python3-dev (of Debian and Ubuntu)"
     if lacking:
         raise ValueError(f"compile={as_text(how)} needs {lacking}, or set compile=false.")
+
+
+def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = False) -> nn.Module:
+    """Wraps what is minimised into autocast and, unless FSDP has sharded it already, DDP's replicas."""
+    called = accelerator.prepare_model(objective, evaluation_mode=sharded)
+    if isinstance(called, nn.parallel.DistributedDataParallel):
+        called.broadcast_buffers = False  # `share_buffers` does what is needed; as an argument it is deprecated
+    return called
 
 
 def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss) -> None:
@@ -130,7 +140,7 @@ def make_accelerator(
             mixed_precision=PRECISIONS[precision],
             cpu=cpu,
             gradient_accumulation_plugin=GradientAccumulationPlugin(num_steps=grad_accum_steps),
-            kwargs_handlers=[DistributedDataParallelKwargs(broadcast_buffers=False, gradient_as_bucket_view=True),
+            kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True),
                              InitProcessGroupKwargs(timeout=ranks.TIMEOUT)],
             **options,
         )

@@ -3,6 +3,7 @@
 import json
 import os
 import socket
+import warnings
 from functools import partial
 from pathlib import Path
 
@@ -15,6 +16,7 @@ from accelerate.state import AcceleratorState
 from conftest import PATIENCE, ROOT, run_command
 from forked import Ended, Life
 from PIL import Image
+from torch._dynamo.testing import CompileCounterWithBackend
 from training_runs import assert_same_end, command, rows, train_here
 
 import train
@@ -332,7 +334,7 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
     objective = Slope(DiffusionLoss(net, EDM()))
     if sharded == "fsdp":
         sharding.shard_rest(objective, net, accelerator.device)
-    called = accelerator.prepare_model(objective, evaluation_mode=sharded == "fsdp")
+    called = speed.replicate(accelerator, objective, sharded == "fsdp")
     optimizer = accelerator.prepare(torch.optim.SGD(trained_parameters(objective).values(), lr=0.1))
     share = slice(rank * 8 // world, (rank + 1) * 8 // world)
     _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {},
@@ -367,3 +369,26 @@ def test_bf16_parts_clipping_recomputation_and_compiled_blocks_are_the_same_run(
     all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
                       before=compile_quickly))
     assert_same_losses(tmp_path / "plain", tmp_path / "fast", 2)
+
+
+def count_graphs(home: Path, rank: int) -> None:
+    """Writes at each step how many graphs a rank has compiled, without making kernels, into `<home>/graphs-<rank>`.
+
+    What torch is going to change or remove is an error.
+    """
+    warnings.simplefilter("error", FutureWarning)
+    counter, compiled, step = CompileCounterWithBackend("aot_eager"), torch.compile, train.train_step
+    torch.compile = lambda function, **how: compiled(function, backend=counter, fullgraph=True, **how)
+
+    def tell(*arguments, **options):
+        taken = step(*arguments, **options)
+        (home / f"graphs-{rank}").write_text(str(counter.frame_count))
+        return taken
+
+    train.train_step = tell
+
+
+def test_replicas_compile_one_graph_for_each_number_of_tokens_as_one_process_does_and_ask_for_nothing_deprecated(shapes, tmp_path):
+    wide = ("model.hidden_size=256", "compile=true", "steps=2")  # a block of more than DDP's first bucket
+    all_well(on_ranks(2, command(tmp_path / "run", shapes, *SMALL, *wide)[1:], before=partial(count_graphs, tmp_path)))
+    assert [(tmp_path / f"graphs-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]
