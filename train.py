@@ -101,9 +101,9 @@ def train_step(
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
     accelerator.unscale_gradients(optimizer)
     gradients = [p.grad for p in objective.parameters() if p.grad is not None]
-    grad_norm = sharding.whole(torch.nn.utils.get_total_norm(gradients))
+    grad_norm = sharding.total_norm(gradients)
     if clip_norm is not None:
-        torch.nn.utils.clip_grads_with_norm_(objective.parameters(), clip_norm, grad_norm)
+        torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
     # A loss that is not finite makes such gradients, and DDP spreads them to every rank, so all ranks skip together.
     skipped = ~grad_norm.isfinite()
     step_unless(skipped, optimizer, scaled=accelerator.scaler is not None)
@@ -113,7 +113,7 @@ def train_step(
 
 @torch.no_grad()
 def update_ema(ema: nn.Module, model: nn.Module, decay: float) -> None:
-    averaged, trained = ([p for p in net.parameters() if p.requires_grad] for net in (ema, model))
+    averaged, trained = (sharding.local_tensors(p for p in net.parameters() if p.requires_grad) for net in (ema, model))
     torch._foreach_lerp_(averaged, trained, 1 - decay)
 
 

@@ -5,7 +5,7 @@ handles tensors returns plain ones unchanged, so that its callers need not ask w
 """
 
 import contextlib
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
@@ -83,6 +83,26 @@ def whole(tensor: Tensor) -> Tensor:
 def local(tensor: Tensor) -> Tensor:
     """Returns the part of a sharded tensor that this rank holds, in the same memory; a plain one is that part."""
     return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+@torch.no_grad()  # else each would be a step of autograd
+def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
+    """Returns `local` of each, for operations on lists of tensors (foreach, fused), which are slow for sharded ones."""
+    return [local(tensor) for tensor in tensors]
+
+
+def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+    """Computes the norm of all tensors as one vector, on the device; all ranks call it together.
+
+    Parts are summed over ranks at once. A plain tensor among sharded ones is the same on every rank and counts once.
+    """
+    sharded, plain = ([t for t in tensors if is_sharded(t) is kind] for kind in (True, False))
+    norms = [torch.nn.utils.get_total_norm(local_tensors(some)) for some in (sharded, plain) if some]
+    if sharded:
+        square = norms[0].double().square()
+        torch.distributed.all_reduce(square, group=sharded[0].device_mesh.get_group())
+        norms[0] = square.sqrt().float()
+    return norms[0] if len(norms) == 1 else torch.hypot(*norms)
 
 
 @contextlib.contextmanager

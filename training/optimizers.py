@@ -8,8 +8,30 @@ from torch import Tensor, nn
 from runtime import sharding
 
 
+class ShardedAdamW(torch.optim.AdamW):
+    """torch's fused AdamW, whose steps after the first take this rank's shards past the dispatch of DTensors.
+
+    Its state is the same, so checkpoints do not differ.
+    """
+
+    @torch.no_grad()
+    def step(self, closure: object = None) -> None:
+        for group in self.param_groups:
+            weights = [p for p in group["params"] if p.grad is not None]
+            if not all(p in self.state for p in weights):  # which torch then begins
+                return super().step(closure)
+            state = {name: [self.state[p][name] for p in weights] for name in ("exp_avg", "exp_avg_sq", "step")}
+            lists = weights, [p.grad for p in weights], state["exp_avg"], state["exp_avg_sq"], [], state["step"]
+            beta1, beta2 = group["betas"]
+            torch.optim.adamw.adamw(
+                *map(sharding.local_tensors, lists), fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2,
+                found_inf=getattr(self, "found_inf", None), **{key: group[key] for key in ("lr", "weight_decay", "eps")})
+        return None
+
+
 def adamw(trained: Mapping[str, nn.Parameter], **settings: object) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(trained.values(), fused=True, **settings)
+    kind = ShardedAdamW if any(map(sharding.is_sharded, trained.values())) else torch.optim.AdamW
+    return kind(trained.values(), fused=True, **settings)
 
 
 def is_matrix(name: str, p: nn.Parameter) -> bool:
@@ -24,6 +46,8 @@ class Muon(torch.optim.Optimizer):
     lr where it is None.
     """
 
+    _step_supports_amp_scaling = True  # as GradScaler and `step_unless` ask
+
     def __init__(
         self, trained: Mapping[str, nn.Parameter], lr: float, matrix_lr: float | None, momentum: float,
         weight_decay: float, **settings: object,
@@ -35,10 +59,24 @@ class Muon(torch.optim.Optimizer):
         self.parts = adamw(rest, lr=lr, weight_decay=weight_decay, **settings), muon
         super().__init__([group for part in self.parts for group in part.param_groups], {})
 
+    @torch.no_grad()
     def step(self, closure: object = None) -> None:
+        """Takes a step, or none where the tensor `found_inf` is true, as fused optimizers do: it waits for no device."""
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state  # which loading replaces
-            part.step()
+        rest, muon = self.parts
+        rest.grad_scale, rest.found_inf = None, getattr(self, "found_inf", None)
+        rest.step()
+        [matrices] = muon.param_groups
+        for p in matrices["params"]:  # one by one, as a step is undone by copies
+            if p.grad is not None:
+                muon.param_groups = [{**matrices, "params": [p]}]
+                momentum = self.state[p].setdefault("momentum_buffer", torch.zeros_like(p.grad))
+                changed = sharding.local_tensors([p, momentum])
+                before = [tensor.clone() for tensor in changed] if rest.found_inf is not None else []
+                muon.step()
+                for tensor, old in zip(changed, before, strict=False):
+                    tensor.copy_(torch.where(rest.found_inf.bool(), old, tensor))
 
 
 OPTIMIZERS = {"adamw": adamw, "muon": Muon}
@@ -60,9 +98,9 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> dict[int | tuple, Tensor]:
 def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool = False) -> None:
     """Takes a step, or none where the tensor `skipped` is true, without waiting for the device.
 
-    `scaled` says that a GradScaler looks after this by itself. A fused optimizer reads the flag on the device; any
-    other takes the step, and what it has changed is restored where the step is skipped. Its first step alone waits, as
-    its state begins there.
+    `scaled` says that a GradScaler looks after this by itself. Fused optimizers and Muon read the flag on the device;
+    any other takes the step, and what it has changed is restored where the step is skipped. Its first step alone waits,
+    as its state begins there.
     """
     plain = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
     if scaled:

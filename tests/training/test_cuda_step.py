@@ -17,6 +17,7 @@ from rf import RF
 from routing_module import Route, Router
 from train import train_step, update_ema
 from training import speed
+from training.optimizers import build_optimizer, is_matrix
 from training.run import Sums
 
 CUDA = torch.device("cuda")
@@ -30,7 +31,15 @@ def fill_gradients(model, loss):
         p.grad = torch.empty_like(p)
 
 
-def take_step(block="dit", loss="edm", selection="random", keep_masked=False, num_parts=1):
+def adamw(net):
+    return torch.optim.AdamW(net.parameters(), fused=True)
+
+
+def muon(net):
+    return build_optimizer(dict(net.named_parameters()), "muon", lr=0.01, matrix_lr=None, momentum=0.9, weight_decay=0.1)
+
+
+def take_step(block="dit", loss="edm", selection="random", keep_masked=False, num_parts=1, make_optimizer=adamw):
     """Takes the step of train.py's loop on fake tensors of a GPU, with optimizer, EMA and sums; returns all that is left."""
     accelerator = speed.make_accelerator("fp32", num_parts, tf32=False, cpu=True)
     with FakeTensorMode():
@@ -41,13 +50,13 @@ def take_step(block="dit", loss="edm", selection="random", keep_masked=False, nu
         accelerator.backward = lambda loss: fill_gradients(model, loss)
         diffusion, parts = LOSSES[loss]
         objective = build_objective(model, diffusion, parts, keep_masked)
-        optimizer = accelerator.prepare_optimizer(torch.optim.AdamW(model.parameters(), fused=True), device_placement=False)
+        optimizer = accelerator.prepare_optimizer(make_optimizer(model), device_placement=False)
         taken = train_step(accelerator, objective, objective, optimizer, x, y, {"weight": weight}, label_dropout=0.1,
                            clip_norm=1.0, num_parts=num_parts)
         update_ema(ema, model, 0.99)
         sums.add(*taken)
     moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
-    assert len(moments) == 3 * len([*model.parameters()])
+    assert len(moments) == sum(1 if make_optimizer is muon and is_matrix(*named) else 3 for named in model.named_parameters())
     return [*taken, *model.parameters(), *ema.parameters(), *moments, sums.values]
 
 
@@ -57,6 +66,10 @@ def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, fresh_
         if selection == "random" or not (keep_masked or loss == "version1"):  # which must know the masks beforehand
             fresh_accelerator(reset_partial_state=True)
             assert {tensor.device.type for tensor in take_step(block, loss, selection, keep_masked, num_parts)} == {"cuda"}
+
+
+def test_no_step_by_muon_waits_not_even_the_first(fresh_accelerator):
+    assert {tensor.device.type for tensor in take_step(make_optimizer=muon)} == {"cuda"}
 
 
 def test_a_step_with_a_tensor_on_the_cpu_fails(monkeypatch, fresh_accelerator):

@@ -1,16 +1,18 @@
 """Optimizers: which weights Muon takes, what a step is, what a skipped one leaves, and what a checkpoint holds of them."""
 
 import json
+import weakref
 
 import pytest
 import torch
 from torch import nn
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import rows, train_here, trained
 
 from dit import DiT
 from edm import EDM
 from objectives import DiffusionLoss, trained_parameters
-from training.optimizers import build_optimizer, load_optimizer, optimizer_tensors, step_unless
+from training.optimizers import build_optimizer, is_matrix, load_optimizer, optimizer_tensors, step_unless
 from weights import checkpoint as checkpoints
 
 SETTINGS = dict(lr=0.01, matrix_lr=0.05, momentum=0.9, betas=(0.8, 0.9), eps=1e-8, weight_decay=0.1)
@@ -93,6 +95,50 @@ def test_a_skipped_step_changes_nothing_and_state_resumes_for_any_optimizer(make
     load_optimizer(dict(again.named_parameters()), resumed, {key: value.clone() for key, value in saved.items()})
     step(again, resumed, 4, False), step(*makers[0], 4, False)
     assert all(torch.equal(a, b) for a, b in zip(one.parameters(), again.parameters(), strict=True))
+
+
+class Copies(TorchDispatchMode):
+    """Adds up the bytes of all copies that are alive at once, at most, as `most`."""
+
+    def __init__(self):
+        super().__init__()
+        self.now, self.most = 0, 0
+
+    def drop(self, size):
+        self.now -= size
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        out = op(*args, **kwargs or {})
+        if op is torch.ops.aten.clone.default:
+            self.now, self.most = self.now + out.nbytes, max(self.most, self.now + out.nbytes)
+            weakref.finalize(out.untyped_storage(), self.drop, out.nbytes)
+        return out
+
+
+def test_muon_undoes_a_step_by_copies_of_one_matrix_at_a_time():
+    net = tiny()
+    optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
+    matrices = [p.nbytes for name, p in net.named_parameters() if is_matrix(name, p)]
+    for skipped in (False, True):
+        fill_gradients(net, 1)
+        with Copies() as copies:
+            step_unless(torch.tensor(skipped), optimizer)
+        assert 0 < copies.most <= 4 * max(matrices) < sum(matrices)  # with its momentum, and until the next one's are made
+
+
+def test_muon_under_a_gradient_scaler_skips_without_reading_the_flag(monkeypatch):
+    net, scaler = tiny(), torch.amp.GradScaler("cpu")
+    optimizer = build_optimizer(dict(net.named_parameters()), "muon", **SETTINGS)
+    monkeypatch.setattr(torch.Tensor, "item", lambda tensor: pytest.fail("a step waits for the device"))
+    for value, changes in ((float("inf"), False), (1.0, True)):
+        before = weights_of(net)
+        scaler.scale(torch.zeros(()))  # begins
+        for p in net.parameters():
+            p.grad = torch.full_like(p, value)
+        scaler.unscale_(optimizer)
+        scaler.step(optimizer)
+        scaler.update()
+        assert any(not torch.equal(p, before[name]) for name, p in net.named_parameters()) == changes
 
 
 def test_a_run_by_muon_has_two_rates_on_one_schedule_and_its_moments_by_name(shapes, tmp_path):
