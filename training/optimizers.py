@@ -4,6 +4,7 @@ from collections.abc import Mapping
 
 import torch
 from torch import Tensor, nn
+from torch.optim.adamw import adamw as adamw_step
 
 from runtime import sharding
 
@@ -23,7 +24,7 @@ class ShardedAdamW(torch.optim.AdamW):
             state = {name: [self.state[p][name] for p in weights] for name in ("exp_avg", "exp_avg_sq", "step")}
             lists = weights, [p.grad for p in weights], state["exp_avg"], state["exp_avg_sq"], [], state["step"]
             beta1, beta2 = group["betas"]
-            torch.optim.adamw.adamw(
+            adamw_step(
                 *map(sharding.local_tensors, lists), fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2,
                 found_inf=getattr(self, "found_inf", None), **{key: group[key] for key in ("lr", "weight_decay", "eps")})
         return None

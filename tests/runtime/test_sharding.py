@@ -1,5 +1,6 @@
 """A sharded run is the same run: losses, images, scores and checkpoints are DDP's, with less memory."""
 
+import contextlib
 import json
 import os
 import socket
@@ -17,6 +18,7 @@ from conftest import PATIENCE, ROOT, run_command
 from forked import Ended, Life
 from PIL import Image
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 from training_runs import assert_same_end, command, rows, train_here
 
 import train
@@ -27,7 +29,7 @@ from objectives import DiffusionLoss, Objective, trained_parameters
 from runtime import sharding
 from scripts import plan
 from training import speed
-from training.optimizers import optimizer_tensors
+from training.optimizers import build_optimizer, optimizer_tensors, step_unless
 from weights import checkpoint as checkpoints
 from weights import lora as adapters
 from weights.loading import load_trained
@@ -356,6 +358,63 @@ def test_a_heads_gradients_are_averaged_over_ranks_as_the_networks_are(tmp_path)
         assert part.keys() == whole.keys() >= {"objective.head.weight", "norm"}
         for key, value in whole.items():
             torch.testing.assert_close(part[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key, name=name: f"{name} {key}: {text}")
+
+
+class PlainOnly(TorchDispatchMode):
+    """Fails at an operation on a sharded tensor, and counts all-reduces."""
+
+    reduced = 0
+
+    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
+        assert not any(issubclass(kind, torch.distributed.tensor.DTensor) for kind in types), op
+        self.reduced += "allreduce" in op.name()
+        return op(*args, **kwargs or {})
+
+
+def step_on_shards(port: int, world: int, rank: int) -> None:
+    """Takes norm, clip, AdamW's steps and an average of parameters that ranks share unevenly, and of complete ones."""
+    torch.distributed.init_process_group("gloo", f"tcp://127.0.0.1:{port}", rank=rank, world_size=world)
+    torch.manual_seed(0)
+    shapes, mesh = [(7, 3), (2,), (1, 4), (3, 2)], sharding.all_ranks(torch.device("cpu"))
+    nets = [torch.nn.ParameterList(torch.randn(shape) for shape in shapes) for _ in range(2)]
+
+    def cut_up(tensor: torch.Tensor) -> torch.Tensor:
+        rows = [torch.distributed.tensor.Shard(0)]
+        return torch.distributed.tensor.distribute_tensor(tensor.detach().clone(), mesh, rows, src_data_rank=None)
+
+    cut = [torch.nn.ParameterList(map(cut_up, net)) for net in nets]
+    (net, ema), (cut_net, cut_ema) = nets, cut
+    alone = torch.nn.Parameter(torch.randn(5))  # which every rank has, as no unit of FSDP's
+    optimizers = [build_optimizer(dict(each.named_parameters()), "adamw", lr=0.1, weight_decay=0.1) for each in (net, cut_net)]
+    for step in range(3):
+        skipped = torch.tensor(step == 1)
+        for p, q in zip(net, cut_net, strict=True):
+            p.grad = torch.randn(p.shape)
+            q.grad = cut_up(p.grad)
+        alone.grad = torch.randn(5)
+        norm = torch.nn.utils.get_total_norm([*(p.grad for p in net), alone.grad])
+        torch.nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, norm)
+        gradients = [*(q.grad for q in cut_net), alone.grad]
+        with PlainOnly() if step else contextlib.nullcontext(PlainOnly()) as operations:  # torch begins AdamW's state
+            torch.testing.assert_close(sharding.total_norm(gradients), norm, rtol=1e-6, atol=0)
+            torch._foreach_mul_(sharding.local_tensors(gradients), (1.0 / (norm + 1e-6)).clamp(max=1))
+            for optimizer in optimizers:
+                step_unless(skipped, optimizer)
+            train.update_ema(cut_ema, cut_net, 0.9)
+        train.update_ema(ema, net, 0.9)
+        assert operations.reduced == bool(step)
+    states = [optimizer_tensors(dict(each.named_parameters()), optimizer) for each, optimizer in zip((net, cut_net), optimizers, strict=True)]
+    for whole, parts in ((dict(net.named_parameters()), dict(cut_net.named_parameters())), (dict(ema.named_parameters()), dict(cut_ema.named_parameters())), states):
+        for key, value in whole.items():
+            torch.testing.assert_close(sharding.whole(parts[key]), value, rtol=1e-6, atol=1e-7)
+            assert sharding.is_sharded(parts[key]) == (not key.endswith(".step"))
+
+
+@pytest.mark.parametrize("world", [2, 3])
+def test_norm_clip_adamw_and_ema_of_shards_are_those_of_complete_tensors_with_one_reduction(world):
+    port = free_port()
+    lives = [Life(partial(step_on_shards, port, world, rank)) for rank in range(world)]
+    all_well([life.wait(PATIENCE) for life in lives])
 
 
 # ---- together with what makes it fast -------------------------------------------------------------------------------
