@@ -85,10 +85,10 @@ def local(tensor: Tensor) -> Tensor:
     return tensor.to_local() if is_sharded(tensor) else tensor
 
 
-@torch.no_grad()  # else each would be a step of autograd
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns `local` of each, for operations on lists of tensors (foreach, fused), which are slow for sharded ones."""
-    return [local(tensor) for tensor in tensors]
+    """Returns what `local` returns of each, for operations on lists of tensors, which are slow for sharded ones."""
+    # `to_local` would make a Parameter of each Parameter, which takes longer than the operation.
+    return [tensor._local_tensor if is_sharded(tensor) else tensor for tensor in tensors]
 
 
 def total_norm(tensors: Sequence[Tensor]) -> Tensor:

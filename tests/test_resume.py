@@ -27,7 +27,7 @@ import os, signal, sys
 import train
 from weights import checkpoint
 name, number = sys.argv[1].split("=")
-owner, calls = {"write_tensors": checkpoint, "train_step": train}[name], []
+owner, calls = {"write": checkpoint.HashedFile, "close": checkpoint.HashedFile, "train_step": train}[name], []
 whole = getattr(owner, name)
 def killed(*arguments, **options):
     calls.append(1)
@@ -42,11 +42,11 @@ train.main()
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was_not(shapes, reference, tmp_path):
     run, reached = tmp_path / "run", []
-    for kill in ("write_tensors=2", "train_step=7", "write_tensors=3", "train_step=1", "write_tensors=5"):  # a save is three files
+    for kill in ("close=2", "train_step=7", "write=99", "close=3", "train_step=1", "close=5"):  # a save is three files, which are closed at its end
         killed = forked.run("-c", KILLED, kill, *command(run, shapes)[1:])
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         reached.append(len(checkpoints.all_steps(run)))
-    assert reached == [0, 1, 1, 1, 2] and list((run / "checkpoints").glob(".*.tmp"))
+    assert reached == [0, 1, 1, 1, 1, 2] and list((run / "checkpoints").glob(".*.tmp"))
     result = train(run, shapes)
     assert result.returncode == 0 and "resuming" in result.stdout, result.stderr
     assert_same_end(run, reference)

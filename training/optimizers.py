@@ -24,9 +24,9 @@ class ShardedAdamW(torch.optim.AdamW):
             state = {name: [self.state[p][name] for p in weights] for name in ("exp_avg", "exp_avg_sq", "step")}
             lists = weights, [p.grad for p in weights], state["exp_avg"], state["exp_avg_sq"], [], state["step"]
             beta1, beta2 = group["betas"]
-            adamw_step(
-                *map(sharding.local_tensors, lists), fused=True, amsgrad=False, maximize=False, beta1=beta1, beta2=beta2,
-                found_inf=getattr(self, "found_inf", None), **{key: group[key] for key in ("lr", "weight_decay", "eps")})
+            numbers = {key: group[key] for key in ("lr", "weight_decay", "eps")}
+            adamw_step(*map(sharding.local_tensors, lists), fused=True, amsgrad=False, maximize=False, beta1=beta1,
+                       beta2=beta2, found_inf=getattr(self, "found_inf", None), **numbers)
         return None
 
 
@@ -62,7 +62,7 @@ class Muon(torch.optim.Optimizer):
 
     @torch.no_grad()
     def step(self, closure: object = None) -> None:
-        """Takes a step, or none where the tensor `found_inf` is true, as fused optimizers do: it waits for no device."""
+        """Takes a step, or none where the tensor `found_inf` is true; like fused ones, it waits for no device."""
         for part, group in zip(self.parts, self.param_groups, strict=True):
             part.param_groups, part.state = [group], self.state  # which loading replaces
         rest, muon = self.parts

@@ -5,20 +5,28 @@ A run keeps its checkpoints in `<run>/checkpoints/step-00001000/`, each with `<n
 """
 
 import contextlib
+import hashlib
+import itertools
 import json
 import os
 import re
 import shutil
 import warnings
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
-from safetensors import SafetensorError
-from safetensors.torch import load_file, save_file
+import torch
+from safetensors.torch import load_file
 from torch import Tensor
 
 from runtime.files import atomic_write, inside, record_sha256, remove, sha256
 from runtime.schema import read_json
+
+# The types of a checkpoint's tensors by safetensors' names, in the order by which it sorts them, the last one first.
+DTYPES = {torch.bool: "BOOL", torch.uint8: "U8", torch.int8: "I8", torch.int16: "I16", torch.float16: "F16",
+          torch.bfloat16: "BF16", torch.int32: "I32", torch.float32: "F32", torch.float64: "F64", torch.int64: "I64"}
+CHUNK = 2**20  # bytes that are hashed while a processor's cache has them
 
 
 def step_folder(run: Path, step: int) -> Path:
@@ -52,14 +60,73 @@ def all_steps(run: Path) -> list[Path]:
     return sorted(filter(is_step, folders), key=step_of)
 
 
-def write_tensors(path: Path, names: Iterable[str], values: Iterator[Tensor]) -> None:
-    """Writes a safetensors file of named tensors, all of them in the CPU's memory at once."""
-    save_file({name: next(values).detach().cpu().contiguous() for name in names}, path)
+class HashedFile:
+    """A safetensors file as the library writes it, which is hashed while it is written, tensor by tensor."""
+
+    def __init__(self, path: Path, named: Mapping[str, Tensor]):
+        self.file, self.digest, self.size = open(path, "wb"), hashlib.sha256(), 0  # noqa: SIM115 (closed by `close`)
+        header, end = {}, 0
+        for name in in_order(named):
+            start, end = end, end + named[name].numel() * named[name].element_size()
+            header[name] = {"dtype": DTYPES[named[name].dtype], "shape": [*named[name].shape],
+                            "data_offsets": [start, end]}
+        text = json.dumps(header, separators=(",", ":"), ensure_ascii=False).encode()
+        text += b" " * (-len(text) % 8)
+        self.write(memoryview(len(text).to_bytes(8, "little") + text))
+
+    def write(self, data: memoryview) -> None:
+        for start in range(0, len(data), CHUNK):
+            part = data[start : start + CHUNK]
+            self.file.write(part)
+            self.digest.update(part)
+            self.size += len(part)
+
+    def close(self) -> dict:
+        """Returns the size and the hash of a file that is complete, once it is on the disk."""
+        with self.file:
+            self.file.flush()
+            os.fsync(self.file.fileno())
+        return {"bytes": self.size, "sha256": self.digest.hexdigest()}
+
+
+def in_order(named: Mapping[str, Tensor]) -> list[str]:
+    """Sorts the names of a file's tensors as safetensors does, so that each begins at a multiple of its type's size."""
+    types = [*DTYPES]
+    return sorted(named, key=lambda name: (-types.index(named[name].dtype), name))
+
+
+def side_by_side(tensors: Mapping[str, Mapping[str, Tensor]]) -> list[tuple[str, str]]:
+    """Lists (file, tensor) in the order in which a checkpoint is written: of all files the same share at any time."""
+    places = []
+    for file, named in tensors.items():
+        sizes = [named[name].numel() * named[name].element_size() for name in in_order(named)]
+        shares = itertools.accumulate(size / max(1, sum(sizes)) for size in sizes)
+        places += [(share, file, name) for share, name in zip(shares, in_order(named), strict=True)]
+    return [place[1:] for place in sorted(places, key=lambda place: place[0])]
 
 
 def stored(tensors: Mapping[str, Mapping[str, Tensor]]) -> Iterator[Tensor]:
     """Yields the tensors of a checkpoint's files in the order in which they are written."""
-    return (tensor for named in tensors.values() for tensor in named.values())
+    return (tensors[file][name] for file, name in side_by_side(tensors))
+
+
+def write_tensors(folder: Path, tensors: Mapping[str, Mapping[str, Tensor]], values: Iterator[Tensor]) -> dict:
+    """Writes `tensors[name]` to `folder/name.safetensors`, in a thread each; returns each file's size and hash.
+
+    `values` are those of `stored`. At most one of each file waits in the CPU's memory to be written.
+    """
+    files = {name: HashedFile(folder / f"{name}.safetensors", named) for name, named in tensors.items()}
+    written = {}
+    with ThreadPoolExecutor(max(1, len(files))) as pool:
+        for (file, _), value in zip(side_by_side(tensors), values, strict=True):
+            data = memoryview(value.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            if file in written:
+                written[file].result()
+            written[file] = pool.submit(files[file].write, data)
+        for each in written.values():
+            each.result()
+        closed = {f"{name}.safetensors": pool.submit(file.close) for name, file in files.items()}
+    return {name: record.result() for name, record in closed.items()}
 
 
 def save(
@@ -76,13 +143,8 @@ def save(
     try:
         with atomic_write(folder) as partial:
             partial.mkdir()
-            files = {}
-            for name, named in tensors.items():
-                path = partial / f"{name}.safetensors"
-                write_tensors(path, named, values)
-                files[path.name] = {"bytes": path.stat().st_size, "sha256": sha256(path)}
-            write_meta(partial, {**meta, "files": files})
-    except (OSError, SafetensorError) as error:  # safetensors wraps the disk's
+            write_meta(partial, {**meta, "files": write_tensors(partial, tensors, values)})
+    except OSError as error:
         if folder.is_dir() and problem(folder) is None:  # another process has written it meanwhile
             return
         need = sum(t.numel() * t.element_size() for named in tensors.values() for t in named.values())

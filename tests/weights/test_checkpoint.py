@@ -2,10 +2,11 @@
 
 import json
 import shutil
+import threading
 
 import pytest
 import torch
-from safetensors import SafetensorError
+from safetensors.torch import save_file
 
 from runtime import files
 from weights import checkpoint as checkpoints
@@ -28,6 +29,48 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
         loaded = checkpoints.load(folder, name)
         assert loaded.keys() == named.keys()
         assert all(torch.equal(loaded[key], value) and loaded[key].dtype == value.dtype for key, value in named.items())
+
+
+def test_a_file_is_safetensors_own_byte_for_byte_and_hashed_without_being_read(tmp_path, monkeypatch):
+    named = {"wéight": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "c": torch.rand(3) > 0.5, "step": torch.tensor(4.0),
+             "d": torch.arange(5), "e": torch.randn(2, 2, dtype=torch.float64), "f": torch.randn(4, 6).T, "g": torch.empty(0, 3),
+             "h": torch.arange(3, dtype=torch.uint8), "i": torch.randn(3).half(), "j": torch.arange(3, dtype=torch.int32),
+             "large": torch.randn(2**19 + 1), "k": torch.arange(3, dtype=torch.int16), "l": torch.arange(3, dtype=torch.int8)}
+    save_file({name: value.contiguous() for name, value in named.items()}, tmp_path / "theirs")
+    expected = files.sha256(tmp_path / "theirs")
+    monkeypatch.setattr(checkpoints, "sha256", lambda path: pytest.fail(f"{path} is read"))
+    checkpoints.save(tmp_path / "step-00000001", {"one": named, "two": {"a": torch.ones(3)}}, {"step": 1})
+    assert (tmp_path / "step-00000001/one.safetensors").read_bytes() == (tmp_path / "theirs").read_bytes()
+    assert checkpoints.read_meta(tmp_path / "step-00000001")["files"]["one.safetensors"]["sha256"] == expected
+    monkeypatch.undo()
+    assert checkpoints.problem(tmp_path / "step-00000001") is None
+
+
+def test_files_are_written_side_by_side_and_little_of_them_waits_in_memory(tmp_path, monkeypatch):
+    large = {name: {f"{i:02d}": torch.full((count,), 1.0) for i in range(12)} for name, count in (("model", 10), ("training", 20))}
+    order = [file for file, _ in checkpoints.side_by_side(large)]
+    assert all(abs(order[:n].count("model") - n / 2) <= 1 for n in range(25))
+    begun, may_go = [], threading.Event()
+    write = checkpoints.HashedFile.write
+
+    def slow(file, data):
+        begun.append(file.file.name)
+        if len(begun) > 2:  # the headers
+            may_go.wait(10)
+        write(file, data)
+        if len(begun) > 2:
+            assert len({*begun[2:4]}) == 2, "one file waits for the other"
+
+    def values():
+        for number, value in enumerate(checkpoints.stored(large)):
+            if number == 2:
+                assert len(begun) <= 4, "more is written than one tensor of each file"
+                may_go.set()
+            yield value
+
+    monkeypatch.setattr(checkpoints.HashedFile, "write", slow)
+    checkpoints.save(tmp_path / "step-00000001", large, {"step": 1}, values())
+    assert checkpoints.problem(tmp_path / "step-00000001") is None and len(begun) == 26
 
 
 def test_the_latest_is_by_number_not_by_name(tmp_path):
@@ -84,7 +127,7 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_complete_one_ke
 
 
 @pytest.mark.parametrize(("where", "error"), [
-    ("os.fsync", OSError(28, "No space left on device")), ("weights.checkpoint.save_file", SafetensorError("I/O error: No space left on device (os error 28)"))])
+    ("os.fsync", OSError(28, "No space left on device")), ("weights.checkpoint.HashedFile.write", OSError(28, "No space left on device"))])
 def test_a_save_that_fails_leaves_no_trace_and_says_what_it_needed(tmp_path, monkeypatch, where, error):
     good = save(tmp_path, 1)
 
