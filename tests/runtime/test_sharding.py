@@ -217,14 +217,14 @@ def test_a_run_resumes_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     run = tmp_path / "run"
 
     def on(steps: int, sharded: str, run=run, *more: str) -> list[str]:
-        return command(run, shapes, *SMALL, f"steps={steps}", f"sharding={sharded}", "checkpoint.every=100", "checkpoint.keep_last=9", *more)[1:]
+        return command(run, shapes, *SMALL, f"steps={steps}", f"sharding={sharded}", "checkpoint.every=1", "checkpoint.keep_last=9", *more)[1:]
 
     all_well(on_ranks(2, on(1, "none"), before=echo_what_is_loaded))
     all_well(on_ranks(4, on(2, "fsdp"), before=echo_what_is_loaded))
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(train, "resume", train.resume)  # which is taken back
         echo_what_is_loaded(0)
-        result = train_here(run, shapes, *SMALL, "steps=3", "checkpoint.every=100", "checkpoint.keep_last=9")
+        result = train_here(run, shapes, *SMALL, "steps=3", "checkpoint.every=1", "checkpoint.keep_last=9")
         assert result.returncode == 0, result.stderr
     child = on(1, "fsdp", tmp_path / "child", f"init_from={run}", "optimizer.lr=0")  # which ends as it began
     all_well(on_ranks(2, on(4, "fsdp"), child, before=echo_what_is_loaded))
