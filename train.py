@@ -101,7 +101,7 @@ def train_step(
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
     accelerator.unscale_gradients(optimizer)
     gradients = [p.grad for p in objective.parameters() if p.grad is not None]
-    grad_norm = sharding.total_norm(gradients)
+    grad_norm = sharding.total_norm(accelerator, gradients)
     if clip_norm is not None:
         torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
     # A loss that is not finite makes such gradients, and DDP spreads them to every rank, so all ranks skip together.

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import partial
 
 import torch
+from accelerate import Accelerator
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 
@@ -91,14 +92,14 @@ def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
     return [tensor._local_tensor if is_sharded(tensor) else tensor for tensor in tensors]
 
 
-def total_norm(tensors: Sequence[Tensor]) -> Tensor:
+def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
     """Computes the norm of all tensors as one vector, on the device; all ranks call it together.
 
     Parts are summed over ranks at once. A plain tensor among sharded ones is the same on every rank and counts once.
     """
     sharded, plain = ([t for t in tensors if is_sharded(t) is kind] for kind in (True, False))
     norms = [torch.nn.utils.get_total_norm(local_tensors(some)) for some in (sharded, plain) if some]
-    if sharded:
+    if sharded and accelerator.num_processes > 1:
         square = norms[0].double().square()
         torch.distributed.all_reduce(square, group=sharded[0].device_mesh.get_group())
         norms[0] = square.sqrt().float()

@@ -20,6 +20,7 @@ from pathlib import Path
 from statistics import median
 
 import torch
+from accelerate import Accelerator
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path.insert(0, str(ROOT))
@@ -36,8 +37,9 @@ from weights import checkpoint as checkpoints
 XL = dict(input_size=8, hidden_size=32, depth=28, num_heads=2)  # as deep as XL/2: 291 tensors are trained
 
 
-def works_of(device: torch.device, sharded: bool) -> dict[str, partial]:
+def works_of(accelerator: Accelerator, sharded: bool) -> dict[str, partial]:
     """Builds a network with gradients, its average and AdamW; returns what a step does with them, by name."""
+    device = accelerator.device
     torch.manual_seed(0)
     nets = [DiT(**XL) for _ in range(2)]
     if sharded:
@@ -49,7 +51,7 @@ def works_of(device: torch.device, sharded: bool) -> dict[str, partial]:
     gradients, scale = [p.grad for p in trained.values()], torch.ones((), device=device)
     optimizer = build_optimizer(trained, "adamw", lr=1e-4, weight_decay=0.0)
     return {
-        "norm": partial(sharding.total_norm, gradients),
+        "norm": partial(sharding.total_norm, accelerator, gradients),
         "clip": lambda: torch._foreach_mul_(sharding.local_tensors(gradients), scale),
         "AdamW": partial(step_unless, torch.zeros((), dtype=torch.bool, device=device), optimizer),
         "EMA": partial(update_ema, ema, net, 0.9999),
@@ -62,9 +64,9 @@ def host_milliseconds(work: partial) -> float:
     return 1000 * (time.thread_time() - began)
 
 
-def time_steps(device: torch.device, rounds: int) -> dict[str, dict[str, float]]:
+def time_steps(accelerator: Accelerator, rounds: int) -> dict[str, dict[str, float]]:
     """Returns the median milliseconds of each work, plain and sharded, and the median of their ratios in a round."""
-    plain, sharded = (works_of(device, kind) for kind in (False, True))
+    plain, sharded = (works_of(accelerator, kind) for kind in (False, True))
     rows = {}
     for name in plain:
         pairs = [[host_milliseconds(works[name]) for works in (plain, sharded)] for _ in range(rounds + 2)][2:]
@@ -110,7 +112,7 @@ def main(parser: argparse.ArgumentParser) -> None:
         torch.distributed.init_process_group(store=torch.distributed.HashStore(), rank=0, world_size=1)
     record = {"command": f"python scripts/studies/large_networks.py {' '.join(sys.argv[1:])}", "commit": commit(),
               "device": device_name(device), "ranks": torch.distributed.get_world_size(), "torch": torch.__version__,
-              "a step": time_steps(device, given.rounds), "saves": []}
+              "a step": time_steps(accelerator, given.rounds), "saves": []}
     for name, row in record["a step"].items():
         accelerator.print(name, *(f"{key} {value:.3g}" for key, value in row.items()), sep="  ")
     if accelerator.is_main_process:

@@ -7,6 +7,7 @@ import socket
 import warnings
 from functools import partial
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -395,7 +396,7 @@ def step_on_shards(port: int, world: int, rank: int) -> None:
         torch.nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, norm)
         gradients = [*(q.grad for q in cut_net), alone.grad]
         with PlainOnly() if step else contextlib.nullcontext(PlainOnly()) as operations:  # torch begins AdamW's state
-            torch.testing.assert_close(sharding.total_norm(gradients), norm, rtol=1e-6, atol=0)
+            torch.testing.assert_close(sharding.total_norm(SimpleNamespace(num_processes=world), gradients), norm, rtol=1e-6, atol=0)
             torch._foreach_mul_(sharding.local_tensors(gradients), (1.0 / (norm + 1e-6)).clamp(max=1))
             for optimizer in optimizers:
                 step_unless(skipped, optimizer)
