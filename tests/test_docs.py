@@ -23,7 +23,8 @@ from scripts import report
 
 PAGES = [ROOT / "README.md", ROOT / "CONTRIBUTING.md", *sorted((ROOT / "docs").glob("*.md"))]
 PLAIN_ARGUMENTS = ("scripts/studies/export_features.py", "scripts/studies/held_out.py",
-                   "scripts/studies/recipe_costs.py", "scripts/studies/large_networks.py", "scripts/studies/imagenette.py", "scripts/studies/score_orders.py",
+                   "scripts/studies/recipe_costs.py", "scripts/studies/large_networks.py",
+                   "scripts/studies/imagenette.py", "scripts/studies/score_orders.py",
                    "scripts/prepare_emoji.py", "scripts/plan.py", "examples/route_diffusers.py",
                    "examples/custom_block.py", "examples/write_latents.py", "examples/own_decoder.py")
 CODE = [*sorted(ROOT.glob("*.py")), *sorted((ROOT / "scripts").glob("[!_]*.py")),
