@@ -283,7 +283,7 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
 
 def run_named(name, init_trackers=lambda *args: None):
     """What start_trackers sees of a run."""
-    return SimpleNamespace(cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path("runs") / name,
+    return SimpleNamespace(cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path("runs") / name, step=0,
                            run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers))
 
 

@@ -205,7 +205,8 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
     if cfg.lora.rank is not None and cfg.init_from is None:
         raise ValueError(f"lora.rank={cfg.lora.rank} adapts trained weights: give init_from=<a run, a checkpoint or a "
                          f"weights file>.")
-    is_as_published = all(key.partition(".")[0] in AS_PUBLISHED or key in AS_PUBLISHED for key in cli_overrides)
+    is_as_published = any(key.partition(".")[0] == "published" for key in cli_overrides) or all(
+        key.partition(".")[0] in AS_PUBLISHED or key in AS_PUBLISHED for key in cli_overrides)
     return cfg if is_as_published else cfg.model_copy(update={"published": None})
 
 

@@ -88,7 +88,7 @@ def test_a_quota_is_named_although_the_disk_has_room(thirty, tmp_path, monkeypat
     def full(*_, **__):
         raise OSError(errno.EDQUOT, os.strerror(errno.EDQUOT))
 
-    monkeypatch.setattr(checkpoints, "save_file", full)
+    monkeypatch.setattr(checkpoints.HashedFile, "write", full)
     result = train_here(tmp_path, thirty, *SMALL, "steps=1")
     assert result.returncode == 1 and "Disk quota exceeded" in result.stderr and "Earlier checkpoints are untouched" in result.stderr
 
