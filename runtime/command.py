@@ -69,7 +69,8 @@ def command(
         def work(arguments: list[str], attempt: Attempt) -> None:
             attempt.config_name, attempt.declared, attempt.when_full = config_name, declared, when_full
             arguments = rewrite(arguments)
-            options, typed = parse_options(arguments)[0], cli_overrides(arguments)
+            options, settings = parse_options(arguments)
+            typed = cli_overrides(settings)
             if options.help:
                 print(help_of(main, config_name))
                 return
