@@ -170,7 +170,7 @@ def locked(path: Path) -> Iterator[None]:
     """Lets one process at a time into the block for `path`, by a lock file `.<name>.lock` beside it.
 
     What has taken hours must not be lost to a lock: after a minute, or on a file system without locks, it prints so
-    and goes on.
+    and continues.
     """
     lock = FileLock(path.with_name(f".{path.name}.lock"), fallback_to_soft=False)
     try:
@@ -209,7 +209,7 @@ def read_rows(path: Path) -> list[dict]:
 def lock_folder(folder: Path, mistake: str) -> FileLock:
     """Locks a folder until this process ends; raises ValueError(mistake) where another process has locked it.
 
-    On a file system without locks it prints so and goes on.
+    On a file system without locks it prints so and continues.
     """
     folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(folder / ".lock", fallback_to_soft=False)  # a soft lock would outlive a kill
