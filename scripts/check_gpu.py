@@ -387,11 +387,11 @@ def check_sampling(machine: Machine) -> str:
     """Images sampled in bf16, and decoded in fp16 by an untrained autoencoder."""
     precision = "bf16"
     require_precision(machine, precision)
-    machine.accelerator("fp32")  # whose ranks share the seeds
+    state = machine.accelerator("fp32")  # whose ranks share the seeds
     net = make_objective(machine.network, True, partial(nn.Module.to, device=machine.device)).net.eval()
     seeds = list(range(4 * machine.world))
-    [(_, _, latents)] = generate(net, EDM(), lambda latents: latents, seeds, seeds, batch_size=4, num_steps=2,
-                                 precision=precision)
+    [(_, _, latents)] = generate(state, net, EDM(), lambda latents: latents, seeds, seeds, batch_size=4,
+                                 num_steps=2, precision=precision)
     if not latents.isfinite().all():
         raise ValueError(f"{int((~latents.isfinite()).sum())} values of the latents are not finite")
     torch.manual_seed(0)

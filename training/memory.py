@@ -1,10 +1,10 @@
 """What a GPU holds in training, counted from shapes: weights, gradients, optimizer, average and activations."""
 
 import math
+import os
 from collections.abc import Callable
 
 import torch
-from accelerate import PartialState
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 
@@ -51,7 +51,9 @@ def fitting(fixed: int, an_image: int, memory: float, most: int) -> int:
 
 
 def gpu_bytes() -> int | None:
-    return torch.cuda.get_device_properties(PartialState().device).total_memory if torch.cuda.is_available() else None
+    if not torch.cuda.is_available():
+        return None
+    return torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory
 
 
 def what_fits(settings: dict) -> str:
@@ -61,7 +63,7 @@ def what_fits(settings: dict) -> str:
         return ""
     latents = open_latents(cfg.data.path)
     network = describe_network(cfg.model, latent_shape(cfg, latents), cfg.data.num_classes or latents.num_classes)
-    of_a_rank = cfg.batch_size // PartialState().num_processes
+    of_a_rank = cfg.batch_size // int(os.environ.get("WORLD_SIZE", 1))
     images = fitting(*held(lambda: build_network(network)), memory, of_a_rank)
     if not images:
         return f"Not one image fits {memory / 1e9:.0f} GB: set activation_checkpointing=true or sharding=fsdp. "

@@ -226,9 +226,10 @@ def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, 
         try:
             return folder, check(folder, names)
         except ValueError as why:
-            if folder.is_dir():
+            if os.path.lexists(folder):  # a link to nothing, too
                 warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
-            pruned |= not folder.is_dir()
+            else:
+                pruned = True
     return read_latest(run, names) if pruned else None  # by its run, which has a newer one
 
 
