@@ -154,10 +154,10 @@ def start_trackers(run: Run) -> None:
         options = {"wandb": wandb, "tensorboard": {"purge_step": run.step + 1 if run.step else 0}}
         run.accelerator.init_trackers(os.environ.get("WANDB_PROJECT", "tread"), settings, options)
     except Exception as error:
-        said = " ".join(str(error).split()).rstrip(".")
-        advice = ("Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", said) else
+        reason = " ".join(str(error).split()).rstrip(".")
+        advice = ("Run `wandb login`, or set WANDB_MODE=offline" if re.search("log ?in|API key", reason) else
                   "Set WANDB_MODE=offline" if "wandb" in trackers else f"See that {run.folder} can be written")
-        raise ValueError(f"log.trackers={as_text(trackers)} could not start: {said}. {advice}, or leave it out with "
+        raise ValueError(f"log.trackers={as_text(trackers)} could not start: {reason}. {advice}, or leave it out with "
                          f"log.trackers=[].") from error
 
 
@@ -175,7 +175,7 @@ def paused(run: Run, bar: tqdm, work: str) -> Iterator[None]:
     bar.set_postfix_str("")
 
 
-def tell_compiling(run: Run, bar: tqdm) -> None:
+def announce_compilation(run: Run, bar: tqdm) -> None:
     """Says, on the bar or outside of a terminal in a line, that the first step compiles the network."""
     if not run.cfg.compile:
         return
@@ -208,7 +208,7 @@ def measure(run: Run, num_steps: int, since: float) -> tuple[dict, dict[str, flo
     }, total
 
 
-def tell_first_step(run: Run) -> None:
+def log_first_step(run: Run) -> None:
     """Writes the line of the first step that this process takes, and no row: the next report counts it, too."""
     row, _ = measure(run, 1, run.started)
     if run.accelerator.is_main_process:
@@ -345,13 +345,13 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
             report(run, run.step - reported_step, reported_at)
             reported_step, reported_at = run.step, time.perf_counter()
         elif run.step == first_step + 1:
-            tell_first_step(run)
+            log_first_step(run)
         stopped_by = pause(run, bar, stop, finished)
         if stopped_by or finished:
             break
         if not moved:
             begin_record(run)
-            tell_compiling(run, bar)
+            announce_compilation(run, bar)
 
         torch.manual_seed(step_seed(cfg.seed, run.step, rank))
         begin_step(run)

@@ -279,7 +279,7 @@ def open_source(
     file, notes = find_dataset_json(listing, images)
     if file is not None:
         return of_file(listing, images, listing.shown[file], file)
-    found = of_folders(listing, images)
+    found = from_folders(listing, images)
     found.notes += notes
     return found
 
@@ -290,9 +290,9 @@ def of_choice(listing: Listing, images: list[int], labels: str) -> ImageSource:
         return one_class(listing, images)
     if labels == "names":
         pairs = [(listing.names[i], class_in_name(listing.names[i])) for i in images]
-        return of_pairs(listing, images, pairs, "names", "the form <class>_<number>")
+        return from_pairs(listing, images, pairs, "names", "the form <class>_<number>")
     if (known := read_validation(labels)) is not None:
-        found = of_pairs(listing, images, known[0], labels, "its names")
+        found = from_pairs(listing, images, known[0], labels, "its names")
         numbers = np.searchsorted(known[1], found.class_names)
         found.labels, found.class_names = numbers[found.labels], known[1]
         return found
@@ -311,10 +311,10 @@ def of_rows(rows: Rows, labels: str, label_column: str | None) -> ImageSource:
         raise ValueError(f"label_column={label_column} would change nothing: labels={labels} has the classes.")
     else:
         found = of_choice(listing, [*range(len(rows))], "none" if labels == "folders" else labels)
-    said = f"labels of column {column}" if column else f"labels={labels}"
+    labelled = f"labels of column {column}" if column else f"labels={labels}"
     if labels == "folders" and column is None:
-        said = "one class, as no column is named like labels: label_column= names one"
-    found.notes = [f"Images of column {rows.image[0]}, {said}. The columns are {rows.columns}.",
+        labelled = "one class, as no column is named like labels: label_column= names one"
+    found.notes = [f"Images of column {rows.image[0]}, {labelled}. The columns are {rows.columns}.",
                    *filter(None, [count_lacking(rows)]), *found.notes]
     return found
 
@@ -336,7 +336,7 @@ def one_class(listing: Listing, images: list[int]) -> ImageSource:
     return make_source(listing, images, np.zeros(len(images), np.int64), [listing.title])
 
 
-def of_folders(listing: Listing, images: list[int]) -> ImageSource:
+def from_folders(listing: Listing, images: list[int]) -> ImageSource:
     """Takes the first folder below what all images share for the class, in the order of names, as torchvision does.
 
     So `train/cat/x.jpg` and `train/dog/y.jpg` are a cat and a dog. Images in one folder are one class with its name.
@@ -452,15 +452,15 @@ def of_file(
                          "file.")
     content = Path(file).read_bytes() if member is None else listing.read(member)
     stems = {stem_of(listing.names[i]) for i in images}
-    pairs, said = read_pairs(content, file, lambda cell: stem_of(clean(cell)) in stems, column)
+    pairs, note = read_pairs(content, file, lambda cell: stem_of(clean(cell)) in stems, column)
     if pairs is None:  # {"labels": null}
         return one_class(listing, images)
-    found = of_pairs(listing, images, pairs, labels, "its names")
-    found.notes = [said, *found.notes] if said else found.notes
+    found = from_pairs(listing, images, pairs, labels, "its names")
+    found.notes = [note, *found.notes] if note else found.notes
     return found
 
 
-def of_pairs(listing: Listing, images: list[int], pairs: Pairs, labels: str, what: str) -> ImageSource:
+def from_pairs(listing: Listing, images: list[int], pairs: Pairs, labels: str, what: str) -> ImageSource:
     """Gives images the labels of [name, label]; leaves out, counts and names images without one."""
     names = [listing.names[i] for i in images]
     classes, unused = match(names, pairs, posixpath.dirname(f"{listing.path.absolute()}/"), labels)
@@ -541,7 +541,7 @@ def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
 
 
 def tar_label(suffix: str, text: bytes) -> str | None:
-    """Reads a class where a member holds one: `.cls`, `.json` {"label": …}, or a `.txt` with a whole number."""
+    """Reads a class where a member holds one: `.cls`, `.json` {"label": …}, or a `.txt` with an integer."""
     try:
         if suffix == "cls":
             return text.decode().strip()
@@ -554,7 +554,7 @@ def tar_label(suffix: str, text: bytes) -> str | None:
 
 
 LABEL_PARTS = ("cls", "json", "txt")  # of a sample, the first counts
-HOW_SAMPLES_ARE_LABELLED = ('a sample needs a .cls, a .json with "label", or a .txt with a whole number. Otherwise set '
+HOW_SAMPLES_ARE_LABELLED = ('a sample needs a .cls, a .json with "label", or a .txt with an integer. Otherwise set '
                             'labels=none, labels=names or labels=<file>.')
 
 

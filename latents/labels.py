@@ -30,9 +30,9 @@ Pairs = list[tuple[str, str | None]]  # names as a file has them, and their labe
 
 
 def check_labels(labels: np.ndarray, num_classes: int, where: str | Path, remedy: str) -> None:
-    """Raises ValueError, ending in `remedy`, for a label that is not a whole number in 0..num_classes - 1."""
+    """Raises ValueError, ending in `remedy`, for a label that is not an integer in 0..num_classes - 1."""
     if labels.dtype.kind not in "iu":
-        raise ValueError(f"{where} has labels of type {labels.dtype}, where whole numbers are expected: {remedy}.")
+        raise ValueError(f"{where} has labels of type {labels.dtype}, where integers are expected: {remedy}.")
     low, high = labels.min(initial=0), labels.max(initial=0)
     if low < 0 or high >= num_classes:
         bad = low if low < 0 else high
@@ -50,7 +50,7 @@ def check_names(names: Sequence[str], where: str | Path, remedy: str) -> None:
 
 def number_classes(classes: Sequence[str], where: str, remedy: str, further: Sequence[str] = ()) -> tuple[
         np.ndarray, list[str]]:
-    """Returns labels and the classes' names: whole numbers are the labels themselves, names are numbered in order.
+    """Returns labels and the classes' names: integers are the labels themselves, names are numbered in order.
 
     Of `further` labels, which no image has, numbers count as classes. Raises ValueError for other numbers.
     """
@@ -139,8 +139,8 @@ class Table:
         """Chooses the column of labels, with a line where several might be; raises ValueError where none is named."""
         known = {head_of(head): i for i, head in reversed([*enumerate(self.heads or [])]) if i != self.name}
         if usual := [known[head] for head in LABEL_HEADS if head in known]:
-            said = ", ".join(self.head(i) for i in usual)
-            return usual[0], f"labels: of the columns {said} of {self.where}, {self.head(usual[0])} is read." if (
+            named = ", ".join(self.head(i) for i in usual)
+            return usual[0], f"labels: of the columns {named} of {self.where}, {self.head(usual[0])} is read." if (
                 len(usual) > 1) else None
         first, *rest = self.others
         is_box = self.heads is None and len(rest) == 4 and all(
@@ -162,8 +162,8 @@ class Table:
         if asked is None and self.in_columns():
             head_of_one = [next(self.head(i) for i in self.others if float(row[i]) == 1) for row in self.rows]
             return [(str(row[self.name]), head) for row, head in zip(self.rows, head_of_one, strict=True)], None
-        column, said = self.choose() if asked is None else (self.find(asked), None)
-        return self.labels(column), said
+        column, note = self.choose() if asked is None else (self.find(asked), None)
+        return self.labels(column), note
 
     def labels(self, column: int) -> Pairs:
         rows = [row for row in self.rows if len(row) > max(self.name, column)]
@@ -348,13 +348,13 @@ def match(names: list[str], pairs: Pairs, folder: str, where: str) -> tuple[list
 
 def agreement(labelled: str, name: str, above: list[str]) -> int:
     """Returns how many folders a labelled name shares with an image's, from the last on, or -1 where they differ."""
-    (*said, said_base), (*own, base) = labelled.split("/"), name.split("/")
-    suffixes = [text.rpartition(".")[2].lower() for text in (said_base, base)]
-    if said_base != stem_of(said_base) and suffixes[0] != suffixes[1]:
+    (*listed, listed_base), (*own, base) = labelled.split("/"), name.split("/")
+    suffixes = [text.rpartition(".")[2].lower() for text in (listed_base, base)]
+    if listed_base != stem_of(listed_base) and suffixes[0] != suffixes[1]:
         return -1
     shared = 0
-    for ours, theirs in zip(reversed(above + own), reversed(said), strict=False):
+    for ours, theirs in zip(reversed(above + own), reversed(listed), strict=False):
         if ours != theirs:
             break
         shared += 1
-    return shared if shared >= min(len(said), len(own)) else -1
+    return shared if shared >= min(len(listed), len(own)) else -1

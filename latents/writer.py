@@ -37,7 +37,7 @@ def sweep(out: Path, *patterns: str) -> None:
 
 
 def is_finished(out: Path, settings: dict, is_main: bool = True) -> bool:
-    """Returns whether `out` is whole; raises ValueError where it was begun with other settings or holds other files."""
+    """Returns whether `out` is complete; raises ValueError if it holds other settings' latents or other files."""
     if out.exists() and not out.is_dir():
         raise ValueError(f"out={out} is a file; name a folder.")
     if not (out / "preparing.json").is_file():
@@ -137,7 +137,7 @@ def npy_appender(path: Path, like: np.ndarray) -> Iterator[Callable[[np.ndarray]
 
 
 def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndarray], list]]) -> None:
-    """Writes one shard and then its record, the mark that it is whole.
+    """Writes one shard and then its record, the mark that it is complete.
 
     A batch is its rows by the names of `row_types`, none where nothing could be read, and [name, reason] of each
     unreadable image, or one of REMARKS on an image that is there.
@@ -158,7 +158,7 @@ def write_shard(out: Path, shard: int, batches: Iterable[tuple[dict[str, np.ndar
 def read_records(
     out: Path, num_shards: int, types: Mapping[str, tuple[tuple[int, ...], str]],
 ) -> list[dict | None]:
-    """Returns the record of each shard, None for one that is not whole and has to be written; `types` are its rows'."""
+    """Returns the record of each shard, None for one that has yet to be written; `types` are its rows'."""
     records: list[dict | None] = []
     for shard in range(num_shards):
         try:
@@ -174,7 +174,7 @@ def read_records(
 def finish(
     out: Path, metadata: dict, records: list[dict], left_out: Iterable[tuple[str, str]], device: torch.device,
 ) -> None:
-    """Adds up the shards' records and writes metadata.json, the mark that the folder is whole; prints what it holds."""
+    """Adds up the shards' records and writes metadata.json, which marks the folder as complete; prints a summary."""
     remarks = [tuple(row) for record in records for row in record["unreadable"]]
     reasons = [*left_out, *(row for row in remarks if row[1] not in REMARKS)]
     count = sum(record["count"] for record in records)

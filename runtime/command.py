@@ -234,8 +234,8 @@ def mistake(error: Exception, attempt: Attempt) -> str | None:
         return (f"{error.override} cannot be read: write key=value, and a value with other characters than letters, "
                 f"digits and _-+./:%*?@$| in two kinds of quotes, as {example}.")
     if isinstance(error, HydraException | OmegaConfBaseException):
-        said = " ".join(str(error).partition("Config search path")[0].split())
-        return f"{said.rstrip('.')}: configs/{attempt.config_name}.yaml names all settings."
+        reason = " ".join(str(error).partition("Config search path")[0].split())
+        return f"{reason.rstrip('.')}: configs/{attempt.config_name}.yaml names all settings."
     if is_full_memory(error):
         helpful = [key for key in SAVES_MEMORY if OmegaConf.select(OmegaConf.create(attempt.plain), key) is not None]
         advice = ""

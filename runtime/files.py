@@ -23,7 +23,7 @@ NPY_ERRORS = (ValueError, TypeError, OverflowError, RecursionError, MemoryError,
 
 @contextlib.contextmanager
 def atomic_write(path: Path) -> Iterator[Path]:
-    """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is whole.
+    """Yields a path next to `path` for a new file or folder, and renames that to `path` once it is complete.
 
     After a failed write `path` is as it was. A kill may leave `.<name>.<pid>.tmp` and, between two renames, the folder
     that was at `path` as `.<name>.<pid>.old.tmp`.

@@ -167,11 +167,11 @@ def joining() -> Iterator[None]:
         return
     address, port = os.environ.get("MASTER_ADDR", "127.0.0.1"), os.environ.get("MASTER_PORT", "29500")
     place = f"MASTER_ADDR={address} MASTER_PORT={port}"
-    said = threading.Timer(JOINING_SECONDS, print, [
+    timer = threading.Timer(JOINING_SECONDS, print, [
         f"Rank {rank} waits for the others: {world} processes (WORLD_SIZE={world}), with RANK=0 to {int(world) - 1}, "
         f"must meet at {place}. To run a single process, unset RANK, LOCAL_RANK and WORLD_SIZE."], {"file": sys.stderr})
-    said.daemon = True
-    said.start()
+    timer.daemon = True
+    timer.start()
     before = signal.signal(signal.SIGINT, signal.SIG_DFL)  # torch waits where Python hears no signal
     try:
         yield
@@ -181,7 +181,7 @@ def joining() -> Iterator[None]:
         raise ValueError(f"{place} is in use, perhaps by another run: set another MASTER_PORT, or --main_process_port "
                          f"of accelerate launch.") from None
     finally:
-        said.cancel()
+        timer.cancel()
         signal.signal(signal.SIGINT, before)
 
 

@@ -76,7 +76,7 @@ def bytes_a_rank(net: nn.Module, world: int) -> int:
 # ---- out and in, one tensor at a time -------------------------------------------------------------------------------
 
 
-def whole(tensor: Tensor) -> Tensor:
+def gather_full(tensor: Tensor) -> Tensor:
     """Gathers a sharded tensor; all ranks call it together. A plain one is whole."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
@@ -113,7 +113,7 @@ def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
     All ranks enter with the same ones. A rank that leaves before the end, as the main one on a full disk or the others
     at once, still takes part in gathering the rest, so that no rank waits for it.
     """
-    stream = map(whole, tensors)
+    stream = map(gather_full, tensors)
     try:
         yield stream
     finally:
@@ -121,7 +121,7 @@ def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
             pass
 
 
-def part(tensor: Tensor, like: Tensor) -> Tensor:
+def local_shard(tensor: Tensor, like: Tensor) -> Tensor:
     """Cuts out of a whole tensor the rows that `like`, of its shape, has on this rank.
 
     It is returned as it is where `like` is plain, or of another shape, as AdamW's count of steps.
@@ -138,4 +138,4 @@ def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
     """Copies whole tensors into those of the same names; into a sharded one, each rank its part."""
     for name, tensor in state.items():
         assert tensor.shape == own[name].shape, name
-        own[name].copy_(part(tensor, own[name]))
+        own[name].copy_(local_shard(tensor, own[name]))

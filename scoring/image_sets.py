@@ -176,8 +176,8 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
     try:
         source = open_source(path, labels="none")
     except ValueError as error:
-        said = re.sub(": choose one, as in image_column=.*", ": scores need files with one.", str(error))
-        raise ValueError(said.replace("source=", f"{key}=")) from error
+        reason = re.sub(": choose one, as in image_column=.*", ": scores need files with one.", str(error))
+        raise ValueError(reason.replace("source=", f"{key}=")) from error
     pool = ThreadPoolExecutor(8)
     if source.not_images and state.is_main_process:
         print(f"{key}={path}: {len(source.not_images)} files do not have the name of an image and are skipped: "

@@ -211,19 +211,19 @@ def as_table(rows: list[dict], form: str = "text") -> str:
         lines.append([which, guided(row), *("" if value is None else f"{value:.5g}" for value in values)])
     if len({*weights}) == 1:  # which stands below the table
         lines = [cells[1:] for cells in lines]
-    said = list(dict.fromkeys(summary(row["source"], row["images"]) for row in rows))
+    sources = list(dict.fromkeys(summary(row["source"], row["images"]) for row in rows))
     columns = f"{'l' * (len(lines[0]) - len(names))}{'r' * len(names)}"
     if form == "latex":
         head, *body = (" & ".join(cells).replace("_", r"\_") + r" \\" for cells in lines)
-        below = [f"% {line}" for line in said]
+        below = [f"% {line}" for line in sources]
         return "\n".join([rf"\begin{{tabular}}{{{columns}}}", r"\toprule", head, r"\midrule", *body,
                           r"\bottomrule", r"\end{tabular}", *below])
     if form == "markdown":
         lines.insert(1, ["---:" if column == "r" else "---" for column in columns])
-        return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *said])
+        return "\n".join([*(f"| {' | '.join(cells)} |" for cells in lines), "", *sources])
     widths = [max(map(len, column)) for column in zip(*lines, strict=True)]
     return "\n".join(["  ".join(cell.rjust(width) for cell, width in zip(cells, widths, strict=True))
-                      for cells in lines] + said)
+                      for cells in lines] + sources)
 
 
 def guided(row: dict) -> str:

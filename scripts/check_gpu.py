@@ -203,10 +203,10 @@ def compared(
                       on_the_cpu(machine.network, IMAGES * parts * machine.world, routed)) for routed, parts in cases]
     loss, norm = (max(each) for each in zip(*apart, strict=True))
     most = TOLERANCES[precision]
-    said = f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the CPU's (at most {most:g})"
+    message = f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the CPU's (at most {most:g})"
     if not max(loss, norm) <= most:
-        raise ValueError(said)
-    return said
+        raise ValueError(message)
+    return message
 
 
 def check_step(machine: Machine, precision: str, mode: str) -> str:
@@ -256,8 +256,8 @@ def check_waits(
     counted = dict(zip(sums.names, sums.values.tolist(), strict=True))
     if counted["steps"] != 5 or not math.isfinite(counted["loss"]):
         raise ValueError(f"the sums of 5 steps are {counted}")
-    said = "no wait" if device.type == "cuda" else "waits are found on a GPU alone"
-    return f"5 steps, {counted['skipped']:g} skipped; {said}"
+    message = "no wait" if device.type == "cuda" else "waits are found on a GPU alone"
+    return f"5 steps, {counted['skipped']:g} skipped; {message}"
 
 
 @contextlib.contextmanager
@@ -289,10 +289,10 @@ def check_graphs(machine: Machine, mode: str) -> str:
                 count, size = held_by_graphs()
                 recorded.append(f"{name}, {blocks} blocks, {parts} parts: {count} graphs of {size / 2**20:.0f} MiB")
         compiled.append(f"{name} {seen[2] - seen[0]}")
-    said = f"{', '.join(compiled)}; {late} compiled after the second step"
+    message = f"{', '.join(compiled)}; {late} compiled after the second step"
     if late:
-        raise ValueError(said)
-    return "; ".join([said, *recorded])
+        raise ValueError(message)
+    return "; ".join([message, *recorded])
 
 
 def graphs_by_step(
@@ -377,10 +377,10 @@ def check_resuming(machine: Machine) -> str:
         if resumed.communicate() and resumed.returncode:
             raise ValueError(f"the resumed run ended with {resumed.returncode}")
     apart = max(abs(after[step] / before[step] - 1) for step in range(5, 9))
-    said = f"losses of steps 5 to 8 within {apart:.1e} of those before the kill (at most {RESUMED:g})"
+    message = f"losses of steps 5 to 8 within {apart:.1e} of those before the kill (at most {RESUMED:g})"
     if not apart <= RESUMED:
-        raise ValueError(said)
-    return said
+        raise ValueError(message)
+    return message
 
 
 def check_sampling(machine: Machine) -> str:
@@ -401,11 +401,11 @@ def check_sampling(machine: Machine) -> str:
         decoder = DiffusersAutoencoder("untrained", nn.Module.to(vae, dtype), machine.device)  # whose own `to` warns
         pictures.append(decoder.decode(latents).float())
     apart = (pictures[0] - pictures[1]).abs().mean().item()
-    said = (f"latents of deviation {latents.std():.3g}; fp16 decodes within {apart:.2g} levels of fp32 (at most "
-            f"{LEVELS:g})")
+    message = (f"latents of deviation {latents.std():.3g}; fp16 decodes within {apart:.2g} levels of fp32 (at most "
+               f"{LEVELS:g})")
     if not apart <= LEVELS:
-        raise ValueError(said)
-    return said
+        raise ValueError(message)
+    return message
 
 
 def pool(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -434,11 +434,11 @@ def check_scores(machine: Machine) -> str:
     apart = max(((ours - theirs).norm() / theirs.norm()).item()
                 for theirs, ours in zip(found[:2], found[2:], strict=True))
     distance = abs(distances[1] / distances[0] - 1)
-    said = (f"features within {apart:.1e} (at most {FEATURES:g}), distance {distances[1]:.4g} within {distance:.1e} of "
-            f"the CPU's (at most {DISTANCE:g})")
+    message = (f"features within {apart:.1e} (at most {FEATURES:g}), distance {distances[1]:.4g} within "
+               f"{distance:.1e} of the CPU's (at most {DISTANCE:g})")
     if not (apart <= FEATURES and distance <= DISTANCE):
-        raise ValueError(said)
-    return said
+        raise ValueError(message)
+    return message
 
 
 # ---- several GPUs ---------------------------------------------------------------------------------------------------
@@ -541,13 +541,13 @@ def check_speed(machine: Machine, backbone: str) -> str:
 
 def check_machine(machine: Machine) -> str:
     """Device, driver and versions; `check_device` has passed."""
-    said = [f"{machine.world} × {device_name(machine.device)}", f"torch {torch.__version__}"]
+    parts = [f"{machine.world} × {device_name(machine.device)}", f"torch {torch.__version__}"]
     if machine.device.type == "cuda":
         major, minor = torch.cuda.get_device_capability(machine.device)
-        said += [f"capability {major}.{minor}", f"driver {driver_version()}", f"CUDA {torch.version.cuda}",
-                 f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
-                 f"{torch.cuda.get_device_properties(machine.device).total_memory / 1e9:.0f} GB"]
-    return ", ".join(said)
+        parts += [f"capability {major}.{minor}", f"driver {driver_version()}", f"CUDA {torch.version.cuda}",
+                  f"NCCL {'.'.join(map(str, torch.cuda.nccl.version()))}",
+                  f"{torch.cuda.get_device_properties(machine.device).total_memory / 1e9:.0f} GB"]
+    return ", ".join(parts)
 
 
 CHECKS: dict[str, Callable[[Machine], str]] = {
@@ -597,10 +597,10 @@ def main(cfg: CheckSettings) -> None:
         if cfg.rehearsal and name == "speed, DiT-XL/2":  # as slow as S/2 to plan, and its network is as small
             continue
         began = time.perf_counter()
-        result, said = worst(gather_object([outcome(check, machine)]))
-        rows.append({"check": name, "result": result, "said": said, "seconds": time.perf_counter() - began})
+        result, message = worst(gather_object([outcome(check, machine)]))
+        rows.append({"check": name, "result": result, "message": message, "seconds": time.perf_counter() - began})
         if machine.rank == 0:
-            print(f"{result}  {name}: {said}  [{rows[-1]['seconds']:.1f} s]")
+            print(f"{result}  {name}: {message}  [{rows[-1]['seconds']:.1f} s]")
     failed = [row["check"] for row in rows if row["result"] == "FAIL"]
     if machine.rank == 0:
         if cfg.out:

@@ -206,14 +206,14 @@ def mean_of(values: list[float]) -> str:
 def with_variety(scores: Iterable[dict]) -> str:
     """Writes the mean distance and, where they were measured, mean precision and recall."""
     scores = list(scores)
-    said = mean_of([score["value"] for score in scores])
+    text = mean_of([score["value"] for score in scores])
     for name, letter in (("precision", "P"), ("recall", "R")):
         if scores and all(score.get(name) is not None for score in scores):
-            said += f" {letter} {statistics.mean(score[name] for score in scores):.3f}"
-    return said
+            text += f" {letter} {statistics.mean(score[name] for score in scores):.3f}"
+    return text
 
 
-def place_of(place: float, axis: str) -> str:
+def point_label(place: float, axis: str) -> str:
     return f"{place:.3g}" if axis == "flops" else f"{place:,.0f}"
 
 
@@ -241,7 +241,7 @@ def tables(result: dict) -> str:
     lines += ["", "## Crossings", ""]
     for found in result["crossings"]:
         (first, second), axis = found["between"], found["axis"]
-        place = "none shown" if found["at"] is None else f"the last at {place_of(found['at'], axis)}"
+        place = "none shown" if found["at"] is None else f"the last at {point_label(found['at'], axis)}"
         lines.append(f"* {second} and {first} over {AXES[axis]}, {found['metric']}: {place}; lower at the end: "
                      f"{found['verdict']}.")
     if timing := result["timing"]:
@@ -255,9 +255,9 @@ def ratios(result: dict) -> list[str]:
     lines, rounds = [], result["timing"]["rounds"]
     for first, second in dict.fromkeys(tuple(found["between"]) for found in result["crossings"]):
         if pairs := list(zip(rounds.get(first, ()), rounds.get(second, ()), strict=False)):
-            said = ", ".join(f"{one:.3g} / {other:.3g} = {one / other:.2f}" for one, other in pairs)
+            ratios = ", ".join(f"{one:.3g} / {other:.3g} = {one / other:.2f}" for one, other in pairs)
             median = statistics.median(one / other for one, other in pairs)
-            lines.append(f"* {first} over {second}, turn by turn: {said}; median {median:.2f}.")
+            lines.append(f"* {first} over {second}, turn by turn: {ratios}; median {median:.2f}.")
     return ["", *lines] if lines else []
 
 
@@ -314,7 +314,7 @@ def differences(result: dict) -> list[str]:
         rows = []
         for place, by_seed in compared(result["runs"], first, second, axis, crossed["metric"]):
             found = paired(by_seed.values())
-            rows.append([place_of(place, axis), *map(mean_of, map(list, zip(*by_seed.values(), strict=True))),
+            rows.append([point_label(place, axis), *map(mean_of, map(list, zip(*by_seed.values(), strict=True))),
                          f"{found['difference']:+.3f}", in_words(first, second, found)])
         measure = measure_in_words(*unguided(result["runs"], first, second, metric=crossed["metric"]))
         lines += section(f"{second} against {first}, at equal {AXES[axis]}: {measure}",
@@ -394,7 +394,7 @@ def draw_differences(result: dict, path: Path) -> list[Path]:
     for (first, second), axis in dict.fromkeys((tuple(f["between"]), f["axis"]) for f in result["crossings"]):
         name = f"{second} − {first}:  "  # at the first place of a comparison
         for place, by_seed in compared(result["runs"], first, second, axis):
-            panels.setdefault(axis, []).append((f"{name}{place_of(place, axis)}", paired(by_seed.values())))
+            panels.setdefault(axis, []).append((f"{name}{point_label(place, axis)}", paired(by_seed.values())))
             name = ""
     if not panels:
         path.unlink(missing_ok=True)  # of an earlier report

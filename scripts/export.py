@@ -139,8 +139,8 @@ def command_to_sample(trained: Trained, out: Path) -> str:
     usual = vars(build_diffusion({"name": name}))
     lost = [f"{key}={value}" for key, value in recorded.items() if usual.get(key, value) != value]
     if trained.convention not in (None, autoencoders.own_convention(trained.autoencoder)):
-        said = ", ".join(f"{key}={value}" for key, value in trained.convention.record().items())
-        lost.append(f"the convention of its latents ({said}), and is decoded by the autoencoder's own")
+        convention = ", ".join(f"{key}={value}" for key, value in trained.convention.record().items())
+        lost.append(f"the convention of its latents ({convention}), and is decoded by the autoencoder's own")
     if trained.recorded["network"].get("null_label") is False:
         heads = f"{heads} num_classes={trained.net.num_classes}"
     elif not trained.net.null_label:

@@ -354,7 +354,7 @@ def find_runs(cfg: ReportSettings) -> list[Path]:
     return folders
 
 
-def place_of_page(cfg: ReportSettings, folders: list[Path]) -> Path:
+def page_path(cfg: ReportSettings, folders: list[Path]) -> Path:
     """Returns the folder of a page: by default of its own for each choice of runs or studies."""
     if cfg.out:
         return Path(cfg.out)
@@ -369,7 +369,7 @@ def build(cfg: ReportSettings) -> str:
     Raises ValueError where there is nothing to show, or where the page that is there is not ours.
     """
     folders = find_runs(cfg)
-    out = place_of_page(cfg, folders)
+    out = page_path(cfg, folders)
     if (index := out / "index.html").is_file() and OURS not in index.read_text("utf-8", "replace")[:2000]:
         raise ValueError(f"{index} is not a page of this command and is not replaced: give out=<another folder>.")
     names = [folder.name for folder in folders]

@@ -18,7 +18,7 @@ from training_runs import (
 )
 
 from runtime import files
-from training.run_folder import check_resumable, drop_after
+from training.run_folder import check_resumable, discard_after
 from weights import checkpoint as checkpoints
 
 # train.py, which kills itself at the n-th call of a function: in the middle of a save, or at a step.
@@ -195,9 +195,9 @@ def test_a_row_truncated_by_a_kill_costs_no_other_row(tmp_path):
     text = "".join(json.dumps(row) + "\n" for row in results)
     (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])  # a half row, and a last one without its newline
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')  # and others' rows stay
-    drop_after(tmp_path, 20)
+    discard_after(tmp_path, 20)
     assert files.read_rows(tmp_path / "results.jsonl") == results
-    drop_after(tmp_path, 10)
+    discard_after(tmp_path, 10)
     assert files.read_rows(tmp_path / "results.jsonl") == results[:2]
     assert files.read_rows(tmp_path / "metrics.jsonl") == [{"step": 10}]
 

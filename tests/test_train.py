@@ -29,8 +29,8 @@ from rf import RF
 from routing_module import Route, Router
 from runtime import files
 from scripts import prepare_latents
+from train import announce_compilation, paused, report, start_trackers, train_step
 from train import main as train_main
-from train import paused, report, start_trackers, tell_compiling, train_step
 from training import speed
 from training.run import Run, Sums, choose_sizes
 from training.settings import TrainSettings
@@ -387,7 +387,7 @@ def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path,
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
     run = SimpleNamespace(cfg=SimpleNamespace(compile=True, steps=9), step=0, optimizer=SimpleNamespace(optimizer=optimizer))
     with tqdm(file=io.StringIO(), disable=False) as bar:
-        tell_compiling(run, bar)
+        announce_compilation(run, bar)
         before, _ = bar.postfix, optimizer.step()
         assert (before, bar.postfix) == ("compiling", "")
 

@@ -136,5 +136,5 @@ def load_optimizer(
         p = trained[name]
         if value.ndim and value.shape != p.shape:
             raise ValueError(f"The optimizer's {key} has shape {tuple(value.shape)}, and its weights {tuple(p.shape)}.")
-        state.setdefault(place[p], {})[entry] = sharding.part(value, like=p)
+        state.setdefault(place[p], {})[entry] = sharding.local_shard(value, like=p)
     optimizer.load_state_dict({**optimizer.state_dict(), "state": state})

@@ -30,8 +30,8 @@ from weights.loading import (
     Trained,
     find_by_hash,
     find_on_main_rank,
-    hold_base,
     latest_checkpoint,
+    link_base,
     load_base,
     load_trained,
 )
@@ -224,7 +224,7 @@ def start_adapter(run: Run, base: Trained) -> None:
     if "base" not in lora or folder is None or folder.resolve() != (run.folder / "base").resolve():
         lora["base"] = str(base.checkpoint.file.absolute())
     if run.accelerator.is_main_process:
-        hold_base(base.checkpoint, run.folder)
+        link_base(base.checkpoint, run.folder)
 
 
 def begin(run: Run) -> None:
@@ -240,7 +240,7 @@ def begin(run: Run) -> None:
         if "lora" in run.record:
             start_adapter(run, parent)
         for net in (run.model, *run.averages.values()):
-            adapters.load_base(net, parent.net.state_dict())
+            adapters.load_base_weights(net, parent.net.state_dict())
 
 
 def restore(run: Run, folder: Path, content: dict) -> None:
@@ -268,10 +268,10 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         base = load_base(Checkpoint(folder / "ema.safetensors", folder, content), cfg.init_from)
         start_adapter(run, base)
         for net in (run.model, *run.averages.values()):
-            adapters.load_base(net, base.net.state_dict())
-    adapters.restore(run.model, checkpoints.load(folder, "model"))
+            adapters.load_base_weights(net, base.net.state_dict())
+    adapters.load_adapter(run.model, checkpoints.load(folder, "model"))
     for name, file in stored_averages(meta, run).items():
-        adapters.restore(run.averages[name], checkpoints.load(folder, file))
+        adapters.load_adapter(run.averages[name], checkpoints.load(folder, file))
     training = checkpoints.load(folder, "training")
     with as_recorded(folder / "training.safetensors"):
         run.sums.values.copy_(training.pop("sums"))
@@ -370,7 +370,7 @@ def prepare_folder(run: Run, resumed: tuple[Path, dict] | None) -> None:
     averages.keep_snapshots(run.folder, run.cfg.ema.snapshot_every or 1)
     checkpoints.prune(run.folder, run.step, kept["keep_last"], kept["keep_every"])
     if resumed is None:  # a run that begins again evaluates its first network again
-        drop_after(run.folder, -1)
+        discard_after(run.folder, -1)
         write_settings(run)
     if run.step < run.cfg.steps:
         size = 4 * sum(tensor.numel() for tensor in adapters.tensors(run.model).values())
@@ -384,7 +384,7 @@ def begin_record(run: Run) -> None:
     As late as the first step, so that a command that takes none changes no record.
     """
     if run.accelerator.is_main_process:
-        drop_after(run.folder, run.step)
+        discard_after(run.folder, run.step)
         write_settings(run)
 
 
@@ -393,10 +393,10 @@ def write_settings(run: Run) -> None:
     files.write_text(run.folder / "config.yaml", f"# {summary}\n{OmegaConf.to_yaml(run.cfg.model_dump())}")
 
 
-def drop_after(run_dir: Path, step: int) -> None:
+def discard_after(run_dir: Path, step: int) -> None:
     """Drops what a run wrote after `step`, which it now repeats: damaged checkpoints, grids, metrics, scores."""
     checkpoints.set_aside_after(run_dir, step)
-    averages.drop_after(run_dir, step)
+    averages.delete_snapshots_after(run_dir, step)
     for picture in (run_dir / "samples").glob("step-" + 8 * "[0-9]" + ".png"):
         if int(picture.stem.removeprefix("step-")) > step:
             picture.unlink()

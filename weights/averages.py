@@ -129,7 +129,7 @@ def keep_snapshots(run: Path, every: int = 1) -> None:
                     checkpoints.write_meta(partial, {"step": meta["step"], "files": own})
 
 
-def drop_after(run: Path, step: int) -> None:
+def delete_snapshots_after(run: Path, step: int) -> None:
     """Deletes snapshots past `step`, which the run repeats, and what was reconstructed of them."""
     for folder in (run / "averages").glob("step-*"):
         found = re.match(r"step-(\d{8,18})(-std|$)", folder.name)
@@ -137,17 +137,17 @@ def drop_after(run: Path, step: int) -> None:
             files.remove(folder)
 
 
-def place_of(folder: Path, std: float) -> Path:
+def average_folder(folder: Path, std: float) -> Path:
     """Returns where the average of another width lies that is made for a checkpoint: `<run>/averages/step-…-std…`."""
     return folder.parent.parent / "averages" / f"{folder.name}-{power_name(std).removeprefix('ema-')}"
 
 
 def reconstruct(folder: Path, meta: dict, std: float) -> Path:
-    """Makes the average of a width at a checkpoint of what its run has stored up to it, and writes it to `place_of`.
+    """Makes the average of a width at a checkpoint from what its run has stored up to it; returns its folder.
 
     It is made once, and its meta.json says of what. Raises ValueError for a run that tracks no such average.
     """
-    run, name, out = folder.parent.parent, power_name(std), place_of(folder, std)
+    run, name, out = folder.parent.parent, power_name(std), average_folder(folder, std)
     files.inside(run, "averages", out.name)
     if out.is_dir() and checkpoints.problem(out) is None:
         return out

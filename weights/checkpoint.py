@@ -55,7 +55,7 @@ def own_file(folder: Path, name: str) -> Path:
 
 
 def all_steps(run: Path) -> list[Path]:
-    """Lists a run's checkpoint folders from the oldest to the newest, whole or not."""
+    """Lists a run's checkpoint folders from the oldest to the newest, complete or not."""
     folders = (run / "checkpoints").glob("step-*")
     return sorted(filter(is_step, folders), key=step_of)
 
@@ -134,7 +134,7 @@ def save(
 ) -> None:
     """Writes `tensors[name]` to `folder/name.safetensors` and `meta` to `meta.json`, all of it or nothing.
 
-    `values` yields the tensors in the order of `stored` where they are gathered from other ranks. A whole checkpoint
+    `values` yields the tensors in the order of `stored` where they are gathered from other ranks. A complete checkpoint
     that exists is not written again. Raises OSError with the room needed and the room left.
     """
     if folder.is_dir() and problem(folder) is None:
@@ -167,7 +167,7 @@ def write_meta(folder: Path, meta: dict) -> None:
 
 
 def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
-    """Reads the meta.json of a checkpoint that is whole, or of which the files `names` are; else raises ValueError."""
+    """Reads a checkpoint's meta.json; raises ValueError unless the checkpoint, or its files `names`, are complete."""
     own_file(folder, "meta.json")
     try:
         meta = read_meta(folder)
@@ -189,7 +189,7 @@ def check(folder: Path, names: tuple[str, ...] | None = None) -> dict:
 
 
 def problem(folder: Path) -> str | None:
-    """Returns why a checkpoint is not whole, or None."""
+    """Returns why a checkpoint is not complete, or None."""
     try:
         check(folder)
     except ValueError as error:
@@ -214,13 +214,13 @@ def is_planned(folder: Path) -> bool:
 
 
 def last_sound(run: Path, before: int) -> Path | None:
-    """Finds the newest whole and sound checkpoint with fewer than `before` steps."""
+    """Finds the newest complete and sound checkpoint with fewer than `before` steps."""
     return next((folder for folder in reversed(all_steps(run))
                  if step_of(folder) < before and is_sound(folder) and problem(folder) is None), None)
 
 
 def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, dict] | None:
-    """Finds the newest whole checkpoint of a run, and reads its meta.json; warns of each damaged one that is newer."""
+    """Finds a run's newest complete checkpoint and reads its meta.json; warns of each damaged one that is newer."""
     pruned = False
     for folder in reversed(all_steps(run)):
         try:
@@ -234,7 +234,7 @@ def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, 
 
 
 def latest(run: Path) -> Path | None:
-    """Finds the newest whole checkpoint of a run, as `read_latest` does."""
+    """Finds the newest complete checkpoint of a run, as `read_latest` does."""
     found = read_latest(run)
     return found and found[0]
 

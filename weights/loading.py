@@ -110,7 +110,7 @@ def find_checkpoint(path: str | Path, weights: str | None = None) -> Checkpoint:
                          f"runs/<name>/checkpoints/step-…, or a .safetensors or .pt file.")
     exported = (folder / file for file in EXPORTED)
     file = path if path.is_file() else next(filter(Path.is_file, exported), folder / f"{name}.safetensors")
-    found = Checkpoint(file, folder, meta or read_whole(folder, file.stem))
+    found = Checkpoint(file, folder, meta or read_complete(folder, file.stem))
     if not file.is_file() and found.run and (std := width_of(name)):
         try:
             return find_checkpoint(reconstruct(folder, found.meta, std), name)
@@ -139,7 +139,7 @@ def latest_checkpoint(run: Path, names: tuple[str, ...] | None = None) -> tuple[
     return found
 
 
-def read_whole(folder: Path, name: str) -> dict:
+def read_complete(folder: Path, name: str) -> dict:
     """Reads the meta.json of a folder whose file of this name is complete; else raises ValueError."""
     try:
         return checkpoints.check(folder, (name,))
@@ -166,7 +166,7 @@ class Trained:
     weights: str                    # ema or model; file for a state dict that does not say
     recorded: dict                  # `network` and `diffusion` as plain keywords, and `published` if there is any
     family: str | None = None       # of weights without a record: a name of FAMILIES
-    said: str = ""                  # of such, which weights of the file they are
+    description: str = ""           # of such, which weights of the file they are
 
     @property
     def read_as(self) -> dict:
@@ -181,7 +181,7 @@ class Trained:
         if self.family is None:
             return None
         labels = "" if self.net.null_label else f" no null label (num_classes={self.net.num_classes}),"
-        return (f"{self.checkpoint.file} carries no record. Taken: {self.said}, as {self.family} "
+        return (f"{self.checkpoint.file} carries no record. Taken: {self.description}, as {self.family} "
                 f"({FAMILIES[self.family].meaning}), {self.recorded['network']['num_heads']} heads,{labels} decoded by "
                 f"{self.autoencoder}. Otherwise set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
 
@@ -200,7 +200,7 @@ def load_trained(
     A weights file in a folder with meta.json is built by that record; an adapter (LoRA) is merged into its base.
     Without a meta.json the architecture is read off the shapes, `diffusion` names the family where the file does not
     show it, and the weights are rewritten for an ordinary network of ours. Raises ValueError for a path without a
-    whole checkpoint, or for weights that are not a DiT's or of no known family.
+    complete checkpoint, or for weights that are not a DiT's or of no known family.
     """
     found = path if isinstance(path, Checkpoint) else find_checkpoint(path, weights)
     given = {key: value for key, value in given.items() if value is not None}
@@ -254,9 +254,9 @@ def read_bare(
     if adapter := next((key for key in held.state if ".lora_A." in key or ".lora_down." in key), None):
         raise ValueError(f"{file} holds a LoRA adapter, {adapter} first. Merge it into its base where it was trained, "
                          f"by PEFT's merge_and_unload() or scripts/merge_lora.py, and name the merged weights.")
-    said = {"num_classes": held.num_classes, **pipeline, **given}
-    state = with_positions(held.state, said.get("input_size"), file)
-    network = infer_architecture(state, said.get("num_heads"), said.get("num_classes"))
+    known = {"num_classes": held.num_classes, **pipeline, **given}
+    state = with_positions(held.state, known.get("input_size"), file)
+    network = infer_architecture(state, known.get("num_heads"), known.get("num_classes"))
     fit(state, network, file)
     family = diffusion or given.get("diffusion") or held.family or pipeline.get("family")
     if family not in FAMILIES:
@@ -266,7 +266,7 @@ def read_bare(
     data = DataRecord(autoencoder=pipeline.get("autoencoder", own), class_names=None)
     record = CheckpointRecord(network=network, diffusion={"name": FAMILIES[family].diffusion}, data=data, step=None,
                               weights=held.which)
-    return state, record, {"family": family, "said": held.said}
+    return state, record, {"family": family, "description": held.description}
 
 
 def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
@@ -284,7 +284,7 @@ def fit(state: Mapping[str, Tensor], network: dict, file: Path) -> DiT:
 # ---- what an adapter is for -----------------------------------------------------------------------------------------
 
 
-def hold_base(base: Checkpoint, run: Path) -> None:
+def link_base(base: Checkpoint, run: Path) -> None:
     """Links or copies a run's checkpoint that an adapter starts from into its own run, as training may delete it.
 
     Raises ValueError for a link out of the base's run, which may lead to files that nobody wants copied.

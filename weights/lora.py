@@ -65,7 +65,7 @@ def tensors(net: nn.Module) -> dict[str, Tensor]:
     return {saved: state[name] for saved, name in trained_names(net).items()}
 
 
-def restore(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
+def load_adapter(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
     """Restores what `tensors` returned; raises ValueError for tensors of other names or shapes."""
     names, state = trained_names(net), net.state_dict()
     if {key: state[name].shape for key, name in names.items()} != {key: value.shape for key, value in saved.items()}:
@@ -73,7 +73,7 @@ def restore(net: nn.Module, saved: Mapping[str, Tensor]) -> None:
     sharding.copy_into(state, {names[name]: value for name, value in saved.items()})
 
 
-def load_base(net: nn.Module, state: Mapping[str, Tensor]) -> None:
+def load_base_weights(net: nn.Module, state: Mapping[str, Tensor]) -> None:
     """Loads a plain network's state dict into one that may have an adapter, which does not change."""
     names = {name: name.replace(".base_layer.", ".") for name in net.state_dict() if ".lora_" not in name}
     assert {*names.values()} == state.keys()

@@ -48,7 +48,7 @@ class Weights:
 
     state: dict[str, Tensor]
     which: str              # ema, model, or file where the file does not say
-    said: str               # which, for people
+    description: str        # which, for people
     family: str | None      # that the file shows
     num_classes: int | None  # that it names
 
@@ -62,10 +62,10 @@ def read_weights(path: Path, weights: str | None = None) -> Weights:
     content = read_content(path)
     try:
         with as_recorded(path):
-            held, which, said = choose(content, weights)
+            held, which, description = choose(content, weights)
         check_tensors(held.tensors)
         family = detect_family(held.tensors, held.name, content)
-        return Weights(plain_keys(held.tensors), which, said, family, settings_in(content).get("num_classes"))
+        return Weights(plain_keys(held.tensors), which, description, family, settings_in(content).get("num_classes"))
     except ValueError as error:
         raise ValueError(f"{path} is not read: {error}.") from None
 
@@ -250,12 +250,13 @@ def choose(content: object, weights: str | None) -> tuple[Held, str, str]:
     if len(averages) > 1:
         beside += f", each of which weights= chooses, as weights={averages[-1].name}"
     if held.is_average:
-        said = f"the average{f' under {held.name}' if held.name else ''}{f' (beside {beside})' if beside else ''}"
+        name, others = (f" under {held.name}" if held.name else ""), (f" (beside {beside})" if beside else "")
+        description = f"the average{name}{others}"
     else:
         why = ("as weights=model asks" if averages else "as no average is in the file" if len(raw) == 1 else
                f"as no key names an average (beside {beside})")
-        said = f"the raw weights under {held.name or 'no key'}, {why}"
-    return held, which, said
+        description = f"the raw weights under {held.name or 'no key'}, {why}"
+    return held, which, description
 
 
 def under_names(held: Held, raw: list[Held]) -> dict[str, Tensor]:
@@ -349,16 +350,16 @@ def pipeline_of(file: Path) -> dict:
     if not config.is_file() or "num_attention_heads" not in read_json(config):
         return {}
     read = read_record(DiffusersRecord, config, "It does not describe a DiT.")
-    said = {"num_heads": read.num_attention_heads, "input_size": read.sample_size,
-            "num_classes": read.num_embeds_ada_norm}
+    known = {"num_heads": read.num_attention_heads, "input_size": read.sample_size,
+             "num_classes": read.num_embeds_ada_norm}
     if index.is_file() and read_json(index).get("_class_name") == "DiTPipeline":
         scheduler, vae = index.with_name("scheduler") / "scheduler_config.json", index.with_name("vae")
         schedule = read_json(scheduler) if scheduler.is_file() else {}
         if schedule.get("prediction_type", "epsilon") == "epsilon" and "num_train_timesteps" in schedule:
-            said["family"] = "dit"
+            known["family"] = "dit"
         if (vae / "config.json").is_file():
-            said["autoencoder"] = str(vae)
-    return said
+            known["autoencoder"] = str(vae)
+    return known
 
 
 def exported_pipeline(file: Path) -> tuple[Path, dict] | None:
@@ -371,11 +372,11 @@ def exported_pipeline(file: Path) -> tuple[Path, dict] | None:
     index = read_json(folder / "model_index.json") if (folder / "model_index.json").is_file() else {}
     if not {"diffusion", "convention"} <= index.keys() or not config.is_file():
         return None
-    said, more = read_json(config), index.get("record") or {}
-    heads, channels = said["num_attention_heads"], said["in_channels"]
-    network = {"input_size": said["sample_size"], "patch_size": said["patch_size"], "in_channels": channels,
-               "hidden_size": heads * said["attention_head_dim"], "depth": said["num_layers"], "num_heads": heads,
-               "num_classes": said["num_embeds_ada_norm"], "learn_sigma": said["out_channels"] == 2 * channels,
+    config, more = read_json(config), index.get("record") or {}
+    heads, channels = config["num_attention_heads"], config["in_channels"]
+    network = {"input_size": config["sample_size"], "patch_size": config["patch_size"], "in_channels": channels,
+               "hidden_size": heads * config["attention_head_dim"], "depth": config["num_layers"], "num_heads": heads,
+               "num_classes": config["num_embeds_ada_norm"], "learn_sigma": config["out_channels"] == 2 * channels,
                "routes": more.get("routes") or []}
     data = {"autoencoder": "identity" if index.get("vae", [None])[0] is None else "vae",
             "convention": index["convention"], "class_names": index.get("class_names"),

@@ -342,7 +342,7 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
     _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {},
                                                label_dropout=0.0, clip_norm=1.0, num_parts=1)
     assert not skipped
-    tensors = {name: sharding.whole(p).detach().clone() for name, p in trained_parameters(objective).items()}
+    tensors = {name: sharding.gather_full(p).detach().clone() for name, p in trained_parameters(objective).items()}
     assert not any("teacher" in name for name in tensors) and not sharding.is_sharded(objective.teacher.weight)
     torch.save(tensors | {"norm": norm}, folder / f"{sharded}-{world}-{rank}.pt")
 
@@ -406,7 +406,7 @@ def step_on_shards(port: int, world: int, rank: int) -> None:
     states = [optimizer_tensors(dict(each.named_parameters()), optimizer) for each, optimizer in zip((net, cut_net), optimizers, strict=True)]
     for whole, parts in ((dict(net.named_parameters()), dict(cut_net.named_parameters())), (dict(ema.named_parameters()), dict(cut_ema.named_parameters())), states):
         for key, value in whole.items():
-            torch.testing.assert_close(sharding.whole(parts[key]), value, rtol=1e-6, atol=1e-7)
+            torch.testing.assert_close(sharding.gather_full(parts[key]), value, rtol=1e-6, atol=1e-7)
             assert sharding.is_sharded(parts[key]) == (not key.endswith(".step"))
 
 

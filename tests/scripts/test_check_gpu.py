@@ -38,7 +38,7 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
     run_command(check_gpu.main, "check_gpu.py", "rehearsal=true", f"out={tmp_path}/gpu.json")
     rows, printed = json.loads((tmp_path / "gpu.json").read_text())["checks"], capsys.readouterr().out
     results = {row["check"]: row["result"] for row in rows}
-    assert all(f"{row['result']}  {row['check']}: {row['said']}" in printed for row in rows)
+    assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
     assert {name for name, result in results.items() if result == "PASS"} == {
         "machine", "step, fp32, eager", "step, fp32, compiled", "step, bf16, eager", "graphs, compiled", "kill and resume", "sampling", "scores",
         "speed, DiT-S/2", *(f"no wait, {kind}" for kind in check_gpu.KINDS if kind != "fp16")}

@@ -332,7 +332,7 @@ BAD = [
     (write_repa, each(LISTED, lambda z: z[:6]), "arrays of shape (6, 8, 8), where REPA's vae-sd has (8, R, R)"), (write_repa, each(LISTED, lambda z: z[:, :4]), "shape (8, 4, 8)"),
     (write_repa, put(LAST, np.full((8, 8, 8), 1e6, np.float32)), "latent 11 is not finite, or beyond float16"),
     (write_repa, each(LISTED, lambda z: -z), "a standard deviation is never negative"), (write_repa, each(LISTED, lambda z: z * 50), "root mean square is"),
-    (write_repa, relabel(1_700_000_000), "label 1700000000 (row 3), outside 0..999999"), (write_repa, relabel("cat"), "whole numbers"),
+    (write_repa, relabel(1_700_000_000), "label 1700000000 (row 3), outside 0..999999"), (write_repa, relabel("cat"), "integers"),
     (write_repa, lambda s: (s / LAST).unlink(), "labelled but missing"), (write_repa, put("vae-sd/00000/more.npy", moments()[0]), "not labelled"),
     (partial(write_repa, zipped=True), flip_a_bit, "Bad CRC-32"), (write_fastdit, each("imagenet256_features", lambda z: z * 5.5), "root mean square is 5"),
     (partial(write_maskdit, length=13), nothing, "holds 25 entries"), (partial(write_maskdit, labels=["cat"]), nothing, "invalid literal for int()"),

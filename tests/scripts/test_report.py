@@ -57,7 +57,7 @@ def cfg(out, *runs, **changed):
 
 def test_pages_of_other_runs_have_folders_of_their_own():
     def place(runs, folders=None, **more):
-        return str(report.place_of_page(cfg("x", *runs, **more).model_copy(update={"out": None}), [*map(Path, folders or runs)]))
+        return str(report.page_path(cfg("x", *runs, **more).model_copy(update={"out": None}), [*map(Path, folders or runs)]))
 
     places = [place(runs) for runs in (["runs/a"], ["runs/a", "runs/b"], ["runs/c"] * 99)]
     assert places[:2] == ["report/a", "report/a+b"] and len(places[2]) < 110

@@ -83,7 +83,7 @@ def test_snapshots_past_a_step_are_dropped_and_folders_of_other_names_are_not(tm
     names = ("step-00000002", "step-00000004-std0.10", "step-00000006", "step-00000006-std0.10", "step-foo", "step-9")
     for name in names:
         (tmp_path / "averages" / name).mkdir(parents=True)
-    averages.drop_after(tmp_path, 4)
+    averages.delete_snapshots_after(tmp_path, 4)
     assert {path.name for path in (tmp_path / "averages").iterdir()} == {*names[:2], *names[4:]}
 
 

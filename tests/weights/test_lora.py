@@ -141,7 +141,7 @@ def test_a_run_holds_only_the_adapter_and_names_its_base(trained_run, parent):
     for key, value in load_file(base).items():
         assert torch.equal(whole[key], value) != (key.removesuffix(".weight") in LAYERS), key
     _, net = adapted(alpha=2.0)
-    lora.restore(net, saved["model"])
+    lora.load_adapter(net, saved["model"])
     given, expected = load_trained(trained_run, "model").net(*inputs()), net(*inputs())
     assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item())
 
