@@ -1,4 +1,6 @@
-"""What both sides of a comparison with published code evaluate: weights, inputs and random numbers, without our code."""
+"""What both sides of a comparison with published code evaluate: weights, inputs and random numbers, without our code.
+
+"""
 
 import math
 import os
@@ -61,7 +63,9 @@ def numbers(name: str, n: int, count: int, distribution: str) -> Tensor:
 
 
 def data_set(count: int = 64, shape: tuple[int, int, int] = (4, 8, 8), num_classes: int = 10) -> tuple[Tensor, Tensor]:
-    """Returns latents (count, C, h, w), exact in float16 and of deviation 0.5 around a mean of their class, and labels."""
+    """Returns latents (count, C, h, w), exact in float16 and of deviation 0.5 around a mean of their class, and
+    labels.
+    """
     y = torch.arange(count) % num_classes
     x = 0.4 * numbers("latents", 0, count * math.prod(shape), "randn").view(count, *shape)
     return (x + 0.3 * wave((num_classes, *shape), 3)[y]).half().float(), y

@@ -13,7 +13,8 @@ import numpy as np
 import pytest
 
 ROOT = Path(__file__).resolve().parents[1]
-PATIENCE = 3000  # seconds that a test waits for another process: only one that hangs takes longer, however busy the machine
+# seconds that a test waits for another process: only one that hangs takes longer, however busy the machine
+PATIENCE = 3000
 sys.path[:0] = map(str, [ROOT, ROOT / "tests", *sorted((ROOT / "tests").glob("*/"))])  # tests share helpers
 signal.signal(signal.SIGHUP, signal.SIG_DFL)   # nohup has it ignored, and what tests start would inherit that
 os.environ.setdefault("HF_HUB_OFFLINE", "1")   # a test that reaches for the network fails at once
@@ -41,7 +42,8 @@ def run_command(entry, program: str, *overrides: str, **settings) -> None:
         return str(value)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(sys, "argv", [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
+        patch.setattr(sys, "argv",
+                      [program, *overrides, *(f"{key}={written(value)}" for key, value in settings.items())])
         entry()
 
 
@@ -89,7 +91,8 @@ def graphs(monkeypatch):
 
     torch._dynamo.reset()
     counter, compiled = CompileCounterWithBackend("aot_eager"), torch.compile
-    monkeypatch.setattr(torch, "compile", lambda function, **how: compiled(function, backend=counter, fullgraph=True, **how))
+    monkeypatch.setattr(torch, "compile", lambda function,
+                        **how: compiled(function, backend=counter, fullgraph=True, **how))
     return counter
 
 
@@ -108,7 +111,8 @@ def shapes(tmp_path_factory) -> Path:
     import forked
 
     out = tmp_path_factory.mktemp("data") / "shapes"
-    done = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=300", "resolution=16", "autoencoder=identity", f"out={out}")
+    done = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=300", "resolution=16",
+                      "autoencoder=identity", f"out={out}")
     assert done.returncode == 0, done.stderr
     return out
 

@@ -59,7 +59,8 @@ class Command:
         start_server()
         self.processes = [
             get_context("forkserver").Process(target=live, daemon=True, args=(
-                program, tuple(map(str, arguments)), {**os.environ, **env, **rank}, [*map(str, self.output)], file_size))
+                program, tuple(map(str, arguments)), {**os.environ, **env, **rank}, [*map(str, self.output)],
+                file_size))
             for rank in ranks_of(ranks)]
         for process in self.processes:
             process.start()
@@ -81,7 +82,9 @@ class Command:
         return self.returncode
 
     def communicate(self, timeout: float = PATIENCE) -> tuple[str, str]:
-        """Waits for the end of all ranks, which the first that fails brings, as with torchrun; returns what was printed."""
+        """Waits for the end of all ranks, which the first that fails brings, as with torchrun; returns what was
+        printed.
+        """
         deadline, failed = time.monotonic() + timeout, None
         while self.poll() is None:
             if failed is None and any(process.exitcode for process in self.processes):

@@ -56,10 +56,12 @@ def network(cfg):
 def objective_of(cfg, model):
     """Builds what is minimised around a network of `cfg`, with a teacher's tokens beside the latents."""
     diffusion, parts = with_objective(dict(cfg.diffusion), settings(cfg).objective)
-    keywords = {key: value for name, given in parts.items() for key, value in class_of(name).network_keywords(len(model.blocks), **given).items()}
+    keywords = {key: value for name, given in parts.items()
+                for key, value in class_of(name).network_keywords(len(model.blocks), **given).items()}
     assert not keywords  # or the network would have to be built with them
     with torch.device("meta"):
-        return build_objective(model, build_diffusion(diffusion), parts, False, {"teacher": (model.pos_embed.shape[1], 768)})
+        return build_objective(model, build_diffusion(diffusion), parts, False,
+                               {"teacher": (model.pos_embed.shape[1], 768)})
 
 
 @pytest.mark.parametrize("experiment", EXPERIMENTS)
@@ -80,11 +82,13 @@ def checked(*typed):
     (["experiment=b2_sit_tread_repa_before", "model=dit", "model.routes=[]"], None),
     (["experiment=b2_tread", "model=dit"], None), (["experiment=b2_sit_sprint", "model=tread"], None),
     (["experiment=b2_sit_sprint", "routes=balanced"], "routes=balanced and model=sprint do not go together"),
-    (["experiment=b2_sit_tread_dispersive", "objective=alignment"], r"write objective=\[dispersive,alignment\] for all of them, or ~objective"),
+    (["experiment=b2_sit_tread_dispersive", "objective=alignment"],
+     r"write objective=\[dispersive,alignment\] for all of them, or ~objective"),
     (["experiment=b2_sit_tread_dispersive", "objective=[dispersive,alignment]"], None),
     (["experiment=b2_sit_tread_dispersive", "objective=alignment", "~objective.dispersive"], None),
     (["experiment=b2_sit_tread_dispersive", "~objective"], "would train dispersive as well"),
-    (["experiment=b2_sit_repa", "objective=dispersive"], None), (["objective=alignment", "+objective.dispersive.weight=1"], None)])
+    (["experiment=b2_sit_repa", "objective=dispersive"], None),
+    (["objective=alignment", "+objective.dispersive.weight=1"], None)])
 def test_what_an_experiment_adds_to_the_model_or_objective_that_is_typed_raises_an_error(typed, words):
     with contextlib.nullcontext() if words is None else pytest.raises(ValueError, match=words):
         checked(*typed)
@@ -97,9 +101,11 @@ def test_a_preset_of_routes_that_is_typed_replaces_an_experiments_routes(experim
 
 
 @pytest.mark.parametrize(("typed", "is_published"), [
-    ([], True), (["seed=3", "name=again", "precision=fp32", "data.path=/data/imagenet", "checkpoint.every=5000", "evaluate.every=9"], True),
+    ([], True), (["seed=3", "name=again", "precision=fp32", "data.path=/data/imagenet", "checkpoint.every=5000",
+                  "evaluate.every=9"], True),
     (["model=dit"], False), (["routes=max_speed"], False), (["diffusion=rf"], False), (["objective=layer_sync"], False),
-    (["data=cifar10"], False), (["model.backbone_type=DiT-S/2"], False), (["batch_size=64"], False), (["optimizer.lr=1e-3"], False),
+    (["data=cifar10"], False), (["model.backbone_type=DiT-S/2"], False), (["batch_size=64"], False),
+    (["optimizer.lr=1e-3"], False),
     (["route_schedule=off_ramp"], False), (["init_from=x", "lora.rank=4"], False), (["ema.decay=0.99"], False)])
 def test_published_scores_are_recorded_of_the_run_that_they_are_of_alone(typed, is_published):
     assert (checked("experiment=b2_tread", *typed).published is not None) == is_published
@@ -114,7 +120,9 @@ def test_equal_settings_behave_alike():
             check_settings(cfg, typed)
 
 
-PUBLISHED = [name for name in EXPERIMENTS if re.search(r"^published:(?! null)", (CONFIGS / "experiment" / f"{name}.yaml").read_text(), re.M)]
+PUBLISHED = [name
+             for name in EXPERIMENTS
+             if re.search(r"^published:(?! null)", (CONFIGS / "experiment" / f"{name}.yaml").read_text(), re.M)]
 DEPTHS = {"s2": 12, "b2": 12, "l2": 24, "xl2": 28, "xl1": 28, "mamba": 20, "rwkv": 18}
 VERSION_1 = {12: [(0, 4), (6, 9)], 28: [(0, 10), (13, 21)]}  # the routes of the paper's first version, by depth
 
@@ -155,8 +163,10 @@ def test_a_dense_fine_tune_fits_the_run_it_starts_from_and_has_no_published_numb
 
 
 # The classes whose keywords a file of configs/ sets, beside its name.
-CLASSES = {"model/dit": (DiT, Router), "diffusion/edm": (EDM,), "diffusion/rf": (RF,), "diffusion/rf_clean": (CleanRF,), "guidance/none": (Guidance,),
-           "optimizer/muon": (MuonSettings,), **{f"objective/{path.stem}": (class_of(path.stem),) for path in (CONFIGS / "objective").glob("*.yaml")}}
+CLASSES = {"model/dit": (DiT, Router), "diffusion/edm": (EDM,), "diffusion/rf": (RF,), "diffusion/rf_clean": (CleanRF,),
+           "guidance/none": (Guidance,),
+           "optimizer/muon": (MuonSettings,),
+           **{f"objective/{path.stem}": (class_of(path.stem),) for path in (CONFIGS / "objective").glob("*.yaml")}}
 
 
 @pytest.mark.parametrize("file", CLASSES)
@@ -164,14 +174,16 @@ def test_a_config_shows_the_defaults_of_the_class_that_it_sets(file):
     group, name = file.split("/")
     shown = load(f"{group}={name}", name="sample" if group == "guidance" else "config")
     shown = shown if group == "guidance" else shown[group][name] if group == "objective" else shown[group]
-    defaults = {one.name: one.default for kind in CLASSES[file] for one in inspect.signature(kind).parameters.values() if one.default is not one.empty}
+    defaults = {one.name: one.default for kind in CLASSES[file]
+                for one in inspect.signature(kind).parameters.values() if one.default is not one.empty}
     same = {key: value for key, value in shown.items() if key in defaults and value is not None}
     assert len(same) >= 1 and same == {key: defaults[key] for key in same}
     assert group != "objective" or shown.keys() == defaults.keys()
 
 
 SPRINT = ("grid", True)
-RECIPES = {"sit_repa": (None, None), "sit_tread_repa": ((2, None), None), "sit_tread_repa_before": ("later", None), "sit_tread_repa_delayed": ("later", 2),
+RECIPES = {"sit_repa": (None, None), "sit_tread_repa": ((2, None), None), "sit_tread_repa_before": ("later", None),
+           "sit_tread_repa_delayed": ("later", 2),
            "sit_sprint": (SPRINT, None), "sit_sprint_repa": (SPRINT, None)}
 
 
@@ -182,8 +194,10 @@ def test_a_recipe_has_its_route_and_aligns_where_its_name_says(size, depth, alig
     model = network(cfg)
     kind, return_from = RECIPES[recipe]
     start = later if kind == "later" else 2
-    route = Route(2, depth - 3, 0.75, path_drop=0.1) if kind == SPRINT else Route(start, depth - 4, 0.5, return_from=return_from)
-    assert (list(model.routes), cfg.model.selection, cfg.model.fusion) == ([route] if kind else [], *(SPRINT if kind == SPRINT else ("random", False)))
+    route = Route(2, depth - 3, 0.75, path_drop=0.1) if kind == SPRINT else Route(start, depth - 4, 0.5,
+                                                                                  return_from=return_from)
+    assert (list(model.routes), cfg.model.selection, cfg.model.fusion) == ([route] if kind else [],
+            *(SPRINT if kind == SPRINT else ("random", False)))
     objective = objective_of(cfg, model)
     assert getattr(objective, "blocks", None) == (None if recipe == "sit_sprint" else [aligned])
     assert (start <= aligned) == ("before" not in recipe and "delayed" not in recipe)
@@ -195,7 +209,8 @@ def test_a_recipe_has_its_route_and_aligns_where_its_name_says(size, depth, alig
 def test_every_way_to_guide_is_a_setting_of_one_value(name):
     cfg = load(f"guidance={name}", name="sample")
     assert (cfg.weak == "required") == ("auto" in name) and (cfg.interval is not None) == (name == "interval")
-    given = {key: OmegaConf.to_container(cfg)[key] for key in ("gamma1", "gamma2", "drop_label", "interval", "internal")}
+    given = {key: OmegaConf.to_container(cfg)[key]
+             for key in ("gamma1", "gamma2", "drop_label", "interval", "internal")}
     assert cfg.scale is None or Guidance(cfg.scale, **given).scale > 1
     for entry in ("fid", "rf"):
         assert load(f"guidance={name}", name=entry).gamma2 == cfg.gamma2
@@ -238,5 +253,6 @@ def costs(name, side):
 def test_the_flop_ratios_at_the_head_of_a_preset_are_counted(preset):
     head = (CONFIGS / "presets" / "routes" / f"{preset}.yaml").read_text()
     [written] = re.findall(r"at 256 / 1024 tokens: B/2 (\S+) / (\S+), XL/2 (\S+) / (\S+)$", head, flags=re.M)
-    routes = {name: network(load(f"model.backbone_type={name}", f"routes={preset}")).routes for name in ("DiT-B/2", "DiT-XL/2")}
+    routes = {name: network(load(f"model.backbone_type={name}", f"routes={preset}")).routes
+              for name in ("DiT-B/2", "DiT-XL/2")}
     assert [*written] == [f"{costs(name, side).flop_ratio(routes[name]):.2f}" for name in routes for side in (32, 64)]

@@ -71,7 +71,8 @@ def test_a_file_that_pillow_would_hand_to_another_program_is_no_image():
 
 
 @pytest.mark.parametrize(("name", "change"), [
-    ("latents-00000.npy", lambda content: content[:-8]), ("labels-00000.npy", lambda content: b""), ("record-00000.json", lambda content: None)])
+    ("latents-00000.npy", lambda content: content[:-8]), ("labels-00000.npy", lambda content: b""),
+    ("record-00000.json", lambda content: None)])
 def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, change):
     source, _ = write_fastdit(tmp_path)
     out, whole = tmp_path / "out", tmp_path / "whole"
@@ -89,14 +90,17 @@ def test_a_shard_that_is_not_as_it_was_written_is_written_again(tmp_path, name, 
 
 
 @pytest.mark.parametrize("changes", [
-    {"offsets": lambda a: a + 2**40}, {"offsets": lambda a: a[:-1]}, {"labels": lambda a: a[1:]}, {"dtype": lambda a: np.array("|O")},
-    {"shape": lambda a: a * 10**6}, {"starts": lambda a: a[::-1]}, {"labels": lambda a: a.astype(object)}, {"key": lambda a: np.array("of other tars")},
+    {"offsets": lambda a: a + 2**40}, {"offsets": lambda a: a[:-1]}, {"labels": lambda a: a[1:]},
+    {"dtype": lambda a: np.array("|O")},
+    {"shape": lambda a: a * 10**6}, {"starts": lambda a: a[::-1]}, {"labels": lambda a: a.astype(object)},
+    {"key": lambda a: np.array("of other tars")},
 ])  # fmt: skip
 def test_an_index_of_tars_that_leads_elsewhere_is_made_again(tmp_path, changes):
     write_tars(tmp_path, numbered(), labels_of())
     first = folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint
     index = dict(np.load(tmp_path / tars.TAR_INDEX))
-    np.savez(tmp_path / tars.TAR_INDEX, **{name: changes.get(name, lambda a: a)(values) for name, values in index.items()})
+    np.savez(tmp_path / tars.TAR_INDEX,
+             **{name: changes.get(name, lambda a: a)(values) for name, values in index.items()})
     spoilt = (tmp_path / tars.TAR_INDEX).read_bytes()
     assert folder.open_latents(tmp_path, kind="sample", scale=1.0).fingerprint == first
     assert (tmp_path / tars.TAR_INDEX).read_bytes() != spoilt

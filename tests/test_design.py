@@ -29,7 +29,8 @@ def imported(name: str, tree: ast.Module, modules: dict) -> set[str]:
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         elif isinstance(node, ast.ImportFrom):
-            found |= {f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in modules else node.module for alias in node.names}
+            found |= {f"{node.module}.{alias.name}" if f"{node.module}.{alias.name}" in modules else node.module
+                      for alias in node.names}
     return {module for module in found if module in modules and module != name}
 
 
@@ -75,12 +76,15 @@ def test_at_most_ten_files_at_the_top_level_and_the_page_names_each_file_and_pac
 
 
 def test_a_folders_file_is_found_by_its_name_alone():
-    names = [path.stem for name in ORDER for path in (ROOT / name).glob("*.py") if path.stem != "__init__"] + [path.stem for path in ROOT.glob("*.py")]
+    names = [path.stem for name in ORDER
+             for path in (ROOT / name).glob("*.py") if path.stem != "__init__"] + [path.stem
+                                                                                   for path in ROOT.glob("*.py")]
     assert sorted(names) == sorted(set(names)), sorted(name for name in set(names) if names.count(name) > 1)
 
 
 STATES = {"state", "accelerator", "run", "machine"}
-COLLECTIVES = {"broadcast_from_main", "from_main", "broadcast_object_list", "broadcast", "gather", "gather_object", "all_reduce", "wait_for_everyone",
+COLLECTIVES = {"broadcast_from_main", "from_main", "broadcast_object_list", "broadcast", "gather", "gather_object",
+               "all_reduce", "wait_for_everyone",
                "main_process_first", "local_main_process_first"}
 
 
@@ -98,7 +102,10 @@ def test_what_may_wait_for_other_ranks_shows_it_in_its_arguments_and_commands_al
             kept = {given for method in methods if method.name == "__init__" for given in arguments(method)}
             functions += [(method, kept) for method in methods]
         for function, kept in functions:
-            called = {getattr(call.func, "attr", getattr(call.func, "id", None)) for call in ast.walk(function) if isinstance(call, ast.Call)}
+            called = {getattr(call.func, "attr", getattr(call.func, "id", None))
+                      for call in ast.walk(function) if isinstance(call, ast.Call)}
             assert "PartialState" not in called or function.name == "join_ranks", f"{name}.{function.name} makes a PartialState of its own"
-            known = (arguments(function) | kept) & STATES or function.name == "main" or any("command" in ast.unparse(one) for one in function.decorator_list)
+            known = (arguments(function)
+                     | kept) & STATES or function.name == "main" or any("command" in ast.unparse(one)
+                                                                        for one in function.decorator_list)
             assert known or not called & COLLECTIVES, f"{name}.{function.name} waits for other ranks in {called & COLLECTIVES} and takes no state"

@@ -33,7 +33,8 @@ def test_the_position_embedding_is_no_parameter_but_is_saved():
 
 
 @pytest.mark.parametrize("size", WIDTHS)
-@pytest.mark.parametrize("options", [{}, {"learn_sigma": True, "num_classes": 10}, {"input_size": 64, "in_channels": 3}])
+@pytest.mark.parametrize("options",
+                         [{}, {"learn_sigma": True, "num_classes": 10}, {"input_size": 64, "in_channels": 3}])
 def test_the_architecture_is_read_off_the_weights(size, options):
     with torch.device("meta"):
         model = DiT_models[f"DiT-{size}/4"](**options)

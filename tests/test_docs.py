@@ -47,7 +47,8 @@ def command_lines(page):
     else:
         head = text.split('"""')[1] if page.suffix == ".py" else "\n".join(
             line.lstrip("# ") for line in text.splitlines() if line.lstrip().startswith("#"))
-        lines = [re.split(r"  +| and torchrun", line.strip())[0] for line in re.sub(r" *\\\n *", " ", head).splitlines()]
+        lines = [re.split(r"  +| and torchrun", line.strip())[0]
+                 for line in re.sub(r" *\\\n *", " ", head).splitlines()]
     for line in lines:
         if LAUNCHED.match(line) and " -m pytest" not in line:
             yield line
@@ -102,7 +103,8 @@ def test_every_link_leads_somewhere_and_no_line_is_too_long(page):
         file = page.parent / name if name else page
         assert file.exists(), f"{page.name} links to {target}, which is not there"
         if place:
-            headings = [anchor(line.lstrip("#")) for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
+            headings = [anchor(line.lstrip("#"))
+                        for line in file.read_text(encoding="utf-8").splitlines() if line.startswith("#")]
             assert place in headings, f"{page.name} links to {target}, which has no such heading"
     assert not [line for line in text.splitlines() if len(line) > 120]
 
@@ -115,9 +117,11 @@ def commits_of(rows: object) -> set[str | None]:
     return own.union(*map(commits_of, rows.values() if isinstance(rows, dict) else rows))
 
 
-@pytest.mark.parametrize("file", sorted((ROOT / "docs/results").rglob("*.json")), ids=lambda file: f"{file.parent.name}/{file.name}")
+@pytest.mark.parametrize("file", sorted((ROOT / "docs/results").rglob("*.json")),
+                         ids=lambda file: f"{file.parent.name}/{file.name}")
 def test_the_page_of_results_names_rows_whose_commit_is_unknown_or_had_changes(file):
-    [section] = re.findall(r"^## Which commit made each row\?\n(.*?)^## ", (ROOT / "docs/results.md").read_text(), re.M | re.S)
+    [section] = re.findall(r"^## Which commit made each row\?\n(.*?)^## ", (ROOT / "docs/results.md").read_text(),
+                           re.M | re.S)
     commits = commits_of(json.loads(file.read_text()))
     for commit in commits:
         assert commit is not None and (not commit.endswith("-dirty") or commit.removesuffix("-dirty") in section)
@@ -126,9 +130,11 @@ def test_the_page_of_results_names_rows_whose_commit_is_unknown_or_had_changes(f
 
 def test_the_python_of_the_readme_and_of_a_forward_pass_runs_in_another_folder(tmp_path):
     pages = "".join((ROOT / page).read_text(encoding="utf-8") for page in ("README.md", "docs/trainers.md"))
-    code = [block for language, block in FENCED.findall(pages) if language == "python" and block.startswith("import torch")]
+    code = [block
+            for language, block in FENCED.findall(pages) if language == "python" and block.startswith("import torch")]
     assert len(code) == 2
-    (tmp_path / "notebook.py").write_text("\n".join(code) + "\nassert taken.ids_keep[0].shape == (8, 32) and loss.isfinite()\n")
+    (tmp_path / "notebook.py").write_text("\n".join(code)
+                                          + "\nassert taken.ids_keep[0].shape == (8, 32) and loss.isfinite()\n")
     result = subprocess.run([sys.executable, "notebook.py"], cwd=tmp_path, capture_output=True, text=True,
                             env=os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"})
     assert result.returncode == 0, result.stderr

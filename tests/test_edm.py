@@ -10,7 +10,9 @@ from edm import DDPM, EDM
 
 
 class ExactDenoiser(nn.Module):
-    """The raw network F_x that makes D(x; sigma) the posterior mean of data N(mean_y, std²), under EDM's preconditioning."""
+    """The raw network F_x that makes D(x; sigma) the posterior mean of data N(mean_y, std²), under EDM's
+    preconditioning.
+    """
 
     num_classes = 1
 

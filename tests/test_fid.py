@@ -1,4 +1,6 @@
-"""Statistics, distances and neighbourhoods against closed forms and other people's code; the command against mistakes."""
+"""Statistics, distances and neighbourhoods against closed forms and other people's code; the command against mistakes.
+
+"""
 
 import json
 import shutil
@@ -57,7 +59,8 @@ def test_a_set_against_itself_is_zero(count, spread):
 def test_small_singular_values_are_not_lost_beside_large_ones():
     spectrum = torch.logspace(0, -13, 200, dtype=torch.float64)
     u, v = (torch.linalg.qr(normal(200, 200, seed=seed))[0] for seed in (1, 2))
-    assert metrics.sum_of_singular_values((u * spectrum) @ v.T).item() == pytest.approx(spectrum.sum().item(), rel=1e-12)
+    assert metrics.sum_of_singular_values((u * spectrum) @ v.T).item() == pytest.approx(spectrum.sum().item(),
+                                                                                        rel=1e-12)
 
 
 def test_the_same_features_through_other_peoples_distance_agree():
@@ -131,9 +134,11 @@ def test_precision_and_recall_match_the_definition_in_blocks_of_any_size(block, 
     assert 0.05 < found[0] < 0.95 or 0.05 < found[1] < 0.95  # a test of something
 
 
-@pytest.mark.parametrize(("scale", "shift"), [(1, 0), (1, 4096), (10, 0), (1e-3, 4096), (1e6, 0)])  # mean squares up to 1,900, and beyond
+@pytest.mark.parametrize(("scale", "shift"),
+                         [(1, 0), (1, 4096), (10, 0), (1e-3, 4096), (1e6, 0)])  # mean squares up to 1,900, and beyond
 def test_precision_and_recall_of_foreign_features_are_exact_at_any_scale_and_shift(scale, shift):
-    reference, images = ((normal(count, 24, seed=count) * spread + mean).mul(scale).float() + shift for count, spread, mean in
+    reference, images = ((normal(count, 24, seed=count) * spread + mean).mul(scale).float() + shift
+                         for count, spread, mean in
                          ((300, 1, 0.1), (400, torch.logspace(0.2, -0.2, 24), -0.1)))
     found = metrics.precision_recall(reference, images)
     assert found == counted(reference.double(), images.double()) and all(0.2 < share < 0.95 for share in found)
@@ -149,7 +154,8 @@ def test_pixels_are_compared_without_rounding(tmp_path):
     np.save(tmp_path / "reference.npy", pale[:120])
     np.save(tmp_path / "images.npy", pale[120:] // 2 + 122)
     found = command(tmp_path, images=tmp_path / "images.npy", reference=tmp_path / "reference.npy")["metrics"]
-    pools = [load_extractor("pixels").compute(torch.from_numpy(images))["pool"] for images in (pale[:120], pale[120:] // 2 + 122)]
+    pools = [load_extractor("pixels").compute(torch.from_numpy(images))["pool"]
+             for images in (pale[:120], pale[120:] // 2 + 122)]
     assert (found["precision"], found["recall"]) == counted(*(pool.double() for pool in pools))
     assert metrics.precision_recall(*pools, metrics.distances_in_half) != counted(*(pool.double() for pool in pools))
 
@@ -167,16 +173,20 @@ def test_a_shift_of_all_features_changes_no_distance():
         return sums[0].mean_and_covariance()
 
     near, far = (fid.frechet_distance(*over_two_ranks(one + shift), *over_two_ranks(two + shift)) for shift in (0, 1e4))
-    assert far == pytest.approx(near, rel=1e-7) and near == pytest.approx(fid.frechet_distance(*statistics(one), *statistics(two)), rel=1e-9)
+    assert far == pytest.approx(near,
+                                rel=1e-7) and near == pytest.approx(fid.frechet_distance(*statistics(one),
+                                                                                         *statistics(two)), rel=1e-9)
     assert metrics.mind_distance(one + 1e4, two + 1e4) == pytest.approx(metrics.mind_distance(one, two), rel=1e-7)
 
 
 @pytest.mark.parametrize("asked", [None, "all", ["recall"]])
 @pytest.mark.parametrize(("real", "count"), [(3, 40), (40, 3)])
-def test_too_few_images_for_neighbours_are_refused_before_any_is_sampled(real, count, asked, tmp_path, run_folder, monkeypatch):
+def test_too_few_images_for_neighbours_are_refused_before_any_is_sampled(real, count, asked, tmp_path, run_folder,
+                                                                         monkeypatch):
     monkeypatch.setattr(image_sets.SampledImages, "sample", lambda *_: pytest.fail("drawn"))
     np.savez(tmp_path / "reference.npz", arr_0=shapes(real).numpy())
-    with pytest.raises(SystemExit, match="cannot be measured, as it needs more than 3 images of both sets, and there are 3"):
+    with pytest.raises(SystemExit,
+                       match="cannot be measured, as it needs more than 3 images of both sets, and there are 3"):
         command(tmp_path, checkpoint=run_folder, reference=tmp_path / "reference.npz", num_samples=count, metrics=asked)
 
 
@@ -203,7 +213,8 @@ def test_the_kernel_distance_is_torch_fidelitys(monkeypatch):
     theirs = kid_features_to_metric(images, reference, kid_subsets=7, kid_subset_size=100, verbose=False)
     found = metrics.kernel_distance(images, reference)
     assert found == pytest.approx(theirs["kernel_inception_distance_mean"], rel=1e-10)
-    assert metrics.kernel_distance(reference, images) != pytest.approx(found, rel=1e-6)  # the images' subset comes first
+    assert metrics.kernel_distance(reference, images) != pytest.approx(found,
+                                                                       rel=1e-6)  # the images' subset comes first
 
 
 def test_mind_is_what_torch_fidelity_gives():
@@ -228,7 +239,8 @@ def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monke
     pixels, images = load_extractor("pixels"), shapes(60, seed=5)
     reference = open_reference(one_rank(), reference_npz, pixels)
     batches = [(torch.arange(60), images)]
-    with pytest.raises(ValueError, match="kd_pixels cannot be measured, as its subsets have 1000 images, and there are 60"):
+    with pytest.raises(ValueError,
+                       match="kd_pixels cannot be measured, as its subsets have 1000 images, and there are 60"):
         score_with(pixels, reference, batches, 60, ["kd_pixels"])
     for module in (metrics, reference_module):
         monkeypatch.setattr(module, "SUBSET", 50)
@@ -241,7 +253,8 @@ def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monke
 
 
 def test_kid_is_inceptions_and_kdd_dinov2s():
-    names = [(named.kid_name, named.mind_name) for named in (replace(load_extractor("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
+    names = [(named.kid_name, named.mind_name)
+             for named in (replace(load_extractor("pixels"), distance=name) for name in ("fid", "fd_dinov2", "fd_x"))]
     assert names == [("kid", "mind"), ("kdd", "mind_dinov2"), ("kd_x", "mind_x")]
 
 
@@ -268,7 +281,8 @@ def test_evaluate_does_not_mind_the_order_and_leaves_random_state_alone(referenc
     before = torch.get_rng_state()
     straight = score_with(pixels, reference, [(torch.arange(60), images)], 60)
     order = torch.randperm(60, generator=torch.Generator().manual_seed(0))
-    parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])]) for part in order.split(7)]  # a copy in each
+    parts = [(torch.cat([part, torch.tensor([-1])]), images[torch.cat([part, part[:1]])])
+             for part in order.split(7)]  # a copy in each
     again = score_with(pixels, reference, parts, 60)
     assert list(straight) == ["fd_pixels", "precision", "recall"] and again == pytest.approx(straight, rel=1e-9)
     assert torch.equal(torch.get_rng_state(), before)
@@ -288,7 +302,8 @@ def inception_like():
         pool = pixels(images)["pool"]
         return {"pool": pool[:, :16], "spatial": pool[:, 16:40], "probs": pool[:, :5].softmax(1)}
 
-    return Extractor("adm", "inception-2015", "fid", {"pool": 16, "spatial": 24, "probs": 5}, "", compute, "graph.pb", "a" * 64)
+    return Extractor("adm", "inception-2015", "fid", {"pool": 16, "spatial": 24, "probs": 5}, "", compute, "graph.pb",
+                     "a" * 64)
 
 
 def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
@@ -302,7 +317,8 @@ def test_statistics_in_the_reference_win_over_its_images_as_in_adm(tmp_path):
     features = adm.compute(images)
     assert list(found) == ["fid", "sfid", "inception_score", "precision", "recall"]
     assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(features["pool"]), mu, sigma), rel=1e-9)
-    assert found["sfid"] == pytest.approx(fid.frechet_distance(*statistics(features["spatial"]), mu_s, sigma_s), rel=1e-9)
+    assert found["sfid"] == pytest.approx(fid.frechet_distance(*statistics(features["spatial"]), mu_s, sigma_s),
+                                          rel=1e-9)
     nine = adm.compute(shapes(50, seed=9))["pool"]
     assert (found["precision"], found["recall"]) == metrics.precision_recall(nine, features["pool"])
 
@@ -313,7 +329,8 @@ def test_statistics_that_a_reference_lacks_are_measured_on_its_images(tmp_path):
     reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
     found = score_with(adm, reference, [(torch.arange(80), shapes(80, seed=3))], 80, ["fid", "sfid"])
     mu, sigma = statistics(adm.compute(own)["pool"])
-    assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(adm.compute(shapes(80, seed=3))["pool"]), mu, sigma), rel=1e-9)
+    assert found["fid"] == pytest.approx(fid.frechet_distance(*statistics(adm.compute(shapes(80, seed=3))["pool"]), mu,
+                                                              sigma), rel=1e-9)
     torch.testing.assert_close(reference.statistics["spatial"][0], torch.zeros(24, dtype=torch.float64))
 
 
@@ -322,7 +339,8 @@ def test_a_reference_without_images_gives_no_precision(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(16), sigma=np.eye(16))
     reference = open_reference(one_rank(), tmp_path / "ref.npz", adm)
     assert available_metrics(adm, reference) == ["fid", "inception_score"]
-    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"), ("vgg", "features=adm give fid, "), ("kid", "no images under arr_0")):
+    for name, why in (("precision", "no images under arr_0"), ("sfid", "no mu_s and sigma_s"),
+                      ("vgg", "features=adm give fid, "), ("kid", "no images under arr_0")):
         with pytest.raises(ValueError, match=why):
             available_metrics(adm, reference, [name])
 
@@ -331,7 +349,8 @@ def broken(sigma, name):
     """Makes a covariance one that is none."""
     values, vectors = np.linalg.eigh(sigma)
     values[0] = -0.1 * values[-1]
-    return {"not symmetric": np.triu(sigma), "negative eigenvalues, down to -": vectors * values @ vectors.T, "all finite": sigma * np.nan,
+    return {"not symmetric": np.triu(sigma), "negative eigenvalues, down to -": vectors * values @ vectors.T,
+            "all finite": sigma * np.nan,
             "of shape": sigma[:-1]}[name]
 
 
@@ -339,7 +358,8 @@ def broken(sigma, name):
 @pytest.mark.parametrize("key", ["sigma", "sigma_s"])
 def test_statistics_whose_covariance_is_none_are_refused(key, why, tmp_path):
     features = normal(200, 16), normal(200, 24, seed=1)
-    given = dict(zip(("mu", "sigma", "mu_s", "sigma_s"), (array.numpy() for one in features for array in statistics(one)), strict=True))
+    given = dict(zip(("mu", "sigma", "mu_s", "sigma_s"),
+                     (array.numpy() for one in features for array in statistics(one)), strict=True))
     np.savez(tmp_path / "ref.npz", **given | {key: broken(given[key], why)})
     with pytest.raises(ValueError, match=f"ref.npz has {key} .*{why}"):
         open_reference(one_rank(), tmp_path / "ref.npz", inception_like())
@@ -355,14 +375,17 @@ def test_rounded_statistics_and_those_of_few_images_are_accepted(count, tmp_path
 
 
 def test_adms_statistics_are_never_those_of_another_network_of_as_many_features(tmp_path):
-    np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), mu_s=np.zeros(2023), sigma_s=np.eye(2023), arr_0=shapes(5).numpy())
-    with pytest.raises(ValueError, match="has mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a reference from images"):
+    np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), mu_s=np.zeros(2023), sigma_s=np.eye(2023),
+             arr_0=shapes(5).numpy())
+    with pytest.raises(ValueError,
+                       match="has mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a reference from images"):
         open_reference(one_rank(), tmp_path / "ref.npz", load_extractor("pixels"))
 
 
 def test_a_reference_of_other_weights_raises_a_one_line_error(tmp_path):
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), weights_sha256="pixels:abc")
-    with pytest.raises(ValueError, match="weights of SHA-256 abc, but features=pixels are pixels-8x8 by weights of None"):
+    with pytest.raises(ValueError,
+                       match="weights of SHA-256 abc, but features=pixels are pixels-8x8 by weights of None"):
         open_reference(one_rank(), tmp_path / "ref.npz", load_extractor("pixels"))
 
 
@@ -401,17 +424,20 @@ def test_an_npy_of_any_version_is_read_and_one_that_is_a_pickle_is_not(tmp_path,
     assert np.array_equal(opened.read(np.array([2, 0])), shapes(4).numpy()[[2, 0]])
     for value in ({"mu": 0}, [{}, None]):
         np.save(tmp_path / "pickle.npy", np.array(value), allow_pickle=True)
-        with pytest.raises(ValueError, match="reference=.*pickle.npy holds Python objects as a pickle, .* mu and sigma in an .npz"):
+        with pytest.raises(ValueError,
+                           match="reference=.*pickle.npy holds Python objects as a pickle, .* mu and sigma in an .npz"):
             image_sets.open_images(one_rank(), "reference", str(tmp_path / "pickle.npy"))
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
-    ("stats.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code and is never loaded"), ("stats.pt", b"PK\x03\x04", "is a pickle"),
+    ("stats.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code and is never loaded"),
+    ("stats.pt", b"PK\x03\x04", "is a pickle"),
     ("x.h5", b"\x89HDF\r\n\x1a\n", "is an HDF5 file"), ("x.png", b"\x89PNG", "is one image"),
 ])
 def test_a_reference_of_another_kind_is_called_what_it_is(tmp_path, name, content, what):
     (tmp_path / name).write_bytes(content)
-    with pytest.raises(ValueError, match=f"reference=.*{name} {what}.*: give a folder, zip or tar of images, .*mu and sigma"):
+    with pytest.raises(ValueError,
+                       match=f"reference=.*{name} {what}.*: give a folder, zip or tar of images, .*mu and sigma"):
         image_sets.open_images(one_rank(), "reference", str(tmp_path / name))
 
 
@@ -444,14 +470,16 @@ def test_the_inception_score_of_a_folder_is_that_of_shuffled_images(tmp_path, mo
     def score(name, batch_size=16):
         opened = image_sets.open_images(one_rank(), "images", str(tmp_path / name))
         sums = metrics.ScoreSums(300, 5)
-        for places, pictures in image_sets.read_share(one_rank(), opened, opened.choose(300), np.arange(300), batch_size):
+        for places, pictures in image_sets.read_share(one_rank(), opened, opened.choose(300), np.arange(300),
+                                                      batch_size):
             sums.add(places, (adm.compute(pictures)["pool"][:, :5] * 20).softmax(1))
         return sums.score()
 
     by_class, shuffled, folder = score("by_class.npz"), score("shuffled.npz"), score("folder")
     assert by_class == score("by_class.npy")  # an array keeps its order, as in ADM
     assert by_class < 0.9 * shuffled and folder == pytest.approx(shuffled, rel=0.03)
-    assert all(other == pytest.approx(folder, rel=1e-9) for other in (score("folder.zip"), score("other"), score("folder", 97)))
+    assert all(other == pytest.approx(folder, rel=1e-9)
+               for other in (score("folder.zip"), score("other"), score("folder", 97)))
     halves = image_sets.open_images(one_rank(), "images", str(tmp_path / "folder")).choose(30)
     assert sorted(halves) == list(range(0, 300, 10)) and list(halves) != sorted(halves)
 
@@ -461,7 +489,8 @@ def score_in_splits(images, split, monkeypatch):
     for module in (metrics, score):
         monkeypatch.setattr(module, "SPLIT", split)
     adm = replace(inception_like(), compute=lambda x: inception_like().compute(x) | {
-        "probs": torch.nn.functional.one_hot((x[:, 0, 0, 0] // 25).long(), 10).float()}, sizes={"pool": 16, "spatial": 24, "probs": 10})
+        "probs": torch.nn.functional.one_hot((x[:, 0, 0, 0] // 25).long(), 10).float()},
+        sizes={"pool": 16, "spatial": 24, "probs": 10})
     reference = open_reference(one_rank(), images, adm)
     opened = image_sets.open_images(one_rank(), "images", str(images))
     batches = image_sets.read_share(one_rank(), opened, opened.choose(opened.count), np.arange(opened.count), 50)
@@ -472,19 +501,22 @@ def test_copies_of_images_are_spread_over_the_splits_whatever_they_are_called(tm
     colours = (np.arange(10) * 25 + 5).astype(np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3, 3)
     for name, order in (("by_class", np.arange(10).repeat(60)), ("mixed", np.tile(np.arange(10), 60))):
         write_folder(tmp_path / name, torch.from_numpy(colours[order]))
-        assert score_in_splits(tmp_path / name, 300, monkeypatch) == pytest.approx(10, abs=0.2), name  # sorted by content: 5
+        assert score_in_splits(tmp_path / name, 300, monkeypatch) == pytest.approx(10,
+                abs=0.2), name  # sorted by content: 5
     opened = [image_sets.open_images(one_rank(), "images", str(tmp_path / name)) for name in ("by_class", "mixed")]
     first, second = (np.concatenate([one.read(one.choose(600))]) for one in opened)
     assert np.array_equal(first, second)
 
 
 def test_a_short_last_split_and_sorted_images_are_said_to_lower_the_inception_score(tmp_path, monkeypatch, capsys):
-    colours = (np.arange(100) % 10 * 25 + 5).astype(np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3, 3)
+    colours = (np.arange(100) % 10 * 25 + 5).astype(np.uint8)[:, None, None, None].repeat(4, 1).repeat(4, 2).repeat(3,
+                                                                                                                    3)
     np.save(tmp_path / "plain.npy", colours)
     np.save(tmp_path / "one_more.npy", colours[[*range(100), 0]])
     np.save(tmp_path / "sorted.npy", np.sort(colours, 0))
     assert score_in_splits(tmp_path / "plain.npy", 50, monkeypatch) == pytest.approx(10) and not capsys.readouterr().out
-    assert score_in_splits(tmp_path / "one_more.npy", 50, monkeypatch) == pytest.approx(7)  # (10 + 10 + 1) / 3, as in ADM
+    assert score_in_splits(tmp_path / "one_more.npy", 50,
+                           monkeypatch) == pytest.approx(7)  # (10 + 10 + 1) / 3, as in ADM
     assert capsys.readouterr().out == ("The Inception Score is the mean over splits of 50 images, and the last split has only 1 of the 101, "
                                        "which lowers it: score a multiple of 50.\n")
     assert score_in_splits(tmp_path / "sorted.npy", 50, monkeypatch) == pytest.approx(5)
@@ -497,7 +529,10 @@ def test_a_short_last_split_and_sorted_images_are_said_to_lower_the_inception_sc
 def count_measured(monkeypatch):
     """Counts the images that go through the features of pixels."""
     counted, pixels = [], load_extractor("pixels")
-    monkeypatch.setitem(EXTRACTORS, "pixels", lambda *_: replace(pixels, compute=lambda images: counted.append(len(images)) or pixels.compute(images)))
+    monkeypatch.setitem(EXTRACTORS, "pixels",
+                        lambda *_: replace(pixels,
+                                           compute=lambda images: counted.append(len(images))
+                                           or pixels.compute(images)))
     return lambda: [sum(counted), counted.clear()][0]
 
 
@@ -514,8 +549,10 @@ def test_a_reference_is_whatever_images_are_and_is_measured_once(tmp_path, refer
     assert measured() == 160 and [*expected] == ["fd_pixels", "precision", "recall"] and expected["fd_pixels"] > 0
     for name in ("folder", "array.npy"):
         row = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / name)
-        assert row["metrics"] == pytest.approx(expected, rel=1e-9) and row["reference"]["images"] == 120 and measured() == 160, name
-        again = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / name, results=tmp_path / "elsewhere.jsonl")
+        assert row["metrics"] == pytest.approx(expected,
+                                               rel=1e-9) and row["reference"]["images"] == 120 and measured() == 160, name
+        again = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / name,
+                        results=tmp_path / "elsewhere.jsonl")
         assert measured() == 40 and again["metrics"] == row["metrics"]
     moved = command(tmp_path, images=tmp_path / "drawn.npy", reference=shutil.move(folder, tmp_path / "moved"))
     assert moved["metrics"] == pytest.approx(expected, rel=1e-9) and measured() == 40
@@ -549,7 +586,8 @@ def test_precision_and_recall_use_as_many_images_of_a_large_reference_as_adms_ha
     folder = write_folder(tmp_path / "folder", shapes(120))
     found = command(tmp_path, images=tmp_path / "drawn.npy", reference=folder)
     command(tmp_path, reference_from=folder, out=tmp_path / "ref.npz", reference_images=30)
-    assert found["metrics"] == pytest.approx(command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / "ref.npz")["metrics"], rel=1e-9)
+    assert found["metrics"] == pytest.approx(command(tmp_path, images=tmp_path / "drawn.npy",
+                                                     reference=tmp_path / "ref.npz")["metrics"], rel=1e-9)
 
 
 # ---- the command
@@ -558,7 +596,8 @@ def test_precision_and_recall_use_as_many_images_of_a_large_reference_as_adms_ha
 @pytest.fixture(scope="module")
 def run_folder(tmp_path_factory):
     """A run with one checkpoint of an untrained network of three classes."""
-    network = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=3, init="xavier")
+    network = dict(input_size=16, patch_size=4, in_channels=3, hidden_size=32, depth=3, num_heads=2, num_classes=3,
+                   init="xavier")
     return write_run(tmp_path_factory.mktemp("runs") / "tiny", network, step=7, class_names=["a", "b", "c"])
 
 
@@ -586,10 +625,12 @@ def test_a_folder_a_zip_and_an_npz_of_the_same_images_score_the_same(tmp_path, r
             archive.write(file, file.name)
     np.savez(tmp_path / "stored.npz", arr_0=images.numpy())
     np.savez_compressed(tmp_path / "packed.npz", arr_0=images.numpy())
-    rows = [command(tmp_path, images=tmp_path / name, reference=reference_npz) for name in ("images", "images.zip", "stored.npz", "packed.npz")]
+    rows = [command(tmp_path, images=tmp_path / name, reference=reference_npz)
+            for name in ("images", "images.zip", "stored.npz", "packed.npz")]
     assert all(row["metrics"] == pytest.approx(rows[0]["metrics"], rel=1e-9) for row in rows)
     assert rows[0]["images"] == 40 and rows[0]["source"]["not_images"] == 1
-    assert [row["source"]["order"] for row in rows] == 2 * ["shuffled by the files' SHA-256, copies apart"] + 2 * ["as stored"]
+    assert [row["source"]["order"]
+            for row in rows] == 2 * ["shuffled by the files' SHA-256, copies apart"] + 2 * ["as stored"]
     out = capsys.readouterr().out
     assert "1 files do not have the name of an image and are skipped: notes.txt" in out and "fd_pixels" in out
 
@@ -605,7 +646,8 @@ def test_reference_statistics_are_the_same_from_images_and_from_latents_of_them(
         assert np.array_equal(one["arr_0"], two["arr_0"]) and np.array_equal(one["arr_0"], shapes(60).numpy()[::3])
         x = load_extractor("pixels").compute(shapes(60))["pool"].double()
         assert np.allclose(one["mu"], x.mean(0)) and np.allclose(one["sigma"], torch.cov(x.T))
-    row = command(tmp_path, images=tmp_path / "images.npz", reference=tmp_path / "latents.ref.npz", metrics=["fd_pixels"])
+    row = command(tmp_path, images=tmp_path / "images.npz", reference=tmp_path / "latents.ref.npz",
+                  metrics=["fd_pixels"])
     assert abs(row["metrics"]["fd_pixels"]) < 1e-6
 
 
@@ -628,10 +670,13 @@ def test_classes_without_images_are_sampled_only_if_they_are_named(tmp_path, run
     meta = checkpoints.read_meta(last)
     checkpoints.write_meta(last, meta | {"data": meta["data"] | {"classes": [0, 2]}})
     options = dict(reference=reference_npz, num_samples=6, num_steps=2)
-    default, named, absent, every, old = (command(tmp_path, checkpoint=folder, **options, **given) for folder, given in (
+    default, named, absent, every, old = (command(tmp_path, checkpoint=folder, **options, **given)
+                                          for folder, given in (
         (run, {}), (run, {"classes": [0, 2]}), (run, {"classes": [1]}), (run, {"classes": "0-2"}), (run_folder, {})))
-    assert [row["source"]["classes"] for row in (default, named, absent, every, old)] == [[0, 2], [0, 2], [1], "all", "all"]
-    assert default["metrics"] == named["metrics"] != absent["metrics"] and every["metrics"] == old["metrics"] != default["metrics"]
+    assert [row["source"]["classes"]
+            for row in (default, named, absent, every, old)] == [[0, 2], [0, 2], [1], "all", "all"]
+    assert default["metrics"] == named["metrics"] != absent["metrics"]
+    assert every["metrics"] == old["metrics"] != default["metrics"]
     assert capsys.readouterr().out.count("1 of 3 classes have no training images (1), which are sampled if named.") == 4
 
 
@@ -645,7 +690,8 @@ def test_mixed_sizes_are_scored_where_a_resolution_is_given(tmp_path, reference_
 # ---- kept features, and many processes
 
 
-def test_scores_that_could_not_be_saved_are_refused_before_anything_is_sampled(tmp_path, run_folder, reference_npz, monkeypatch):
+def test_scores_that_could_not_be_saved_are_refused_before_anything_is_sampled(tmp_path, run_folder, reference_npz,
+                                                                               monkeypatch):
     monkeypatch.setattr(image_sets.SampledImages, "sample", lambda *_: pytest.fail("drawn"))
     results = tmp_path / "results.jsonl"
     for spoil in (results.mkdir, lambda: results.symlink_to(tmp_path / "elsewhere")):
@@ -655,7 +701,8 @@ def test_scores_that_could_not_be_saved_are_refused_before_anything_is_sampled(t
         files.remove(results)
 
 
-def test_what_another_process_scores_meanwhile_has_one_row_and_scoring_again_has_two(tmp_path, reference_npz, monkeypatch, capsys):
+def test_what_another_process_scores_meanwhile_has_one_row_and_scoring_again_has_two(tmp_path, reference_npz,
+                                                                                     monkeypatch, capsys):
     np.savez(tmp_path / "images.npz", arr_0=shapes(20, seed=4).numpy())
     options, score = dict(images=tmp_path / "images.npz", reference=reference_npz), fid.score_on
     for _ in range(2):
@@ -670,7 +717,9 @@ def test_what_another_process_scores_meanwhile_has_one_row_and_scoring_again_has
     monkeypatch.setattr(fid, "score_on", meanwhile)
     command(tmp_path, **options)
     command(tmp_path, **options, tag="mine")
-    assert [row.get("tag") for row in rows_of(tmp_path)] == [None, "mine"] and capsys.readouterr().out.count("there is no second row") == 2
+    assert [row.get("tag")
+            for row in rows_of(tmp_path)] == [None,
+                                              "mine"] and capsys.readouterr().out.count("there is no second row") == 2
     assert {file.name for file in tmp_path.glob(".*")} == {".theirs.jsonl.lock", ".results.jsonl.lock"}
 
 
@@ -678,21 +727,27 @@ def test_rows_that_many_processes_add_at_once_are_complete_and_of_each_there_is_
     np.savez(tmp_path / "images.npz", arr_0=shapes(20, seed=4).numpy())
     row = command(tmp_path, images=tmp_path / "images.npz", reference=reference_npz)
     several = [row | {"images": count} for count in range(30)]
-    lives = [forked.Life(lambda: [results.add_rows(tmp_path / "results.jsonl", [one], before=[]) for one in several]) for _ in range(4)]
+    lives = [forked.Life(lambda: [results.add_rows(tmp_path / "results.jsonl", [one], before=[]) for one in several])
+             for _ in range(4)]
     assert all(life.wait(PATIENCE).code == 0 for life in lives)
     assert sorted(one["images"] for one in rows_of(tmp_path)) == [*range(30)]
 
 
-@pytest.mark.parametrize("error", [PermissionError(13, "read-only folder"), OSError(37, "no locks on this disk"), Timeout("held for a minute")])
+@pytest.mark.parametrize("error",
+                         [PermissionError(13, "read-only folder"), OSError(37, "no locks on this disk"),
+                          Timeout("held for a minute")])
 def test_a_folder_in_which_nothing_can_be_locked_costs_no_row(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr(files.FileLock, "acquire", lambda *_, **__: (_ for _ in ()).throw(error))
-    results.add_rows(tmp_path / "results.jsonl", [{**dict.fromkeys(("source", "metrics"), {}), "images": 2, "extractor": {"name": "x"}, "reference": {"path": "x"}}], before=[])
+    results.add_rows(tmp_path / "results.jsonl",
+                     [{**dict.fromkeys(("source", "metrics"), {}), "images": 2, "extractor": {"name": "x"},
+                       "reference": {"path": "x"}}], before=[])
     assert len(rows_of(tmp_path)) == 1 and "cannot be locked" in capsys.readouterr().out
 
 
 def test_scores_of_a_checkpoint_without_a_run_are_kept_in_its_folder(tmp_path, run_folder, reference_npz):
     alone = shutil.copytree(checkpoints.latest(run_folder), tmp_path / "models/hub")
-    run_command(fid.main, "fid.py", checkpoint=alone, reference=reference_npz, features="pixels", num_samples=4, num_steps=1, cpu=True)
+    run_command(fid.main, "fid.py", checkpoint=alone, reference=reference_npz, features="pixels", num_samples=4,
+                num_steps=1, cpu=True)
     assert [path.parent for path in tmp_path.rglob("results.jsonl")] == [alone]
 
 
@@ -709,7 +764,8 @@ def test_kept_features_are_never_those_of_another_evaluation(tmp_path, run_folde
 
 def test_features_of_bare_weights_are_kept_for_what_they_were_taken_for(tmp_path, run_folder, reference_npz):
     bare = shutil.copy(checkpoints.latest(run_folder) / "ema.safetensors", tmp_path / "bare.safetensors")
-    options = dict(checkpoint=bare, diffusion_name="edm", num_heads=2, autoencoder="identity", reference=reference_npz, num_samples=6, num_steps=1,
+    options = dict(checkpoint=bare, diffusion_name="edm", num_heads=2, autoencoder="identity", reference=reference_npz,
+                   num_samples=6, num_steps=1,
                    keep_features=True)
     command(tmp_path, **options)
     for other in ({"num_heads": 4}, {"num_classes": 4}, {"diffusion_name": "tread"}):
@@ -720,7 +776,8 @@ def test_features_of_bare_weights_are_kept_for_what_they_were_taken_for(tmp_path
 @pytest.mark.parametrize("what", ["checkpoint", "reference"])
 def test_two_processes_give_the_numbers_of_one(what, tmp_path, run_folder, reference_npz):
     np.savez(tmp_path / "images.npz", arr_0=shapes(70, seed=4).numpy())
-    options = {"checkpoint": dict(checkpoint=run_folder, num_samples=70, num_steps=3)}.get(what, dict(images=tmp_path / "images.npz"))
+    options = {"checkpoint": dict(checkpoint=run_folder, num_samples=70, num_steps=3)}.get(what,
+            dict(images=tmp_path / "images.npz"))
     options["reference"] = write_folder(tmp_path / "folder", shapes(120)) if what == "reference" else reference_npz
     alone = command(tmp_path, **options)  # keeps what it measured of the reference, and the two read it
     arguments = [f"{key}={value}" for key, value in options.items()]
@@ -748,14 +805,16 @@ def networks(tmp_path):
 
     for name, network in (("coarse", Coarse()), ("rows", Rows())):
         torch.jit.script(network).save(tmp_path / f"{name}.pt")
-    return dict(features=["pixels", "torchscript", "torchscript"], features_weights=[None, f"{tmp_path}/coarse.pt", f"{tmp_path}/rows.pt"])
+    return dict(features=["pixels", "torchscript", "torchscript"],
+                features_weights=[None, f"{tmp_path}/coarse.pt", f"{tmp_path}/rows.pt"])
 
 
 def rows_of(tmp_path):
     return read_results(tmp_path / "results.jsonl")
 
 
-def test_several_networks_score_images_that_are_sampled_once(tmp_path, run_folder, reference_npz, networks, monkeypatch):
+def test_several_networks_score_images_that_are_sampled_once(tmp_path, run_folder, reference_npz, networks,
+                                                             monkeypatch):
     drawn, draw = [], image_sets.SampledImages.sample
 
     def counted(self, todo):
@@ -769,18 +828,22 @@ def test_several_networks_score_images_that_are_sampled_once(tmp_path, run_folde
     command(tmp_path, **options, **networks)
     assert sorted(drawn) == sorted(2 * [*range(20)])
     _, *rows = rows_of(tmp_path)
-    assert [row["resumed_images"] for row in rows] == [20, 0, 0] and rows[0]["metrics"] == pytest.approx(alone[0], rel=1e-9)
+    assert [row["resumed_images"]
+            for row in rows] == [20, 0, 0] and rows[0]["metrics"] == pytest.approx(alone[0], rel=1e-9)
     for row, weights in zip(rows, networks["features_weights"], strict=True):
-        one = command(tmp_path, **options, features=row["extractor"]["name"], **({"features_weights": weights} if weights else {}))
+        one = command(tmp_path, **options, features=row["extractor"]["name"],
+                      **({"features_weights": weights} if weights else {}))
         assert one["resumed_images"] == 20 and one["metrics"] == pytest.approx(row["metrics"], rel=1e-9)
     command(tmp_path, **options, **networks)
     assert len(drawn) == 40  # all is kept
 
 
-def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_sets(tmp_path, reference_npz, networks, capsys):
+def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_sets(tmp_path, reference_npz, networks,
+                                                                                  capsys):
     np.save(tmp_path / "drawn.npy", shapes(70, seed=4).numpy() // 2)
     np.save(tmp_path / "floor.npy", shapes(90, seed=8).numpy())
-    options = dict(images=tmp_path / "drawn.npy", reference=reference_npz, floor=tmp_path / "floor.npy", metrics=["fd_pixels", "fd_torchscript", "recall"])
+    options = dict(images=tmp_path / "drawn.npy", reference=reference_npz, floor=tmp_path / "floor.npy",
+                   metrics=["fd_pixels", "fd_torchscript", "recall"])
     command(tmp_path, **options, **networks)
     ratios = []
     for row, name, weights in zip(rows_of(tmp_path), networks["features"], networks["features_weights"], strict=True):
@@ -789,10 +852,12 @@ def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_set
             shapes(70, seed=4) // 2, shapes(120), shapes(90, seed=8)))
         unit = fid.frechet_distance(*floor, *real)
         ratios.append(fid.frechet_distance(*own, *real) / unit)
-        assert list(row["metrics"]) == [network.distance, "recall", "floor", "fdr"] and row["floor"]["path"].endswith("floor.npy")
+        assert list(row["metrics"]) == [network.distance, "recall", "floor",
+                                        "fdr"] and row["floor"]["path"].endswith("floor.npy")
         assert (row["metrics"]["floor"], row["metrics"]["fdr"]) == pytest.approx((unit, ratios[-1]), rel=1e-6)
     out = capsys.readouterr().out
-    assert all(f"{metric} {network}" in out for metric in ("recall", "fdr") for network in ("coarse", "rows"))  # and none takes another's place
+    assert all(f"{metric} {network}" in out for metric in ("recall", "fdr")
+               for network in ("coarse", "rows"))  # and none takes another's place
     [line] = [line.split() for line in out.splitlines() if line.split()[:1] == ["none"]]
     assert float(line[-1]) == pytest.approx(np.mean(ratios), rel=1e-4) and len({*ratios}) == 3
     for floor, why in ((reference_npz, "between them is 0"), (tmp_path / "none.npy", "none.npy failed: No such file")):
@@ -801,7 +866,8 @@ def test_fdr_is_the_mean_over_networks_of_the_distance_over_that_of_two_real_set
 
 
 def test_one_command_scores_unguided_and_guided_and_prints_a_papers_table(tmp_path, run_folder, reference_npz, capsys):
-    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=12, num_steps=3, guidance_scales=[None, 2.0])
+    options = dict(checkpoint=run_folder, reference=reference_npz, num_samples=12, num_steps=3,
+                   guidance_scales=[None, 2.0])
     command(tmp_path, **options, table="markdown")
     unguided, guided = rows_of(tmp_path)
     assert unguided["source"]["guidance"] is None and guided["source"]["guidance"]["scale"] == 2

@@ -68,7 +68,8 @@ def test_scale_1_is_the_strong_pass_bit_for_bit_and_one_pass(diffusion, predict)
 
 
 @both
-def test_passes_that_share_network_and_ratio_share_a_batch_and_its_masks_and_are_one_if_they_share_labels(diffusion, predict):
+def test_passes_that_share_network_and_ratio_share_a_batch_and_its_masks_and_are_one_if_they_share_labels(diffusion,
+                                                                                                          predict):
     net, (_, y) = small_dit(), noise_and_labels()
     strong = once(predict, net, Guidance(1, 0.5, 0.5))
     seen = watch(net)
@@ -80,7 +81,8 @@ def test_passes_that_share_network_and_ratio_share_a_batch_and_its_masks_and_are
 
 @both
 @pytest.mark.parametrize("drop_label", [True, False])
-def test_different_ratios_are_two_calls_and_the_weak_ones_tokens_are_among_the_strong_ones(diffusion, predict, drop_label):
+def test_different_ratios_are_two_calls_and_the_weak_ones_tokens_are_among_the_strong_ones(diffusion, predict,
+                                                                                           drop_label):
     net, (_, y) = small_dit(), noise_and_labels()
     seen = watch(net)
     once(predict, net, Guidance(1.5, 0.3, 0.7, drop_label))
@@ -90,7 +92,8 @@ def test_different_ratios_are_two_calls_and_the_weak_ones_tokens_are_among_the_s
     assert len({tuple(row) for row in seen.kept[0].tolist()}) == 3, "each image has its own mask"
 
 
-@pytest.mark.parametrize("sample", [EDM_.sample, lambda *args, **kw: RF_.sample(*args, solver="heun", **kw)], ids=["edm", "rf"])
+@pytest.mark.parametrize("sample", [EDM_.sample, lambda *args, **kw: RF_.sample(*args, solver="heun", **kw)],
+                         ids=["edm", "rf"])
 def test_each_step_samples_masks_that_heuns_two_evaluations_share(sample):
     net, (noise, y) = small_dit(), noise_and_labels()
     seen = watch(net)
@@ -158,7 +161,8 @@ def test_routes_given_with_the_guidance_go_before_the_networks_own(diffusion, pr
     assert not torch.allclose(once(predict, dense, delayed), expected, atol=1e-3)
     own = small_dit(routes=[Route(1, 1, 0.5, return_from=-3)])
     assert torch.equal(once(predict, dense, delayed), once(predict, own, Guidance(1.5, 0.3, 0.7)))
-    assert delayed.record()["routes"] == [{"start_layer_idx": 1, "end_layer_idx": 1, "selection_ratio": 0.5, "return_from": 0}]
+    assert delayed.record()["routes"] == [{"start_layer_idx": 1, "end_layer_idx": 1, "selection_ratio": 0.5,
+                                           "return_from": 0}]
 
 
 @pytest.mark.parametrize("own, wrong, sentence", [

@@ -42,7 +42,8 @@ from weights.others import read_weights
 
 def everything(folder: Path) -> dict:
     """The content of all files below a folder, and where its links lead."""
-    return {path.relative_to(folder).as_posix(): os.readlink(path) if path.is_symlink() else path.is_file() and path.read_bytes()
+    return {path.relative_to(folder).as_posix(): os.readlink(path) if path.is_symlink() else path.is_file()
+            and path.read_bytes()
             for path in folder.rglob("*")}
 
 
@@ -61,10 +62,13 @@ def in_a_line(call, *arguments) -> str:
 STEP, SNAPSHOT, GRID = "checkpoints/step-00000004", "averages/step-00000004", "step-00000004.png"
 COMMANDS = {
     "train": lambda run, data, _, out: train.main(*settings(run, data), "steps=5"),
-    "sample": lambda run, *_: sample.main(f"checkpoint={run}", "weights=ema-std0.07", "seeds=0-1", "classes=[0]", "num_steps=1"),
+    "sample": lambda run,
+    *_: sample.main(f"checkpoint={run}", "weights=ema-std0.07", "seeds=0-1", "classes=[0]", "num_steps=1"),
     "score": lambda run, data, reference, _: fid.main(
-        f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=2", "num_steps=1", "batch_size=2"),
-    "adapt": lambda run, data, _, out: train.main(*settings(out, data), f"init_from={run}", "lora.rank=2", "ema.std=[]", "steps=1"),
+        f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=2", "num_steps=1",
+        "batch_size=2"),
+    "adapt": lambda run, data, _,
+    out: train.main(*settings(out, data), f"init_from={run}", "lora.rank=2", "ema.std=[]", "steps=1"),
     "export": lambda run, data, _, out: export.main(f"checkpoint={run}", "to=hub", f"out={out}"),
     "report": lambda run, data, _, out: report.main(str(run), f"out={out}"),
 }
@@ -77,7 +81,8 @@ PLACES = {
 
 
 def settings(run, data) -> list[str]:
-    return [*command(run, data)[1:], "model=dit", "model.depth=2", "ema.std=[0.05,0.10]", "checkpoint.every=2", "checkpoint.keep_last=1"]
+    return [*command(run, data)[1:], "model=dit", "model.depth=2", "ema.std=[0.05,0.10]", "checkpoint.every=2",
+            "checkpoint.keep_last=1"]
 
 
 @pytest.fixture(scope="module")
@@ -94,8 +99,10 @@ def honest(shapes, tmp_path_factory) -> Path:
 
 
 @pytest.mark.parametrize(("program", "name"), [(program, name) for program, names in PLACES.items() for name in names])
-def test_nothing_outside_of_a_run_is_changed_or_copied_through_a_link_in_it(honest, shapes, pixel_reference, tmp_path, program, name):
-    outside, run, out = shutil.copytree(honest, tmp_path / "outside"), shutil.copytree(honest, tmp_path / "run"), tmp_path / "out"
+def test_nothing_outside_of_a_run_is_changed_or_copied_through_a_link_in_it(honest, shapes, pixel_reference, tmp_path,
+                                                                            program, name):
+    outside, run, out = shutil.copytree(honest, tmp_path / "outside"), shutil.copytree(honest,
+            tmp_path / "run"), tmp_path / "out"
     files.remove(run / name)
     (run / name).symlink_to(outside / name)
     private = outside / name / GRID if (outside / name).is_dir() else outside / name
@@ -144,7 +151,8 @@ def test_a_run_behind_a_link_resumes(honest, shapes, tmp_path, linked):
 # ---- numbers in an index of tars ------------------------------------------------------------------------------------
 
 NUMBERS = [-1, -(2**40), 2**40, 2**63 - 1]
-FORMS = {"shorter": lambda a: a[:-1], "longer": lambda a: np.append(a, a[-1]), "nested": lambda a: a[None], "floats": lambda a: a.astype(float)}
+FORMS = {"shorter": lambda a: a[:-1], "longer": lambda a: np.append(a, a[-1]), "nested": lambda a: a[None],
+         "floats": lambda a: a.astype(float)}
 
 
 @pytest.fixture(scope="module")
@@ -161,14 +169,18 @@ def put(place: int, number: int):
 
 @pytest.mark.parametrize(("name", "change"), [
     *((name, change) for name in ("offsets", "starts", "labels", "shape") for change in FORMS.values()),
-    *((name, put(place, number)) for name in ("offsets", "starts", "shape") for place in (0, 1, 2) for number in NUMBERS),
-    *(("labels", put(place, number)) for place in (0, 1, 102) for number in NUMBERS[:2]), ("shape", put(0, 0)), ("starts", put(0, 1)),
-    ("offsets", lambda a: np.append(a[:-1], 10**6)), ("dtype", lambda a: np.array("|O8")), ("dtype", lambda a: np.array(">f2")),
+    *((name, put(place, number)) for name in ("offsets", "starts", "shape") for place in (0, 1, 2)
+      for number in NUMBERS),
+    *(("labels", put(place, number)) for place in (0, 1, 102) for number in NUMBERS[:2]), ("shape", put(0, 0)),
+    ("starts", put(0, 1)),
+    ("offsets", lambda a: np.append(a[:-1], 10**6)), ("dtype", lambda a: np.array("|O8")),
+    ("dtype", lambda a: np.array(">f2")),
 ])  # fmt: skip
 def test_an_index_of_tars_with_a_number_out_of_range_is_made_again(indexed, name, change):
     shards, whole = indexed
     index = whole | {name: change(whole[name])}
-    np.savez(shards[0].with_name(tars.TAR_INDEX), key=np.array(tars.index_key(shards, index)), **index)     # anybody can compute the key
+    np.savez(shards[0].with_name(tars.TAR_INDEX), key=np.array(tars.index_key(shards, index)),
+             **index)     # anybody can compute the key
     assert all(np.array_equal(values, whole[key]) for key, values in tars.tar_index(shards).items())
 
 
@@ -182,15 +194,18 @@ def test_the_last_place_in_a_tar_is_the_last_at_which_a_latent_fits(indexed):
 # ---- records that are not as this code writes them ------------------------------------------------------------------
 
 DEEP = "[" * 100_000
-OTHERS = ["[]", "1", '"x"', "null", DEEP, '{"files": []}', '{"files": {"ema.safetensors": 1}, "step": 4}', "{", "\0", '{"a":' * 300 + "1" + "}" * 300]
+OTHERS = ["[]", "1", '"x"', "null", DEEP, '{"files": []}', '{"files": {"ema.safetensors": 1}, "step": 4}', "{", "\0",
+          '{"a":' * 300 + "1" + "}" * 300]
 WRONG = [0, -1, 2**70, 1e300, "x", [], {}, None, [[]], True, "a" * 2**20]
 
 
 @pytest.fixture(scope="module")
 def untrained(tmp_path_factory) -> Path:
-    network = {"input_size": 4, "patch_size": 2, "in_channels": 3, "hidden_size": 8, "depth": 2, "num_heads": 2, "num_classes": 3}
+    network = {"input_size": 4, "patch_size": 2, "in_channels": 3, "hidden_size": 8, "depth": 2, "num_heads": 2,
+               "num_classes": 3}
     convention = {"scale": 1.0, "shift": 0.0, "latents_mean": [0.0] * 3, "latents_std": [1.0] * 3, "pixels": [0.0, 1.0]}
-    return write_run(tmp_path_factory.mktemp("untrained") / "run", network, 4, class_names=["a", "b", "c"], convention=convention, classes=[0, 1, 2])
+    return write_run(tmp_path_factory.mktemp("untrained") / "run", network, 4, class_names=["a", "b", "c"],
+                     convention=convention, classes=[0, 1, 2])
 
 
 def spoilt(plain, around=()):
@@ -239,12 +254,14 @@ def test_a_pipe_in_place_of_a_record_is_not_waited_for(untrained, tmp_path):
         assert checkpoints.problem(run / STEP)
 
 
-ROW = {"images": 4, "metrics": {"fid": 1.0}, "source": {"step": 4, "guidance": None}, "extractor": {"name": "pixels"}, "reference": {"path": "x"}}
+ROW = {"images": 4, "metrics": {"fid": 1.0}, "source": {"step": 4, "guidance": None}, "extractor": {"name": "pixels"},
+       "reference": {"path": "x"}}
 
 
 def test_rows_without_a_key_are_passed_over(tmp_path):
     without = [{key: value for key, value in ROW.items() if key != name} for name in ROW]
-    wrong = [ROW | {key: value} for key in ROW for value in (1.5, "x", [], [1])] + [ROW | {"source": {"guidance": 1}}, ROW | {"metrics": {"fid": "x"}}]
+    wrong = [ROW | {key: value} for key in ROW
+             for value in (1.5, "x", [], [1])] + [ROW | {"source": {"guidance": 1}}, ROW | {"metrics": {"fid": "x"}}]
     for row in (*without, *wrong, ROW):
         files.append_row(tmp_path / "results.jsonl", row)
     with open(tmp_path / "results.jsonl", "a") as file:
@@ -255,7 +272,9 @@ def test_rows_without_a_key_are_passed_over(tmp_path):
     assert report.read_metrics(tmp_path / "metrics.jsonl")["loss"].tolist()[1:] == [2.0]
 
 
-@pytest.mark.parametrize("content", ["{}", "[]", '{"runs": []}', '{"name": "x"}', '{"name": "x", "runs": [1]}', '{"name": "x", "runs": [{"scores": []}]}', DEEP])
+@pytest.mark.parametrize("content",
+                         ["{}", "[]", '{"runs": []}', '{"name": "x"}', '{"name": "x", "runs": [1]}',
+                          '{"name": "x", "runs": [{"scores": []}]}', DEEP])
 def test_a_study_of_another_form_is_a_line(tmp_path, content):
     (tmp_path / "study.json").write_text(content)
     assert str(tmp_path / "study.json") in in_a_line(report.read_study, tmp_path / "study.json")
@@ -264,7 +283,9 @@ def test_a_study_of_another_form_is_a_line(tmp_path, content):
 LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
 
 
-@pytest.mark.parametrize("content", [LAUGHS, "a: &a [*a]", "[" * 1500, "a: " * 2**20, "&a [" + "1," * 900 + "]\n", LAUGHS.replace("[", "{<<: [").replace("]", "]}")])
+@pytest.mark.parametrize("content",
+                         [LAUGHS, "a: &a [*a]", "[" * 1500, "a: " * 2**20, "&a [" + "1," * 900 + "]\n",
+                          LAUGHS.replace("[", "{<<: [").replace("]", "]}")])
 def test_yaml_of_others_does_not_multiply(tmp_path, content):
     (tmp_path / "config.yaml").write_text(content)
     began = time.monotonic()
@@ -279,7 +300,8 @@ def test_yaml_of_others_does_not_multiply(tmp_path, content):
 def test_a_stray_quote_is_a_line_and_swallows_nothing(rows):
     lines = [f"{i}.png,cat" for i in range(rows)]
     lines[7] = '7.png,"cat'
-    said = in_a_line(read_pairs, "\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
+    said = in_a_line(read_pairs, "\n".join(["file,label", *lines]).encode(), "labels.csv",
+                     lambda cell: cell.endswith(".png"))
     assert "Line 9" in said
     lines[7] = '7.png,"cat, black"'
     pairs, _ = read_pairs("\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
@@ -300,7 +322,8 @@ def test_a_class_whose_name_breaks_a_line_is_not_prepared_and_is_shown_with_a_sp
 
 @pytest.mark.parametrize("header", [
     *(f"{{'descr': '|u1', 'fortran_order': False, 'shape': {shape}}}" for shape in (
-        "(-2, -8, 8, 3)", "(2, -8, -8, 3)", f"({2**62}, 4, 4, 3)", f"({2**70}, 8, 8, 3)", "(0, 8, 8, 3)", "(2, 0, 8, 3)", "(True, 8, 8, 3)", "(1,) * 99")),
+        "(-2, -8, 8, 3)", "(2, -8, -8, 3)", f"({2**62}, 4, 4, 3)", f"({2**70}, 8, 8, 3)", "(0, 8, 8, 3)",
+        "(2, 0, 8, 3)", "(True, 8, 8, 3)", "(1,) * 99")),
     "-" * 9000 + "1", "(" * 5000, "-" * 4000 + "1" + "+1" * 2000,
 ])  # fmt: skip
 def test_the_header_of_an_array_may_say_anything(tmp_path, header):
@@ -313,7 +336,8 @@ def test_the_header_of_an_array_may_say_anything(tmp_path, header):
     assert in_a_line(map_npy, tmp_path / "x.npy", [(2, 8, 8, 3)], ["uint8"])
 
 
-@pytest.mark.parametrize("name", ["latents-00000.npy", "labels-00000.npy", "metadata.json", "shard-000000.tar", tars.TAR_INDEX])
+@pytest.mark.parametrize("name",
+                         ["latents-00000.npy", "labels-00000.npy", "metadata.json", "shard-000000.tar", tars.TAR_INDEX])
 def test_a_pipe_in_place_of_latents_is_not_waited_for(tmp_path, name):
     if name.endswith((".tar", ".npz")):
         open_latents(write_tars(tmp_path / "set", numbered(), labels_of()), kind="sample")
@@ -321,7 +345,8 @@ def test_a_pipe_in_place_of_latents_is_not_waited_for(tmp_path, name):
         write_folder(tmp_path / "set", numbered(), labels_of())
     (tmp_path / "set" / name).unlink()
     os.mkfifo(tmp_path / "set" / name)
-    assert in_a_line(lambda: open_latents(tmp_path / "set", kind="sample")) or name == tars.TAR_INDEX   # which is not needed
+    assert in_a_line(lambda: open_latents(tmp_path / "set",
+                                          kind="sample")) or name == tars.TAR_INDEX   # which is not needed
 
 
 def test_a_pipe_among_pictures_or_in_place_of_a_zip_is_not_waited_for(tmp_path):
@@ -344,13 +369,16 @@ def test_weights_that_name_one_dictionary_in_many_others_are_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
-    {"indices": torch.tensor([4, 9])}, {"indices": torch.tensor([-1, 4])}, {"indices": torch.tensor([4, 4])}, {"indices": torch.tensor([4.0, 5.0])},
-    {"pool": torch.ones(2, 4)}, {"pool": torch.ones(3, 3)}, {"pool": torch.tensor([[1.0, 2, 3], [4, 5, torch.nan]])}, {"pool": torch.ones(2, 3).int()},
+    {"indices": torch.tensor([4, 9])}, {"indices": torch.tensor([-1, 4])}, {"indices": torch.tensor([4, 4])},
+    {"indices": torch.tensor([4.0, 5.0])},
+    {"pool": torch.ones(2, 4)}, {"pool": torch.ones(3, 3)}, {"pool": torch.tensor([[1.0, 2, 3], [4, 5, torch.nan]])},
+    {"pool": torch.ones(2, 3).int()},
 ])  # fmt: skip
 def test_kept_features_that_could_not_be_of_the_images_are_measured_again(tmp_path, fresh_accelerator, change):
     features = FeatureCache(one_rank(), tmp_path, {}, 6, {"pool": 3})
     features.save(torch.arange(2), {"pool": torch.ones(2, 3)})
-    save_cached(features.folder / "00000004.safetensors", {"indices": torch.tensor([4, 5]), "pool": torch.ones(2, 3), **change})
+    save_cached(features.folder / "00000004.safetensors",
+                {"indices": torch.tensor([4, 5]), "pool": torch.ones(2, 3), **change})
     assert FeatureCache(one_rank(), tmp_path, {}, 6, {"pool": 3}).missing().tolist() == [2, 3, 4, 5]
 
 

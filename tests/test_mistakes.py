@@ -35,17 +35,21 @@ TYPED = {
         ("model.patch_size=3", "patch size 3"), ("model.routes.0.end_layer_idx=9", "with 7 blocks"),
         ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 1.5}]", "selection_ratio=1.5"),
         ("model.routes=[{start_layer_idx: 4, end_layer_idx: 2, selection_ratio: 0.5}]", "4"),
-        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, return_from: 2}]", "return_from=2"),
+        ("model.routes=[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5, return_from: 2}]",
+         "return_from=2"),
         ("model=sprint", "model.routes=[]", "0 routes"),
         ("model.selection=grid", "model.patch_size=8", "selection=grid"),
         ("route_schedule.dense_after=5000", "at step 5000, and steps="),
         ("steps=9", "route_schedule.dense_before=6", "route_schedule.dense_after=0.5", "at steps 6, 4"),
         ("route_schedule.selection_ratios=[0.3,1.2]", "selection_ratio=1.2"),
-        ("model=sprint", "steps=9", "route_schedule.changes=[[5,[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5}]]]", "fuses after route"),
+        ("model=sprint", "steps=9",
+         "route_schedule.changes=[[5,[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5}]]]",
+         "fuses after route"),
         ("model=dit", "route_schedule=off_ramp", "model.routes is empty"),
         ("model=dit", "diffusion=edm_v1", "model.routes"), ("+diffusion.mae_weight=0.1", "mae_weight=0.1"),
         # the data
-        ("data.path=nowhere", "nowhere"), ("data.path=four", "source=four out=data/four"), ("data.path=null", "data.path"), ("data.input_size=32", "data.input_size=8"),
+        ("data.path=nowhere", "nowhere"), ("data.path=four", "source=four out=data/four"),
+        ("data.path=null", "data.path"), ("data.input_size=32", "data.input_size=8"),
         ("data.num_classes=5", "data.num_classes=6"), ("data.kind=moments", "moments"), ("keep_masked=true", "masks"),
         ("batch_size=7", "grad_accum_steps=2", "multiple of 2"), ("batch_size=301", "12 latents"),
         ("samples.every=5", "samples.seeds=x", "samples.seeds=0-63"),
@@ -72,13 +76,15 @@ TYPED = {
         ("optimizer.warmup_steps=2", "50% of optimizer.lr"),
         ("steps=null", "optimizer.warmup_steps=9000", "steps=5000"),
         ("checkpoint.every=40", "checkpoint.keep_every=100", "a multiple of that"),
-        ("evaluate.every=5", "evaluate.reference=images.npz", "evaluate.features_weights=weights.pt", "pixels has no weights"),
+        ("evaluate.every=5", "evaluate.reference=images.npz", "evaluate.features_weights=weights.pt",
+         "pixels has no weights"),
         # objectives
         ("objective=alignment", "teacher=<name>"),
         ("objective=alignment", "objective.alignment.teacher=vit_smal", "image-*.npy"),
         ("data.path=taught", "objective=alignment", "objective.alignment.blocks=[7]", "7 blocks"),
         ("data.path=taught", "objective=alignment", "model.patch_size=2", "network has 16 tokens"),
-        ("data.path=taught", "objective=alignment", "objective.alignment.projector=conv", "objective.alignment.blocks=[2]", "route 2→3"),
+        ("data.path=taught", "objective=alignment", "objective.alignment.projector=conv",
+         "objective.alignment.blocks=[2]", "route 2→3"),
         ("objective=layer_sync", "objective.layer_sync.deeper=1", "deeper=1 does not come after block=1"),
         ("objective=dispersive", "objective.dispersive.block=2", "objective.dispersive.pooled=true"),
         ("objective=dispersive", "grad_accum_steps=6", "lower grad_accum_steps"),
@@ -87,14 +93,16 @@ TYPED = {
         ("new_label_table=true", "init_from"), ("init_from=run", "lora.rank=2", "new_label_table=true", "lora.rank"),
         ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
         # jobs of a sweep, and Hydra's own settings
-        ("-m", "seed=0,1", "run_dir='new-${seed}'"), ("-m", "model=dit,tread", "name=a.b", "run_dir=runs/${name}", "'runs/a.b-${model.name}'"),
+        ("-m", "seed=0,1", "run_dir='new-${seed}'"),
+        ("-m", "model=dit,tread", "name=a.b", "run_dir=runs/${name}", "'runs/a.b-${model.name}'"),
         ("-m", "name=x", "run_dir=new/x", "seed=0,1", "optimizer.lr=1e-4,2e-4", "'new/x-${seed}-${optimizer.lr}'"),
         ("hydra/launcher=joblib", "-m", "seed=0,1", "hydra/launcher=joblib is not supported"),
         ("hydra/sweeper=optuna", "-m", "seed=0,1", "hydra/sweeper=optuna is not supported"),
         ("hydra.run.dir=outputs", "hydra.run.dir=outputs would change nothing"),
         # an item of a list
         ("ema.std=[1e-200]", "ema.std.0=1e-200"), ("ema.decay=[0.9,1.0]", "ema.decay.1=1.0: it should be less than 1."),
-        ("evaluate.every=5", "label_dropout=0", "evaluate.guidance_scales=[null,1.5]", "label_dropout=0 does not train"),
+        ("evaluate.every=5", "label_dropout=0", "evaluate.guidance_scales=[null,1.5]",
+         "label_dropout=0 does not train"),
         # what this machine, or the mode, has not
         ("precision=fp8", "precision=fp8"), ("sharding=fsdp", "single process"),
         ("sharding=fsdp", "precision=fp16", "precision=fp16"),
@@ -130,7 +138,8 @@ TYPED = {
     "rf": [
         ("-m", "scale=1.5,2", "out='new-${scale}.png'"),
         ("checkpoint=run", "edm"), ("guidance=none", "guidance"), ("out=x.npz", ".png"),
-        ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "interval="), ("sampler.S_churn=1", "solver"),
+        ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "interval="),
+        ("sampler.S_churn=1", "solver"),
         ("guidance=autoguidance", "weak=run", "mixed"),
     ],
     "fid": [
@@ -144,10 +153,12 @@ TYPED = {
         ("images=images.npz", "resolution=8", "resolution=8"),
         ("reference_from=four", "reference=null", "out=images.npz", "out=images.npz"),
         ("images=four", "scale=2", "scale=2"), ("images=four", "sampler=published", "sampler=published"),
-        ("reference_from=four", "reference=null", "out=new.npz", "results=null", "keep_features=true", "keep_features=true"),
+        ("reference_from=four", "reference=null", "out=new.npz", "results=null", "keep_features=true",
+         "keep_features=true"),
         ("reference_from=four", "out=new.npz", "reference=images.npz"),
         ("images=four", "features_weights=weights.pt", "pixels has no weights"),
-        ("images=four", "features=[pixels,torchscript]", "features_weights=x.pt", "has 1 values, but features= names 2"),
+        ("images=four", "features=[pixels,torchscript]", "features_weights=x.pt",
+         "has 1 values, but features= names 2"),
         ("images=four", "features=[pixels,pixels]", "metrics=[fd_dinov2]", "fd_dinov2 cannot be measured"),
         ("images=four", "metrics=[kd_pixels]", "its subsets have 1000 images, and there are 4"),
         ("images=four", "guidance_scales=[null,2]", "would change nothing"),
@@ -157,7 +168,8 @@ TYPED = {
         ("images=four", "reference=[images.npz,nowhere.npz]", "features=[pixels,pixels]", "nowhere.npz"),
     ],
     "prepare_latents": [
-        ("-m", "resolution=8,16", "out='new-${resolution}'"), ("source=empty", "empty"), ("kind=mean", "kind=mean"), ("autoencoder=vqgan", "vqgan"),
+        ("-m", "resolution=8,16", "out='new-${resolution}'"), ("source=empty", "empty"), ("kind=mean", "kind=mean"),
+        ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("labels=folder", "folders, none, names"), ("source=shapes", "labels=none", "labels=none"),
         ("labels=names", "labels=names labels none of the 2 images"), ("source=pets.zip/cat", "cat"),
@@ -342,7 +354,8 @@ SPOILT = {
         (cut(), "weights.pt"), (text("<html>"), "it is damaged, or holds pickled"),
         (lambda path: torch.save({"epoch": 3}, path), "state dict"), (eight_bits, "float8_e4m3fn"),
         (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
-        (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()}, path), "finite"),
+        (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()},
+                                 path), "finite"),
     ],
     ("sample", "autoencoder", "weights.pt"): [
         (both(), "AutoencoderKL"), (pickled, "weights.pt"), (cut(), "weights.pt"),
@@ -366,7 +379,8 @@ def check_refusal(place: Path, command: str, typed: list[str], words: str) -> No
         run(place, command, typed)
     said = str(ended.value.code)
     assert said.startswith(f"{command}.py: ") and words in said and len(said) < 1000, said
-    assert not any(advice in said for advice in ("weights_only", "allow_pickle", "trust")) or "if you trust it" in said, said
+    assert not any(advice in said
+                   for advice in ("weights_only", "allow_pickle", "trust")) or "if you trust it" in said, said
     assert seen(place) == before
     assert not [path for path in place.glob("new/**/*") if path.suffix in (".safetensors", ".npy", ".png", ".jsonl")]
     assert not list(place.glob("new-executed"))

@@ -82,24 +82,31 @@ def train(
     tmp_path: Path, case: dict, network: dict, diffusion: dict, config: str, images: Tensor | None = None,
     model: str = "dit", command: Callable = run_command, **settings,
 ) -> tuple[dict, dict, list[float]]:
-    """Runs train.py on the weights and the data that both sides had; returns its weights, their average, and the losses."""
+    """Runs train.py on the weights and the data that both sides had; returns its weights, their average, and the
+    losses.
+    """
     side = network["input_size"]
     x, y = data_set(shape=(4, side, side))
     stored = torch.cat([x, spread_of(x)], dim=1) if case.get("kind") == "moments" else x
     write_folder(tmp_path / "data", stored.half().numpy(), y.numpy(), kind=case.get("kind", "sample"), num_classes=10,
                  autoencoder="none", scale=1.0, shard=len(x),
-                 arrays={} if images is None else {"image": {"shape": [*images.shape[1:]], "dtype": "uint8", "mirror": "same"}})
+                 arrays={} if images is None
+                 else {"image": {"shape": [*images.shape[1:]], "dtype": "uint8", "mirror": "same"}})
     if images is not None:
         np.save(tmp_path / "data" / "image-00000.npy", images.numpy())
     state = begin(build_network(network)).state_dict()
     meta = {"step": 1, "network": network, "diffusion": diffusion, "data": {"autoencoder": "none", "class_names": None}}
     checkpoints.save(checkpoints.step_folder(tmp_path / "start", 1), {"ema": state, "model": state}, meta)
-    routes = "[" + ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}" for route in case["routes"]) + "]"
+    routes = "[" + ",".join("{" + ",".join(f"{key}: {value}" for key, value in route.items()) + "}"
+                            for route in case["routes"]) + "]"
     command(
         main, "train.py", f"model={model}", f"model.routes={routes}", f"diffusion={config}", run_dir=tmp_path / "run",
-        **{"data.path": tmp_path / "data", "init_from": tmp_path / "start", "steps": case["steps"], "log.every": 1, "compile": False,
-           "batch_size": case["batch_size"], "precision": case["precision"], "samples.every": 0, "ema.decay": case["ema_decay"],
-           "cpu": True, "data.channels": 4, "data.input_size": side, "data.num_classes": 10, **{f"model.{key}": network[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")},
+        **{"data.path": tmp_path / "data", "init_from": tmp_path / "start", "steps": case["steps"], "log.every": 1,
+           "compile": False,
+           "batch_size": case["batch_size"], "precision": case["precision"], "samples.every": 0,
+           "ema.decay": case["ema_decay"],
+           "cpu": True, "data.channels": 4, "data.input_size": side, "data.num_classes": 10,
+           **{f"model.{key}": network[key] for key in ("hidden_size", "depth", "num_heads", "patch_size")},
            **{f"optimizer.{key}": value for key, value in case["optimizer"].items()}, **settings})
     end = checkpoints.latest(tmp_path / "run")
     losses = [json.loads(line)["loss"] for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
@@ -121,7 +128,8 @@ def deviation(ours: dict, theirs: dict) -> float:
     assert {key for key in ours if key != "pos_embed"} == theirs.keys()
     for key, (total, *values) in theirs.items():
         mine = values_of(without_keys_bias(key, ours[key]))
-        largest = max(largest, abs(mine[0] - total) / ours[key].numel() ** 0.5, *map(abs, np.subtract(mine[1:], values)))
+        largest = max(largest, abs(mine[0] - total) / ours[key].numel() ** 0.5,
+                      *map(abs, np.subtract(mine[1:], values)))
     return largest
 
 
@@ -141,7 +149,8 @@ def assert_same_training(case: dict, model: dict, ema: dict, losses: list[float]
     apart = np.abs(np.subtract(losses, case["loss"]))
     found = {"first": apart[:3].max(), "loss": apart.max(), "weights": deviation(model, case["model"]),
              "ema": deviation(ema, case["ema"])}
-    assert all(found[part] <= bound for part, bound in BOUNDS[case.get("bounds", case["precision"])].items()), (case["name"], found)
+    assert all(found[part] <= bound
+               for part, bound in BOUNDS[case.get("bounds", case["precision"])].items()), (case["name"], found)
 
 
 def network_of(case: dict, ema: dict, **network) -> DiT:
@@ -186,11 +195,13 @@ def test_two_ranks_of_train_py_end_where_two_of_compvis_tread_do(case, tmp_path)
 @cases("sit")
 def test_train_py_ends_where_that_of_sit_does(case, tmp_path, replay, their_time, monkeypatch, fresh_accelerator):
     replay(case)
-    monkeypatch.setitem(DiT_models, "DiT-B/2", partial(DiT, block="dit", learn_sigma=True))  # SiT has channels that it never reads
+    monkeypatch.setitem(DiT_models, "DiT-B/2",
+                        partial(DiT, block="dit", learn_sigma=True))  # SiT has channels that it never reads
     network = NETWORK | {"learn_sigma": True}
     model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_uniform")
     assert_same_training(case, model, ema, losses)
-    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7]), itertools.count()
+    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 8, 8), 2,
+                                                              1.4), torch.tensor([3, 7]), itertools.count()
     assert_same_sample(case, "euler", RF().sample(net, noise, y, num_steps=20))
     assert_same_sample(case, "euler_maruyama", RF().sample(
         net, noise, y, num_steps=20, solver="euler_maruyama",
@@ -210,13 +221,16 @@ def test_train_py_ends_where_that_of_repa_does(case, tmp_path, replay, monkeypat
 
         monkeypatch.setattr(torch.nn.functional, "cosine_similarity", cosine)
     network = NETWORK | {"input_size": 32, "patch_size": 8}
-    model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_uniform", images=pictures(), objective="alignment",
+    model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_uniform", images=pictures(),
+                               objective="alignment",
                                **{"objective.alignment.teacher": "encoder", "objective.alignment.blocks": [3]})
     assert_same_training(case, model, ema, losses)
     beside = load_file(checkpoints.latest(tmp_path / "run") / "training.safetensors")
-    projector = {key.replace("projectors.0", "objective.projector"): values for key, values in case["projector"].items()}
+    projector = {key.replace("projectors.0", "objective.projector"): values
+                 for key, values in case["projector"].items()}
     assert deviation({key: beside[key] for key in projector}, projector) < BOUNDS[case["precision"]]["weights"]
-    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 32, 32), 2, 1.4), torch.tensor([3, 7]), itertools.count()
+    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 32, 32), 2,
+                                                              1.4), torch.tensor([3, 7]), itertools.count()
     assert_same_sample(case, "euler", RF().sample(net, noise, y, num_steps=20))
     assert_same_sample(case, "euler_maruyama", RF().sample(
         net, noise, y, num_steps=20, solver="euler_maruyama",
@@ -236,9 +250,11 @@ class SprintBlock(LightningBlock):
 def test_train_py_ends_where_that_of_sprint_does(case, tmp_path, replay, monkeypatch, fresh_accelerator):
     replay(case)
     monkeypatch.setitem(BLOCKS, "lightning", BlockKind(SprintBlock))
-    monkeypatch.setattr(dit, "sincos_2d", lambda dim, grid_size: torch.zeros(1, grid_size**2, dim))  # positions are rotary alone
+    monkeypatch.setattr(dit, "sincos_2d", lambda dim,
+                        grid_size: torch.zeros(1, grid_size**2, dim))  # positions are rotary alone
     network = NETWORK | {"block": "lightning", "qk_norm": True, "fusion": True, "selection": "grid"}
-    model, ema, losses = train(tmp_path, case, network | {"routes": case["routes"]}, {"name": "rf"}, "rf", model="sprint",
+    model, ema, losses = train(tmp_path, case, network | {"routes": case["routes"]}, {"name": "rf"}, "rf",
+                               model="sprint",
                                **{"model.backbone_type": "LightningDiT-B/2", "model.qk_norm": True})
     assert_same_training(case, model, ema, losses)
     net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7]), itertools.count()
@@ -261,14 +277,16 @@ def test_train_py_ends_where_that_of_tread_nano_does(case, tmp_path, replay, fre
 
 @cases("lightning")
 @pytest.mark.parametrize("faded", [False, True])
-def test_train_py_ends_where_that_of_lightningdit_does(case, faded, tmp_path, replay, their_time, monkeypatch, fresh_accelerator):
+def test_train_py_ends_where_that_of_lightningdit_does(case, faded, tmp_path, replay, their_time, monkeypatch,
+                                                       fresh_accelerator):
     replay(case)
     if not faded:  # ours is, where a velocity is shorter than 0.1
         exact = torch.nn.functional.cosine_similarity
         monkeypatch.setattr(torch.nn.functional, "cosine_similarity", lambda a, b, dim, eps: exact(a, b, dim=dim))
     case = case | {"steps": 1} if faded else case
     network = NETWORK | {"block": "lightning"}
-    model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_lightning", **{"model.backbone_type": "LightningDiT-B/2"})
+    model, ema, losses = train(tmp_path, case, network, {"name": "rf"}, "rf_lightning",
+                               **{"model.backbone_type": "LightningDiT-B/2"})
     if faded:
         assert 1e-3 < abs(losses[0] - case["loss"][0]) < 5e-2
         return

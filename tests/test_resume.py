@@ -42,7 +42,8 @@ train.main()
 
 def test_a_run_that_is_killed_again_and_again_ends_bit_identical_to_one_that_was_not(shapes, reference, tmp_path):
     run, reached = tmp_path / "run", []
-    for kill in ("close=2", "train_step=7", "write=99", "close=3", "train_step=1", "close=5"):  # a save is three files, which are closed at its end
+    for kill in ("close=2", "train_step=7", "write=99", "close=3", "train_step=1",
+                 "close=5"):  # a save is three files, which are closed at its end
         killed = forked.run("-c", KILLED, kill, *command(run, shapes)[1:])
         assert killed.returncode == -signal.SIGKILL, killed.stderr
         reached.append(len(checkpoints.all_steps(run)))
@@ -60,7 +61,8 @@ def test_a_signal_saves_and_exits_with_a_clear_line_and_the_run_resumes_unchange
     os.killpg(process.pid, number)
     output = "".join(process.communicate())
     assert process.returncode == 128 + number
-    assert f"Stopped by {number.name} at step" in output and "The same command resumes." in output and "Traceback" not in output
+    assert f"Stopped by {number.name} at step" in output and "The same command resumes." in output
+    assert "Traceback" not in output
     assert checkpoints.latest(run) is not None
     assert train(run, shapes).returncode == 0
     assert_same_end(run, reference)
@@ -72,19 +74,22 @@ def test_a_truncated_newest_checkpoint_is_named_and_the_run_resumes_from_the_pre
     broken = run / "checkpoints/step-00000008/training.safetensors"
     broken.write_bytes(broken.read_bytes()[:-100])
     result = train(run, shapes)
-    assert result.returncode == 0 and "step-00000008 is damaged" in result.stderr and "resuming step-00000004" in result.stdout
+    assert result.returncode == 0 and "step-00000008 is damaged" in result.stderr
+    assert "resuming step-00000004" in result.stdout
     assert_same_end(run, reference)
 
 
 @pytest.mark.parametrize("deleted", ["checkpoints", "checkpoints/*"])
 def test_a_run_whose_checkpoints_were_deleted_keeps_its_record(shapes, tmp_path, deleted):
-    options = ("steps=4", "samples.every=2", "samples.seeds=0-1", "samples.num_steps=1", "model.depth=3", "model.routes=[]")
+    options = ("steps=4", "samples.every=2", "samples.seeds=0-1", "samples.num_steps=1", "model.depth=3",
+               "model.routes=[]")
     assert train_here(tmp_path / "run", shapes, *options).returncode == 0
     for folder in (tmp_path / "run").glob(deleted):
         shutil.rmtree(folder)
     before = {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()}
     result = train_here(tmp_path / "run", shapes, *options)
-    assert result.returncode == 1 and "has recorded 4 steps and has no checkpoint" in result.stderr and "name=<another>" in result.stderr
+    assert result.returncode == 1 and "has recorded 4 steps and has no checkpoint" in result.stderr
+    assert "name=<another>" in result.stderr
     assert {path: path.read_bytes() for path in (tmp_path / "run").rglob("*") if path.is_file()} == before
 
 
@@ -103,10 +108,12 @@ def test_a_full_disk_ends_the_run_with_a_one_line_error_and_leaves_the_last_good
 def test_a_command_that_takes_no_step_changes_no_record(shapes, tmp_path):
     run = tmp_path / "run"
     assert train_here(run, shapes, "steps=8", "log.every=2").returncode == 0
-    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text() + '{"step": 9')  # of a row that a kill halved
+    (run / "metrics.jsonl").write_text((run / "metrics.jsonl").read_text()
+                                       + '{"step": 9')  # of a row that a kill halved
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     for code, says, options in (
-            (0, "Finished 8 steps", ["optimizer.lr=0.5", "label_dropout=0.3", "log.every=1"]), (1, "more than steps=4", ["steps=4"]),
+            (0, "Finished 8 steps", ["optimizer.lr=0.5", "label_dropout=0.3", "log.every=1"]),
+            (1, "more than steps=4", ["steps=4"]),
             (1, "another optimizer", ["optimizer=muon", "steps=12"]),
             (1, "could not start", ["steps=12", "log.trackers=[wandb]", "optimizer.lr=0.5"])):
         with pytest.MonkeyPatch.context() as patched:
@@ -126,7 +133,8 @@ def contents(run) -> dict:
 def test_a_command_that_takes_no_step_deletes_and_renames_no_checkpoint_and_no_row(shapes, reference, tmp_path):
     run = shutil.copytree(reference, tmp_path / "run")
     before = contents(run)
-    assert train_here(run, shapes, "checkpoint.keep_last=1", "checkpoint.every=1").returncode == 0 and contents(run) == before
+    assert train_here(run, shapes, "checkpoint.keep_last=1",
+                      "checkpoint.every=1").returncode == 0 and contents(run) == before
     (run / "checkpoints/step-00000024/model.safetensors").write_bytes(b"")  # so that step 20 is the newest
     before = contents(run)
     assert train_here(run, shapes, "steps=20").returncode == 0 and contents(run) == before
@@ -145,19 +153,24 @@ def test_every_changed_setting_that_changes_numbers_is_announced_and_no_other(sh
     def announced(*options):
         result = train_here(tmp_path / "run", shapes, "log.every=1", *options)
         assert result.returncode == 0, result.stderr
-        return {line.split(": ")[1].split(". ")[0] for line in result.stdout.splitlines() if line.startswith("Resuming with a change: ")}
+        return {line.split(": ")[1].split(". ")[0]
+                for line in result.stdout.splitlines() if line.startswith("Resuming with a change: ")}
 
     kept = ("optimizer.lr=1e-3", "optimizer.betas=[0.5,0.6]", "optimizer.schedule=constant")
     assert announced("steps=1", *kept) == set()
-    assert announced("steps=2", *kept, "checkpoint.every=2", "samples.num_steps=3", "max_skipped_in_row=7", "name=other") == set()
-    changed = {"optimizer.lr": 0.002, "optimizer.betas": [0.5, 0.7], "optimizer.eps": 1e-7, "optimizer.weight_decay": 0.1,
-               "optimizer.clip_norm": 2.0, "optimizer.warmup_steps": 1, "label_dropout": 0.3, "ema.decay": 0.4, "grad_accum_steps": 2,
+    assert announced("steps=2", *kept, "checkpoint.every=2", "samples.num_steps=3", "max_skipped_in_row=7",
+                     "name=other") == set()
+    changed = {"optimizer.lr": 0.002, "optimizer.betas": [0.5, 0.7], "optimizer.eps": 1e-7,
+               "optimizer.weight_decay": 0.1,
+               "optimizer.clip_norm": 2.0, "optimizer.warmup_steps": 1, "label_dropout": 0.3, "ema.decay": 0.4,
+               "grad_accum_steps": 2,
                "seed": 5, "batch_size": 4, "optimizer.schedule": "cosine"}
     said = announced("steps=4", *(f"{key}={value}" for key, value in changed.items()))
     assert {text.split(" was ")[0] for text in said} == {*changed}
     more = announced("steps=5", *(f"{key}={value}" for key, value in changed.items()))
     assert more == {"steps was 4 and is now 5"}  # where the cosine ends
-    assert {"optimizer.lr was 0.001 and is now 0.002", "optimizer.betas was [0.5, 0.6] and is now [0.5, 0.7]", "seed was 0 and is now 5"} <= said
+    assert {"optimizer.lr was 0.001 and is now 0.002", "optimizer.betas was [0.5, 0.6] and is now [0.5, 0.7]",
+            "seed was 0 and is now 5"} <= said
 
 
 def test_a_grid_lost_to_a_kill_after_the_save_is_sampled_on_resume(shapes, tmp_path):
@@ -176,11 +189,13 @@ def test_leftovers_of_a_killed_save_or_grid_are_removed_on_the_next_start(shapes
     older = shutil.copytree(checkpoints.latest(run), tmp_path / "older")
     checkpoints.write_meta(older, checkpoints.read_meta(older) | {"step": 4})
     older.rename(run / "checkpoints/step-00000004")
-    left = [run / ".metrics.jsonl.1.tmp", run / "samples/.step-00000004.png.1.tmp", run / "checkpoints/.step-00000004.tmp"]
+    left = [run / ".metrics.jsonl.1.tmp", run / "samples/.step-00000004.png.1.tmp",
+            run / "checkpoints/.step-00000004.tmp"]
     for file in left:
         file.write_text("")
     assert train_here(run, shapes, "steps=8").returncode == 0
-    assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists() for file in left)
+    assert [path.name for path in checkpoints.all_steps(run)] == ["step-00000008"] and not any(file.exists()
+                                                                                               for file in left)
 
 
 def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):
@@ -193,7 +208,8 @@ def test_a_resumed_run_knows_its_lowest_loss(shapes, tmp_path):
 def test_a_row_truncated_by_a_kill_costs_no_other_row(tmp_path):
     results = [{"source": {"in_training": True, "step": step}, "metrics": {}} for step in (0, 10, 20)]
     text = "".join(json.dumps(row) + "\n" for row in results)
-    (tmp_path / "results.jsonl").write_text(text[:30] + "\n" + text[:-1])  # a half row, and a last one without its newline
+    (tmp_path / "results.jsonl").write_text(text[:30] + "\n"
+                                            + text[:-1])  # a half row, and a last one without its newline
     (tmp_path / "metrics.jsonl").write_text('{"step": 10}\n{"step": 20}\n{"st')  # and others' rows stay
     discard_after(tmp_path, 20)
     assert files.read_rows(tmp_path / "results.jsonl") == results
@@ -206,7 +222,8 @@ def test_another_data_set_is_refused_and_the_same_one_elsewhere_is_not(shapes, r
     moved = shutil.copytree(shapes, tmp_path / "moved")
     assert train(reference, moved).returncode == 0
     other = tmp_path / "other"
-    prepared = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16", "autoencoder=identity", f"out={other}")
+    prepared = forked.run("scripts/prepare_latents.py", "source=shapes", "shapes.count=60", "resolution=16",
+                          "autoencoder=identity", f"out={other}")
     assert prepared.returncode == 0, prepared.stderr
     result = train(reference, other)
     assert result.returncode == 1 and "another data set" in result.stderr
@@ -222,7 +239,8 @@ def test_two_processes_cannot_train_one_run(shapes, tmp_path):
     assert second.returncode == 1 and "Another process is training" in second.stderr
 
 
-RECORD = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"}, "world": 1, "seed": 0, "batch_size": 8}
+RECORD = {"network": {"depth": 3, "routes": []}, "diffusion": {"name": "rf"}, "data": {"fingerprint": "a"}, "world": 1,
+          "seed": 0, "batch_size": 8}
 
 
 def test_a_change_of_selection_is_announced_and_the_run_continues(tmp_path):
@@ -232,25 +250,31 @@ def test_a_change_of_selection_is_announced_and_the_run_continues(tmp_path):
 
 
 def test_a_setting_of_a_diffusion_that_is_newer_than_the_run_has_its_default_there(tmp_path):
-    now = {**RECORD, "diffusion": {"name": "rf", "timestep_sampling": "logit_normal", "shift": None, "contrastive_weight": 0.0}}
+    now = {**RECORD,
+           "diffusion": {"name": "rf", "timestep_sampling": "logit_normal", "shift": None, "contrastive_weight": 0.0}}
     assert check_resumable(RECORD, now, tmp_path) == []
-    with pytest.raises(ValueError, match="another diffusion, so it cannot resume: it has {'shift': None}, this command {'shift': 2.0}"):
+    with pytest.raises(ValueError,
+                       match="another diffusion, so it cannot resume: it has {'shift': None}, this command {'shift': 2.0}"):
         check_resumable(RECORD, {**RECORD, "diffusion": {"name": "rf", "shift": 2.0}}, tmp_path)
 
 
 @pytest.mark.parametrize(("part", "was", "is_now"), [
     ({"objective": {"internal": {"weight": 0.5}}}, "objective.internal.weight was 0.5", "0.1"),
     ({"diffusion": {"name": "rf", "contrastive_weight": 0.5}}, "diffusion.contrastive_weight was 0.5", "0.1"),
-    ({"config": {"optimizer": {"matrix_lr": 0.5, "momentum": 0.9}, "ema": {"warmup": True}}}, "optimizer.matrix_lr was 0.5", "0.1"),
-    ({"config": {"precision": "fp16", "log": {"every": 0.5}, "data": {"scale": 0.5, "path": "a"}}}, "data.scale was 0.5", "0.1")])
+    ({"config": {"optimizer": {"matrix_lr": 0.5, "momentum": 0.9}, "ema": {"warmup": True}}},
+     "optimizer.matrix_lr was 0.5", "0.1"),
+    ({"config": {"precision": "fp16", "log": {"every": 0.5}, "data": {"scale": 0.5, "path": "a"}}},
+     "data.scale was 0.5", "0.1")])
 def test_weights_of_terms_and_settings_of_any_group_are_announced(tmp_path, part, was, is_now):
     other = json.loads(json.dumps(part).replace("0.5", is_now))
     assert check_resumable(RECORD | part, RECORD | other, tmp_path) == [f"{was} and is now {is_now}"]
-    assert check_resumable(RECORD, RECORD | {"config": other.get("config", {})}, tmp_path) == []  # of a version that recorded none
+    assert check_resumable(RECORD, RECORD | {"config": other.get("config", {})},
+                           tmp_path) == []  # of a version that recorded none
 
 
 def test_compiled_training_resumes_bit_identical_and_compiles_once(shapes, tmp_path, graphs):
-    options = ("compile=true", "model.depth=2", "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
+    options = ("compile=true", "model.depth=2",
+               "model.routes=[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}]",
                "checkpoint.every=2", "log.every=2")
     result = train_here(tmp_path / "whole", shapes, "steps=4", *options)
     assert result.returncode == 0 and graphs.frame_count == 2, result.stderr

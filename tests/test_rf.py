@@ -38,7 +38,8 @@ def labels(n):
 def small_dit(seed=0, **config):
     """A random network whose output depends strongly on its label, with a route around its middle block."""
     torch.manual_seed(seed)
-    config = dict(input_size=8, hidden_size=32, depth=3, num_heads=4, num_classes=10, routes=[Route(1, 1, 0.5)]) | config
+    config = dict(input_size=8, hidden_size=32, depth=3, num_heads=4, num_classes=10,
+                  routes=[Route(1, 1, 0.5)]) | config
     net = DiT(**config, init="xavier").eval()
     net.y_embedder.embedding_table.weight.data.mul_(50)
     return net
@@ -49,7 +50,8 @@ def noise_and_labels(n=3):
 
 
 def test_the_network_gets_the_interpolated_latent_the_noise_level_and_the_label():
-    x, eps, t, y = torch.randn(4, 1, 2, 2), torch.randn(4, 1, 2, 2), torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
+    x, eps, t, y = torch.randn(4, 1, 2, 2), torch.randn(4, 1, 2,
+                                                        2), torch.tensor([0.0, 0.25, 0.5, 1.0]), torch.arange(4)
     net = ExactVelocity(0.5, means=[0.0] * 4)
     RF().loss(net, x, y, t=t, eps=eps)
     (z, t_seen, y_seen), = net.calls
@@ -106,7 +108,8 @@ def test_tread_guidance_without_a_difference_is_the_plain_sample_bit_for_bit():
 def test_the_sde_samples_the_distribution_of_the_data():
     torch.manual_seed(0)
     z = torch.randn(20_000, 1, 1, 1)
-    x = RF().sample(ExactVelocity(0.5, (0.7,)), z, torch.zeros(20_000, dtype=torch.int64), num_steps=100, solver="euler_maruyama")
+    x = RF().sample(ExactVelocity(0.5, (0.7,)), z, torch.zeros(20_000, dtype=torch.int64), num_steps=100,
+                    solver="euler_maruyama")
     assert x.mean().item() == pytest.approx(0.7, abs=0.02) and x.std().item() == pytest.approx(0.5, rel=0.03)
     assert abs(torch.corrcoef(torch.stack([x.flatten(), z.flatten()]))[0, 1]) < 0.9, "each step adds noise"
 
@@ -137,13 +140,15 @@ def test_an_unknown_solver_raises_a_one_line_error():
         RF().sample(ExactVelocity(0.5), torch.randn(1, 1, 2, 2), labels(1), solver="rk4")
 
 
-# ---- contrastive flow matching ----------------------------------------------------------------------------------------
+# ---- contrastive flow matching ---------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", RECIPES["contrastive"], ids=names(RECIPES["contrastive"]))
 def test_the_contrastive_loss_equals_deltafms_and_sr_dits(case):
-    x, eps, t, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
-    plain, contrastive = (RF(contrastive_weight=weight).loss(Pointwise(), x, y, t=t, eps=eps) for weight in (0, case["weight"]))
+    x, eps, t, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1,
+                                                            1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    plain, contrastive = (RF(contrastive_weight=weight).loss(Pointwise(), x, y, t=t, eps=eps)
+                          for weight in (0, case["weight"]))
     assert plain.tolist() == pytest.approx(case["flow"], abs=1e-5)
     assert contrastive.tolist() == pytest.approx(case["loss"], abs=1e-5)
     if case["weight"] == 0.05:
@@ -176,7 +181,7 @@ def test_the_optimum_of_the_contrastive_loss_is_the_velocity_away_from_the_mean_
     assert slopes(weight).max() < 0.02 and slopes(0.0).max() > 0.2
 
 
-# ---- shifted times ----------------------------------------------------------------------------------------------------
+# ---- shifted times ---------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("case", RECIPES["shift"], ids=names(RECIPES["shift"]))
@@ -208,7 +213,7 @@ def test_a_samplers_steps_follow_the_shift_of_training_unless_they_are_given_ano
     assert torch.equal(drawn(RF(shift="size"))[0], drawn(RF(shift=(16 / 4096) ** 0.5))[0])
 
 
-# ---- the clean latent predicted ---------------------------------------------------------------------------------------
+# ---- the clean latent predicted --------------------------------------------------------------------------------------
 
 
 class ExactClean(ExactVelocity):
@@ -220,16 +225,19 @@ class ExactClean(ExactVelocity):
 
 def test_a_network_that_predicts_the_clean_latent_has_the_loss_of_its_velocity_and_below_a_twentieth_a_bounded_one():
     x, eps, t = torch.randn(64, 1, 2, 2), torch.randn(64, 1, 2, 2), torch.linspace(0.004, 1, 64)
-    velocity, clean = (loss.loss(net(0.5), x, labels(64), t=t, eps=eps) for loss, net in ((RF(), ExactVelocity), (CleanRF(), ExactClean)))
+    velocity, clean = (loss.loss(net(0.5), x, labels(64), t=t, eps=eps)
+                       for loss, net in ((RF(), ExactVelocity), (CleanRF(), ExactClean)))
     high = t >= 0.05
     torch.testing.assert_close(clean[high], velocity[high])
     torch.testing.assert_close(clean[~high], velocity[~high] * (t[~high] / 0.05).square())
     point = torch.full_like(x, 0.7)
-    assert CleanRF().loss(ExactClean(0.0, means=(0.7,)), point, labels(64), t=t, eps=eps).max() < 1e-6, "what is sought is bounded likewise"
+    assert CleanRF().loss(ExactClean(0.0, means=(0.7,)), point, labels(64), t=t,
+                          eps=eps).max() < 1e-6, "what is sought is bounded likewise"
 
 
 @pytest.mark.parametrize("solver", ["euler", "heun"])
 def test_a_network_that_predicts_the_clean_latent_samples_what_its_velocity_samples(solver):
     net, clean = (net(0.5, means=(0.7,)) for net in (ExactVelocity, ExactClean))
-    x, other = (loss.sample(one, LINE, labels(9), num_steps=20, solver=solver) for loss, one in ((RF(), net), (CleanRF(), clean)))
+    x, other = (loss.sample(one, LINE, labels(9), num_steps=20, solver=solver)
+                for loss, one in ((RF(), net), (CleanRF(), clean)))
     torch.testing.assert_close(other, x, rtol=0, atol=1e-5)  # the least noise level is a twentieth

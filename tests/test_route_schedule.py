@@ -1,4 +1,6 @@
-"""Routes that change with the step: each step's are a function of (seed, step), and everything that trains on them asks for its step's."""
+"""Routes that change with the step: each step's are a function of (seed, step), and everything that trains on them
+asks for its step's.
+"""
 
 import shutil
 import sys
@@ -30,7 +32,8 @@ from weights.records import build_network, build_schedule
 
 ROUTE = Route(2, 2, 0.5)  # of model=tread at a depth of 6
 NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5)
-RAMPS = ("route_schedule.dense_before=1", "route_schedule.dense_after=4", "route_schedule.selection_ratios=[0.25,0.5,0.75]")
+RAMPS = ("route_schedule.dense_before=1", "route_schedule.dense_after=4",
+         "route_schedule.selection_ratios=[0.25,0.5,0.75]")
 TWO = "route_schedule.changes=[[3,[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}, {start_layer_idx: 4, end_layer_idx: 4, selection_ratio: 0.25}]]]"
 SPRINT = ("model=sprint", "model.routes.0.path_drop=0.5", "diffusion=rf")
 V1 = ("objective=version1", "model.routes=[{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: 0.5}]")
@@ -50,7 +53,8 @@ def ratios_of(schedule, steps):
 
 
 def trained(folder, data, *settings):
-    return training_runs.trained(folder, data, "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "steps=6", *settings)
+    return training_runs.trained(folder, data, "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "steps=6",
+                                 *settings)
 
 
 def killed(run, step, folder):
@@ -69,7 +73,9 @@ def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
     other = Route(1, 1, 0.75)
     schedule = RouteSchedule((ROUTE,), dense_before=2, dense_after=7, changes=((4, (other,)), (6, ())))
     dense, other_dense = replace(ROUTE, selection_ratio=0.0), replace(other, selection_ratio=0.0)
-    assert [schedule.at(step) for step in range(9)] == [(route,) for route in (dense, dense, ROUTE, ROUTE, other, other, *3 * [other_dense])]
+    assert [schedule.at(step) for step in range(9)] == [(route,)
+                                                        for route in (dense, dense, ROUTE, ROUTE, other, other,
+                                                                      *3 * [other_dense])]
     assert str(schedule) == ("none; from step 2 on 2→2 at selection ratio 0.5; from step 4 on 1→1 at selection ratio 0.75; "
                              "from step 6 on none; from step 7 on none")
     assert (str(RouteSchedule(())), str(RouteSchedule((ROUTE,)))) == ("none", "2→2 at selection ratio 0.5")
@@ -79,11 +85,13 @@ def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
 
 
 def test_a_sampled_ratio_is_a_function_of_seed_and_step_equally_often_each_and_dense_phases_stay_dense():
-    schedules = [RouteSchedule((ROUTE, Route(4, 4, 0.1)), dense_after=3000, selection_ratios=(0.3, 0.5, 0.7), seed=seed) for seed in (0, 0, 1)]
+    schedules = [RouteSchedule((ROUTE, Route(4, 4, 0.1)), dense_after=3000, selection_ratios=(0.3, 0.5, 0.7),
+                               seed=seed) for seed in (0, 0, 1)]
     first, again, other = (ratios(schedule, 3100) for schedule in schedules)
     assert first == again != other and first[3000:] == 100 * [[0, 0]]
     counted = Counter(map(tuple, first[:3000]))
-    assert counted.keys() == {(0.3, 0.3), (0.5, 0.5), (0.7, 0.7)} and all(abs(count - 1000) < 120 for count in counted.values())
+    assert counted.keys() == {(0.3, 0.3), (0.5, 0.5), (0.7, 0.7)} and all(abs(count - 1000) < 120
+                                                                          for count in counted.values())
     assert "at random each step; from step 3000 on none" in str(schedules[0])
     state = torch.get_rng_state()
     schedules[0].at(5)
@@ -93,7 +101,8 @@ def test_a_sampled_ratio_is_a_function_of_seed_and_step_equally_often_each_and_d
 def test_path_drop_continues_where_a_network_is_dense():
     sprint = Route(2, 3, 0.75, path_drop=0.1)
     assert RouteSchedule((sprint,), dense_after=1).at(1) == (Route(2, 3, 0.0, path_drop=0.1),)
-    assert str(RouteSchedule((sprint,), dense_after=1)).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of the samples")
+    assert str(RouteSchedule((sprint,),
+                             dense_after=1)).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of the samples")
 
 
 # ---- training on it -------------------------------------------------------------------------------------------------
@@ -109,7 +118,8 @@ def test_a_run_that_is_killed_before_or_after_a_change_resumes_bit_for_bit(taugh
         assert_same_end(tmp_path / f"killed-{step}", tmp_path / "whole")
 
 
-def test_a_schedule_that_changes_nothing_is_the_plain_run_bit_for_bit_and_an_off_ramp_the_dense_command_after_it(taught, tmp_path):
+def test_a_schedule_that_changes_nothing_is_the_plain_run_bit_for_bit_and_an_off_ramp_the_dense_command_after_it(taught,
+        tmp_path):
     trained(tmp_path / "plain", taught)
     trained(tmp_path / "own ratio", taught, "route_schedule.selection_ratios=[0.5]")
     assert_same_end(tmp_path / "own ratio", tmp_path / "plain")
@@ -117,7 +127,8 @@ def test_a_schedule_that_changes_nothing_is_the_plain_run_bit_for_bit_and_an_off
     trained(by_hand, taught, "model.routes=[]")
     printed = trained(tmp_path / "off-ramp", taught, "route_schedule.dense_after=0.7")
     assert_same_end(tmp_path / "off-ramp", by_hand)
-    assert "routes 2→2 at selection ratio 0.5; from step 4 on none; " in printed and printed.count("step 4/6  routes none") == 1
+    assert "routes 2→2 at selection ratio 0.5; from step 4 on none; " in printed
+    assert printed.count("step 4/6  routes none") == 1
     with pytest.raises(AssertionError):
         assert_same_end(tmp_path / "off-ramp", tmp_path / "plain")
 
@@ -130,7 +141,8 @@ def test_what_was_trained_is_recorded_and_guidance_uses_the_initial_route(taught
     assert net.routes == (ROUTE,) and Guidance(1.5, 0.25, 0.75).routes_at(net, 0.75, 0.0) == (Route(2, 2, 0.75),)
     schedule = build_schedule(net, meta["route_schedule"], meta["seed"])
     assert len({*ratios_of(schedule, 5)}) == 2 and ratios_of(schedule, 6)[5] == 0
-    printed = trained(tmp_path / "run", taught, "route_schedule=off_ramp", "steps=12", "route_schedule.selection_ratios=[0.25,0.75]")
+    printed = trained(tmp_path / "run", taught, "route_schedule=off_ramp", "steps=12",
+                      "route_schedule.selection_ratios=[0.25,0.75]")
     assert "route_schedule was {'dense_after': 5, " in printed and "and is now {'dense_after': 10, " in printed
 
 
@@ -162,7 +174,8 @@ def test_an_error_of_a_later_route_is_raised_before_the_first_step():
     net = small_net()
     later = RouteSchedule(net.routes, changes=((9, (Route(1, 1, 0.75),)),))
     with pytest.raises(ValueError, match="projector=conv needs the complete grid .* block 1 lies on route 1→1"):
-        build_objective(net, EDM(), {"alignment": {"blocks": [1], "projector": "conv"}}, False, {"teacher": (16, 5)}, later)
+        build_objective(net, EDM(), {"alignment": {"blocks": [1], "projector": "conv"}}, False, {"teacher": (16, 5)},
+                        later)
     two = RouteSchedule(net.routes, changes=((9, (Route(1, 1, 0.5), Route(3, 3, 0.5))),))
     with pytest.raises(ValueError, match="block 1 lies on route 1→1 .* and block 3 on 3→3"):
         build_objective(net, EDM(), {"layer_sync": {"block": 1, "deeper": 3}}, schedule=two)
@@ -195,7 +208,8 @@ def write_routes(home, rank):
 
 def test_two_ranks_take_the_routes_of_one_and_fsdp_trains_as_ddp(taught, tmp_path, monkeypatch):
     settings = (*RAMPS, "steps=6", "log.every=1", "checkpoint.every=6")
-    all_well(on_ranks(2, command(tmp_path / "ddp", taught, *settings)[1:], command(tmp_path / "fsdp", taught, *settings, "sharding=fsdp")[1:],
+    all_well(on_ranks(2, command(tmp_path / "ddp", taught, *settings)[1:],
+                      command(tmp_path / "fsdp", taught, *settings, "sharding=fsdp")[1:],
                       before=partial(write_routes, tmp_path)))
     monkeypatch.setattr(train, "train_step", train.train_step)
     write_routes(tmp_path, 0)
@@ -212,14 +226,17 @@ def test_two_ranks_take_the_routes_of_one_and_fsdp_trains_as_ddp(taught, tmp_pat
 def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
     network = {**NETWORK, "routes": [vars(ROUTE)]}
     changes, state = {"dense_after": 2, "selection_ratios": [0.25, 0.75]}, build_network(network).state_dict()
-    meta = {"step": 4, "network": network, "route_schedule": changes, "seed": 3, "batch_size": 8, "config": {"steps": 4}, "diffusion": {}}
+    meta = {"step": 4, "network": network, "route_schedule": changes, "seed": 3, "batch_size": 8,
+            "config": {"steps": 4}, "diffusion": {}}
     checkpoints.save(checkpoints.step_folder(tmp_path, 4), {"ema": state, "model": state}, meta)
     source = {"in_training": True, "guidance": None, "seeds": "0", "precision": "fp32", "multiply_adds": {}}
     for step in (0, 1, 4):
-        row = {"source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2, "device": "cpu",
+        row = {"source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2,
+               "device": "cpu",
                "versions": {}, "reference": {"path": "x"}}
         files.append_row(tmp_path / "results.jsonl", row)
-    run = study.Run(variant="off", seed=3, folder=tmp_path, train=["route_schedule.dense_after=2"], at_end=[], at_each=[], held_out=[])
+    run = study.Run(variant="off", seed=3, folder=tmp_path, train=["route_schedule.dense_after=2"], at_end=[],
+                    at_each=[], held_out=[])
     net = build_network(network)
     cost = [8 * 6 * sum(multiply_adds(net, routes)) for routes in map(build_schedule(net, changes, 3).at, range(4))]
     assert [score["flops"] for score in study.from_disk(run)["scores"]] == [0, cost[0], sum(cost)]
@@ -228,10 +245,12 @@ def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
 
 @pytest.mark.parametrize(("settings", "midway"), [
     ((), False), (("route_schedule=random_ratio",), False), (("route_schedule.selection_ratios=[0.3,0.5]",), False),
-    (("route_schedule=off_ramp",), True), (("route_schedule.dense_after=0.7",), True), (("route_schedule.dense_before=9",), True),
+    (("route_schedule=off_ramp",), True), (("route_schedule.dense_after=0.7",), True),
+    (("route_schedule.dense_before=9",), True),
 ])
 def test_a_study_times_no_variant_whose_steps_differ(settings, midway):
-    run = study.Run(variant="x", seed=0, folder=Path("x"), train=["model=tread", *settings], at_end=[], at_each=[], held_out=[])
+    run = study.Run(variant="x", seed=0, folder=Path("x"), train=["model=tread", *settings], at_end=[], at_each=[],
+                    held_out=[])
     assert study.changes_route(run) == midway
 
 
@@ -239,7 +258,8 @@ def test_a_plan_counts_each_phase(monkeypatch, capsys):
     monkeypatch.setattr(plan, "encoder_flops", lambda: 0)
     monkeypatch.setattr(plan, "SIZES", ("S",))
     net, costs = plan.network("S", True), {}
-    for name, options in (("dense", []), ("off-ramp", ["--dense-after", "0.75"]), ("ratios", ["--selection-ratios", "0", "0.5"])):
+    for name, options in (("dense", []), ("off-ramp", ["--dense-after", "0.75"]),
+                          ("ratios", ["--selection-ratios", "0", "0.5"])):
         monkeypatch.setattr(sys, "argv", ["plan.py", *options])
         plan.main()
         [row] = [line for line in capsys.readouterr().out.splitlines() if line.startswith("| S/2 TREAD")]

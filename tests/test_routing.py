@@ -72,7 +72,8 @@ def test_a_route_that_does_not_fit_is_refused_with_its_numbers(routes, says):
 def test_as_few_tokens_are_kept_whatever_selects_them_and_some_settings_select_none():
     for selection in ("random", "l1"):
         assert Router(selection).get_mask(tokens(num_tokens=7), 0.5).shape == (4, 4)
-    for wrong, says in ((dict(selection="l2"), "none of random, grid, l1"), (dict(l1_reg=1.5), r"outside \[0, 1\]"), (dict(l1_reg=-0.1), r"outside \[0, 1\]")):
+    for wrong, says in ((dict(selection="l2"), "none of random, grid, l1"), (dict(l1_reg=1.5), r"outside \[0, 1\]"),
+                        (dict(l1_reg=-0.1), r"outside \[0, 1\]")):
         with pytest.raises(ValueError, match=says):
             Router(**wrong)
 
@@ -93,10 +94,12 @@ def test_l1_reg_blends_noise_and_norm():
         shares.append((ids[:, 0] == x[..., 0].argmax(dim=1)).float().mean().item())
         if l1_reg == 0:
             assert torch.equal(ids, Router().get_mask(x, 0.5, noise))
-    # Of two tokens the norms are brought to 0 and 1, a difference that noise, below 1, does not make up for from 0.5 on.
+    # Of two tokens the norms are brought to 0 and 1, a difference that noise, below 1, does not make up for from
+    # 0.5 on.
     assert abs(shares[0] - 0.5) < 0.04 and shares[1] == 1.0 == shares[2]
     x = torch.rand(4000, 3, 1)
-    middle = [(Router("l1", l1_reg=l1_reg).get_mask(x, 0.67)[:, 0] == x[..., 0].argmax(dim=1)).float().mean() for l1_reg in (0.1, 0.3)]
+    middle = [(Router("l1", l1_reg=l1_reg).get_mask(x, 0.67)[:, 0] == x[..., 0].argmax(dim=1)).float().mean()
+              for l1_reg in (0.1, 0.3)]
     assert 0.35 < middle[0] < middle[1] < 0.99
 
 
@@ -107,7 +110,8 @@ class LastRows(Router):
         return -torch.arange(noise.shape[1]).expand(len(noise), -1)
 
 
-@pytest.mark.parametrize("router", [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True), LastRows()])
+@pytest.mark.parametrize("router",
+                         [Router(), Router("l1", l1_reg=1.0), Router("l1", l1_reg=0.5, inverse=True), LastRows()])
 def test_tokens_that_must_be_kept_are_and_no_more_are_kept_for_it(router):
     x, keep_mask = tokens(), torch.zeros(4, 16, dtype=torch.bool)
     keep_mask[0, :8] = keep_mask[1, 3] = keep_mask[3, 10:] = True
@@ -120,7 +124,8 @@ def test_tokens_that_must_be_kept_are_and_no_more_are_kept_for_it(router):
 
 
 def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_raises_a_one_line_error():
-    with pytest.raises(ValueError, match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the ratio to 0.4375"):
+    with pytest.raises(ValueError,
+                       match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the ratio to 0.4375"):
         router.get_mask(tokens(), 0.5, keep_mask=torch.arange(16).expand(4, 16) < 9)
 
 
@@ -135,7 +140,8 @@ def test_the_ratio_that_an_error_of_a_mask_suggests_works(num_tokens, kept):
 
 def net(routes=(), **kwargs):
     torch.manual_seed(1)
-    return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5, routes=routes,
+    return DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5,
+                         routes=routes,
                          init="xavier"), **kwargs})
 
 
@@ -197,7 +203,8 @@ def test_a_token_comes_back_as_a_sum_of_the_embedded_input_and_its_value_when_it
         assert torch.equal(after[r][~stays], back[~stays]) and torch.equal(after[r][stays], kept[r].flatten(0, 1))
 
 
-@pytest.mark.parametrize(("sources", "wanted"), [((0, None), (0, 5)), ((-6, -4), (2, 4)), ((3, 1), (3, 1)), ((None, 3), (3, 3))])
+@pytest.mark.parametrize(("sources", "wanted"),
+                         [((0, None), (0, 5)), ((-6, -4), (2, 4)), ((3, 1), (3, 1)), ((None, 3), (3, 3))])
 def test_a_token_comes_back_with_its_value_from_before_the_block_that_the_route_names(sources, wanted):
     model = net([Route(3, 3, 0.5, return_from=sources[0]), Route(5, 6, 0.25, 0.5, return_from=sources[1])])
     before, kept = [], []
@@ -230,7 +237,8 @@ def test_the_gradient_of_a_token_that_left_reaches_the_block_that_it_returns_fro
     out = []
     model.blocks[5].register_forward_pre_hook(lambda _, args: out.append(args[0]))
     model(*batch(), routes=model.routes, mask_noise=noise)
-    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, router.get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0]), False)
+    left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, router.get_mask(torch.empty(4, 16, 1), 0.5, noise[:, 0]),
+                                                        False)
     out[0][left].sum().backward()
     assert (inputs[0].grad[left] == 1).all() and not inputs[0].grad[~left].any() and not inputs[1].grad.any()
 
@@ -252,7 +260,8 @@ def test_a_route_that_returns_from_inside_another_route_is_refused(routes, says)
 
 def test_the_default_route_returns_the_very_tensor_that_left():
     before = {0: tokens(), 2: tokens()}
-    assert Route(2, -4, 0.5).returning(before) is before[2] and Route(2, -4, 0.5, return_from=0).returning(before) is before[0]
+    assert Route(2, -4, 0.5).returning(before) is before[2] and Route(2, -4, 0.5,
+                                                                      return_from=0).returning(before) is before[0]
     assert Route(2, -4, 0.5).plain() == {"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}
     assert Route(**Route(0, 4, 0.0, 1.0).plain()) == Route(0, 4, 0.0, 1.0, 1.0)
     assert resolve_routes([Route(0, -4, 0.5, 1.0, 0.5)], 12) == (Route(0, 8, 0.5, 1.0, 0.5),)

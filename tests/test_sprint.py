@@ -57,7 +57,8 @@ def test_mask_tokens_replace_routed_tokens_and_both_halves_learn():
     model, (x, t, y), noise = net(), batch(), torch.rand(4, 1, 16)
     seen = fused(model)
     model(x, t, y, model.routes, noise).square().sum().backward()
-    stays = torch.zeros(4, 16, dtype=torch.bool).scatter_(1, model.router.get_mask(torch.empty(4, 16, 1), 0.75, noise[:, 0]), True)
+    stays = torch.zeros(4, 16, dtype=torch.bool).scatter_(1,
+            model.router.get_mask(torch.empty(4, 16, 1), 0.75, noise[:, 0]), True)
     g, _ = seen[0]
     assert (g[~stays] == model.router.mask_token).all() and not (g[stays] == model.router.mask_token).any()
     assert all(p.grad is not None and p.grad.any() for p in model.parameters())
@@ -74,7 +75,8 @@ def test_a_dropped_sample_has_only_mask_tokens_from_g_and_the_others_are_unaffec
     dropped = torch.tensor([True, False, False, True])
     monkeypatch.setattr(Route, "draw_dropped", lambda route, count, device: (dropped,))
     seen, out = fused(model), model(x, t, y, model.routes, noise)
-    assert (seen[0][0][dropped] == model.router.mask_token).all() and (seen[0][0][~dropped] != model.router.mask_token).any(dim=-1).any()
+    assert (seen[0][0][dropped] == model.router.mask_token).all()
+    assert (seen[0][0][~dropped] != model.router.mask_token).any(dim=-1).any()
     monkeypatch.undo()
     assert torch.equal(out[~dropped], model(x, t, y, net().routes, noise)[~dropped])
 
@@ -84,7 +86,8 @@ def test_the_share_of_dropped_samples_or_batches_is_as_asked_and_a_function_of_t
     device = torch.device("cpu")
     by_sample = Route(2, 3, 0.75, path_drop=0.1).draw_dropped(20_000, device)[0]
     assert by_sample.shape == (20_000,) and abs(by_sample.float().mean() - 0.1) < 0.01
-    by_batch = torch.stack([Route(2, 3, 0.75, path_drop=0.1, drop_batch=True).draw_dropped(8, device)[0] for _ in range(20_000)])
+    by_batch = torch.stack([Route(2, 3, 0.75, path_drop=0.1, drop_batch=True).draw_dropped(8, device)[0]
+                            for _ in range(20_000)])
     assert by_batch.shape == (20_000, 1) and abs(by_batch.float().mean() - 0.1) < 0.01
     assert Route(2, 3, 0.75).draw_dropped(8, device) == ()
     outs = []
@@ -102,7 +105,8 @@ def test_a_dropped_sample_of_a_plain_route_skips_its_blocks(monkeypatch):
     out, dense = model(x, t, y, model.routes), model(x, t, y)
     del model.blocks[1:5]
     short = model(x, t, y)
-    assert torch.equal(out[1::2], dense[1::2]) and torch.equal(out[::2], short[::2]) and not torch.allclose(dense, short)
+    assert torch.equal(out[1::2], dense[1::2]) and torch.equal(out[::2], short[::2]) and not torch.allclose(dense,
+                                                                                                            short)
 
 
 # ---- one of each group ----------------------------------------------------------------------------------------------
@@ -122,7 +126,8 @@ def test_as_many_of_each_2_by_2_tokens_are_kept_as_of_any_other(ratio, each):
     assert set(groups(ids).flatten().tolist()) == each and ids.shape[1] == 64 - int(64 * ratio)
     assert (ids[:, 1:] > ids[:, :-1]).all()
     fewer = Router("grid").get_mask(x, 0.9, noise)
-    assert all(set(a) < set(b) for a, b in zip(fewer.tolist(), ids.tolist(), strict=True)), "of a higher ratio a subset stays"
+    assert all(set(a) < set(b)
+               for a, b in zip(fewer.tolist(), ids.tolist(), strict=True)), "of a higher ratio a subset stays"
 
 
 def test_each_token_of_a_group_is_kept_equally_often_whichever_is_kept_in_another():
@@ -171,7 +176,8 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
     again = build_network(RECORD)
     again.load_state_dict(model.state_dict())
     assert torch.equal(again(*batch()), model(*batch()))
-    tuned = {**RECORD, "routes": [{"selection_ratio": 0.0, "start_layer_idx": 2, "end_layer_idx": 3}], "selection": "random"}
+    tuned = {**RECORD, "routes": [{"selection_ratio": 0.0, "start_layer_idx": 2, "end_layer_idx": 3}],
+             "selection": "random"}
     assert architecture(tuned) == architecture(RECORD)
     elsewhere = {**RECORD, "routes": [{**ROUTE, "start_layer_idx": 1}]}
     assert architecture(elsewhere) != architecture(RECORD) != architecture({**RECORD, "fusion": False})
@@ -179,14 +185,16 @@ def test_a_record_builds_the_network_again_and_its_dense_fine_tune_has_the_same_
 
 
 @pytest.mark.parametrize(("wrong", "says"), [
-    (lambda: build_network({**RECORD, "routes": [{**ROUTE}, {**ROUTE, "start_layer_idx": 4, "end_layer_idx": 4}]}), "the network has 2 routes"),
+    (lambda: build_network({**RECORD, "routes": [{**ROUTE}, {**ROUTE, "start_layer_idx": 4, "end_layer_idx": 4}]}),
+     "the network has 2 routes"),
     (lambda: resolve_routes([Route(2, 3, 0.5, path_drop=1.0)], 6), "path_drop=1.0, a share of samples"),
     (lambda: infer_architecture(net().state_dict()), "load them from their run or checkpoint folder"),
     (lambda: net()(*batch(), routes=(Route(1, 3, 0.5),)), r"fuses after route 2→3 .* such as 1→3"),
     (lambda: Guidance(3.0, gamma2=1, routes=(Route(1, 3, 0.5),)).check(net()), "leave routes out"),
     (lambda: check_plain(SimpleNamespace(recorded={"network": RECORD}), "dit"), "fusion=True: to=hub accepts any"),
     (lambda: routed(net(), [Route(2, 3, 0.5)]).__enter__(), "call it with routes=net.routes"),
-    (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)], blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),
+    (lambda: routed(nn.Module(), [Route(0, 0, 0.5, path_drop=0.5)],
+                    blocks=nn.ModuleList([nn.Linear(1, 1)])).__enter__(), "and path_drop"),
 ])
 def test_what_does_not_go_together_raises_a_one_line_error(wrong, says):
     with pytest.raises(ValueError, match=says):
@@ -198,7 +206,8 @@ def test_what_does_not_go_together_raises_a_one_line_error(wrong, says):
 
 def their_net(selection="grid", selection_ratio=0.75):
     """Their block is LightningDiT's with DiT's norms and MLP; positions are rotary alone."""
-    model = DiT(input_size=8, patch_size=2, in_channels=2, hidden_size=32, depth=5, num_heads=4, num_classes=10, block="lightning",
+    model = DiT(input_size=8, patch_size=2, in_channels=2, hidden_size=32, depth=5, num_heads=4, num_classes=10,
+                block="lightning",
                 qk_norm=True, routes=[Route(1, 3, selection_ratio)], router=FusingRouter(32, selection))
     for block in model.blocks:
         block.norm1, block.norm2 = LAYER_NORM(32), LAYER_NORM(32)
@@ -229,7 +238,8 @@ def test_a_forward_equals_snap_research_sprint(case, monkeypatch):
 def test_the_loss_equals_snap_research_sprint():
     case, model = THEIRS["loss"], their_net()
     x, eps, y = wave(THEIRS["shape"], amplitude=0.7), wave(THEIRS["shape"], 1, 1.4), torch.tensor(THEIRS["y"])
-    loss = RF().loss(model, x, y, model.routes, t=torch.tensor(case["t"]), eps=eps, mask_noise=noise_for(case["ids_keep"]))
+    loss = RF().loss(model, x, y, model.routes, t=torch.tensor(case["t"]), eps=eps,
+                     mask_noise=noise_for(case["ids_keep"]))
     assert loss.tolist() == pytest.approx(case["loss"], rel=0, abs=1e-5)
 
 
@@ -243,5 +253,6 @@ def test_path_drop_guidance_equals_snap_research_sprint():
 def test_the_initial_fusion_and_mask_token_have_the_spread_of_theirs():
     torch.manual_seed(0)
     model = DiT(**SMALL | {"hidden_size": 64}, routes=[Route(**ROUTE)], router=FusingRouter(64))
-    ours = {"mask_token": model.router.mask_token, "fusion.weight": model.router.fusion.weight, "fusion.bias": model.router.fusion.bias}
+    ours = {"mask_token": model.router.mask_token, "fusion.weight": model.router.fusion.weight,
+            "fusion.bias": model.router.fusion.bias}
     assert {name: value.std().item() for name, value in ours.items()} == pytest.approx(THEIRS["init"], rel=0.2)

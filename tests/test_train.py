@@ -1,4 +1,6 @@
-"""Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and samples."""
+"""Training as users run it: what it starts from, options of the loop, mistakes, one step, what it writes and samples.
+
+"""
 
 import io
 import json
@@ -74,8 +76,10 @@ def test_steps_without_a_finite_gradient_are_skipped_counted_and_too_many_stop_t
     assert skipped == sorted(skipped) and skipped[-1] >= 6 and rows(run)[-1]["loss"] is None
     good = checkpoints.step_folder(run, 6)  # the last one from before the learning rate that was too high
     assert f"Move checkpoints newer than {good} away to resume from it; and lower optimizer.lr" in result.stderr
-    weights = [load_file(path / "model.safetensors") for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
-    assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key]) for key in weights[0])  # skipped steps moved nothing
+    weights = [load_file(path / "model.safetensors")
+               for path in checkpoints.all_steps(run) if checkpoints.step_of(path) > 6]
+    assert len(weights) >= 2 and all(torch.equal(weights[0][key], weights[-1][key])
+                                     for key in weights[0])  # skipped steps moved nothing
     assert max(value.abs().max() for value in weights[0].values()) > 1e6  # and the newer ones are of no use
     assert max(value.abs().max() for value in load_file(good / "model.safetensors").values()) < 1e6
 
@@ -102,7 +106,8 @@ def test_a_nan_in_the_data_is_named_before_the_learning_rate_is_blamed(shapes, t
     np.load(data_file, mmap_mode="r+")[:] = whole
     assert train_here(tmp_path / "saved", data, *small).returncode == 0
     np.load(data_file, mmap_mode="r+")[1:] = np.nan
-    assert "and the same command resumes." in train_here(tmp_path / "saved", data, *small, "steps=9", "max_skipped_in_row=3").stderr
+    assert "and the same command resumes." in train_here(tmp_path / "saved", data, *small, "steps=9",
+                                                         "max_skipped_in_row=3").stderr
     np.load(data_file, mmap_mode="r+")[:] = whole
     assert train_here(tmp_path / "saved", data, *small, "steps=9", "max_skipped_in_row=3").returncode == 0
 
@@ -135,9 +140,11 @@ def step_of(parts=1, size=8, label_dropout=0.0, clip_norm=None) -> SimpleNamespa
     before, whole = model.weight.detach().clone(), model(x, y, weight)[0].mean()
     [gradient] = torch.autograd.grad(whole, [model.weight])
     model.seen.clear()
-    loss, norm, _, terms = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight}, label_dropout=label_dropout,
+    loss, norm, _, terms = train_step(accelerator, model, model, optimizer, x, y, {"weight": weight},
+                                      label_dropout=label_dropout,
                                clip_norm=clip_norm, num_parts=parts)
-    return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(), norm=norm, y=y, terms=terms,
+    return SimpleNamespace(moved=before - model.weight.detach(), gradient=gradient, loss=loss, whole=whole.detach(),
+                           norm=norm, y=y, terms=terms,
                            seen=torch.cat(model.seen))
 
 
@@ -165,27 +172,34 @@ def test_a_share_of_the_labels_is_dropped_each_by_itself(fresh_accelerator, shar
 
 def test_a_run_takes_the_steps_that_its_settings_name(shapes, tmp_path):
     """The learning rate's schedule and the average's warm-up; a step of AdamW is compared with published trainers'."""
-    result = train(tmp_path, shapes, "steps=6", "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9", "ema.warmup=true", "ema.decay=0.3",
+    result = train(tmp_path, shapes, "steps=6", "log.every=1", "checkpoint.every=1", "checkpoint.keep_last=9",
+                   "ema.warmup=true", "ema.decay=0.3",
                    "optimizer.lr=0.01", "optimizer.warmup_steps=2", "optimizer.schedule=cosine")
     assert result.returncode == 0, result.stderr
-    assert [row["lr"] for row in rows(tmp_path)] == pytest.approx([0.005, 0.01, *(0.01 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))])
-    saved = [{name: checkpoints.load(folder, name) for name in ("model", "ema")} for folder in checkpoints.all_steps(tmp_path)]
+    assert [row["lr"]
+            for row in rows(tmp_path)] == pytest.approx([0.005, 0.01,
+                                                         *(0.01 * (1 + np.cos(np.pi * i / 4)) / 2 for i in range(4))])
+    saved = [{name: checkpoints.load(folder, name) for name in ("model", "ema")}
+             for folder in checkpoints.all_steps(tmp_path)]
     name = "final_layer.linear.weight"
     decays = [2 / 11, 3 / 12, 0.3, 0.3, 0.3]  # (1 + step) / (10 + step), at most 0.3
     for before, after, decay in zip(saved, saved[1:], decays, strict=False):
-        torch.testing.assert_close(after["ema"][name], decay * before["ema"][name] + (1 - decay) * after["model"][name], rtol=1e-4, atol=1e-7)
+        torch.testing.assert_close(after["ema"][name], decay * before["ema"][name] + (1 - decay) * after["model"][name],
+                                   rtol=1e-4, atol=1e-7)
 
 
 def test_a_null_label_that_was_never_trained_guides_nothing(shapes, pixel_reference, tmp_path):
     def drawn(checkpoint, *options):
         try:
-            run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0", "num_steps=2", "guidance=cfg",
+            run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0", "num_steps=2",
+                        "guidance=cfg",
                         f"out={tmp_path}/drawn.npz", "overwrite=true", *options)
         except SystemExit as stop:
             return str(stop.code)
 
     run, small = tmp_path / "run", ("model.depth=3", "model.routes=[]", "label_dropout=0", "log.every=1")
-    scored = ("evaluate.every=9", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=2", "evaluate.num_steps=1")
+    scored = ("evaluate.every=9", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=2",
+              "evaluate.num_steps=1")
     for scales, code in (("[null,1.5]", 1), ("[null,1]", 0)):
         result = train_here(run, shapes, "steps=1", *small, *scored, f"evaluate.guidance_scales={scales}")
         assert result.returncode == code, result.stderr
@@ -206,7 +220,8 @@ def test_scores_and_grids_are_made_on_time_from_the_untrained_network_on_and_do_
         shapes, reference, pixel_reference, tmp_path):
     run = tmp_path / "run"
     options = ("samples.every=10", "samples.seeds=0-5", "samples.num_steps=2", "samples.batch_size=20000",
-               "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
+               "evaluate.every=10", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6",
+               "evaluate.num_steps=2",
                "evaluate.batch_size=4", "evaluate.guidance_scales=[null,1.5]")
     trained(run, shapes, *options)
     scored = [json.loads(line) for line in (run / "results.jsonl").read_text().splitlines()]
@@ -230,11 +245,13 @@ def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
     with pytest.MonkeyPatch.context() as patch:
         def init_trackers(self, project, config, init_kwargs):
             told.append([*map(str, self.log_with), config])
-            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None, log_images=lambda *args, **how: told.append((args, how)))]
+            self.trackers = [SimpleNamespace(name="tensorboard", finish=lambda: None, log_images=lambda *args,
+                                             **how: told.append((args, how)))]
 
         patch.setattr(Accelerator, "init_trackers", init_trackers)
         patch.setattr(Accelerator, "log", lambda self, values, step: told.append(values))
-        result = train(run, shapes, "steps=4", "log.trackers=[tensorboard]", "optimizer.lr=0.01", "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
+        result = train(run, shapes, "steps=4", "log.trackers=[tensorboard]", "optimizer.lr=0.01",
+                       "optimizer.warmup_steps=0", "ema.decay=0.5", "ema.warmup=false",
                        "samples.every=4", "samples.seeds=0-5", "samples.num_steps=2", "evaluate.every=4",
                        f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
                        "evaluate.guidance_scales=[null,1.5]")
@@ -245,11 +262,14 @@ def shown(shapes, pixel_reference, tmp_path_factory) -> tuple[Path, list[dict]]:
 @pytest.mark.parametrize("weights", ["ema", "model"])
 def test_grids_and_scores_in_training_are_of_the_average(shown, pixel_reference, tmp_path, fresh_accelerator, weights):
     run, _ = shown
-    run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels", num_samples=6, num_steps=2,
+    run_command(fid.main, "fid.py", checkpoint=run, weights=weights, reference=pixel_reference, features="pixels",
+                num_samples=6, num_steps=2,
                 seed=100_000, cpu=True, results=tmp_path / "results.jsonl")
-    scored, again = ([row["metrics"] for row in files.read_rows(folder / "results.jsonl")] for folder in (run, tmp_path))
+    scored, again = ([row["metrics"] for row in files.read_rows(folder / "results.jsonl")]
+                     for folder in (run, tmp_path))
     assert (again[0] == pytest.approx(scored[2], rel=1e-6)) == (weights == "ema")
-    run_command(sample.main, "sample.py", checkpoint=run, weights=weights, seeds="0-5", num_steps=2, cpu=True, out=tmp_path / "grid.png")
+    run_command(sample.main, "sample.py", checkpoint=run, weights=weights, seeds="0-5", num_steps=2, cpu=True,
+                out=tmp_path / "grid.png")
     grids = [np.asarray(Image.open(file)) for file in (run / "samples/step-00000004.png", tmp_path / "grid.png")]
     assert np.array_equal(*grids) == (weights == "ema")
 
@@ -259,7 +279,8 @@ def test_classes_without_images_are_neither_scored_nor_shown(shapes, reference, 
     for file in data.glob("labels-*.npy"):
         labels = np.load(file)
         np.save(file, np.where(labels == 2, 3, labels))
-    result = train(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9", "samples.num_steps=2", "evaluate.every=2",
+    result = train(run, data, "steps=2", "data.num_classes=8", "samples.every=2", "samples.seeds=0-9",
+                   "samples.num_steps=2", "evaluate.every=2",
                    f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2")
     assert result.returncode == 0, result.stderr
     assert "3 of 8 classes have no training images (2, 6, 7), which are sampled if named." in result.stdout
@@ -276,14 +297,18 @@ def test_trackers_receive_the_settings_the_rows_the_grids_and_the_scores(shown):
     before, before_guided, after, after_guided = (row["metrics"] for row in files.read_rows(run / "results.jsonl"))
     grids, others = ([call for call in told if isinstance(call, tuple) == is_grid] for is_grid in (True, False))
     for ((images,), how), step in zip(grids, (0, 4), strict=True):  # of the untrained network, too
-        assert np.array_equal(images["samples"][0], np.asarray(Image.open(run / f"samples/step-{step:08d}.png"))) and how == {"step": step, "dataformats": "NHWC"}
-    assert others == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()}, *files.read_rows(run / "metrics.jsonl"),
+        assert np.array_equal(images["samples"][0],
+                              np.asarray(Image.open(run / f"samples/step-{step:08d}.png"))) and how == {"step": step,
+                                      "dataformats": "NHWC"}
+    assert others == [before, {f"{name}_guided_1.5": value for name, value in before_guided.items()},
+                      *files.read_rows(run / "metrics.jsonl"),
                     after, {f"{name}_guided_1.5": value for name, value in after_guided.items()}]
 
 
 def run_named(name, init_trackers=lambda *args: None):
     """What start_trackers sees of a run."""
-    return SimpleNamespace(cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict), folder=Path("runs") / name, step=0,
+    return SimpleNamespace(cfg=SimpleNamespace(log=SimpleNamespace(trackers=["wandb"]), name=name, model_dump=dict),
+                           folder=Path("runs") / name, step=0,
                            run_id=f"{name}-18ab", accelerator=SimpleNamespace(init_trackers=init_trackers))
 
 
@@ -291,7 +316,8 @@ def test_wandb_gets_the_runs_name_and_an_id_that_it_accepts():
     told = []
     start_trackers(run_named("lr:1e-4 #2 50% größe", lambda *args: told.append(args[2]["wandb"])))
     start_trackers(run_named(200 * "x", lambda *args: told.append(args[2]["wandb"])))
-    assert told[0]["name"] == "lr:1e-4 #2 50% größe" and told[0]["id"] == "lr-1e-4--2-50--gr--e-18ab" and len(told[1]["id"]) == 128
+    assert told[0]["name"] == "lr:1e-4 #2 50% größe" and told[0]["id"] == "lr-1e-4--2-50--gr--e-18ab"
+    assert len(told[1]["id"]) == 128
 
 
 @pytest.mark.parametrize(("why", "advice"), [
@@ -308,7 +334,8 @@ def test_the_advice_for_a_tracker_fits_the_cause(why, advice):
 
 
 def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_with(shapes, pixel_reference, tmp_path):
-    options = (f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2", "evaluate.batch_size=4")
+    options = (f"evaluate.reference={pixel_reference}", "evaluate.num_samples=6", "evaluate.num_steps=2",
+               "evaluate.batch_size=4")
 
     def scored(*changed, run=tmp_path / "run") -> list[tuple]:
         said = trained(run, shapes, *options, *changed)
@@ -321,7 +348,8 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     assert len(first) == len(again) == len(deeper) == 1 and first[0][3] == again[0][3] != deeper[0][3]
     saved = scored("steps=1", "evaluate.every=1")
     assert [row[:2] for row in saved] == [(0, 6), (1, 6)] and scored("steps=1", "evaluate.every=1") == saved
-    assert [row[:2] for row in scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")] == [(0, 6), (1, 6), (1, 4)]
+    assert [row[:2]
+            for row in scored("steps=1", "evaluate.every=1", "evaluate.num_samples=4")] == [(0, 6), (1, 6), (1, 4)]
     before = files.read_rows(tmp_path / "run/results.jsonl")
     (tmp_path / "run").rename(tmp_path / "moved")
     scored("steps=1", "evaluate.every=1", run=tmp_path / "moved")
@@ -349,7 +377,8 @@ def nothing_installed(tmp_path, monkeypatch):
     cpp_builder.cpp_compiler_search.cache_clear()
 
 
-@pytest.mark.parametrize(("device", "words"), [("cpu", r"needs a C\+\+ compiler, .*g\+\+"), ("cuda", "needs a C compiler, .*gcc")])
+@pytest.mark.parametrize(("device", "words"),
+                         [("cpu", r"needs a C\+\+ compiler, .*g\+\+"), ("cuda", "needs a C compiler, .*gcc")])
 @pytest.mark.parametrize("how", [True, "max-autotune-no-cudagraphs"])
 def test_without_a_compiler_compiling_is_refused_and_eager_is_not(nothing_installed, device, words, how):
     speed.check_compiler(False, torch.device(device))
@@ -381,11 +410,13 @@ def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path,
     monkeypatch.setattr(torch, "compile", lambda forward, **how: forward)
     out = train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout
     assert re.search(r"compiling \(compile=true\): .*\nstep 1/2 .* s  with compiling\nstep 2/2 .* s\n", out)
-    assert "compiling (" not in train_here(tmp_path / "run", shapes, "compile=true", "steps=2").stdout  # it has finished
+    assert "compiling (" not in train_here(tmp_path / "run", shapes, "compile=true",
+                                           "steps=2").stdout  # it has finished
     assert "compiling (" not in train_here(tmp_path / "eager", shapes, "compile=false", "steps=2").stdout
 
     optimizer = torch.optim.AdamW([torch.zeros(1, requires_grad=True)])
-    run = SimpleNamespace(cfg=SimpleNamespace(compile=True, steps=9), step=0, optimizer=SimpleNamespace(optimizer=optimizer))
+    run = SimpleNamespace(cfg=SimpleNamespace(compile=True, steps=9), step=0,
+                          optimizer=SimpleNamespace(optimizer=optimizer))
     with tqdm(file=io.StringIO(), disable=False) as bar:
         announce_compilation(run, bar)
         before, _ = bar.postfix, optimizer.step()
@@ -394,14 +425,16 @@ def test_compilation_is_announced_until_the_first_step_is_done(shapes, tmp_path,
 
 def test_a_warmup_beyond_the_end_is_refused_if_typed_and_warned_of_if_not(shapes, tmp_path):
     told = "at steps=4 the learning rate ends at 4% of optimizer.lr"
-    assert f"optimizer.warmup_steps=100 is longer than the run: {told}." in train_here(tmp_path / "run", shapes, "steps=4").stdout
+    assert f"optimizer.warmup_steps=100 is longer than the run: {told}." in train_here(tmp_path / "run", shapes,
+                                                                                       "steps=4").stdout
     refused = train_here(tmp_path / "other", shapes, "steps=4", "optimizer.warmup_steps=100")
     assert refused.returncode == 1 and told in refused.stderr
 
 
 def test_settings_of_scores_without_scores_are_refused_unless_they_are_turned_off(shapes, tmp_path):
     refused = train_here(tmp_path / "run", shapes, "evaluate.num_samples=9")
-    assert refused.returncode == 1 and "evaluate.num_samples=9 would change nothing: nothing is scored" in refused.stderr
+    assert refused.returncode == 1
+    assert "evaluate.num_samples=9 would change nothing: nothing is scored" in refused.stderr
     assert train_here(tmp_path / "run", shapes, "evaluate.num_samples=9", "evaluate.every=0", "steps=1").returncode == 0
 
 
@@ -415,14 +448,17 @@ def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_
     accelerator = Accelerator(cpu=True)
     called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
     for _ in range(2):
-        train_step(accelerator, called, objective, optimizer, torch.randn(4, 4, 8, 8), torch.zeros(4, dtype=torch.int64), {},
+        train_step(accelerator, called, objective, optimizer, torch.randn(4, 4, 8, 8),
+                   torch.zeros(4, dtype=torch.int64), {},
                    label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
     assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
 
 
 def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
-    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "evaluator", "record", "model", "averages"))
-    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing, objective=SimpleNamespace(terms=()),
+    accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "evaluator", "record",
+                                                                 "model", "averages"))
+    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing,
+              objective=SimpleNamespace(terms=()),
               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
     sums = run.sums.over_ranks  # which waits for the steps that a GPU is still at: they are training's, too
@@ -454,10 +490,12 @@ HALF = torch.ones(4, 1, 8, 8)
 HALF[..., 4:] = 0
 
 
-@pytest.mark.parametrize(("diffusion", "parts"), [(EDM(), {}), (EDM(), {"version1": {"mae_weight": 0.1}}), (RF(), {})], ids=["edm", "version1", "rf"])
+@pytest.mark.parametrize(("diffusion", "parts"), [(EDM(), {}), (EDM(), {"version1": {"mae_weight": 0.1}}), (RF(), {})],
+                         ids=["edm", "version1", "rf"])
 def test_tokens_that_a_mask_keeps_take_no_route(fresh_accelerator, diffusion, parts):
     torch.manual_seed(0)
-    model = TINY(routes=[Route(0, 0, 0.5, x_T=1.0), Route(2, 2, 0.25, x_T=1.0)], router=Router("random" if parts else "l1"))
+    model = TINY(routes=[Route(0, 0, 0.5, x_T=1.0), Route(2, 2, 0.25, x_T=1.0)],
+                 router=Router("random" if parts else "l1"))
     accelerator, masks, get_mask = Accelerator(cpu=True), [], model.router.get_mask
     model.router.get_mask = lambda *args: masks.append(get_mask(*args)) or masks[-1]
     optimizer = accelerator.prepare(torch.optim.AdamW(model.parameters(), fused=True))
@@ -466,7 +504,8 @@ def test_tokens_that_a_mask_keeps_take_no_route(fresh_accelerator, diffusion, pa
         masks.clear()
         objective = build_objective(model, diffusion, parts, keep_masked)
         for _ in range(3):
-            train_step(accelerator, objective, objective, optimizer, torch.randn(4, 4, 8, 8), torch.arange(4), {"weight": HALF},
+            train_step(accelerator, objective, objective, optimizer, torch.randn(4, 4, 8, 8), torch.arange(4),
+                       {"weight": HALF},
                        label_dropout=0.1, clip_norm=None, num_parts=2)
         assert len(masks) == 3 * 2 * 2 and [ids.shape[1] for ids in masks[:2]] == [8, 12]
         assert all(set(kept) <= set(row) for ids in masks for row in ids.tolist()) == keep_masked
@@ -481,7 +520,8 @@ def masked(tmp_path) -> Path:
 
 
 V1 = ["model=tread_v1", "diffusion=edm_v1", "keep_masked=true"]
-SMALL = ["data=folder", "model.backbone_type=DiT-S/2", "model.hidden_size=16", "model.depth=10", "model.num_heads=2", "batch_size=6", "log.every=2",
+SMALL = ["data=folder", "model.backbone_type=DiT-S/2", "model.hidden_size=16", "model.depth=10", "model.num_heads=2",
+         "batch_size=6", "log.every=2",
          "checkpoint.every=2", "samples.every=0", "precision=fp32", "compile=false", "cpu=true"]
 
 
@@ -489,23 +529,28 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
     for run, steps in (("whole", 4), ("parts", 2), ("parts", 4), ("unmasked", 4)):
         if run == "unmasked":
             (masked / "masks-00000.npy").unlink()
-        settings = [*SMALL, *(V1 if run != "unmasked" else V1[:2]), f"steps={steps}", f"data.path={masked}", f"run_dir={tmp_path / run}"]
+        settings = [*SMALL, *(V1 if run != "unmasked" else V1[:2]), f"steps={steps}", f"data.path={masked}",
+                    f"run_dir={tmp_path / run}"]
         run_command(train_main, "train.py", *settings)
         fresh_accelerator()
     assert_same_end(tmp_path / "parts", tmp_path / "whole")
     meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "whole"))
-    assert meta["network"]["routes"][1] == {"start_layer_idx": 6, "end_layer_idx": 9, "selection_ratio": 0.5, "x_T": 1.0}
-    assert meta["objective"] == {"version1": {"mae_weight": 0.0}} and "routed_loss" not in meta["diffusion"] and "selection" not in meta["network"]
+    assert meta["network"]["routes"][1] == {"start_layer_idx": 6, "end_layer_idx": 9, "selection_ratio": 0.5,
+                                            "x_T": 1.0}
+    assert meta["objective"] == {"version1": {"mae_weight": 0.0}} and "routed_loss" not in meta["diffusion"]
+    assert "selection" not in meta["network"]
     assert [row["loss"] for row in rows(tmp_path / "unmasked")] != [row["loss"] for row in rows(tmp_path / "whole")]
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"], "and model.selection=random, as it must know which are kept"),
+    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"],
+     "and model.selection=random, as it must know which are kept"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
     (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples keeps only 0"),
 ])
-def test_impossible_masks_and_routed_losses_raise_a_one_line_error(masked, tmp_path, fresh_accelerator, overrides, says):
+def test_impossible_masks_and_routed_losses_raise_a_one_line_error(masked, tmp_path, fresh_accelerator, overrides,
+                                                                   says):
     with pytest.raises(SystemExit) as stop:
         run_command(train_main, "train.py", *SMALL, f"data.path={masked}", f"run_dir={tmp_path / 'run'}", *overrides)
     assert says in str(stop.value) and "\n" not in str(stop.value)
@@ -519,12 +564,16 @@ def test_a_small_custom_set_gets_a_batch_and_steps_that_fit(tmp_path, capsys, fr
         path.parent.mkdir(parents=True, exist_ok=True)
         Image.new("RGB", (16, 16), (4 * number, 90, 200)).save(path)
     out, run = tmp_path / "mine", tmp_path / "run"
-    run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity", f"out={out}")
-    run_command(train_main, "train.py", "experiment=small", f"data.path={out}", f"run_dir={run}", "model.hidden_size=32", "model.num_heads=2",
-                "model.depth=6", "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true", "compile=false")
+    run_command(prepare_latents.main, "prepare_latents.py", f"source={source}", "resolution=16", "autoencoder=identity",
+                f"out={out}")
+    run_command(train_main, "train.py", "experiment=small", f"data.path={out}", f"run_dir={run}",
+                "model.hidden_size=32", "model.num_heads=2",
+                "model.depth=6", "samples.seeds=0-5", "samples.num_steps=2", "precision=fp32", "steps=2", "cpu=true",
+                "compile=false")
     assert "For 60 latents: batch_size=15 steps=2." in capsys.readouterr().out
     meta = checkpoints.read_meta(checkpoints.latest(run))
-    assert meta["batch_size"] == 15 and [meta["network"][key] for key in ("in_channels", "input_size", "num_classes")] == [3, 16, 3]
+    assert meta["batch_size"] == 15 and [meta["network"][key]
+                                         for key in ("in_channels", "input_size", "num_classes")] == [3, 16, 3]
     assert (run / "samples/step-00000002.png").is_file()
 
 

@@ -37,7 +37,8 @@ SEEDS = [3, 100_000, 100_007]
 # Each with the network's keywords, the diffusion, the sampler's settings, and the guidance, or its keywords.
 DRAWN = {
     "edm": ({}, EDM(), {}, None),
-    "edm, churn": ({}, EDM(P_std=1.0, sigma_data=0.6), {"S_churn": 2, "S_min": 0.05, "S_noise": 1.007, "rho": 5, "sigma_max": 40}, None),
+    "edm, churn": ({}, EDM(P_std=1.0, sigma_data=0.6),
+                   {"S_churn": 2, "S_min": 0.05, "S_noise": 1.007, "rho": 5, "sigma_max": 40}, None),
     "ddpm": ({"learn_sigma": True}, DDPM(), {}, None),
     "ddpm, ancestral": ({"learn_sigma": True}, DDPM(), {"solver": "ancestral"}, Guidance(1.5, channels=3)),
     "rf": ({}, RF(), {}, None),
@@ -46,7 +47,8 @@ DRAWN = {
     "by label": ({}, EDM(), {}, Guidance(2.0)),
     "by label, in an interval": ({}, EDM(), {}, Guidance(2.0, interval=(0.1, 5.0))),
     "by ratios": ({}, EDM(), {}, Guidance(1.5, 0.25, 0.5, drop_label=False)),
-    "by label and ratios on a cosine": ({}, RF(), {}, Guidance(1.5, [0.0, 0.25], [0.5, 0.75], routes=[Route(0, 1, 0.0)])),
+    "by label and ratios on a cosine": ({}, RF(), {},
+                                        Guidance(1.5, [0.0, 0.25], [0.5, 0.75], routes=[Route(0, 1, 0.0)])),
     "by another network": ({}, EDM(), {}, {"scale": 1.5, "drop_label": False}),
     "tokens by their size": ({"router": Router(selection="l1")}, EDM(), {}, Guidance(1.5, 0.0, 0.5, drop_label=False)),
     "lightning": ({"block": "lightning", "qk_norm": True}, RF(), {}, None),
@@ -63,8 +65,10 @@ def drawn(name: str) -> list[float]:
     if isinstance(guidance, dict):
         guidance = Guidance(**guidance, net2=fill(DiT(**TINY | {"depth": 2})))
     decode = pixels_to_images if name == "images" else (lambda latents: latents)
-    drawing = SampledImages(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2, num_steps=4, guidance=guidance, sampler=sampler)
-    found = {int(i): checksum(image) for indices, images in drawing.sample(np.arange(3)) for i, image in zip(indices, images, strict=True)}
+    drawing = SampledImages(one_rank(), net, diffusion, decode, SEEDS, labels_of(SEEDS, [*range(10)]), batch_size=2,
+                            num_steps=4, guidance=guidance, sampler=sampler)
+    found = {int(i): checksum(image) for indices, images in drawing.sample(np.arange(3))
+             for i, image in zip(indices, images, strict=True)}
     return [found[i] for i in range(3)]
 
 
@@ -101,15 +105,19 @@ def scored() -> dict[str, float]:
     for extractor, asked in ((in_full(), None), (features.load_extractor("pixels"), ["fd_pixels"])):
         reference = Reference({}, image_sets.Images(40, lambda indices: pictures(40, 0)[indices], {}), {})
         batches = ((torch.arange(first, first + 20), pictures(60, 1)[first : first + 20]) for first in (0, 20, 40))
-        found |= {f"{extractor.name} {metric}": value for metric, value in score_with(extractor, reference, batches, 60, asked).items()}
+        found |= {f"{extractor.name} {metric}": value
+                  for metric, value in score_with(extractor, reference, batches, 60, asked).items()}
     splits = metrics.ScoreSums(6000, 4)
     splits.add(torch.arange(6000), (wave((6000, 4), 2, 3) * torch.linspace(0, 2, 6000)[:, None]).softmax(1))
     ordered = image_sets.Images(1000, None, {}, np.arange(1000)[::-1])
     cropped = center_crop(Image.fromarray(wave((50, 70, 3), 3, 127).add(128).to(torch.uint8).numpy()), 16)
     return found | {
-        "inception score of two splits": splits.score(), "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
-        "chosen in a shuffled order": checksum(torch.from_numpy(ordered.choose(31).copy()).float()), "of a folder": inception_score_of_a_folder(),
-        "cropped": checksum(torch.from_numpy(np.array(cropped))), "positions": checksum(features.positions_at_224(wave((1, 1 + 37 * 37, 4)))),
+        "inception score of two splits": splits.score(),
+        "evenly": checksum(torch.from_numpy(image_sets.evenly(1000, 31)).float()),
+        "chosen in a shuffled order": checksum(torch.from_numpy(ordered.choose(31).copy()).float()),
+        "of a folder": inception_score_of_a_folder(),
+        "cropped": checksum(torch.from_numpy(np.array(cropped))),
+        "positions": checksum(features.positions_at_224(wave((1, 1 + 37 * 37, 4)))),
     }
 
 
@@ -125,7 +133,8 @@ def changed(what: str) -> str:
 @pytest.mark.parametrize("name", DRAWN)
 def test_images_are_those_of_their_version(name):
     stored = json.loads(FILE.read_text())["drawing"]
-    assert stored["version"] == DRAWING_VERSION and drawn(name) == near(stored["numbers"][name], name), changed("drawing")
+    assert stored["version"] == DRAWING_VERSION and drawn(name) == near(stored["numbers"][name],
+                                                                        name), changed("drawing")
 
 
 def test_scores_are_those_of_their_version():
@@ -140,7 +149,8 @@ def store() -> None:
            "scoring": {"version": SCORING_VERSION, "numbers": scored()}}
     for what, old in before.items():
         both = old["numbers"].keys() & now[what]["numbers"].keys()
-        if not all(now[what]["numbers"][name] == near(old["numbers"][name], name) for name in both) and old["version"] == now[what]["version"]:
+        if not all(now[what]["numbers"][name] == near(old["numbers"][name], name)
+                   for name in both) and old["version"] == now[what]["version"]:
             sys.exit(changed(what))
     FILE.write_text(json.dumps(now, indent=1) + "\n")
 

@@ -21,8 +21,10 @@ TIMINGS = ("img_per_sec", "sec_per_step", "peak_memory_gib", "elapsed_s")
 
 
 def command(run: Path, data: Path, *overrides) -> list[str]:
-    return ["train.py", "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8", "model.hidden_size=32",
-            "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3", "checkpoint.every=4", "steps=24", *overrides]
+    return ["train.py", "experiment=quickstart", f"run_dir={run}", f"data.path={data}", "batch_size=8",
+            "model.hidden_size=32",
+            "model.num_heads=2", "model.depth=6", "samples.every=0", "log.every=3", "checkpoint.every=4", "steps=24",
+            *overrides]
 
 
 def train(run, data, *overrides, **options) -> subprocess.CompletedProcess:
@@ -86,7 +88,8 @@ def write_run(folder: Path, network: dict, step: int = 1, diffusion: dict | None
 
 def rows(run: Path) -> list[dict]:
     """The rows of metrics.jsonl without what depends on the clock."""
-    return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS} for line in (run / "metrics.jsonl").read_text().splitlines()]
+    return [{k: v for k, v in json.loads(line).items() if k not in TIMINGS}
+            for line in (run / "metrics.jsonl").read_text().splitlines()]
 
 
 def wait_until(condition, process):

@@ -18,7 +18,8 @@ from weights.loading import load_trained
 from weights.records import build_network
 
 every_block = pytest.mark.parametrize("block", [*BLOCKS, "parallel"])
-RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4, init="xavier",
+RECORD = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=4,
+              init="xavier",
               routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)])
 
 
@@ -42,7 +43,8 @@ def network(block, **options):
 
 def batch(size=4):
     generator = torch.Generator().manual_seed(1)
-    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size, generator=generator), torch.arange(size) % 5
+    return torch.randn(size, 4, 8, 8, generator=generator), torch.rand(size,
+                                                                       generator=generator), torch.arange(size) % 5
 
 
 def through_all_blocks(block):
@@ -69,14 +71,16 @@ def test_tokens_on_a_route_come_out_as_if_there_were_no_others_and_those_that_le
     net(x, t, y, routes=net.routes)
     assert seen["x_kept"].shape == (4, 10, 32)
     left = torch.ones(4, 16, dtype=torch.bool).scatter_(1, seen["ids_keep"], False)
-    assert torch.equal(seen["rejoined"][left], seen["embedded"][left]) and not torch.equal(seen["rejoined"][~left], seen["embedded"][~left])
+    assert torch.equal(seen["rejoined"][left], seen["embedded"][left]) and not torch.equal(seen["rejoined"][~left],
+                                                                                           seen["embedded"][~left])
     c, weights = net.t_embedder(t) + net.y_embedder(y), list(net.blocks.parameters())
     for b, ids in enumerate(seen["ids_keep"]):  # each sample by itself, in a sequence of its kept tokens
         alone = seen["embedded"][b : b + 1, ids]
         for layer in net.blocks:
             alone = layer(alone, c[b : b + 1], ids[None])
         torch.testing.assert_close(seen["x_kept"][b : b + 1], alone, rtol=0, atol=1e-5)
-        ours, theirs = (torch.autograd.grad(out.square().sum(), weights, retain_graph=True) for out in (seen["x_kept"][b], alone))
+        ours, theirs = (torch.autograd.grad(out.square().sum(), weights, retain_graph=True)
+                        for out in (seen["x_kept"][b], alone))
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5 * float(other.abs().max().clamp(min=1)))
 
@@ -136,8 +140,10 @@ def test_each_number_of_tokens_is_one_graph_and_is_not_compiled_again(block, fre
 
 
 def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
-    line = ["examples/custom_block.py", *command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]]
-    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True, text=True)  # not forked: it is known before train.py is
+    line = ["examples/custom_block.py",
+            *command(tmp_path / "run", shapes, "steps=2", "model.backbone_type=Parallel-S/2")[1:]]
+    ended = subprocess.run([sys.executable, *line], cwd=ROOT, capture_output=True,
+                           text=True)  # not forked: it is known before train.py is
     assert ended.returncode == 0, ended.stderr
     trained = load_trained(tmp_path / "run")
     assert type(trained.net.blocks[0]).__name__ == "ParallelBlock" and trained.step == 2
@@ -145,7 +151,8 @@ def test_the_example_of_a_custom_block_trains_by_its_command(shapes, tmp_path):
 
 
 def test_a_run_of_another_block_resumes_bit_for_bit(shapes, tmp_path):
-    settings = ("diffusion=rf_lightning", "log.every=1", f"model.backbone_type={next(iter(BLOCKS['rwkv'].models))}", "model.patch_size=4")
+    settings = ("diffusion=rf_lightning", "log.every=1", f"model.backbone_type={next(iter(BLOCKS['rwkv'].models))}",
+                "model.patch_size=4")
     assert_resumes(tmp_path, shapes, *settings)
     trained = load_trained(tmp_path / "parts")
     assert type(trained.net.blocks[0]) is BLOCKS["rwkv"].block and trained.diffusion.cosine_weight == 1

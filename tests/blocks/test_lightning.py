@@ -12,7 +12,8 @@ from rf import RF
 from routing_module import Route
 
 THEIRS, ROUTED = published("lightning"), published("lightning_tread")
-TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10, block="lightning")
+TINY = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=64, depth=3, num_heads=4, num_classes=10,
+            block="lightning")
 
 
 def filled(net: DiT) -> DiT:
@@ -66,7 +67,8 @@ class Pointwise(nn.Module):
 
 @pytest.mark.parametrize("case", THEIRS["loss"], ids=names(THEIRS["loss"]))
 def test_the_loss_with_its_cosine_term_equals_hustvl_lightningdit(case):
-    x, eps, t, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1, 1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
+    x, eps, t, y = wave(case["shape"], amplitude=0.7), wave(case["shape"], 1,
+                                                            1.4), torch.tensor(case["t"]), torch.tensor(case["y"])
     for weight in (0, 0.25, 1):
         loss = RF(cosine_weight=weight).loss(Pointwise(), x, y, t=1 - t, eps=eps)
         expected = [squared + weight * cosine for squared, cosine in zip(case["squared"], case["cosine"], strict=True)]
@@ -85,7 +87,8 @@ def test_a_product_of_rotated_queries_and_keys_depends_on_their_distance_alone()
     q, k = torch.randn(2, 1, 1, 1, 16)
 
     def product(at_q: tuple[int, int], at_k: tuple[int, int]) -> float:
-        turned = [rotate(each, rotary_angles(torch.tensor([[row * 9 + column]]), 9, 16)) for each, (row, column) in ((q, at_q), (k, at_k))]
+        turned = [rotate(each, rotary_angles(torch.tensor([[row * 9 + column]]), 9, 16))
+                  for each, (row, column) in ((q, at_q), (k, at_k))]
         return (turned[0] * turned[1]).sum().item()
 
     assert product((1, 2), (4, 3)) == pytest.approx(product((5, 7), (8, 8)), abs=1e-5)
@@ -99,5 +102,6 @@ def test_the_architecture_is_read_off_the_weights(model, options):
     with torch.device("meta"):
         net = DiT_models[model](**options)
     read = infer_architecture(net.state_dict())
-    assert read == {**DiT_models[model].keywords, "mlp_ratio": 4.0, "input_size": 32, "in_channels": 4, "num_classes": 1000,
+    assert read == {**DiT_models[model].keywords, "mlp_ratio": 4.0, "input_size": 32, "in_channels": 4,
+                    "num_classes": 1000,
                     "learn_sigma": False, "qk_norm": False, **options}

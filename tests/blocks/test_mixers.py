@@ -42,7 +42,8 @@ def scan_loop(x, dt, A, B, C):
 def scan_inputs(num_tokens=11):
     torch.manual_seed(0)
     batch, G, H, P, S = 2, 2, 3, 4, 5
-    return (torch.randn(batch, num_tokens, G, H, P), F.softplus(torch.randn(batch, num_tokens, G, H) - 1), -16 * torch.rand(G, H),
+    return (torch.randn(batch, num_tokens, G, H, P), F.softplus(torch.randn(batch, num_tokens, G, H) - 1),
+            -16 * torch.rand(G, H),
             torch.randn(batch, num_tokens, G, S), torch.randn(batch, num_tokens, G, S))
 
 
@@ -97,8 +98,10 @@ def rwkv_loop(block, x, positions, modulated):
 
     (h, gate), spatial, channel = modulated(x, 0), block.spatial_mix, block.channel_mix
     shifted = shift_loop(h, positions, block.grid_size)
-    k, v, r = (linear(layer, h, shifted, spatial.mix[i]) for i, layer in enumerate((spatial.key, spatial.value, spatial.receptance)))
-    x = x + gate * ((r.sigmoid() * wkv_loop(k[None], v[None], spatial.decay, spatial.bonus)[0]) @ spatial.output.weight.T)
+    k, v, r = (linear(layer, h, shifted, spatial.mix[i])
+               for i, layer in enumerate((spatial.key, spatial.value, spatial.receptance)))
+    x = x + gate * ((r.sigmoid() * wkv_loop(k[None], v[None], spatial.decay,
+                                            spatial.bonus)[0]) @ spatial.output.weight.T)
     h, gate = modulated(x, 1)
     shifted = shift_loop(h, positions, block.grid_size)
     k, r = (linear(layer, h, shifted, channel.mix[i]) for i, layer in enumerate((channel.key, channel.receptance)))
@@ -122,7 +125,8 @@ def block_loop(block, x, c, positions):
 def tiny(block, **options):
     """A network of 4 × 4 tokens, every parameter at random."""
     torch.manual_seed(0)
-    net = DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=4, num_classes=5, init="xavier", block=block),
+    net = DiT(**{**dict(input_size=8, in_channels=3, hidden_size=32, depth=3, num_heads=4, num_classes=5, init="xavier",
+                        block=block),
                  **options})
     for parameter in net.parameters():
         parameter.data += 0.05 * torch.randn(parameter.shape)
@@ -135,7 +139,8 @@ def batch(size=2):
 
 
 def test_the_selective_scan_is_the_recurrence_forward_and_backward():
-    for found, expected in zip(gradients(mamba.selective_scan, *scan_inputs()), gradients(scan_loop, *scan_inputs()), strict=True):
+    for found, expected in zip(gradients(mamba.selective_scan, *scan_inputs()), gradients(scan_loop, *scan_inputs()),
+                               strict=True):
         assert close(found, expected)
 
 
@@ -157,7 +162,8 @@ def kernel_by_loop(monkeypatch):
         per_group = u.shape[1] // B.shape[1]
         state, outs = torch.zeros(*u.shape[:2], A.shape[1]), []
         for t in range(u.shape[2]):
-            b, c = (each[..., t].repeat_interleave(per_group, dim=1) for each in (B, C))          # (batch, channels, state)
+            b, c = (each[..., t].repeat_interleave(per_group, dim=1)
+                    for each in (B, C))          # (batch, channels, state)
             state = (delta[..., t, None] * A).exp() * state + (delta[..., t] * u[..., t]).unsqueeze(-1) * b
             outs.append((state * c).sum(-1))
         return torch.stack(outs, dim=-1)
@@ -170,11 +176,13 @@ def kernel_by_loop(monkeypatch):
 
 
 def test_the_kernel_gets_the_arguments_that_it_expects(kernel_by_loop):
-    for found, expected in zip(gradients(mamba.scan_by_kernel, *scan_inputs()), gradients(scan_loop, *scan_inputs()), strict=True):
+    for found, expected in zip(gradients(mamba.scan_by_kernel, *scan_inputs()), gradients(scan_loop, *scan_inputs()),
+                               strict=True):
         assert close(found, expected)
 
 
-@pytest.mark.skipif(not (torch.cuda.is_available() and mamba.MAMBA_SSM), reason="mamba_ssm's kernel needs a GPU and mamba_ssm")
+@pytest.mark.skipif(not (torch.cuda.is_available() and mamba.MAMBA_SSM),
+                    reason="mamba_ssm's kernel needs a GPU and mamba_ssm")
 def test_mamba_ssms_kernel_is_the_plain_scan():
     inputs = [each.cuda() for each in scan_inputs(num_tokens=256)]
     plain = gradients(mamba.selective_scan, *(each.cpu() for each in inputs))
@@ -185,7 +193,8 @@ def test_mamba_ssms_kernel_is_the_plain_scan():
 def test_the_scan_is_the_published_one():
     case = PUBLISHED["selective_scan"]
     batch, K, G, H, P, S = (case[key] for key in ("batch", "tokens", "groups", "heads", "channels", "state"))
-    x, dt, A = wave((batch, G, H, P, K), 0), wave((batch, G, H, P, K), 1).exp()[:, :, :, 0], -wave((G, H, P, S), 2).exp()[:, :, 0, 0]
+    x, dt, A = wave((batch, G, H, P, K), 0), wave((batch, G, H, P, K), 1).exp()[:, :, :, 0], -wave((G, H, P, S),
+                                                                                                   2).exp()[:, :, 0, 0]
     B, C = (wave((batch, G, S, K), k) for k in (3, 4))
     inputs = x.permute(0, 4, 1, 2, 3), dt.permute(0, 3, 1, 2), A, B.permute(0, 3, 1, 2), C.permute(0, 3, 1, 2)
     assert_equal(mamba.selective_scan(*inputs).permute(0, 2, 3, 4, 1), case["out"])
@@ -227,7 +236,8 @@ def test_kept_tokens_are_mixed_as_a_sequence_without_the_others(block, ratio):
         return torch.stack(outs)
 
     x.requires_grad_()
-    found, expected = ((outs, *torch.autograd.grad(outs.square().mean(), [x, *net.parameters()])) for outs in (routed(x), alone(x)))
+    found, expected = ((outs, *torch.autograd.grad(outs.square().mean(), [x, *net.parameters()]))
+                       for outs in (routed(x), alone(x)))
     for each, as_alone in zip(found, expected, strict=True):
         assert close(each, as_alone)
 

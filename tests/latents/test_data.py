@@ -93,11 +93,13 @@ def test_a_folder_reports_what_it_contains(tmp_path):
 
 
 def test_every_image_is_seen_once_an_epoch_with_its_label_and_only_the_rest_is_dropped(folder, tmp_path):
-    for latents, batch_size in ((open_latents(folder), 10), (open_latents(write_folder(tmp_path / "even", numbered(100), labels_of(100))), 20)):
+    for latents, batch_size in ((open_latents(folder), 10),
+                                (open_latents(write_folder(tmp_path / "even", numbered(100), labels_of(100))), 20)):
         epochs = []
         for epoch in range(3):
             taken = take(latents, 100 // batch_size, batch_size, seed=3, start=100 // batch_size * epoch)
-            assert (taken[0][0].dtype, taken[0][0].shape, taken[0][1].dtype) == (torch.float16, (batch_size, 4, 4, 4), torch.int64)
+            assert (taken[0][0].dtype, taken[0][0].shape, taken[0][1].dtype) == (torch.float16, (batch_size, 4, 4, 4),
+                                                                                 torch.int64)
             for stored, y in taken:
                 np.testing.assert_array_equal(y.numpy(), labels_of()[numbers(stored)])
             epochs.append([n for stored, _ in taken for n in numbers(stored)])
@@ -137,7 +139,8 @@ def test_mirrored_copies_are_sampled_about_half_the_time_and_never_change_the_or
     flips = np.concatenate(flips)
     assert abs(flips.mean() - 0.5) < 4 * 0.5 / np.sqrt(len(flips))
     assert (flips[:1000] != flips[1000:]).any()  # a fresh coin each epoch
-    assert flips[:16].astype(int).tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1, 1]  # which a resumed run draws again
+    assert flips[:16].astype(int).tolist() == [1, 1, 1, 0, 1, 0, 0, 0, 0, 1, 0, 1, 1, 0, 1,
+                                               1]  # which a resumed run draws again
 
 
 def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
@@ -152,7 +155,8 @@ def test_a_mirrored_row_is_the_mirror_of_its_own_image(tmp_path):
 # --- moments
 
 
-@pytest.mark.parametrize("kind", ["folder", "mirrored", "masks", "mirrored with masks", "tars of samples", "tars of moments"])
+@pytest.mark.parametrize("kind",
+                         ["folder", "mirrored", "masks", "mirrored with masks", "tars of samples", "tars of moments"])
 def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_path, monkeypatch, kind):
     monkeypatch.setattr(latent_folder, "CHUNK", 32)  # four copies, the last one short
     if kind.startswith("tars"):
@@ -164,8 +168,10 @@ def test_batches_made_on_a_device_are_those_of_the_mapped_files_bit_for_bit(tmp_
         latents = open_latents(write_masks(tmp_path, masks_of()) if "masks" in kind else tmp_path)
     for start, rank in ((0, 0), (13, 1)):  # 10 batches an epoch
         how = dict(seed=3, start=start, rank=rank, world=2)
-        for ours, theirs in zip(take_weighted(latents, 21, 10, device="cpu", **how), take_weighted(latents, 21, 10, **how), strict=True):
-            assert all(torch.equal(one, other) and one.dtype == other.dtype for one, other in zip(ours, theirs, strict=True))
+        for ours, theirs in zip(take_weighted(latents, 21, 10, device="cpu", **how),
+                                take_weighted(latents, 21, 10, **how), strict=True):
+            assert all(torch.equal(one, other) and one.dtype == other.dtype
+                       for one, other in zip(ours, theirs, strict=True))
     assert not readers()
 
 
@@ -207,7 +213,8 @@ def test_webdataset_tars_read_back_as_the_folder_with_the_same_latents(tmp_path,
         stored = torch.cat([stored, torch.from_numpy(logvar).float().div(2).exp() * 0.18215], dim=1)
         raw = np.concatenate([raw, logvar], axis=1)
     folder = open_latents(write_folder(tmp_path / "set", stored.half().numpy(), labels_of(), kind=kind))
-    tars = open_latents(write_tars(tmp_path / "tars", raw, labels_of()), kind=kind, scale=0.18215 if kind == "sample" else None)
+    tars = open_latents(write_tars(tmp_path / "tars", raw, labels_of()), kind=kind,
+                        scale=0.18215 if kind == "sample" else None)
     assert (tars.count, tars.shape, tars.kind) == (COUNT, (4, 4, 4), kind)
     assert (tars.num_classes, tars.convention) == (1000, Convention(0.18215))
     for (x, y), (x_tar, y_tar) in zip(take(folder, 15, 10, seed=4), take(tars, 15, 10, seed=4), strict=True):
@@ -303,7 +310,8 @@ def test_an_extra_array_follows_its_image_and_mirrors_as_its_metadata_says(tmp_p
         assert 0 < flipped.sum() < 10
     stream.close()
     np.save(out / "teacher-00001.npy", tokens[0][:39])
-    with pytest.raises(ValueError, match=r"teacher-00001.npy has float16 \(39, 3, 5\), but metadata.json says float16 \(40, 3, 5\)"):
+    with pytest.raises(ValueError,
+                       match=r"teacher-00001.npy has float16 \(39, 3, 5\), but metadata.json says float16 \(40, 3, 5\)"):
         open_latents(out)
 
 
@@ -343,7 +351,8 @@ def test_the_fullest_mask_is_found_in_all_of_the_data(folder, monkeypatch):
 
 @pytest.mark.parametrize("array", ["latents", "teacher", "masks"])
 @pytest.mark.parametrize("mirrored", [False, True])
-def test_a_value_that_is_not_finite_is_found_in_the_batches_that_held_it_with_its_file_and_row(tmp_path, array, mirrored):
+def test_a_value_that_is_not_finite_is_found_in_the_batches_that_held_it_with_its_file_and_row(tmp_path, array,
+                                                                                               mirrored):
     write_folder(tmp_path, numbered(), labels_of(), -numbered() if mirrored else None,
                  arrays={"teacher": {"shape": [3], "dtype": "float16", "mirror": "files"}})
     names = {"latents": "mirrored"}.get(array, f"{array}_mirrored") if mirrored and array != "masks" else array
@@ -351,12 +360,15 @@ def test_a_value_that_is_not_finite_is_found_in_the_batches_that_held_it_with_it
         for name, shape in (("teacher", (3,)), ("teacher_mirrored", (3,)), ("masks", (4, 4))):
             np.save(tmp_path / f"{name}-{shard:05d}.npy", np.ones((min(40, COUNT - start), *shape), np.float16))
     latents = open_latents(tmp_path)
-    image = next(int(i) for i, copy in zip(*next(_plan(latents, 10, 0, 0, 1, 3)), strict=True) if copy == mirrored) if mirrored else (
+    image = next(int(i)
+                 for i, copy in zip(*next(_plan(latents, 10, 0, 0, 1, 3)), strict=True)
+                 if copy == mirrored) if mirrored else (
         int(next(_plan(latents, 10, 0, 0, 1, 3))[0][4]))
     file = tmp_path / f"{names}-{image // 40:05d}.npy"
     np.load(file, mmap_mode="r+")[image % 40].flat[-1] = np.inf
     read = ["teacher", "weight"]
-    assert find_damaged(latents, 10, 0, range(2, 5), read) == [f"{file}, row {image % 40} (image {image} of the data set)"]
+    assert find_damaged(latents, 10, 0, range(2, 5),
+                        read) == [f"{file}, row {image % 40} (image {image} of the data set)"]
     assert find_damaged(latents, 10, 0, range(3), read) == find_damaged(latents, 10, 0, range(4, 10), read) == []
 
 
@@ -383,7 +395,8 @@ def refused(words, function, *arguments, **options):
 def record(**changes):
     def edit(folder):
         plain = json.loads((folder / "metadata.json").read_text()) | changes
-        (folder / "metadata.json").write_text(json.dumps({key: value for key, value in plain.items() if value != "gone"}))
+        (folder / "metadata.json").write_text(json.dumps({key: value
+                                                          for key, value in plain.items() if value != "gone"}))
     return edit
 
 
@@ -430,24 +443,29 @@ TAR, SAMPLE, MOMENTS = "shard-000001.tar", {"kind": "sample", "scale": 1}, {"kin
 INFINITE = numbered()
 INFINITE[41, 1, 2, 2] = np.inf
 BAD = {
-    "pickled": (lambda folder: np.save(folder / "labels-00001.npy", np.array([{}] * 40), allow_pickle=True), {}, ["not a complete npy file of numbers", "Python objects"]),
+    "pickled": (lambda folder: np.save(folder / "labels-00001.npy", np.array([{}] * 40), allow_pickle=True), {},
+                ["not a complete npy file of numbers", "Python objects"]),
     "display names": (record(display_names=["a"]), {}, ["says 7", "display_names have 1"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
     "shard without a count": (record(shards=[{"latents": "a", "labels": "b"}]), {}, ["shards.0.count is missing"]),
-    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {}, ["masks range from 0 to 0", "not all be 0"]),
+    "masks that are all 0": (lambda folder: write_masks(folder, 0 * masks_of()), {},
+                             ["masks range from 0 to 0", "not all be 0"]),
     "masks that are not numbers": (masks(np.full((40, 4, 4), np.nan, np.float16)), {}, ["masks range from nan"]),
     "one file of masks missing": (masks(), {}, ["No such file", "masks-00001.npy"]),
     "infinity in a mirrored copy": (latents(numbered(), INFINITE), {}, ["1 hold NaN or infinity", "image 41 first"]),
-    "logvar for std": (latents(moments(numbered(), numbered() - 9), **MOMENTS), {}, ["never negative", "[mean, logvar]"]),
+    "logvar for std": (latents(moments(numbered(), numbered() - 9), **MOMENTS), {},
+                       ["never negative", "[mean, logvar]"]),
     "unscaled moments": (latents(moments(numbered() * 4.7, abs(numbered()) * 0.01), **MOMENTS), {}, ["unscaled"]),
 }
 BAD_TARS = {
     "unscaled": (None, {"kind": "sample", "scale": 5}, ["unscaled", "data.scale is 5", "data.scale=0.18215"]),
-    "scaled twice": (None, {"kind": "sample", "scale": 0.18215}, ["scaled twice", "data.scale is 0.18215: set data.scale=1."]),
+    "scaled twice": (None, {"kind": "sample", "scale": 0.18215},
+                     ["scaled twice", "data.scale is 0.18215: set data.scale=1."]),
     "label too high": (None, {**SAMPLE, "num_classes": 6}, ["label 6", "0..5", "data.num_classes"]),
     "truncated between members": (without_end_mark, SAMPLE, [TAR, "not a complete, uncompressed tar"]),
-    "one absent": (None, {**SAMPLE, "name": "shard-{000000..000003}.tar"}, ["names 4 tars, but 1 of them are missing, ", "shard-000003.tar first"]),
+    "one absent": (None, {**SAMPLE, "name": "shard-{000000..000003}.tar"},
+                   ["names 4 tars, but 1 of them are missing, ", "shard-000003.tar first"]),
     "images": (in_tar("latent.npy", "jpg"), SAMPLE, ["no '<key>.latent.npy'", "prepare_latents"]),
     "no label": (in_tar("n00000010.cls", "n00000010.txt"), SAMPLE, ["1 samples lack", "n00000010"]),
     "label no number": (in_tar("10.json", "10b.cls"), SAMPLE, [TAR, "n00000010b.cls", "invalid literal"]),
@@ -480,7 +498,8 @@ def test_tars_of_another_kind_than_they_are_read_as_do_not_fit_the_network(tmp_p
     write_tars(tmp_path / "moments", numbered(channels=8), labels_of())
     write_tars(tmp_path / "samples", numbered(), labels_of())
     as_samples = open_latents(tmp_path / "moments", kind="sample", scale=1)
-    with pytest.warns(UserWarning, match="set data.kind=sample, unless they are the moments of a 2-channel autoencoder"):
+    with pytest.warns(UserWarning,
+                      match="set data.kind=sample, unless they are the moments of a 2-channel autoencoder"):
         as_moments = open_latents(tmp_path / "samples", kind="moments", scale=1)
     refused(["(8, 4, 4)", "(4, 4, 4)", "or data.kind=moments"], as_samples.require, shape=(4, 4, 4), num_classes=1000)
     refused(["(2, 4, 4)", "(4, 4, 4)", "or data.kind=sample"], as_moments.require, shape=(4, 4, 4), num_classes=1000)
@@ -512,7 +531,8 @@ def test_a_data_set_knows_which_classes_have_images(tmp_path, written):
 def test_classes_are_shown_by_their_display_names_or_their_own(tmp_path):
     names, shown = list("abcdefg"), list("ABCDEFG")
     without, own, both = (open_latents(write_folder(tmp_path / str(number), numbered(), labels_of(), **record))
-                          for number, record in enumerate(({}, {"class_names": names}, {"class_names": names, "display_names": shown})))
+                          for number, record in enumerate(({}, {"class_names": names},
+                                                           {"class_names": names, "display_names": shown})))
     assert (without.display_names, own.display_names, both.display_names) == (None, names, shown)
     assert both.class_names == names and both.fingerprint == own.fingerprint
 
@@ -570,7 +590,8 @@ def test_a_program_that_leaves_its_batches_open_still_ends(folder):
 @pytest.mark.skipif(sys.platform != "linux", reason="counts memory as Linux does")
 def test_a_folder_far_larger_than_the_memory_used_is_mapped_and_not_read(tmp_path):
     count = 200_000  # 1.2 GB of latents in holes of a sparse file
-    write_folder(tmp_path, np.zeros((1, 3, 32, 32), np.float16), np.zeros(1, np.int64), autoencoder="identity", scale=1.0)
+    write_folder(tmp_path, np.zeros((1, 3, 32, 32), np.float16), np.zeros(1, np.int64), autoencoder="identity",
+                 scale=1.0)
     for name, dtype, shape in (("latents", "<f2", (count, 3, 32, 32)), ("labels", "<i8", (count,))):
         with open(tmp_path / f"{name}-00000.npy", "wb") as stream:
             header = {"descr": dtype, "fortran_order": False, "shape": shape}

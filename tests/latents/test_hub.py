@@ -37,7 +37,8 @@ def pets(labels: list[int], first: int = 0, kind: pa.DataType = IMAGE) -> pa.Tab
     """Images whose number is their colour, with labels."""
     images = pa.array([image(first + i) for i in range(len(labels))], IMAGE)
     images = images if kind == IMAGE else images.field("bytes").cast(kind)
-    return table({"image": images, "label": pa.array(labels, pa.int64())}, {"image": {"_type": "Image"}, "label": CLASSES})
+    return table({"image": images, "label": pa.array(labels, pa.int64())},
+                 {"image": {"_type": "Image"}, "label": CLASSES})
 
 
 def write(path: Path, *tables: pa.Table, group: int = 3) -> Path:
@@ -78,12 +79,14 @@ def of_pets(folder: Path) -> tuple[Path, list[pa.Table]]:
 @pytest.mark.parametrize("form", ["parquet", "save_to_disk"])
 def test_latents_are_bit_for_bit_those_of_the_folder_of_the_same_images(form, tmp_path):
     folder, tables = of_pets(tmp_path / "files")
-    source = (write(tmp_path / "hub/data/train", *tables) if form == "parquet" else save_to_disk(tmp_path / "saved", *tables))
+    source = (write(tmp_path / "hub/data/train", *tables) if form == "parquet"
+              else save_to_disk(tmp_path / "saved", *tables))
     settings = dict(resolution=8, shard_size=4, batch_size=3, mirror=True)
     prepare(folder, tmp_path / "a", **settings)
     prepare(source, tmp_path / "b", **settings)
     (a, ours), (b, theirs) = read_folder(tmp_path / "a"), read_folder(tmp_path / "b")
-    assert a | {"source": 0} == b | {"source": 0} and all(ours[kind].tobytes() == theirs[kind].tobytes() for kind in ours)
+    assert a | {"source": 0} == b | {"source": 0} and all(ours[kind].tobytes() == theirs[kind].tobytes()
+                                                          for kind in ours)
 
 
 def test_after_a_stop_and_from_any_row_on_the_rows_are_the_same(tmp_path, monkeypatch):
@@ -144,7 +147,8 @@ def test_a_split_must_be_chosen(tmp_path):
     write(tmp_path / "hub/data/test-00000-of-00001.parquet", pets([1]))
     put(tmp_path / "hub", {"README.md": "a card", ".cache/huggingface/data/x.parquet": ""})
     for source in ("hub", "hub/data", "hub/data/*.parquet"):
-        with pytest.raises(ValueError, match=r"2 splits or sets \(.*test.*train.*\): .*source=\".*hub/data/train-\*-of-00002\*.parquet\""):
+        with pytest.raises(ValueError,
+                           match=r"2 splits or sets \(.*test.*train.*\): .*source=\".*hub/data/train-\*-of-00002\*.parquet\""):
             open_source(str(tmp_path / source))
     assert numbers(open_source(str(tmp_path / "hub/data/train-*-of-00002*.parquet"))) == [0, 1, 2, 3]
     assert len(open_source(str(tmp_path / "hub/data/{train,test}-*.parquet"))) == 5
@@ -167,7 +171,8 @@ def test_two_versions_of_a_split_in_one_folder_are_two_sets(tmp_path):
 def test_shards_that_are_missing_are_counted(tmp_path):
     write(tmp_path / "train", pets([0, 1]), pets([2, 0], 2), pets([1], 4))
     (tmp_path / "train-00001-of-00003.parquet").unlink()
-    assert any("2 of 3 shards are here" in note and "number 1 is the first" in note for note in open_source(tmp_path).notes)
+    assert any("2 of 3 shards are here" in note and "number 1 is the first" in note
+               for note in open_source(tmp_path).notes)
     folder = save_to_disk(tmp_path / "saved", pets([0, 1]), pets([2, 0], 2))
     (folder / "data-10.arrow").unlink()
     with pytest.raises(ValueError, match=r"lacks 1 of the 2 files that state.json names, data-10.arrow first"):
@@ -194,7 +199,8 @@ def test_shards_in_an_archive_or_beside_images_are_refused(tmp_path):
     with pytest.raises(ValueError, match="a.parquet in an archive.*unpack"):
         open_source(put_zip(tmp_path / "x.zip", {"a.parquet": shard}))
     put(tmp_path / "x", {"card.png": png(0)})
-    with pytest.raises(ValueError, match=r'1 shards such as a.parquet and 1 images such as card.png.*source=".*x/\*.parquet"'):
+    with pytest.raises(ValueError,
+                       match=r'1 shards such as a.parquet and 1 images such as card.png.*source=".*x/\*.parquet"'):
         open_source(tmp_path / "x")
     assert len(open_source(str(tmp_path / "x/*.parquet"))) == 1
     write(tmp_path / "folder/metadata.parquet", table({"file_name": pa.array(["cat/0.png"])}))
@@ -203,13 +209,16 @@ def test_shards_in_an_archive_or_beside_images_are_refused(tmp_path):
 
 def test_damaged_shards_and_pointers_to_them_are_named(tmp_path):
     good = write(tmp_path / "good.parquet", pets([0] * 300), group=300).read_bytes()
-    bad = {"cut.parquet": good[:-9], "cut.arrow": good[:40], "pointer.parquet": b"version https://git-lfs.github.com/spec/v1\n"}
+    bad = {"cut.parquet": good[:-9], "cut.arrow": good[:40],
+           "pointer.parquet": b"version https://git-lfs.github.com/spec/v1\n"}
     put(tmp_path, bad)
     for name in bad:
-        with pytest.raises(ValueError, match=f"{name} is not a complete .*download it again|{name} is a pointer of Git LFS.*pull"):
+        with pytest.raises(ValueError,
+                           match=f"{name} is not a complete .*download it again|{name} is a pointer of Git LFS.*pull"):
             open_source(tmp_path / name)
     with pytest.raises(ValueError, match="x.parquet is damaged in its column image .*download it again"):
-        numbers(open_source(put(tmp_path / "spoilt", {"x.parquet": good[:200] + bytes(400) + good[600:]}) / "x.parquet"))
+        numbers(open_source(put(tmp_path / "spoilt",
+                                {"x.parquet": good[:200] + bytes(400) + good[600:]}) / "x.parquet"))
 
 
 def test_shards_of_other_classes_or_columns_are_refused(tmp_path):
@@ -250,38 +259,47 @@ def test_images_are_a_struct_or_plain_bytes(kind, tmp_path):
 
 
 def test_of_several_columns_of_images_one_is_chosen(tmp_path):
-    both = table({"image": pa.array([image(1)], IMAGE), "mask": pa.array([image(2)], IMAGE), "sound": pa.array([image(3)], IMAGE),
-                  "label": pa.array([0])}, {"image": {"_type": "Image"}, "mask": {"_type": "Image"}, "sound": {"_type": "Audio"}})
+    both = table({"image": pa.array([image(1)], IMAGE), "mask": pa.array([image(2)], IMAGE),
+                  "sound": pa.array([image(3)], IMAGE),
+                  "label": pa.array([0])},
+                 {"image": {"_type": "Image"}, "mask": {"_type": "Image"}, "sound": {"_type": "Audio"}})
     path = write(tmp_path / "x.parquet", both)
     with pytest.raises(ValueError, match=r"2 columns of images \(image, mask\): choose one, as in image_column=image"):
         open_source(path)
     assert numbers(open_source(path, image_column="mask")) == [2]
     for asked in ("label", "sound", "no"):
-        with pytest.raises(ValueError, match=f"image_column={asked} holds no images: .*image: Image, mask: Image, sound: Audio, label: int64"):
+        with pytest.raises(ValueError,
+                           match=f"image_column={asked} holds no images: .*image: Image, mask: Image, sound: Audio, label: int64"):
             open_source(path, image_column=asked)
 
 
 @pytest.mark.parametrize(("column", "feature", "said"), [
-    (pa.array([[image(1), image(2)]], pa.list_(IMAGE)), {"_type": "List", "feature": {"_type": "Image"}}, "list of Image"),
+    (pa.array([[image(1), image(2)]], pa.list_(IMAGE)), {"_type": "List", "feature": {"_type": "Image"}},
+     "list of Image"),
     (pa.array(["https://x.org/1.jpg"]), None, "string"),
     (pa.array([[[0, 1], [2, 3]]]), None, "list"),
 ])
 def test_columns_without_one_image_a_row_are_listed_with_their_types(column, feature, said, tmp_path):
-    path = write(tmp_path / "x.parquet", table({"image": column, "label": pa.array([0])}, {"image": feature} if feature else None))
-    with pytest.raises(ValueError, match=f"no column with one image a row: its columns are image: {said}, label: int64"):
+    path = write(tmp_path / "x.parquet",
+                 table({"image": column, "label": pa.array([0])}, {"image": feature} if feature else None))
+    with pytest.raises(ValueError,
+                       match=f"no column with one image a row: its columns are image: {said}, label: int64"):
         open_source(path)
 
 
 def test_paths_without_the_images_are_refused(tmp_path):
     paths = pa.array([{"bytes": None, "path": "/data/cat.jpg"}] * 2, IMAGE)
-    with pytest.raises(ValueError, match="paths such as /data/cat.jpg in its column image, and not the images: name their folder"):
+    with pytest.raises(ValueError,
+                       match="paths such as /data/cat.jpg in its column image, and not the images: name their folder"):
         open_source(write(tmp_path / "x.parquet", table({"image": paths})))
 
 
 def test_a_row_without_a_readable_image_is_named_and_left_out(tmp_path, capsys):
     spoilt = [image(0), None, {"bytes": b"no image", "path": "x.png"}, {"bytes": None, "path": "x.png"}, image(4)]
     path = write(tmp_path / "x.parquet", table({"image": pa.array(spoilt, IMAGE), "label": pa.array([0, 1, 1, 0, 1])}))
-    for source in (path, save_to_disk(tmp_path / "saved", pq.read_table(path).replace_schema_metadata({"huggingface": '{"info": {"features": {}}}'}))):
+    for source in (path,
+                   save_to_disk(tmp_path / "saved",
+                                pq.read_table(path).replace_schema_metadata({"huggingface": '{"info": {"features": {}}}'}))):
         out = tmp_path / f"out-{source.name}"
         prepare(source, out, resolution=8)
         metadata, arrays = read_folder(out)
@@ -300,7 +318,8 @@ def test_labels_are_the_indices_of_the_schemas_class_names(tmp_path):
     assert source.class_names == PETS and source.labels.tolist() == [2, 0]
     assert source.notes == ["Images of column image, labels of column label. The columns are image: Image, label: ClassLabel of 3.",
                             "Column label: 1 of its 3 classes have no image."]
-    with pytest.raises(ValueError, match=r"column label, has label 3 \(row 1\), outside 0..2: choose another label_column"):
+    with pytest.raises(ValueError,
+                       match=r"column label, has label 3 \(row 1\), outside 0..2: choose another label_column"):
         open_source(write(tmp_path / "y.parquet", pets([0, 3])))
 
 
@@ -326,8 +345,10 @@ TEXT = ["dog", "cat", "dog", None]
 ], ids=lambda value: str(value.type) if isinstance(value, pa.Array) else "")
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_labels_are_numbers_or_text_and_rows_without_one_are_left_out(labels, names, expected, form, tmp_path):
-    made = table({"image": pa.array([image(i) for i in range(4)], IMAGE), "label": labels}, {"image": {"_type": "Image"}})
-    source = open_source(write(tmp_path / "x.parquet", made) if form == "parquet" else save_to_disk(tmp_path / "saved", made))
+    made = table({"image": pa.array([image(i) for i in range(4)], IMAGE), "label": labels},
+                 {"image": {"_type": "Image"}})
+    source = open_source(write(tmp_path / "x.parquet", made) if form == "parquet"
+                         else save_to_disk(tmp_path / "saved", made))
     assert source.class_names == names and source.labels.tolist() == expected
     assert any("1 of 4 rows have no label (-1 or null)" in note for note in source.notes)
     assert [reason for _, reason in source.left_out] == ["has no label"]
@@ -336,13 +357,15 @@ def test_labels_are_numbers_or_text_and_rows_without_one_are_left_out(labels, na
 @pytest.mark.parametrize(("labels", "said"), [
     (pa.array([0.5, 1.0]), "labels such as 0.5, which is not a class"),
     (pa.array([[0, 1], [1]]), r"has \[0, 1\] as labels, but an image can have only one class"),
-    (pa.array([-1, -1]), "no label .-1 or null. for any of 2 rows, as the Hub's test splits have: choose another split"),
+    (pa.array([-1, -1]),
+     "no label .-1 or null. for any of 2 rows, as the Hub's test splits have: choose another split"),
     (pa.nulls(2), "no label .-1 or null. for any of 2 rows"),
 ])
 def test_labels_that_are_no_classes_are_refused(labels, said, tmp_path):
     feature = {"_type": "List", "feature": CLASSES} if pa.types.is_list(labels.type) else CLASSES
     features = {"image": {"_type": "Image"}} | ({"label": feature} if not pa.types.is_floating(labels.type) else {})
-    path = write(tmp_path / "x.parquet", table({"image": pa.array([image(0), image(1)], IMAGE), "label": labels}, features))
+    path = write(tmp_path / "x.parquet",
+                 table({"image": pa.array([image(0), image(1)], IMAGE), "label": labels}, features))
     with pytest.raises(ValueError, match=said):
         open_source(path)
     assert open_source(path, labels="none").class_names == ["x"]
@@ -350,13 +373,16 @@ def test_labels_that_are_no_classes_are_refused(labels, said, tmp_path):
 
 def test_of_several_columns_of_labels_one_is_chosen(tmp_path):
     coarse, fine = {"names": ["x", "y"], "_type": "ClassLabel"}, CLASSES
-    cifar = table({"img": pa.array([image(0), image(1)], IMAGE), "fine_label": pa.array([2, 1]), "coarse_label": pa.array([0, 1])},
+    cifar = table({"img": pa.array([image(0), image(1)], IMAGE), "fine_label": pa.array([2, 1]),
+                   "coarse_label": pa.array([0, 1])},
                   {"img": {"_type": "Image"}, "fine_label": fine, "coarse_label": coarse})
     path = write(tmp_path / "x.parquet", cifar)
-    with pytest.raises(ValueError, match=r"2 columns of labels \(fine_label, coarse_label\): choose one, as in label_column=fine_label"):
+    with pytest.raises(ValueError,
+                       match=r"2 columns of labels \(fine_label, coarse_label\): choose one, as in label_column=fine_label"):
         open_source(path)
     assert open_source(path, label_column="coarse_label").class_names == ["x", "y"]
-    with pytest.raises(ValueError, match="label_column=label is no column of numbers or text: .*fine_label: ClassLabel of 3"):
+    with pytest.raises(ValueError,
+                       match="label_column=label is no column of numbers or text: .*fine_label: ClassLabel of 3"):
         open_source(path, label_column="label")
     with pytest.raises(ValueError, match="label_column=fine_label would change nothing: labels=none"):
         open_source(path, label_column="fine_label", labels="none")
@@ -365,18 +391,22 @@ def test_of_several_columns_of_labels_one_is_chosen(tmp_path):
 
 
 def test_folders_may_stand_for_the_column_of_labels(tmp_path):
-    made = table({"image": pa.array([image(i) for i in range(3)], IMAGE), "label": pa.array(["wild cat", "dog", "wild cat"])})
+    made = table({"image": pa.array([image(i) for i in range(3)], IMAGE),
+                  "label": pa.array(["wild cat", "dog", "wild cat"])})
     pq.write_to_dataset(made, tmp_path / "x", partition_cols=["label"])
     source = open_source(tmp_path / "x")
     assert source.class_names == ["dog", "wild cat"]
-    assert {number: source.class_names[label] for number, label in zip(numbers(source), source.labels, strict=True)} == {
+    assert {number: source.class_names[label]
+            for number, label in zip(numbers(source), source.labels, strict=True)} == {
         0: "wild cat", 1: "dog", 2: "wild cat"}
 
 
 def test_captions_are_no_labels_unless_their_column_is_named(tmp_path):
-    path = write(tmp_path / "x.parquet", table({"image": pa.array([image(0), image(1)], IMAGE), "text": pa.array(["a cat", "a dog"])}))
+    path = write(tmp_path / "x.parquet",
+                 table({"image": pa.array([image(0), image(1)], IMAGE), "text": pa.array(["a cat", "a dog"])}))
     source = open_source(path)
-    assert source.class_names == ["x"] and "one class, as no column is named like labels: label_column= names one" in source.notes[0]
+    assert source.class_names == ["x"]
+    assert "one class, as no column is named like labels: label_column= names one" in source.notes[0]
     assert open_source(path, label_column="text").class_names == ["a cat", "a dog"]
 
 
@@ -404,7 +434,8 @@ def test_threads_that_read_one_row_group_at_once_read_the_same(tmp_path):
 
     source = open_source(write(tmp_path / "x.parquet", pets([0] * 200), group=50))
     with ThreadPoolExecutor(8) as pool:
-        assert [*pool.map(lambda i: int(source.pixels(i)[0, 0, 0]), np.tile(np.arange(200), 3).tolist())] == [*range(200)] * 3
+        assert [*pool.map(lambda i: int(source.pixels(i)[0, 0, 0]),
+                          np.tile(np.arange(200), 3).tolist())] == [*range(200)] * 3
 
 
 def test_a_shard_that_vanishes_stops_the_run(tmp_path):
@@ -419,7 +450,8 @@ def test_scores_take_the_same_shards(tmp_path):
 
     folder, tables = of_pets(tmp_path / "files")
     write(tmp_path / "hub/train", *tables)
-    a, b = open_images(one_rank(), "images", str(folder)), open_images(one_rank(), "images", str(tmp_path / "hub/train-*.parquet"))
+    a, b = open_images(one_rank(), "images", str(folder)), open_images(one_rank(), "images",
+                                                                       str(tmp_path / "hub/train-*.parquet"))
     assert a.record["sha256"] == b.record["sha256"] and a.count == b.count == len(LABELS)
     assert np.array_equal(a.read(a.choose(5)), b.read(b.choose(5)))
     both = write(tmp_path / "both.parquet", table({"a": pa.array([image(0)], IMAGE), "b": pa.array([image(1)], IMAGE)}))

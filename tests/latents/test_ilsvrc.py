@@ -1,4 +1,6 @@
-"""ILSVRC2012 as it is downloaded: a tar of tars, and validation images with the devkit's labels, in the order of ids."""
+"""ILSVRC2012 as it is downloaded: a tar of tars, and validation images with the devkit's labels, in the order of ids.
+
+"""
 
 import io
 import tarfile
@@ -40,7 +42,8 @@ def meta(order: list[str]) -> bytes:
 
 
 def devkit(order: list[str] = (IDS[2], IDS[0], IDS[1]), truth: str = "1\n2\n3\n1\n") -> dict[str, bytes | str]:
-    return {f"{DEVKIT}/meta.mat": meta(order), f"{DEVKIT}/{ilsvrc.TRUTH}": truth, "ILSVRC2012_devkit_t12/readme.txt": ""}
+    return {f"{DEVKIT}/meta.mat": meta(order), f"{DEVKIT}/{ilsvrc.TRUTH}": truth,
+            "ILSVRC2012_devkit_t12/readme.txt": ""}
 
 
 VAL = numbered(*(f"ILSVRC2012_val_{number:08d}.JPEG" for number in range(1, 5)))
@@ -85,7 +88,8 @@ def test_validation_labels_of_the_devkit_are_in_the_order_of_wordnet_ids(form, t
     if form == "tar.gz":
         with tarfile.open(tmp_path / "kit.tar.gz", "w:gz") as tar:
             tar.add(kit / "ILSVRC2012_devkit_t12", "ILSVRC2012_devkit_t12")
-    places = {"tar.gz": tmp_path / "kit.tar.gz", "folder": kit, "data": kit / DEVKIT, "file": kit / DEVKIT / ilsvrc.TRUTH}
+    places = {"tar.gz": tmp_path / "kit.tar.gz", "folder": kit, "data": kit / DEVKIT,
+              "file": kit / DEVKIT / ilsvrc.TRUTH}
     found = open_source(source, labels=str(places[form]))
     assert found.class_names == IDS and found.labels.tolist() == LABELS and numbers(found) == [0, 1, 2, 3]
     part = open_source(put(tmp_path / "part", dict([*VAL.items()][:1])), labels=str(places[form]))
@@ -93,7 +97,8 @@ def test_validation_labels_of_the_devkit_are_in_the_order_of_wordnet_ids(form, t
 
 
 def test_kaggles_and_other_lists_of_validation_labels_give_the_same(tmp_path):
-    rows = "".join(f"ILSVRC2012_val_{i:08d},{IDS[label]} 1 2 3 4 {IDS[label]} 5 6 7 8\n" for i, label in enumerate(LABELS, 1))
+    rows = "".join(f"ILSVRC2012_val_{i:08d},{IDS[label]} 1 2 3 4 {IDS[label]} 5 6 7 8\n"
+                   for i, label in enumerate(LABELS, 1))
     put(tmp_path, {"LOC_val_solution.csv": "ImageId,PredictionString\n" + rows,
                    "synset_labels.txt": "".join(f"{IDS[label]}\n" for label in LABELS)})
     source = put_tar(tmp_path / "val.tar", VAL)

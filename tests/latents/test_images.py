@@ -146,9 +146,12 @@ def test_damaged_tars_are_refused(tmp_path):
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
-    ("x.npz", None, "is numpy's .npz of arrays"), ("x.npy", b"\x93NUMPY\x01\x00", "is numpy's array"), ("x.jpg", b"\xff\xd8\xff", "is one image"),
-    ("x.h5", b"\x89HDF\r\n\x1a\n", "is an HDF5 file"), ("x.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code"), ("x.pt", None, "is a pickle"),
-    ("x.mat", b"MATLAB 5.0", r"is a file of another kind \(.mat\)"), ("*.jpg", b"\xff\xd8\xff", "names 2 files, of which .*a.jpg is one image"),
+    ("x.npz", None, "is numpy's .npz of arrays"), ("x.npy", b"\x93NUMPY\x01\x00", "is numpy's array"),
+    ("x.jpg", b"\xff\xd8\xff", "is one image"),
+    ("x.h5", b"\x89HDF\r\n\x1a\n", "is an HDF5 file"), ("x.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code"),
+    ("x.pt", None, "is a pickle"),
+    ("x.mat", b"MATLAB 5.0", r"is a file of another kind \(.mat\)"),
+    ("*.jpg", b"\xff\xd8\xff", "names 2 files, of which .*a.jpg is one image"),
     ("*.zip", None, "names 2 files, of which .*a.zip is a zip"),
 ])
 def test_a_source_that_is_no_folder_zip_or_tar_is_called_what_it_is(tmp_path, name, content, what):
@@ -227,7 +230,8 @@ def test_the_exif_orientation_is_not_applied():
 
 def test_broken_files_raise_one_exception():
     whole = encoded(noise(64, 64), "jpeg")
-    broken = [b"", b"not an image", whole[: len(whole) // 2], encoded(noise(64, 64))[:500], b"\x89PNG\r\n\x1a\n" + bytes(50)]
+    broken = [b"", b"not an image", whole[: len(whole) // 2], encoded(noise(64, 64))[:500],
+              b"\x89PNG\r\n\x1a\n" + bytes(50)]
     for data in broken:
         with pytest.raises(UnreadableImage):
             decode_image(data)
@@ -279,7 +283,8 @@ def test_a_shape_is_a_function_of_seed_and_index():
 
 
 def test_json_labels_survive_odd_json(tmp_path):
-    members = {"a.png": PETS["cat/1.png"], "a.json": json.dumps([1]).encode(), "b.png": PETS["cat/1.png"], "b.json": b"{",
+    members = {"a.png": PETS["cat/1.png"], "a.json": json.dumps([1]).encode(), "b.png": PETS["cat/1.png"],
+               "b.json": b"{",
                "b.txt": b"4", "a.cls": b"3\n"}
     with tarfile.open(tmp_path / "x.tar", "w") as archive:
         for name, data in members.items():

@@ -1,4 +1,6 @@
-"""Classes as people bring them: in files, names and archives, whatever wrote them; what is chosen or missing is said."""
+"""Classes as people bring them: in files, names and archives, whatever wrote them; what is chosen or missing is said.
+
+"""
 
 import io
 import json
@@ -68,7 +70,8 @@ def dataset(labels) -> dict[str, str]:
 @pytest.mark.parametrize("write", [put, put_zip, put_tar])
 @pytest.mark.parametrize("top", ["", "set/"])
 @pytest.mark.parametrize("form", [
-    lambda names: [[name, i % 3] for i, name in enumerate(names)], lambda names: {name: i % 3 for i, name in enumerate(names)},
+    lambda names: [[name, i % 3] for i, name in enumerate(names)],
+    lambda names: {name: i % 3 for i, name in enumerate(names)},
     lambda names: [[name, float(i % 3)] for i, name in enumerate(names)],
     lambda names: [[name, [float(i % 3 == k) for k in range(3)]] for i, name in enumerate(names)],
 ], ids=["pairs", "object", "floats", "one-hot"])
@@ -82,7 +85,8 @@ def test_dataset_json_labels_a_folder_and_its_archives(tmp_path, write, top, for
 def test_dataset_json_without_labels_is_one_class_and_one_that_lacks_some_says_so(tmp_path):
     none = open_source(put(tmp_path / "none", EDM | dataset(None)))
     assert none.class_names == ["none"] and not none.labels.any() and len(none) == 9
-    some = open_source(put_zip(tmp_path / "some.zip", EDM | dataset([[name, 4] for name in [*EDM][:7]] + [["gone.png", 5]])))
+    some = open_source(put_zip(tmp_path / "some.zip",
+                               EDM | dataset([[name, 4] for name in [*EDM][:7]] + [["gone.png", 5]])))
     assert some.labels.tolist() == [4] * 7 and len(some.class_names) == 6
     assert some.notes[0] == ("labels=dataset.json: 2 of 9 images have no label and are left out: 00001/img00000007.png, "
                              "00002/img00000008.png")
@@ -94,9 +98,13 @@ def test_dataset_json_without_labels_is_one_class_and_one_that_lacks_some_says_s
 def test_dataset_json_that_cannot_be_read_is_named_and_another_kind_is_said_to_be_passed_over(tmp_path):
     with pytest.raises(ValueError, match=r"dataset.json is not JSON"):
         open_source(put(tmp_path / "a", EDM | {"dataset.json": "{"}))
-    with pytest.raises(ValueError, match=r"b holds train/dataset.json, which lies on top of 9 of the 10 images: name .*b/train"):
-        open_source(put(tmp_path / "b", {f"train/{name}": data for name, data in (EDM | dataset(None)).items()} | numbered("val/0.png")))
-    other = open_source(put(tmp_path / "c", numbered("cat/0.png", "dog/1.png") | {"dataset.json": '{"license": "mit"}'}))
+    with pytest.raises(ValueError,
+                       match=r"b holds train/dataset.json, which lies on top of 9 of the 10 images: name .*b/train"):
+        open_source(put(tmp_path / "b",
+                        {f"train/{name}": data for name, data in (EDM | dataset(None)).items()}
+                        | numbered("val/0.png")))
+    other = open_source(put(tmp_path / "c",
+                            numbered("cat/0.png", "dog/1.png") | {"dataset.json": '{"license": "mit"}'}))
     assert other.class_names == ["cat", "dog"] and other.notes == ['dataset.json has no "labels" and is not read.']
 
 
@@ -109,13 +117,18 @@ def lines(mark: str, head: str = "", of=lambda name: name) -> str:
 
 
 @pytest.mark.parametrize(("name", "content"), [
-    ("metadata.csv", lines(",", "file_name,label\n")), ("train.csv", lines(",")), ("train.csv", "\ufeff" + lines(";", "id;breed\n")),
-    ("labels.csv", lines(",", "", lambda name: name.removesuffix(".png"))), ("labels.txt", lines(" ")), ("labels.txt", lines(", ")),
-    ("labels.csv", lines(",", "", lambda name: f"/data/other/train/{name}")), ("labels.csv", lines(",", "", lambda name: f".\\{name}")),
-    ("labels.tsv", lines("\t", "image\tclass\n")), ("labels.csv", "".join(f'{label},"{name}"\r\n' for name, label in ROWS)),
+    ("metadata.csv", lines(",", "file_name,label\n")), ("train.csv", lines(",")),
+    ("train.csv", "\ufeff" + lines(";", "id;breed\n")),
+    ("labels.csv", lines(",", "", lambda name: name.removesuffix(".png"))), ("labels.txt", lines(" ")),
+    ("labels.txt", lines(", ")),
+    ("labels.csv", lines(",", "", lambda name: f"/data/other/train/{name}")),
+    ("labels.csv", lines(",", "", lambda name: f".\\{name}")),
+    ("labels.tsv", lines("\t", "image\tclass\n")),
+    ("labels.csv", "".join(f'{label},"{name}"\r\n' for name, label in ROWS)),
     ("val_annotations.txt", "".join(f"{name}\t{label}\t0\t0\t1\t1\n" for name, label in ROWS)),
     ("boxes.txt", "".join(f"{name} {label} 0 0 1 1\n" for name, label in ROWS)),
-    ("LOC_val_solution.csv", "ImageId,PredictionString\n" + "".join(f"{name[:-4]},{label} 1 2 3 4 {label} 5 6 7 8 \n" for name, label in ROWS)),
+    ("LOC_val_solution.csv",
+     "ImageId,PredictionString\n" + "".join(f"{name[:-4]},{label} 1 2 3 4 {label} 5 6 7 8 \n" for name, label in ROWS)),
     ("wide.csv", "label,width,filename\n" + "".join(f"{label},16,{name}\n" for name, label in ROWS)),
     ("labels.json", json.dumps(dict(ROWS))), ("labels.json", json.dumps({"labels": ROWS})),
     ("labels.json", json.dumps([{"image": name, "label": label} for name, label in ROWS])),
@@ -133,7 +146,9 @@ def test_labels_are_read_from_a_file_of_any_usual_form(tmp_path, name, content):
 
 def test_numbers_are_the_labels_themselves_and_columns_of_numbers_are_distinguished_from_names(tmp_path):
     folder = put(tmp_path / "set", numbered(*(f"{i}.png" for i in range(6))))
-    put(tmp_path, {"a.txt": "".join(f"{i % 2} {i}\n" for i in range(6)), "b.csv": "label,id\n" + "".join(f"{i % 2 + 1},{i}\n" for i in range(6))})
+    put(tmp_path,
+        {"a.txt": "".join(f"{i % 2} {i}\n" for i in range(6)),
+         "b.csv": "label,id\n" + "".join(f"{i % 2 + 1},{i}\n" for i in range(6))})
     assert classes(open_source(folder, labels=str(tmp_path / "a.txt"))) == {i: str(i % 2) for i in range(6)}
     source = open_source(folder, labels=str(tmp_path / "b.csv"))
     assert classes(source) == {i: str(i % 2 + 1) for i in range(6)} and source.class_names == ["0", "1", "2"]
@@ -142,18 +157,24 @@ def test_numbers_are_the_labels_themselves_and_columns_of_numbers_are_distinguis
 
 CELEBA = numbered(*(f"{k:06d}.jpg" for k in range(1, 41)))
 HEADS = [f"{word}_{k}" for k in range(13) for word in ("Arched", "Male", "Young")] + ["Smiling"]
-ATTRIBUTES = {name: [1 if (k * 7 + column * 3) % 5 < 2 else -1 for column in range(40)] for k, name in enumerate(CELEBA)}
-LISTED = f"{len(CELEBA)}\n{' '.join(HEADS)} \n" + "".join(f"{name} " + " ".join(f"{value:2d}" for value in row) + "\n" for name, row in ATTRIBUTES.items())
-ON_KAGGLE = f"image_id,{','.join(HEADS)}\n" + "".join(f"{name},{','.join(map(str, row))}\n" for name, row in ATTRIBUTES.items())
+ATTRIBUTES = {name: [1 if (k * 7 + column * 3) % 5 < 2 else -1 for column in range(40)]
+              for k, name in enumerate(CELEBA)}
+LISTED = f"{len(CELEBA)}\n{' '.join(HEADS)} \n" + "".join(f"{name} " + " ".join(f"{value:2d}" for value in row) + "\n"
+                                                          for name, row in ATTRIBUTES.items())
+ON_KAGGLE = f"image_id,{','.join(HEADS)}\n" + "".join(f"{name},{','.join(map(str, row))}\n"
+                                                      for name, row in ATTRIBUTES.items())
 
 
 @pytest.mark.parametrize(("name", "content"), [("list_attr_celeba.txt", LISTED), ("list_attr_celeba.csv", ON_KAGGLE)])
 def test_one_of_celebas_attributes_is_read_and_the_file_alone_is_not(tmp_path, name, content):
-    file = put(tmp_path, {name: content, "list_eval_partition.txt": "".join(f"{image} {k % 3}\n" for k, image in enumerate(CELEBA))}) / name
+    file = put(tmp_path,
+               {name: content,
+                "list_eval_partition.txt": "".join(f"{image} {k % 3}\n" for k, image in enumerate(CELEBA))}) / name
     folder = put(tmp_path / "img_align_celeba", CELEBA)
     [hint] = open_source(folder).notes
     assert hint.startswith(f"{file} has 40 columns that may be classes") and f"labels={file}:Arched_0 reads one" in hint
-    with pytest.raises(ValueError, match=r"40 columns beside the names \(Arched_0, Male_0.*: name that of the classes, as in labels=.*:Arched_0"):
+    with pytest.raises(ValueError,
+                       match=r"40 columns beside the names \(Arched_0, Male_0.*: name that of the classes, as in labels=.*:Arched_0"):
         open_source(folder, labels=str(file))
     for asked in ("Male_0", "male 0", "3"):
         source = open_source(folder, labels=f"{file}:{asked}")
@@ -161,12 +182,14 @@ def test_one_of_celebas_attributes_is_read_and_the_file_alone_is_not(tmp_path, n
         assert source.labels.tolist() == [int(row[1] == 1) for row in ATTRIBUTES.values()]
     with pytest.raises(ValueError, match="has no column Beard beside the names: it has Arched_0"):
         open_source(folder, labels=f"{file}:Beard")
-    part = open_source(put(tmp_path / "part", {image: CELEBA[image] for image in CELEBA if ATTRIBUTES[image][1] == 1}), labels=f"{file}:Male_0")
+    part = open_source(put(tmp_path / "part", {image: CELEBA[image] for image in CELEBA if ATTRIBUTES[image][1] == 1}),
+                       labels=f"{file}:Male_0")
     assert part.class_names == ["-1", "1"] and part.labels.all()
 
 
 @pytest.mark.parametrize(("name", "content"), [
-    ("metadata.jsonl", "".join(json.dumps({"file_name": image, "text": f"face {k}"}) + "\n" for k, image in enumerate(CELEBA))),
+    ("metadata.jsonl",
+     "".join(json.dumps({"file_name": image, "text": f"face {k}"}) + "\n" for k, image in enumerate(CELEBA))),
     ("metadata.jsonl", "".join(json.dumps({"file_name": image, "text": "a face"}) + "\n" for image in CELEBA)),
     ("captions.txt", "".join(f"{image} face number {k}\n" for k, image in enumerate(CELEBA))),
     ("list_eval_partition.txt", "".join(f"{image} {k % 3}\n" for k, image in enumerate(CELEBA))),
@@ -178,15 +201,22 @@ def test_captions_splits_and_numbers_of_each_image_are_not_recommended_as_labels
 
 
 def test_a_class_for_nearly_every_image_gets_a_line(tmp_path):
-    source = put(tmp_path, CELEBA | {"captions.txt": "".join(f"{image} face number {k}\n" for k, image in enumerate(CELEBA))})
-    assert "There are 40 classes for 40 images, about one for each: are they the classes?" in open_source(source, labels="captions.txt").notes
+    source = put(tmp_path,
+                 CELEBA | {"captions.txt": "".join(f"{image} face number {k}\n" for k, image in enumerate(CELEBA))})
+    assert "There are 40 classes for 40 images, about one for each: are they the classes?" in open_source(source,
+            labels="captions.txt").notes
 
 
 @pytest.mark.parametrize(("name", "content", "columns"), [
-    ("list.txt", "# a comment\n#Image CLASS-ID SPECIES\n" + "".join(f"{image[:-4]} {k % 3 + 1} {k % 2} 1\n" for k, image in enumerate(CELEBA)), "3 columns beside the names .2, 3, 4."),
-    ("all.csv", "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CELEBA)), "2 columns beside the names .2, 3."),
-    ("all.csv", "picture,kind,colour\n" + "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CELEBA)), "2 columns beside the names .kind, colour."),
-    ("all.json", json.dumps([{"image": image, "kind": k % 3, "colour": k % 2} for k, image in enumerate(CELEBA)]), "2 columns beside the names .kind, colour."),
+    ("list.txt", "# a comment\n#Image CLASS-ID SPECIES\n"
+     + "".join(f"{image[:-4]} {k % 3 + 1} {k % 2} 1\n" for k, image in enumerate(CELEBA)),
+     "3 columns beside the names .2, 3, 4."),
+    ("all.csv", "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CELEBA)),
+     "2 columns beside the names .2, 3."),
+    ("all.csv", "picture,kind,colour\n" + "".join(f"{image},{k % 3},{k % 2}\n" for k, image in enumerate(CELEBA)),
+     "2 columns beside the names .kind, colour."),
+    ("all.json", json.dumps([{"image": image, "kind": k % 3, "colour": k % 2} for k, image in enumerate(CELEBA)]),
+     "2 columns beside the names .kind, colour."),
 ])  # fmt: skip
 def test_of_several_columns_without_a_known_head_one_must_be_named(tmp_path, name, content, columns):
     source = put(tmp_path, CELEBA | {name: content})
@@ -202,24 +232,32 @@ def test_a_name_in_several_folders_needs_its_folder_and_of_two_label_columns_one
     with pytest.raises(ValueError, match=r"names 0.png, which may be a/0.png or b/0.png"):
         open_source(folder, labels=str(tmp_path / "short.csv"))
     source = open_source(folder, labels=str(tmp_path / "long.csv"))
-    assert source.labels.tolist() == [1, 0] and "of the columns label, class_name" in source.notes[0] and "label is read" in source.notes[0]
+    assert source.labels.tolist() == [1, 0] and "of the columns label, class_name" in source.notes[0]
+    assert "label is read" in source.notes[0]
 
 
 def test_names_and_none(tmp_path):
     adm = put(tmp_path / "adm", numbered("x/cat_0.png", "x/dog_1.png", "y/big_cat_2.JPG", "3.png"))
     source = open_source(adm, labels="names")
     assert classes(source) == {0: "cat", 1: "dog", 2: "big_cat"} and "1 of 4 images have no label" in source.notes[0]
-    for given in (adm, put_zip(tmp_path / "adm.zip", {name: (adm / name).read_bytes() for name in ("x/cat_0.png", "y/big_cat_2.JPG")})):
+    for given in (adm,
+                  put_zip(tmp_path / "adm.zip",
+                          {name: (adm / name).read_bytes() for name in ("x/cat_0.png", "y/big_cat_2.JPG")})):
         none = open_source(given, labels="none")
         assert none.class_names == ["adm"] and not none.labels.any()
 
 
 @pytest.mark.parametrize(("files", "source", "words"), [
     (FLAT | {"metadata.csv": lines(",", "file_name,label\n")}, "", "metadata.csv"),
-    ({f"train/{name}": data for name, data in FLAT.items()} | {"train.csv": lines(",", "id,label\n")}, "train", "train.csv"),
-    ({f"val/images/{name}": data for name, data in FLAT.items()} | {"val/val_annotations.txt": "0000.png\tn01443537\t0\t0\t1\t1\n"}, "val", "val_annotations.txt"),
-    ({f"val/images/{name}": data for name, data in FLAT.items()} | {"val/val_annotations.txt": "0000.png\tn01443537\t0\t0\t1\t1\n"}, "val/images", "val_annotations.txt"),
-    ({f"ILSVRC/Data/CLS-LOC/val/{name}": data for name, data in FLAT.items()} | {"LOC_val_solution.csv": "ImageId,PredictionString\n0000,n01 1 2 3 4\n"}, "ILSVRC/Data/CLS-LOC/val", "LOC_val_solution.csv"),
+    ({f"train/{name}": data for name, data in FLAT.items()} | {"train.csv": lines(",", "id,label\n")}, "train",
+     "train.csv"),
+    ({f"val/images/{name}": data for name, data in FLAT.items()}
+     | {"val/val_annotations.txt": "0000.png\tn01443537\t0\t0\t1\t1\n"}, "val", "val_annotations.txt"),
+    ({f"val/images/{name}": data for name, data in FLAT.items()}
+     | {"val/val_annotations.txt": "0000.png\tn01443537\t0\t0\t1\t1\n"}, "val/images", "val_annotations.txt"),
+    ({f"ILSVRC/Data/CLS-LOC/val/{name}": data for name, data in FLAT.items()}
+     | {"LOC_val_solution.csv": "ImageId,PredictionString\n0000,n01 1 2 3 4\n"}, "ILSVRC/Data/CLS-LOC/val",
+     "LOC_val_solution.csv"),
     (numbered(*(f"{name}_{i}.png" for name in PETS for i in range(2))), "", "labels=names"),
     (numbered(*(f"{name}.{i}.jpg" for name in PETS for i in range(2))), "", "labels=names"),  # Kaggle's dogs and cats
     (numbered(*(f"big {name} ({i}).jpg" for name in PETS for i in range(2))), "", "labels=names"),
@@ -234,7 +272,8 @@ def test_where_one_class_is_found_one_line_names_what_was_not_read(tmp_path, fil
 
 def test_names_with_a_dot_or_brackets_before_the_number_are_classes_and_dates_are_not(tmp_path):
     files = numbered("cat.0.png", "cat.10.png", "dog.0.png", "big dog (2).png", "owl-7.png")
-    assert set(classes(open_source(put(tmp_path / "set", files), labels="names")).values()) == {"cat", "dog", "big dog", "owl"}
+    assert set(classes(open_source(put(tmp_path / "set", files), labels="names")).values()) == {"cat", "dog", "big dog",
+                                                                                                "owl"}
     dates = open_source(put(tmp_path / "dates", numbered(*(f"2019-0{k // 4 + 1}-0{k}.png" for k in range(8)))))
     assert dates.notes == [] and len(dates.class_names) == 1
 
@@ -243,8 +282,10 @@ MVTEC = ["train/good/000.png", "test/good/000.png", "test/broken/000.png", "grou
 
 
 @pytest.mark.parametrize(("pictures", "masks", "remedy"), [
-    (["images/a_1.jpg", "images/a_2.jpg"], ["annotations/trimaps/a_1.png", "annotations/trimaps/a_2.png"], "as in source=.*set/images"),
-    ([f"{kind}/{name}" for kind in ("bottle", "cable") for name in MVTEC[:3]], [f"{kind}/{MVTEC[3]}" for kind in ("bottle", "cable")], "move them away"),
+    (["images/a_1.jpg", "images/a_2.jpg"], ["annotations/trimaps/a_1.png", "annotations/trimaps/a_2.png"],
+     "as in source=.*set/images"),
+    ([f"{kind}/{name}" for kind in ("bottle", "cable") for name in MVTEC[:3]],
+     [f"{kind}/{MVTEC[3]}" for kind in ("bottle", "cable")], "move them away"),
     (["benign/b (1).png", "normal/n (1).png"], ["benign/b (1)_mask.png", "normal/n (1)_mask.png"], "move them away"),
     (["train/a.jpg"], ["train_masks/a_mask.gif"], "as in source=.*set/train"),
     (["JPEGImages/1.jpg", "JPEGImages/2.jpg"], ["SegmentationClass/1.png"], "as in source=.*set/JPEGImages"),
@@ -252,7 +293,8 @@ MVTEC = ["train/good/000.png", "test/good/000.png", "test/broken/000.png", "grou
 ])  # fmt: skip
 def test_masks_beside_pictures_are_warned_of(tmp_path, recwarn, pictures, masks, remedy):
     source = put(tmp_path / "set", numbered(*pictures, *masks))
-    with pytest.warns(UserWarning, match=rf"has {len(masks)} images among .* masks of the others, such as {masks[0].partition('/')[0]}.*{remedy}"):
+    with pytest.warns(UserWarning,
+                      match=rf"has {len(masks)} images among .* masks of the others, such as {masks[0].partition('/')[0]}.*{remedy}"):
         open_source(source, labels="none")
     recwarn.clear()
     put(tmp_path / "alone", numbered(*pictures))
@@ -264,7 +306,9 @@ def test_masks_beside_pictures_are_warned_of(tmp_path, recwarn, pictures, masks,
 
 
 def test_captions_and_files_of_other_images_are_not_read_as_labels(tmp_path):
-    put(tmp_path, {"other.csv": "9999.png,cat\n", "set/readme.txt": "two words\n", "set/0000.txt": "a caption"} | {f"set/{name}": data for name, data in FLAT.items()})
+    put(tmp_path,
+        {"other.csv": "9999.png,cat\n", "set/readme.txt": "two words\n", "set/0000.txt": "a caption"}
+        | {f"set/{name}": data for name, data in FLAT.items()})
     found = open_source(tmp_path / "set")
     assert found.class_names == ["set"] and found.notes == [] and len(found) == 9
 
@@ -284,7 +328,8 @@ def test_an_archive_means_the_same_as_its_folder_whoever_made_it(tmp_path, renam
     files = {rename(name): data for name, data in (TREE | JUNK).items()}
     sources = [put_zip(tmp_path / "pets.zip", files)]
     if "\\" not in rename("a/b"):
-        sources += [put_tar(tmp_path / "pets.tar", files), put(tmp_path / "tree", {name.lstrip("/"): data for name, data in files.items()})]
+        sources += [put_tar(tmp_path / "pets.tar", files),
+                    put(tmp_path / "tree", {name.lstrip("/"): data for name, data in files.items()})]
     for source in sources:
         found = open_source(source)
         assert classes(found) == WANTED and found.class_names == ["dog", "größe"], source
@@ -301,7 +346,8 @@ def test_names_in_utf_8_that_a_zip_does_not_mark_as_such_are_read(tmp_path):
 
 
 OTHER_PAGES = {  # the second byte of the first letters is a backslash
-    "shift_jis": ["表示", "表題", "ソ示", "犬"], "gbk": ["郳猫", "郳犬", "乗猫", "狗"], "big5": ["功夫", "功能", "許夫", "犬"], "latin-1": ["cafés", "cafès", "größe", "z"]}
+    "shift_jis": ["表示", "表題", "ソ示", "犬"], "gbk": ["郳猫", "郳犬", "乗猫", "狗"], "big5": ["功夫", "功能", "許夫", "犬"],
+               "latin-1": ["cafés", "cafès", "größe", "z"]}
 
 
 @pytest.mark.parametrize("page", OTHER_PAGES)
@@ -321,13 +367,15 @@ def test_class_names_in_other_code_pages_remain_apart(tmp_path, page, mark, syst
             archive.writestr(info, data)
     sources = [tmp_path / "set.zip"]
     if mark == "/":
-        sources += [put_tar(tmp_path / "set.tar", {os.fsdecode(name.encode(page)): data for name, data in files.items()})]
+        sources += [put_tar(tmp_path / "set.tar",
+                            {os.fsdecode(name.encode(page)): data for name, data in files.items()})]
         sources += [put(tmp_path / "set", {os.fsdecode(name.encode(page)): data for name, data in files.items()})]
     for source in sources:
         for labels in ("folders", "names"):
             found = open_source(source, labels=labels)
             of = classes(found)
-            assert len(found) == 2 * len(names) == 2 * len({*of.values()}) and all(of[k] == of[k + 1] for k in range(0, 10 * len(names), 10))
+            assert len(found) == 2 * len(names) == 2 * len({*of.values()}) and all(of[k] == of[k + 1]
+                    for k in range(0, 10 * len(names), 10))
             assert all("\\" not in name and name.isprintable() for name in found.names)
 
 
@@ -352,7 +400,8 @@ def test_a_tree_means_the_same_whichever_way_it_is_reached(tmp_path, monkeypatch
     for way in ("tree", "./tree", "tree/", "link", f"{tmp_path}/other/../tree/", tree):
         (tmp_path / "other").mkdir(exist_ok=True)
         assert open_source(way).fingerprint() == whole and len(open_source(way)) == 3
-    put_zip(tmp_path / "all.zip", {f"data/train/{name}": data for name, data in TREE.items()} | {"data/val/dog/0.png": png(9)})
+    put_zip(tmp_path / "all.zip",
+            {f"data/train/{name}": data for name, data in TREE.items()} | {"data/val/dog/0.png": png(9)})
     with pytest.warns(UserWarning, match=r"source=.*all.zip/data/train") as warned:
         open_source(tmp_path / "all.zip")
     named = str(warned[0].message).rpartition("source=")[2].rstrip(".")
@@ -364,12 +413,14 @@ def test_a_tree_means_the_same_whichever_way_it_is_reached(tmp_path, monkeypatch
 
 @pytest.mark.parametrize("write", [put, put_zip, put_tar])
 def test_one_of_two_images_and_two_labels_is_chosen_and_announced(tmp_path, write):
-    files = {"0.mask.png": png(9), "0.png": png(0), "0.cls": "2", "0.json": '{"label": 1}', "1.png": png(1), "1.cls": "0"}
+    files = {"0.mask.png": png(9), "0.png": png(0), "0.cls": "2", "0.json": '{"label": 1}', "1.png": png(1),
+             "1.cls": "0"}
     source = open_source(write(tmp_path / "set.zip" if write is put_zip else tmp_path / "set.tar", files))
     assert classes(source) == {0: "2", 1: "0"}
     said = dict(source.left_out)
     assert all("another picture of the sample" in reason for reason in said.values()) and len(said) == 1
-    assert "1 samples have several labels, of which .cls counts" in source.notes[0] and "further pictures" in source.notes[1]
+    assert "1 samples have several labels, of which .cls counts" in source.notes[0]
+    assert "further pictures" in source.notes[1]
 
 
 def test_a_tar_without_labels_is_its_folder_and_several_ask_for_them(tmp_path):
@@ -384,7 +435,8 @@ def test_a_tar_without_labels_is_its_folder_and_several_ask_for_them(tmp_path):
     assert open_source(tmp_path, labels="none").class_names == [tmp_path.name]
 
 
-@pytest.mark.parametrize("label", [("cls", "{}"), ("json", '{{"label": {}}}'), ("txt", "{}")], ids=["cls", "json", "txt"])
+@pytest.mark.parametrize("label", [("cls", "{}"), ("json", '{{"label": {}}}'), ("txt", "{}")],
+                         ids=["cls", "json", "txt"])
 def test_tars_whose_keys_begin_again_keep_every_sample_with_the_label_of_its_own_tar(tmp_path, label):
     for tar, value in enumerate(("1", "0")):
         samples = {f"{k:06d}.{part}": content for k in range(4)
@@ -400,7 +452,8 @@ def test_what_one_name_in_two_tars_cannot_say_is_refused(tmp_path):
     for tar in ("a.tar", "b.tar"):
         put_tar(tmp_path / tar, numbered("000_0.png", "001_0.png") | {"labels.csv": "000_0.png,cat\n"})
     (tmp_path / "labels.csv").write_text("000_0.png,cat\n001_0.png,dog\n")
-    with pytest.raises(ValueError, match="labels 000_0.png, but 2 tars hold a file of that name: prepare each tar alone"):
+    with pytest.raises(ValueError,
+                       match="labels 000_0.png, but 2 tars hold a file of that name: prepare each tar alone"):
         open_source(tmp_path / "*.tar", labels=str(tmp_path / "labels.csv"))
     assert np.bincount(open_source(tmp_path, labels="names").labels).tolist() == [2, 2]
     for tar in ("a.tar", "b.tar"):
@@ -421,9 +474,11 @@ def grey(highest: int, kind=np.uint16, form: str = "tiff") -> bytes:
 def tiff(values: np.ndarray, photometric: int) -> bytes:
     """An uncompressed TIFF of grey values as they are; 262 is PhotometricInterpretation, of which 0 is WhiteIsZero."""
     height, width = values.shape
-    tags = {256: width, 257: height, 258: 8 * values.itemsize, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height, 279: values.nbytes}
+    tags = {256: width, 257: height, 258: 8 * values.itemsize, 259: 1, 262: photometric, 273: 8, 277: 1, 278: height,
+            279: values.nbytes}
     directory = b"".join(struct.pack("<HHII", tag, 4, 1, value) for tag, value in tags.items())
-    return struct.pack("<2sHI", b"II", 42, 8 + values.nbytes) + values.tobytes() + struct.pack("<H", len(tags)) + directory + bytes(4)
+    return struct.pack("<2sHI", b"II", 42, 8 + values.nbytes) + values.tobytes() + struct.pack("<H",
+            len(tags)) + directory + bytes(4)
 
 
 @pytest.mark.parametrize("kind", [np.uint8, np.uint16])
@@ -440,7 +495,8 @@ def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(
     pages, files = [Image.new("RGB", (4, 4), (k, 0, 0)) for k in (9, 8, 7)], {"0.png": png(5)}
     for kind in ("tiff", "gif", "png", "webp"):
         buffer = io.BytesIO()
-        pages[0].save(buffer, kind, save_all=True, append_images=pages[1:], **({"lossless": True} if kind == "webp" else {}))
+        pages[0].save(buffer, kind, save_all=True, append_images=pages[1:],
+                      **({"lossless": True} if kind == "webp" else {}))
         files[f"several.{kind}"] = buffer.getvalue()
     buffer = io.BytesIO()
     pages[0].save(buffer, "mpo", save_all=True, append_images=pages[1:])  # a phone's photo with its previews
@@ -449,7 +505,8 @@ def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(
     for _ in range(2):  # also where the shard is there already
         prepare(tmp_path / "set", tmp_path / "out", resolution=4, shard_size=3)
         said = "4 of 6 images: the file has several pages or frames, of which the first is used: several.gif, several.png"
-        assert said in capsys.readouterr().out and json.loads((tmp_path / "out/metadata.json").read_text())["unreadable"] == []
+        assert said in capsys.readouterr().out
+        assert json.loads((tmp_path / "out/metadata.json").read_text())["unreadable"] == []
         (tmp_path / "out/metadata.json").unlink()
         (tmp_path / "out/latents-00000.npy").unlink()
 
@@ -458,7 +515,8 @@ def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(
 def test_images_of_12_bits_in_16_get_a_line_unless_one_exceeds_them(tmp_path, kind):
     dark = open_source(put(tmp_path / "dark", {"0.tiff": grey(4095, kind), "1.png": png(3)}))
     assert "1 of 2 images looked at have 16 bits or more, and none has a value above 4,095" in note_on_dark(dark)
-    assert note_on_dark(open_source(put(tmp_path / "full", {"0.tiff": grey(4095, kind), "1.tiff": grey(4096, kind)}))) is None
+    assert note_on_dark(open_source(put(tmp_path / "full",
+                                        {"0.tiff": grey(4095, kind), "1.tiff": grey(4096, kind)}))) is None
     assert note_on_dark(open_source(put(tmp_path / "plain", {"1.png": png(3)}))) is None
 
 

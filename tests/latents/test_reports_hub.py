@@ -25,7 +25,8 @@ def large_row_groups(root: Path) -> Path:
 
 
 def pointer(root: Path) -> Path:
-    return put(root, {"data/train-00000-of-00001.parquet": "version https://git-lfs.github.com/spec/v1\noid sha256:66\n"})
+    return put(root,
+               {"data/train-00000-of-00001.parquet": "version https://git-lfs.github.com/spec/v1\noid sha256:66\n"})
 
 
 def cut_upload(root: Path) -> Path:
@@ -76,15 +77,19 @@ def ground_truth_alone(root: Path) -> Path:
 REPORTS = [
     ("huggingface/datasets#3578", numbers_without_names, None, ([1, 0, 1, 0], ["0", "1"])),
     ("huggingface/dataset-viewer#1771", large_row_groups, None, ([0, 1, 2, 1] * 250, PETS)),
-    ("policy-gradient/GRPO-Zero#1", pointer, None, "train-00000-of-00001.parquet is a pointer of Git LFS.*git lfs pull"),
+    ("policy-gradient/GRPO-Zero#1", pointer, None,
+     "train-00000-of-00001.parquet is a pointer of Git LFS.*git lfs pull"),
     ("huggingface/datasets#4077", cut_upload, None, "x.parquet is not a complete parquet file.*download it again"),
-    ("huggingface/datasets#4299", unlabelled_split, None, "no label .* for any of 2 rows, as the Hub's test splits have"),
+    ("huggingface/datasets#4299", unlabelled_split, None,
+     "no label .* for any of 2 rows, as the Hub's test splits have"),
     ("huggingface/diffusers#10913", saved, None, ([0, 1, 2, 1], PETS)),
-    ("victorchall/EveryDream#7", addresses, None, "no column with one image a row: its columns are URL: string, TEXT: string"),
+    ("victorchall/EveryDream#7", addresses, None,
+     "no column with one image a row: its columns are URL: string, TEXT: string"),
     ("apache/arrow#38808", written_by_pyarrow, None, ([0, 1, 2, 1], PETS)),
     ("facebookresearch/FixRes#32", flat_validation, None, ([0] * 4, ["val"])),
     ("huggingface/pytorch-image-models#1081", listed_validation, "labels.csv", ([2, 0, 1, 2], IDS)),
-    ("open-mmlab/mmpretrain#11", ground_truth_alone, ilsvrc.TRUTH, "counts classes in the devkit's own order, .*meta.mat"),
+    ("open-mmlab/mmpretrain#11", ground_truth_alone, ilsvrc.TRUTH,
+     "counts classes in the devkit's own order, .*meta.mat"),
 ]
 
 

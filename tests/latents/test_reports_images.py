@@ -14,28 +14,40 @@ from latents.images import decode_image, open_source
 from scoring.image_sets import open_images
 
 DOTTED = {f"22.0{k}.{part}": content for k in range(4) for part, content in (("png", png(k)), ("cls", str(k % 2)))}
-IN_FOLDER = {f"path/22.0/{name}": content for name, content in {"1.png": png(0), "1.cls": "1", "2.png": png(1), "2.cls": "0"}.items()}
-PAIR = {"foo.left.png": png(0), "foo.right.png": png(9), "foo.cls": "1", "bar.left.png": png(1), "bar.right.png": png(8), "bar.cls": "0"}
+IN_FOLDER = {f"path/22.0/{name}": content
+             for name, content in {"1.png": png(0), "1.cls": "1", "2.png": png(1), "2.cls": "0"}.items()}
+PAIR = {"foo.left.png": png(0), "foo.right.png": png(9), "foo.cls": "1", "bar.left.png": png(1),
+        "bar.right.png": png(8), "bar.cls": "0"}
 VALIDATION = numbered(*(f"ILSVRC2012_val_0000000{k}.JPEG" for k in range(4)))
 IDS = "ImageId,Class\n" + "".join(f"{name[:-5]},n0{k % 2}\n" for k, name in enumerate(VALIDATION))
 OF_FOLDERS = {f"images/{name}": content for name, content in numbered(*(f"c{k % 2}/{k}.png" for k in range(4))).items()}
-COCO = {"images": [{"id": "x", "file_name": "train/a.jpg"}, {"id": "y", "file_name": "train/b.jpg"}], "categories": [{"id": 3, "name": "cat"}, {"id": 7, "name": "owl"}],
-        "annotations": [{"image_id": "x", "category_id": 7}, {"image_id": "y", "category_id": 3}, {"image_id": "x", "category_id": 7}]}
+COCO = {"images": [{"id": "x", "file_name": "train/a.jpg"}, {"id": "y", "file_name": "train/b.jpg"}],
+        "categories": [{"id": 3, "name": "cat"}, {"id": 7, "name": "owl"}],
+        "annotations": [{"image_id": "x", "category_id": 7}, {"image_id": "y", "category_id": 3},
+                        {"image_id": "x", "category_id": 7}]}
 
 REPORTS = {  # source: what is in it, labels=, the class of each image
     "webdataset/webdataset#237, dots in keys": (DOTTED, "folders", {k: str(k % 2) for k in range(4)}),
-    "huggingface/datasets#7144, as 22.05.png": ({name.replace("22.0", "22.05-"): data for name, data in DOTTED.items()}, "folders", {k: str(k % 2) for k in range(4)}),
+    "huggingface/datasets#7144, as 22.05.png": ({name.replace("22.0", "22.05-"): data for name, data in DOTTED.items()},
+                                                "folders", {k: str(k % 2) for k in range(4)}),
     "huggingface/datasets#7150, a dot in a folder's name": (IN_FOLDER, "folders", {0: "1", 1: "0"}),
     "webdataset/webdataset#20, two images in a sample": (PAIR, "folders", {0: "1", 1: "0"}),
-    "huggingface/pytorch-image-models#1081, validation images and a CSV": (VALIDATION | {"val.csv": IDS}, "val.csv", {k: f"n0{k % 2}" for k in range(4)}),
-    "openai/guided-diffusion#95, labels in names": (numbered("a/cat_0.jpg", "b/dog_1.jpg"), "names", {0: "cat", 1: "dog"}),
+    "huggingface/pytorch-image-models#1081, validation images and a CSV": (VALIDATION | {"val.csv": IDS}, "val.csv",
+                                                                           {k: f"n0{k % 2}" for k in range(4)}),
+    "openai/guided-diffusion#95, labels in names": (numbered("a/cat_0.jpg", "b/dog_1.jpg"), "names",
+                                                    {0: "cat", 1: "dog"}),
     "NVlabs/stylegan2-ada-pytorch#111, labels of folders in dataset.json": (
-        OF_FOLDERS | {"images/dataset.json": json.dumps({"labels": [[f"c{k % 2}/{k}.png", 1 - k % 2] for k in range(4)]})}, "folders", {k: str(1 - k % 2) for k in range(4)}),
+        OF_FOLDERS | {"images/dataset.json": json.dumps({"labels": [[f"c{k % 2}/{k}.png", 1 - k % 2]
+                for k in range(4)]})}, "folders", {k: str(1 - k % 2) for k in range(4)}),
     "PyJulie/MONICA#5, ISIC's columns of 0 and 1": (
-        numbered(*(f"ISIC_{k}.jpg" for k in range(4))) | {"truth.csv": "image,MEL,NV,BCC\n" + "".join(f"ISIC_{k},{float(k == 0)},0.0,{float(k > 0)}\n" for k in range(4))},
+        numbered(*(f"ISIC_{k}.jpg" for k in range(4)))
+        | {"truth.csv": "image,MEL,NV,BCC\n"
+           + "".join(f"ISIC_{k},{float(k == 0)},0.0,{float(k > 0)}\n" for k in range(4))},
         "truth.csv", {0: "MEL", 1: "BCC", 2: "BCC", 3: "BCC"}),
-    "alcunha/iwildcam2021ufam#4, COCO's form": (numbered("a.jpg", "b.jpg") | {"train.json": json.dumps(COCO)}, "train.json", {0: "owl", 1: "cat"}),
-    "pytorch/vision#79, .DS_Store": (numbered("cat/0.png", "dog/1.png") | {".DS_Store": b"x", "cat/.DS_Store": b"x"}, "folders", {0: "cat", 1: "dog"}),
+    "alcunha/iwildcam2021ufam#4, COCO's form": (numbered("a.jpg", "b.jpg") | {"train.json": json.dumps(COCO)},
+                                                "train.json", {0: "owl", 1: "cat"}),
+    "pytorch/vision#79, .DS_Store": (numbered("cat/0.png", "dog/1.png") | {".DS_Store": b"x", "cat/.DS_Store": b"x"},
+                                     "folders", {0: "cat", 1: "dog"}),
 }  # fmt: skip
 
 
@@ -48,12 +60,14 @@ def test_each_image_has_the_class_that_was_meant(tmp_path, report, write):
 
 def test_labels_in_columns_and_in_cocos_form_are_recommended_and_several_classes_are_refused(tmp_path):
     """PyJulie/MONICA#5 and alcunha/iwildcam2021ufam#4 without labels=, and COCO's own instances."""
-    for report, file in (("PyJulie/MONICA#5, ISIC's columns of 0 and 1", "truth.csv"), ("alcunha/iwildcam2021ufam#4, COCO's form", "train.json")):
+    for report, file in (("PyJulie/MONICA#5, ISIC's columns of 0 and 1", "truth.csv"),
+                         ("alcunha/iwildcam2021ufam#4, COCO's form", "train.json")):
         [hint] = open_source(put(tmp_path / file, REPORTS[report][0])).notes
         assert hint.endswith(f"labels={tmp_path / file / file} reads it.")
     more = COCO | {"annotations": [*COCO["annotations"], {"image_id": "x", "category_id": 3}]}
     with pytest.raises(ValueError, match="several categories for train/a.jpg, but an image can have only one class"):
-        open_source(put(tmp_path / "more", numbered("a.jpg", "b.jpg") | {"train.json": json.dumps(more)}), labels="train.json")
+        open_source(put(tmp_path / "more", numbered("a.jpg", "b.jpg") | {"train.json": json.dumps(more)}),
+                    labels="train.json")
 
 
 def test_photographs_that_a_viewer_turns_are_counted(tmp_path, capsys):
@@ -78,7 +92,8 @@ def test_a_class_without_images_is_named(tmp_path):
 
 
 @pytest.mark.parametrize(("labels", "says"), [
-    ('{"labels": [["0.png", 0], ["1.png", 1],]}', "dataset.json is not JSON"), ('{"labels": [["0.png", 0], ["gone.png", 1]]}', None),
+    ('{"labels": [["0.png", 0], ["1.png", 1],]}', "dataset.json is not JSON"),
+    ('{"labels": [["0.png", 0], ["gone.png", 1]]}', None),
 ])  # fmt: skip
 def test_dataset_json_with_a_mistake_is_named_before_the_work(tmp_path, labels, says):
     """NVlabs/stylegan2-ada-pytorch#126: a comma after the last label."""
@@ -99,7 +114,8 @@ def test_labels_that_begin_at_1_leave_a_class_empty_and_a_line_says_so(tmp_path)
 def test_grey_palette_and_transparent_files_are_scored_as_colour(tmp_path):
     """mseitzer/pytorch-fid#1, layumi/University1652-Baseline#17: fid.py images=mixed."""
     grey = Image.fromarray(np.full((4, 4), 128, np.uint8))
-    for name, image in {"grey": grey, "rgb": grey.convert("RGB"), "palette": grey.convert("P"), "alpha": grey.convert("RGBA")}.items():
+    for name, image in {"grey": grey, "rgb": grey.convert("RGB"), "palette": grey.convert("P"),
+                        "alpha": grey.convert("RGBA")}.items():
         image.save(tmp_path / f"{name}.png")
     assert (open_images(one_rank(), "images", str(tmp_path)).read(np.arange(4)) == 128).all()
 

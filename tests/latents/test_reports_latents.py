@@ -36,7 +36,8 @@ def write_pairs(root, name="imagenet256", batch=1, file="{}.npy"):
     for part, rows in (("features", values), ("labels", LABELS)):
         (root / f"{name}_{part}").mkdir(parents=True)
         for i in range(COUNT // batch):
-            np.save(root / f"{name}_{part}" / file.format(i, rank=i % 2, step=i // 2), rows[i * batch : i * batch + batch])
+            np.save(root / f"{name}_{part}" / file.format(i, rank=i % 2, step=i // 2),
+                    rows[i * batch : i * batch + batch])
     return root
 
 
@@ -87,7 +88,9 @@ def sample_of(name, values):
 def same_key_twice(root):
     (root / "tars").mkdir()
     write_tar(root / "tars/a.tar", sample_of("000", normal(4, 8, 8)))
-    with tarfile.open(root / "tars/a.tar", "a") as tar, tarfile.open(write_tar(root / "b", sample_of("000", normal(4, 8, 8, seed=1)))) as other:
+    with tarfile.open(root / "tars/a.tar",
+                      "a") as tar, tarfile.open(write_tar(root / "b",
+                                                          sample_of("000", normal(4, 8, 8, seed=1)))) as other:
         for member in other:
             tar.addfile(member, other.extractfile(member))
     return root / "tars"
@@ -117,7 +120,8 @@ def sdxl_scaled(root):
 def open_for_training(path, **settings):
     """Opens latents as train.py does with these settings of data."""
     data = {"path": str(path), "kind": None, "scale": None, "num_classes": None, "autoencoder": None} | settings
-    return open_data(SimpleNamespace(data=SimpleNamespace(**data)), SimpleNamespace(local_main_process_first=nullcontext))
+    return open_data(SimpleNamespace(data=SimpleNamespace(**data)),
+                     SimpleNamespace(local_main_process_first=nullcontext))
 
 
 def tread(values):
@@ -130,25 +134,37 @@ def first(write):
 
 MISSING = "(1 of {} are missing): compare the number of latents"
 IMPORTED = [  # source, situation, what was brought, settings, values of metadata.json, words of a warning
-    ("chuanyangjin/fast-DiT#4", "files in another order on disk than their numbers", listed_in_any_order, {}, {"scale": 0.18215}, None),
-    ("chuanyangjin/fast-DiT#14", "named by rank and step", partial(write_pairs, file="{rank}-{step}.npy"), {}, {}, None),
-    ("chuanyangjin/fast-DiT#21", "several images a file", partial(write_pairs, batch=4), {}, {"shape": [4, 8, 8]}, None),
-    ("YuchuanTian/U-DiT#13", "features of 512 pixels", partial(write_pairs, name="imagenet512", file="{step}_{rank}.npy"), {}, {}, None),
-    ("sihyun-yu/REPA#28", "encoded by -mse, decoded by -ema", first(write_repa), {}, {"autoencoder": "sd_vae_mse", "kind": "moments"}, None),
+    ("chuanyangjin/fast-DiT#4", "files in another order on disk than their numbers", listed_in_any_order, {},
+     {"scale": 0.18215}, None),
+    ("chuanyangjin/fast-DiT#14", "named by rank and step", partial(write_pairs, file="{rank}-{step}.npy"), {}, {},
+     None),
+    ("chuanyangjin/fast-DiT#21", "several images a file", partial(write_pairs, batch=4), {}, {"shape": [4, 8, 8]},
+     None),
+    ("YuchuanTian/U-DiT#13", "features of 512 pixels",
+     partial(write_pairs, name="imagenet512", file="{step}_{rank}.npy"), {}, {}, None),
+    ("sihyun-yu/REPA#28", "encoded by -mse, decoded by -ema", first(write_repa), {},
+     {"autoencoder": "sd_vae_mse", "kind": "moments"}, None),
     ("NVlabs/edm2#9", "pixels in 0..1", first(write_edm2), {"format": "edm2"}, {"pixels": [0, 1], "scale": 0.5}, None),
-    ("hustvl/LightningDiT#34", "VA-VAE's are normalised by channel", first(write_lightningdit), {}, {"latents_std": pytest.approx([3] * 6, rel=0.2)}, None),
-    ("MochiDiffusion/MochiDiffusion#315", "scaled for SDXL's VAE", sdxl_scaled, {"autoencoder": "sdxl"}, {"scale": 0.13025}, None),
-    ("JustVugg/colibri#1317", "a shard was not downloaded", without(partial(write_lightningdit, sizes=(4, 4, 4)), "latents_rank00_shard001.safetensors"),
+    ("hustvl/LightningDiT#34", "VA-VAE's are normalised by channel", first(write_lightningdit), {},
+     {"latents_std": pytest.approx([3] * 6, rel=0.2)}, None),
+    ("MochiDiffusion/MochiDiffusion#315", "scaled for SDXL's VAE", sdxl_scaled, {"autoencoder": "sdxl"},
+     {"scale": 0.13025}, None),
+    ("JustVugg/colibri#1317", "a shard was not downloaded",
+     without(partial(write_lightningdit, sizes=(4, 4, 4)), "latents_rank00_shard001.safetensors"),
      {}, {"count": 8}, "latents_rank00_shard001.safetensors " + MISSING.format(3)),
-    ("JustVugg/colibri#586", "the last shards of a rank are missing", left_over, {}, {}, "unequal numbers of shards per rank"),
-    ("chuanyangjin/fast-DiT#19", "a number is missing", without(write_fastdit, "imagenet256_features/5.npy", "imagenet256_labels/5.npy"), {},
+    ("JustVugg/colibri#586", "the last shards of a rank are missing", left_over, {}, {},
+     "unequal numbers of shards per rank"),
+    ("chuanyangjin/fast-DiT#19", "a number is missing",
+     without(write_fastdit, "imagenet256_features/5.npy", "imagenet256_labels/5.npy"), {},
      {"count": 11}, "5.npy " + MISSING.format(12)),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("report", "situation", "bring", "settings", "recorded", "words"), IMPORTED, ids=[row[0] for row in IMPORTED])
+@pytest.mark.parametrize(("report", "situation", "bring", "settings", "recorded", "words"), IMPORTED,
+                         ids=[row[0] for row in IMPORTED])
 @pytest.mark.filterwarnings("default")
-def test_what_was_stored_comes_in_with_its_labels(report, situation, bring, settings, recorded, words, tmp_path, recwarn):
+def test_what_was_stored_comes_in_with_its_labels(report, situation, bring, settings, recorded, words, tmp_path,
+                                                  recwarn):
     source = bring(tmp_path)
     settings = settings | ({"autoencoder": str(tmp_path / "sdxl")} if "autoencoder" in settings else {})
     import_latents(source, tmp_path / "out", **settings)
@@ -159,29 +175,39 @@ def test_what_was_stored_comes_in_with_its_labels(report, situation, bring, sett
     if words is None:
         assert sorted(arrays["labels"].tolist()) == LABELS.tolist()
     if (source / "imagenet256_features").is_dir() and words is None:  # each latent with its own label
-        label_of = dict(zip(normal(COUNT, 4, 8, 8).astype(np.float16)[:, 0, 0, 0].tolist(), LABELS.tolist(), strict=True))
+        label_of = dict(zip(normal(COUNT, 4, 8, 8).astype(np.float16)[:, 0, 0, 0].tolist(), LABELS.tolist(),
+                            strict=True))
         assert [label_of[value] for value in arrays["latents"][:, 0, 0, 0].tolist()] == arrays["labels"].tolist()
 
 
 REFUSED = [  # source, situation, what was brought, settings, words
-    ("CompVis/tread#13", "[mean, log-variance] as samples", tread(log_moments()), {"kind": "sample"}, "look like [mean, log-variance], not samples: set kind=moments"),
-    ("CompVis/tread#13", "the same, scaled", tread(log_moments()), {"kind": "sample", "scale": 0.18215}, "look like [mean, log-variance]"),
-    ("soran-ghaderi/torchebm#304", "[mean, std] as [mean, log-variance]", tread(moments()), {"kind": "moments"}, "write 2 * log(std) instead"),
-    ("soran-ghaderi/torchebm#304", "the same in an lmdb", lambda root: write_maskdit(root, moments())[0], {}, "write 2 * log(std) instead"),
+    ("CompVis/tread#13", "[mean, log-variance] as samples", tread(log_moments()), {"kind": "sample"},
+     "look like [mean, log-variance], not samples: set kind=moments"),
+    ("CompVis/tread#13", "the same, scaled", tread(log_moments()), {"kind": "sample", "scale": 0.18215},
+     "look like [mean, log-variance]"),
+    ("soran-ghaderi/torchebm#304", "[mean, std] as [mean, log-variance]", tread(moments()), {"kind": "moments"},
+     "write 2 * log(std) instead"),
+    ("soran-ghaderi/torchebm#304", "the same in an lmdb", lambda root: write_maskdit(root, moments())[0], {},
+     "write 2 * log(std) instead"),
     ("facebookresearch/DiT#13", "scaled twice", first(write_fastdit), {"scale": 0.18215}, "root mean square is 0.182"),
     ("google-deepmind/representations4d#13", "channels last", tread(normal(COUNT, 8, 8, 4)), {}, "channels come first"),
-    ("Zhendong-Wang/Patch-Diffusion#2", "images that are not square", tread(normal(COUNT, 4, 8, 16)), {}, "images that are not square"),
+    ("Zhendong-Wang/Patch-Diffusion#2", "images that are not square", tread(normal(COUNT, 4, 8, 16)), {},
+     "images that are not square"),
     ("NVlabs/stylegan3#189", "labels: null, and no arrays", no_arrays, {"format": "repa"}, "no .npy files of latents"),
     ("NVlabs/stylegan2-ada-pytorch#147", "several classes an image", one_hot, {}, "labels of type float64"),
     ("webdataset/webdataset#157", "two samples of one key", same_key_twice, {}, "a second sample of that key"),
-    ("huggingface/diffusers#7188", "NaN of an encoder in half precision", tread(np.full((COUNT, 4, 8, 8), np.nan, np.float32)), {}, "not finite"),
+    ("huggingface/diffusers#7188", "NaN of an encoder in half precision",
+     tread(np.full((COUNT, 4, 8, 8), np.nan, np.float32)), {}, "not finite"),
     ("zhuyu-cs/MeanFlow#7", "MeanFlow's lmdb", pickled_lmdb, {}, "pickles, which are never loaded"),
-    ("LTH14/mar#52", "MAR's npz files", lambda root: (root / "n01").mkdir() or root, {}, "Write any other as examples/write_latents.py does"),
+    ("LTH14/mar#52", "MAR's npz files", lambda root: (root / "n01").mkdir() or root, {},
+     "Write any other as examples/write_latents.py does"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("report", "situation", "bring", "settings", "words"), REFUSED, ids=[f"{row[0]}: {row[1]}" for row in REFUSED])
-def test_what_would_be_read_wrongly_is_refused_before_anything_is_written(report, situation, bring, settings, words, tmp_path):
+@pytest.mark.parametrize(("report", "situation", "bring", "settings", "words"), REFUSED,
+                         ids=[f"{row[0]}: {row[1]}" for row in REFUSED])
+def test_what_would_be_read_wrongly_is_refused_before_anything_is_written(report, situation, bring, settings, words,
+                                                                          tmp_path):
     (tmp_path / "set").mkdir()
     with pytest.raises(ValueError) as error:
         import_latents(bring(tmp_path / "set"), tmp_path / "out", **settings)
@@ -189,17 +215,23 @@ def test_what_would_be_read_wrongly_is_refused_before_anything_is_written(report
 
 
 TRAINED = [  # source: people with such a set; situation, what was brought, settings of data, words
-    ("CompVis/tread#13", "[mean, log-variance] as samples", tread(log_moments()), {"kind": "sample"}, "set data.kind=moments for tars"),
-    ("CompVis/tread#13", "the same, scaled", tread(log_moments()), {"kind": "sample", "scale": 0.18215}, "set data.kind=moments for tars"),
+    ("CompVis/tread#13", "[mean, log-variance] as samples", tread(log_moments()), {"kind": "sample"},
+     "set data.kind=moments for tars"),
+    ("CompVis/tread#13", "the same, scaled", tread(log_moments()), {"kind": "sample", "scale": 0.18215},
+     "set data.kind=moments for tars"),
     ("soran-ghaderi/torchebm#304", "[mean, std] as [mean, log-variance]", tread(moments()), {"kind": "moments"}, "write 2 * log(std) instead"),
     ("CompVis/tread#5", "training and validation tars in a folder", with_validation, {"kind": "sample"}, "*train*.tar"),
-    ("hustvl/LightningDiT#93", "shards of another code as data.path", first(write_lightningdit), {}, "scripts/import_latents.py source="),
-    ("sihyun-yu/REPA#19", "a folder of another code as data.path", first(write_repa), {}, "scripts/import_latents.py source="),
-    ("NVlabs/edm2#11", "a zip of another code as data.path", first(write_edm2), {}, "set format=repa (VAE input in -1..1) of scripts/import_latents.py"),
+    ("hustvl/LightningDiT#93", "shards of another code as data.path", first(write_lightningdit), {},
+     "scripts/import_latents.py source="),
+    ("sihyun-yu/REPA#19", "a folder of another code as data.path", first(write_repa), {},
+     "scripts/import_latents.py source="),
+    ("NVlabs/edm2#11", "a zip of another code as data.path", first(write_edm2), {},
+     "set format=repa (VAE input in -1..1) of scripts/import_latents.py"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("report", "situation", "bring", "settings", "words"), TRAINED, ids=[f"{row[0]}: {row[1]}" for row in TRAINED])
+@pytest.mark.parametrize(("report", "situation", "bring", "settings", "words"), TRAINED,
+                         ids=[f"{row[0]}: {row[1]}" for row in TRAINED])
 def test_training_refuses_what_it_would_read_wrongly(report, situation, bring, settings, words, tmp_path):
     with pytest.raises(ValueError) as error:
         open_for_training(bring(tmp_path), **settings)
@@ -215,7 +247,8 @@ def test_latents_that_are_not_square_are_named_as_such(tmp_path):
 def test_tars_scaled_for_another_autoencoder_are_not_decoded_by_their_usual_scale(tmp_path):
     """MochiDiffusion/MochiDiffusion#315: train.py data.path=<tars> data.kind=sample data.autoencoder=<SDXL's>."""
     sdxl_scaled(tmp_path)
-    with pytest.raises(ValueError, match="scaled otherwise than data.autoencoder=.*import_latents.py with autoencoder="):
+    with pytest.raises(ValueError,
+                       match="scaled otherwise than data.autoencoder=.*import_latents.py with autoencoder="):
         open_for_training(write_tread(tmp_path)[0], kind="sample", autoencoder=str(tmp_path / "sdxl"))
 
 

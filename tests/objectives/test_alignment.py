@@ -25,7 +25,8 @@ ROUTED = [Route(1, 2, 0.5)]
 
 def network(routes=ROUTED, depth=4):
     torch.manual_seed(2)
-    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier", routes=routes)
+    return DiT(input_size=8, in_channels=3, hidden_size=32, depth=depth, num_heads=2, num_classes=5, init="xavier",
+               routes=routes)
 
 
 def aligned(routes=ROUTED, shapes=SHAPES, depth=4, **settings) -> Alignment:
@@ -61,7 +62,8 @@ TEACHER = wave((3, 16, 24), 5) + 0.4 * wave((24,), 6)
 @pytest.mark.parametrize("case", PUBLISHED["cases"], ids=lambda case: case["name"])
 def test_loss_and_gradient_equal_those_of_repa_and_irepa(case):
     net = fill(DiT(**TINY))
-    objective = Alignment(DiffusionLoss(net, Fixed(), array_shapes={"teacher": (16, 24)}), blocks=[1], **case["settings"])
+    objective = Alignment(DiffusionLoss(net, Fixed(), array_shapes={"teacher": (16, 24)}), blocks=[1],
+                          **case["settings"])
     fill(objective.projector)
     loss, terms = objective(wave(PUBLISHED["shape"], amplitude=0.7), torch.tensor(PUBLISHED["y"]), teacher=TEACHER)
     alignment = terms["alignment"].mean()
@@ -87,7 +89,8 @@ def plainly(objective, teacher, taken, positions) -> torch.Tensor:
     values = []
     for sample, hidden in enumerate(taken):
         at = positions[sample if len(positions) > 1 else 0]
-        cosines = [torch.dot(a / a.norm(), b / b.norm()) for a, b in zip(objective.projector(hidden), teacher[sample, at].float(), strict=True)]
+        cosines = [torch.dot(a / a.norm(), b / b.norm())
+                   for a, b in zip(objective.projector(hidden), teacher[sample, at].float(), strict=True)]
         values.append(-sum(cosines) / len(cosines))
     return torch.stack(values)
 
@@ -188,7 +191,8 @@ def test_the_same_graphs_serve_before_and_after_the_end_on_a_route_and_off_it(gr
             for one in (objective, plain):
                 one.zero_grad()
                 found = gradients(one)
-            torch.testing.assert_close(dict(objective.net.named_parameters())["blocks.0.attn.qkv.weight"].grad, found["blocks.0.attn.qkv.weight"])
+            torch.testing.assert_close(dict(objective.net.named_parameters())["blocks.0.attn.qkv.weight"].grad,
+                                       found["blocks.0.attn.qkv.weight"])
         assert graphs.frame_count == (2 if routes else 1)
 
 
@@ -202,7 +206,8 @@ def test_a_run_logs_its_alignment_resumes_bit_for_bit_past_its_end_and_saves_a_p
     assert_resumes(tmp_path, taught, *ON_ROUTE, "objective.alignment.end_step=5", stops=(3, 4), end=8)
     end = end_of(tmp_path / "whole")
     assert [row["loss_alignment"] != 0 for row in rows(tmp_path / "whole")] == [True] * 5 + [False] * 3
-    own = {key for key in end["training"] if key.startswith("objective.") and not key.endswith(("exp_avg", "exp_avg_sq", "step"))}
+    own = {key for key in end["training"] if key.startswith("objective.")
+           and not key.endswith(("exp_avg", "exp_avg_sq", "step"))}
     assert own == {f"objective.projector.{layer}.{kind}" for layer in (0, 2, 4) for kind in ("weight", "bias")}
     trained(tmp_path / "plain", taught, "steps=1")
     assert end["model"].keys() == end["ema"].keys() == end_of(tmp_path / "plain")["model"].keys()
@@ -210,7 +215,8 @@ def test_a_run_logs_its_alignment_resumes_bit_for_bit_past_its_end_and_saves_a_p
 
 def test_a_run_whose_loss_falls_below_zero_is_sound_and_resumes(taught, tmp_path):
     for steps in (6, 8):
-        trained(tmp_path, taught, *ON_ROUTE, "objective.alignment.weight=20", "optimizer.warmup_steps=0", f"steps={steps}", "checkpoint.every=1")
+        trained(tmp_path, taught, *ON_ROUTE, "objective.alignment.weight=20", "optimizer.warmup_steps=0",
+                f"steps={steps}", "checkpoint.every=1")
     assert rows(tmp_path)[-1]["loss"] < 0 and rows(tmp_path)[-1]["step"] == 8
     assert all(checkpoints.is_sound(folder) for folder in checkpoints.all_steps(tmp_path))
 
@@ -244,6 +250,7 @@ def pictured(shapes, tmp_path):
 
 
 def test_with_a_teacher_in_the_step_a_run_resumes_bit_for_bit_and_saves_nothing_of_it(pictured, tmp_path):
-    assert_resumes(tmp_path, pictured, *ON_ROUTE, "objective.alignment.teacher=efficientnet_lite0", "grad_accum_steps=2")
+    assert_resumes(tmp_path, pictured, *ON_ROUTE, "objective.alignment.teacher=efficientnet_lite0",
+                   "grad_accum_steps=2")
     assert all(row["loss_alignment"] != 0 for row in rows(tmp_path / "whole"))
     assert not any("teacher" in key for tensors in end_of(tmp_path / "whole").values() for key in tensors)

@@ -1,4 +1,6 @@
-"""Dispersive loss: its closed form and gradient, pooled and token by token, which images it sees, and what is refused."""
+"""Dispersive loss: its closed form and gradient, pooled and token by token, which images it sees, and what is refused.
+
+"""
 
 import itertools
 import json
@@ -39,7 +41,8 @@ def closed_form(z, temperature=0.5):
 
 
 @pytest.mark.parametrize(("routes", "settings"), [
-    ([], {}), (ROUTED, dict(block=0)), (ROUTED, dict(block=1, pooled=True)), (ROUTED, dict(block=-1, pooled=True, temperature=2, weight=0.1)),
+    ([], {}), (ROUTED, dict(block=0)), (ROUTED, dict(block=1, pooled=True)),
+    (ROUTED, dict(block=-1, pooled=True, temperature=2, weight=0.1)),
 ], ids=["dense", "before the route", "pooled inside", "pooled after"])  # fmt: skip
 def test_the_term_is_the_closed_form_over_the_images_of_a_call(routes, settings):
     objective = of(routes, **settings)
@@ -105,7 +108,8 @@ def test_the_default_block_is_the_last_of_the_first_quarter(depth, block):
 
 
 @pytest.mark.parametrize(("routes", "settings", "says"), [
-    ([], dict(block=4), "Block 4 is not in this network"), (ROUTED, dict(block=-2), "block -2 lies on route 1→2 .*pooled=true"),
+    ([], dict(block=4), "Block 4 is not in this network"),
+    (ROUTED, dict(block=-2), "block -2 lies on route 1→2 .*pooled=true"),
 ])  # fmt: skip
 def test_settings_that_do_not_fit_raise_a_one_line_error(routes, settings, says):
     with pytest.raises(ValueError, match=says):
@@ -131,7 +135,8 @@ def tell_terms(folder, rank: int) -> None:
 
 
 def test_on_two_ranks_the_pairs_are_each_ranks_own_and_sharding_changes_nothing_over_a_stop(shapes, tmp_path):
-    both = ("objective=[layer_sync,dispersive]", "objective.dispersive.pooled=true", "objective.dispersive.block=1", "log.every=1", "label_dropout=0")
+    both = ("objective=[layer_sync,dispersive]", "objective.dispersive.pooled=true", "objective.dispersive.block=1",
+            "log.every=1", "label_dropout=0")
     all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, *both, f"sharding={how}", f"steps={steps}")[1:]
                            for how in ("fsdp", "none") for steps in (2, 4)), before=partial(tell_terms, tmp_path)))
     ddp, fsdp = (losses(tmp_path / how) for how in ("none", "fsdp"))
@@ -144,5 +149,6 @@ def test_on_two_ranks_the_pairs_are_each_ranks_own_and_sharding_changes_nothing_
         assert row["loss_dispersive"] == pytest.approx((one[1] + other[1]) / 2, abs=1e-6)
     ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
     assert ddp.keys() == fsdp.keys() and not any("objective." in key for key in ddp)
-    difference = max((ddp[key] - fsdp[key]).abs().max() for key in ddp if ".qkv.bias" not in key)  # keys' have no gradient
+    difference = max((ddp[key] - fsdp[key]).abs().max()
+                     for key in ddp if ".qkv.bias" not in key)  # keys' have no gradient
     assert difference <= 1e-6

@@ -43,7 +43,8 @@ def awake(net: DiT) -> DiT:
 
 def filled_as_theirs() -> DiT:
     net = with_head()
-    theirs = {key.replace("internal_head", "final_layer_xr"): weight for key, weight in net.state_dict().items() if key != "pos_embed"}
+    theirs = {key.replace("internal_head", "final_layer_xr"): weight
+              for key, weight in net.state_dict().items() if key != "pos_embed"}
     for k, key in enumerate(sorted(theirs)):
         theirs[key].copy_(wave(theirs[key].shape, k, amplitude_of(theirs[key])))
     return net.eval()
@@ -54,7 +55,7 @@ def batch(n=3):
     return torch.randn(n, 4, 8, 8, generator=generator), torch.arange(n) * 3 % 10
 
 
-# ---- the published numbers --------------------------------------------------------------------------------------------
+# ---- the published numbers -------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
@@ -66,13 +67,16 @@ def test_both_outputs_and_both_losses_equal_the_published_implementations():
     objective.diffusion.draw = lambda x: (torch.tensor(THEIRS["t"]), wave(shape, 1, 1.4))
     loss, terms = objective(wave(shape, amplitude=0.7), y)
     assert terms["internal"].tolist() == pytest.approx(THEIRS["internal_loss"], abs=1e-5)
-    assert loss.tolist() == pytest.approx([own + 0.5 * internal for own, internal in zip(THEIRS["loss"], THEIRS["internal_loss"], strict=True)], abs=1e-5)
+    assert loss.tolist() == pytest.approx([own + 0.5 * internal
+                                           for own, internal in zip(THEIRS["loss"], THEIRS["internal_loss"],
+                                                                    strict=True)], abs=1e-5)
 
 
 @pytest.mark.parametrize("scale", THEIRS["sampled"]["latents"])
 def test_samples_of_internal_guidance_equal_the_published_implementations(scale):
     case, guidance = THEIRS["sampled"], Guidance(float(scale), drop_label=False, internal=True)
-    x = RF().sample(filled_as_theirs(), wave((2, 4, 8, 8), 2, 1.4), torch.tensor(case["y"]), case["num_steps"], solver="euler_maruyama",
+    x = RF().sample(filled_as_theirs(), wave((2, 4, 8, 8), 2, 1.4), torch.tensor(case["y"]), case["num_steps"],
+                    solver="euler_maruyama",
                     guidance=guidance, randn_like=CountedNoise())
     assert_equal(x, case["latents"][scale])
 
@@ -83,11 +87,12 @@ def test_the_head_starts_at_zero_and_the_network_around_it_as_without_one():
     plain = build_network(TINY | {"init": "xavier"}).state_dict()
     assert all(torch.equal(net.state_dict()[key], value) for key, value in plain.items())
     heads = {key: value for key, value in net.state_dict().items() if key not in plain}
-    assert {key.removeprefix("internal_head.") for key in heads} == {key.removeprefix("final_layer_xr.") for key in THEIRS["zero"]}
+    assert {key.removeprefix("internal_head.") for key in heads} == {key.removeprefix("final_layer_xr.")
+                                                                     for key in THEIRS["zero"]}
     assert all((value == 0).all() for value in heads.values())
 
 
-# ---- on a route -------------------------------------------------------------------------------------------------------
+# ---- on a route ------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("diffusion", [EDM(), RF()], ids=["edm", "rf"])
@@ -96,7 +101,8 @@ def test_on_a_route_the_head_predicts_the_kept_tokens_and_its_loss_is_their_mean
     objective, ids, seen = Internal(DiffusionLoss(net, diffusion), weight=0.25), [], []
     get_mask, loss_of = net.router.get_mask, diffusion.loss
     net.router.get_mask = lambda *given: ids.append(get_mask(*given)) or ids[-1]
-    diffusion.loss = lambda network, *given, weight, **how: seen.append((network, given, weight)) or loss_of(network, *given, weight=weight, **how)
+    diffusion.loss = lambda network, *given, weight, **how: seen.append((network, given, weight)) or loss_of(network,
+            *given, weight=weight, **how)
     mask = torch.rand(4, 1, 8, 8)
     loss, terms = objective(x, y, weight=mask)
     del diffusion.loss
@@ -106,17 +112,20 @@ def test_on_a_route_the_head_predicts_the_kept_tokens_and_its_loss_is_their_mean
     # The same noise levels and noise; by the pixel, over those that stayed.
     (own, (*_, level, eps), weight), (_, (*_, level2, eps2), _) = seen
     assert own is net and torch.equal(level, level2) and torch.equal(eps, eps2) and torch.equal(weight, mask)
-    per_pixel = torch.stack([loss_of(lambda *_, **__: image, x, y, (), level, eps, weight=mask * 64 * pixel.view(1, 1, 8, 8))
+    per_pixel = torch.stack([loss_of(lambda *_, **__: image, x, y, (), level, eps,
+                                     weight=mask * 64 * pixel.view(1, 1, 8, 8))
                              for pixel in torch.eye(64)], dim=1)                                       # (4, 64)
     torch.testing.assert_close(terms["internal"], (per_pixel * stayed.flatten(1)).sum(1) / stayed.flatten(1).sum(1))
     torch.testing.assert_close(loss - 0.25 * terms["internal"], loss_of(net, x, y, net.routes, level, eps, weight=mask,
-                                                                        mask_noise=torch.ones(4, 1, 16).scatter(2, ids[0][:, None], 0.0)))
+                                                                        mask_noise=torch.ones(4, 1, 16).scatter(2,
+                                                                                ids[0][:, None], 0.0)))
 
 
 def test_the_head_learns_and_teaches_the_blocks_before_it_alone():
     net, (x, y) = awake(with_head()), batch()
     Internal(DiffusionLoss(net, RF()))(x, y)[1]["internal"].sum().backward()
-    moved = {name.split(".")[0] if "blocks" not in name else name[:8] for name, p in net.named_parameters() if p.grad is not None and p.grad.any()}
+    moved = {name.split(".")[0] if "blocks" not in name else name[:8]
+             for name, p in net.named_parameters() if p.grad is not None and p.grad.any()}
     assert moved == {"x_embedder", "t_embedder", "y_embedder", "blocks.0", "blocks.1", "internal_head"}
 
 
@@ -131,11 +140,12 @@ def test_a_copy_of_the_network_has_its_own_head():
     assert torch.equal(net.internal_head.answer(), before) and not torch.allclose(other.internal_head.answer(), before)
 
 
-# ---- guidance ---------------------------------------------------------------------------------------------------------
+# ---- guidance --------------------------------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(("diffusion", "settings"), [
-    (EDM(), {}), (EDM(), {"S_churn": 5.0}), (RF(), {}), (RF(), {"solver": "heun"}), (RF(), {"solver": "euler_maruyama"}), (DDPM(), {"solver": "ancestral"}),
+    (EDM(), {}), (EDM(), {"S_churn": 5.0}), (RF(), {}), (RF(), {"solver": "heun"}),
+    (RF(), {"solver": "euler_maruyama"}), (DDPM(), {"solver": "ancestral"}),
 ], ids=["edm", "churn", "euler", "heun", "sde", "ddpm"])  # fmt: skip
 def test_internal_guidance_works_with_every_sampler_at_one_pass_an_evaluation(diffusion, settings):
     net, (noise, y), passes = awake(with_head(learn_sigma=isinstance(diffusion, DDPM))), batch(), []
@@ -144,7 +154,8 @@ def test_internal_guidance_works_with_every_sampler_at_one_pass_an_evaluation(di
     plain, taken = draw(), len(passes)
     guided = draw(guidance=Guidance(1.4, drop_label=False, internal=True))
     assert len(passes) == 2 * taken and all(labels == y.tolist() for labels in passes)
-    assert torch.equal(draw(guidance=Guidance(1.0, drop_label=False, internal=True)), plain) and not torch.allclose(guided, plain, atol=1e-3)
+    assert torch.equal(draw(guidance=Guidance(1.0, drop_label=False, internal=True)),
+                       plain) and not torch.allclose(guided, plain, atol=1e-3)
     counter.remove()
     guidance = Guidance(1.4, drop_label=False, internal=True)
     assert sampling_cost(net, diffusion, 4, guidance, **settings) == sampling_cost(net, diffusion, 4, **settings)
@@ -159,26 +170,30 @@ def test_the_weak_prediction_is_the_heads_through_the_diffusions_own_preconditio
     c_skip, c_out, *_ = EDM().preconditioning(sigma.view(-1, 1, 1, 1))
     weak = c_skip * x + c_out * image
     torch.testing.assert_close(guided, weak + 1.7 * (strong - weak))
-    outside = Guidance(1.7, drop_label=False, internal=True, interval=(1.0, 2.0)).guide(EDM().denoise, net, x, y, 4)(x, 0.7, 0)
+    outside = Guidance(1.7, drop_label=False, internal=True, interval=(1.0, 2.0)).guide(EDM().denoise, net, x, y, 4)(x,
+            0.7, 0)
     assert torch.equal(outside, strong)
-    assert Guidance(1.7, drop_label=False, internal=True).record()["internal"] and "internal" not in Guidance(1.7).record()
+    assert Guidance(1.7, drop_label=False,
+                    internal=True).record()["internal"] and "internal" not in Guidance(1.7).record()
 
 
 @pytest.mark.parametrize(("wrong", "says"), [
-    ({"drop_label": True}, "set drop_label=false"), ({"gamma2": 0.5}, "leave out weak, gamma1 and gamma2"), ({"net2": DiT(**TINY)}, "leave out weak"),
+    ({"drop_label": True}, "set drop_label=false"), ({"gamma2": 0.5}, "leave out weak, gamma1 and gamma2"),
+    ({"net2": DiT(**TINY)}, "leave out weak"),
 ])
 def test_guidance_that_would_need_another_pass_raises_a_one_line_error(wrong, says):
     with pytest.raises(ValueError, match=says):
         Guidance(1.4, **{"drop_label": False, "internal": True} | wrong)
 
 
-# ---- a run ------------------------------------------------------------------------------------------------------------
+# ---- a run -----------------------------------------------------------------------------------------------------------
 
 
 @pytest.fixture(scope="module")
 def run(shapes, tmp_path_factory):
     folder = tmp_path_factory.mktemp("internal") / "run"
-    assert "  internal " in trained(folder, shapes, "objective=internal", "steps=4", "checkpoint.every=2", "ema.decay=0.5")
+    assert "  internal " in trained(folder, shapes, "objective=internal", "steps=4", "checkpoint.every=2",
+                                    "ema.decay=0.5")
     return folder
 
 

@@ -57,7 +57,8 @@ def test_each_token_is_aligned_with_itself_and_on_a_route_only_the_kept_ones(rou
     objective = of(routes, block=block, deeper=deeper)
     seen = with_places(objective)
     loss, terms = loss_of(objective)
-    at = [[dict(zip(places.tolist(), tokens, strict=True)) for tokens, places in zip(seen[i][0], seen[i][1].expand(4, -1), strict=True)]
+    at = [[dict(zip(places.tolist(), tokens, strict=True))
+           for tokens, places in zip(seen[i][0], seen[i][1].expand(4, -1), strict=True)]
           for i in (block, deeper)]  # by block and sample, the tokens by their place
     met = []
     for one, other in zip(*at, strict=True):
@@ -71,7 +72,8 @@ def test_each_token_is_aligned_with_itself_and_on_a_route_only_the_kept_ones(rou
 def test_no_gradient_reaches_what_only_the_deeper_tokens_pass():
     objective = of([Route(1, 2, 0.5)], block=1, deeper=2)
     loss_of(objective)[1]["layer_sync"].mean().backward()
-    trained = {name.split(".")[1] for name, p in objective.net.named_parameters() if name.startswith("blocks.") and p.grad is not None}
+    trained = {name.split(".")[1]
+               for name, p in objective.net.named_parameters() if name.startswith("blocks.") and p.grad is not None}
     assert trained == {"0", "1"}
 
 

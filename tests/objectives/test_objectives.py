@@ -30,7 +30,8 @@ def routed_net():
 def plain(net, diffusion=None):
     """The diffusion's loss with the signature of `Version1.loss`."""
     diffusion = diffusion or EDM()
-    return lambda x, y, weight, mask_noise, **how: diffusion.loss(net, x, y, net.routes, weight=weight, mask_noise=mask_noise, **how)
+    return lambda x, y, weight, mask_noise, **how: diffusion.loss(net, x, y, net.routes, weight=weight,
+                                                                  mask_noise=mask_noise, **how)
 
 
 def version1(net, mae_weight=0.0):
@@ -50,13 +51,15 @@ def loss_and_output_gradient(loss_of, net, mask_noise, weight=1.0, **how):
 def stays(noise, ratio):
     """Which pixels belong to patches that stay: (B, 1, 8, 8) bool for patches of side 2."""
     ids = Router().get_mask(torch.empty(4, 16, 1), ratio, noise)
-    return torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True).view(4, 1, 4, 4).repeat_interleave(2, 2).repeat_interleave(2, 3)
+    return torch.zeros(4, 16, dtype=torch.bool).scatter(1, ids, True).view(4, 1, 4, 4).repeat_interleave(2,
+            2).repeat_interleave(2, 3)
 
 
 def test_the_loss_of_version_1_covers_the_patches_of_kept_tokens():
     net, noise = routed_net(), torch.rand(4, 2, 16)
     _, gradient = loss_and_output_gradient(version1(net), net, noise)
-    weight = sum(stays(noise[:, r], route.selection_ratio) / (2 * 16 * (1 - route.selection_ratio)) for r, route in enumerate(net.routes))
+    weight = sum(stays(noise[:, r], route.selection_ratio) / (2 * 16 * (1 - route.selection_ratio))
+                 for r, route in enumerate(net.routes))
     assert ((gradient != 0) == (weight > 0)).all(), "patches that left count, or kept ones do not"
     _, everywhere = loss_and_output_gradient(plain(net), net, noise, sigma=torch.ones(4))
     _, kept = loss_and_output_gradient(version1(net), net, noise, sigma=torch.ones(4))
@@ -67,7 +70,8 @@ def test_version_1_hands_the_network_the_masks_that_its_loss_counts():
     net, handed = routed_net(), []
     net.register_forward_pre_hook(lambda _, args, kwargs: handed.append(kwargs["mask_noise"]), with_kwargs=True)
     objective = Version1(DiffusionLoss(net, EDM()))
-    objective.loss = lambda x, y, weight, mask_noise, loss=objective.loss: handed.append(mask_noise) or loss(x, y, weight, mask_noise)
+    objective.loss = lambda x, y, weight, mask_noise, loss=objective.loss: handed.append(mask_noise) or loss(x, y,
+            weight, mask_noise)
     objective(torch.randn(4, 3, 8, 8), torch.arange(4))
     assert torch.equal(*handed) and handed[0].shape == (4, 2, 16)
 
@@ -79,7 +83,8 @@ def test_the_auxiliary_term_teaches_the_patches_that_left_alone():
     assert ((with_term != without) == left_once).all()
 
 
-@pytest.mark.parametrize("loss_of", [plain, partial(version1, mae_weight=0.1), lambda net: plain(net, RF())], ids=["edm", "version1", "rf"])
+@pytest.mark.parametrize("loss_of", [plain, partial(version1, mae_weight=0.1), lambda net: plain(net, RF())],
+                         ids=["edm", "version1", "rf"])
 def test_a_masked_loss_has_no_gradient_where_the_mask_is_zero_and_all_of_it_where_it_is_one(loss_of):
     net, noise, half = routed_net(), torch.rand(4, 2, 16), torch.ones(1, 1, 8, 8)
     half[..., :4] = 0
@@ -160,7 +165,8 @@ def test_the_pages_loss_on_the_prediction_trains_and_is_edms_own_where_errors_ar
     assert all(0 < row["loss"] < 9 for row in rows(tmp_path / "run"))
     net, (x, y) = routed_net(), (0.1 * torch.randn(4, 3, 8, 8), torch.arange(4))
     own, losses = DiffusionLoss(net, EDM(), keep_masked=True), {}  # which draws the masks first, too
-    for name, objective in {"edm": own, **{delta: objectives.class_of("huber")(own, delta) for delta in (1e3, 1e-3)}}.items():
+    for name, objective in {"edm": own,
+                            **{delta: objectives.class_of("huber")(own, delta) for delta in (1e3, 1e-3)}}.items():
         torch.manual_seed(0)
         losses[name], _ = objective(x, y, weight=torch.zeros(4, 1, 8, 8) + 0.4)
     torch.testing.assert_close(2 * losses[1e3], losses["edm"])
@@ -170,10 +176,12 @@ def test_the_pages_loss_on_the_prediction_trains_and_is_edms_own_where_errors_ar
 def test_frozen_weights_are_neither_saved_nor_treated_as_an_adapter_and_a_nan_skips_the_step(shapes, tmp_path):
     runs = {"good": "-1", "bad": "2"}
     for name, bad in runs.items():
-        assert train_here(tmp_path / name, shapes, f"+objective.taught.bad_step={bad}", "steps=3", "log.every=1", "checkpoint.every=1",
+        assert train_here(tmp_path / name, shapes, f"+objective.taught.bad_step={bad}", "steps=3", "log.every=1",
+                          "checkpoint.every=1",
                           "checkpoint.keep_last=9").returncode == 0
     end = end_of(tmp_path / "good")
-    assert {key for key in end["training"] if key.startswith("objective.") and key.count(".") == 1} == {"objective.shift", "objective.seen"}
+    assert {key for key in end["training"] if key.startswith("objective.")
+            and key.count(".") == 1} == {"objective.shift", "objective.seen"}
     assert not any("teacher" in key for key in end["training"]) and end["training"]["objective.seen"] == 24
     assert [row["skipped"] for row in rows(tmp_path / "bad")] == [0, 1, 1] and rows(tmp_path / "bad")[1]["loss"] is None
     first, second = (checkpoints.load(checkpoints.step_folder(tmp_path / "bad", step), "training") for step in (1, 2))

@@ -41,7 +41,8 @@ def test_a_transformer_gives_its_last_tokens_without_those_of_class_and_register
     network = timm.create_model("test_vit", num_classes=0).eval()
     save_file(network.state_dict(), hub / "test_vit.safetensors")
     teacher = load_teacher("test_vit", 10)  # of 10 × 10 patches of 16 pixels, as its own positions are
-    mean, std = (torch.tensor(values).view(3, 1, 1) for values in (network.pretrained_cfg["mean"], network.pretrained_cfg["std"]))
+    mean, std = (torch.tensor(values).view(3, 1, 1)
+                 for values in (network.pretrained_cfg["mean"], network.pretrained_cfg["std"]))
     images = interpolate((IMAGES / 255 - mean) / std, (160, 160), mode="bicubic")
     assert network.num_prefix_tokens == 1
     torch.testing.assert_close(teacher(IMAGES), network.forward_features(images)[:, 1:])
@@ -74,8 +75,10 @@ def test_a_torchscript_file_gets_images_as_they_are(script):
 
 @pytest.mark.parametrize(("name", "says"), [
     ("test_vit", "model.safetensors of timm/test_vit.r160_in1k .* put it at .*test_vit.safetensors"),
-    ("vit_base_patch14_dinov22", "did you mean vit_base_patch14_dinov2"), ("no.pt", "no.pt is not a complete TorchScript file"),
-    ("script", r"makes 16 tokens per image, but the network's grid has 8 × 8"), (__file__, "is not a complete TorchScript file"),
+    ("vit_base_patch14_dinov22", "did you mean vit_base_patch14_dinov2"),
+    ("no.pt", "no.pt is not a complete TorchScript file"),
+    ("script", r"makes 16 tokens per image, but the network's grid has 8 × 8"),
+    (__file__, "is not a complete TorchScript file"),
 ])
 def test_an_unavailable_teacher_raises_a_one_line_error(hub, script, name, says):
     with pytest.raises(ValueError, match=says):
@@ -90,7 +93,8 @@ def test_a_teacher_in_the_step_gives_its_stored_tokens():
     stored.projector.load_state_dict(online.projector.state_dict())
     rows = load_teacher(LITE0, 4)(images).half()
     assert online.own_arrays == ("image",)
-    one, other = (loss_of(objective, **given)[1]["alignment"] for objective, given in ((online, {"image": images}), (stored, {"teacher": rows})))
+    one, other = (loss_of(objective, **given)[1]["alignment"]
+                  for objective, given in ((online, {"image": images}), (stored, {"teacher": rows})))
     torch.testing.assert_close(one, other, rtol=0, atol=1e-3)
 
 
@@ -99,12 +103,15 @@ def test_a_teacher_is_frozen_in_eval_mode_and_neither_trained_nor_saved():
     online = aligned(shapes={"image": (3, 8, 8)}, teacher=LITE0, blocks=[1])
     torch.set_rng_state(before)
     stored = aligned(shapes={"teacher": (16, 112)}, blocks=[1])
-    assert all(torch.equal(*pair) for pair in zip(online.projector.parameters(), stored.projector.parameters(), strict=True))
-    assert trained_parameters(online).keys() == trained_parameters(stored).keys() and own_state(online).keys() == own_state(stored).keys()
+    assert all(torch.equal(*pair)
+               for pair in zip(online.projector.parameters(), stored.projector.parameters(), strict=True))
+    assert trained_parameters(online).keys() == trained_parameters(stored).keys()
+    assert own_state(online).keys() == own_state(stored).keys()
     online.train()
     assert online.projector.training and not any(module.training for module in online.teacher.modules())
     kept = {key: value.clone() for key, value in online.teacher.state_dict().items()}
     online.teacher.requires_grad_(True)  # as nobody should
     loss_of(online, image=torch.zeros(4, 3, 8, 8, dtype=torch.uint8))[0].mean().backward()
     assert all(p.grad is None for p in online.teacher.parameters())
-    assert all(torch.equal(value, kept[key]) for key, value in online.teacher.state_dict().items())  # no running mean moved
+    assert all(torch.equal(value, kept[key])
+               for key, value in online.teacher.state_dict().items())  # no running mean moved

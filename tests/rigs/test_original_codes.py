@@ -107,7 +107,8 @@ def text_seen(q, k, v, img_q_len, img_kv_len, text_mask=None, **_):
 
 def with_mask(q, k, v, attn_mask=None, **_):
     attn_mask = attn_mask[:, None, None] if attn_mask.ndim == 2 else attn_mask
-    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=attn_mask).transpose(1, 2).flatten(2)
+    return F.scaled_dot_product_attention(*(x.transpose(1, 2) for x in (q, k, v)), attn_mask=attn_mask).transpose(1,
+            2).flatten(2)
 
 
 class Anything(ModuleType):
@@ -128,7 +129,8 @@ class Anything(ModuleType):
 def code(folder, module, stubs=()):
     """Imports a module of a clone, and forgets it and its neighbours; `stubs` are packages that are not here."""
     before, path = set(sys.modules), list(sys.path)
-    here = {name: sys.modules.pop(name) for name in list(sys.modules) if name.partition(".")[0] in ("models", "blocks", "utils")}
+    here = {name: sys.modules.pop(name)
+            for name in list(sys.modules) if name.partition(".")[0] in ("models", "blocks", "utils")}
     sys.path.insert(0, str(CLONES / folder))
     for name in stubs:
         stub = sys.modules[name] = Anything(name)
@@ -169,7 +171,9 @@ def checkpointed_blocks(net):
 
 
 def class_labelled(folder, module, name="SiT", tokens=patches, **options):
-    with code(folder, module, ("fairscale", "fairscale.nn", "fairscale.nn.model_parallel", "fairscale.nn.model_parallel.initialize", "fairscale.nn.model_parallel.layers")) as found:
+    with code(folder, module,
+              ("fairscale", "fairscale.nn", "fairscale.nn.model_parallel", "fairscale.nn.model_parallel.initialize",
+               "fairscale.nn.model_parallel.layers")) as found:
         net = getattr(found, name)(input_size=8, in_channels=4, num_classes=5,
                                    **dict(hidden_size=32, depth=4, num_heads=2) | options)
     return Case(net, dict(x=IMAGE, t=SHARE, y=LABELS), tokens)
@@ -179,7 +183,8 @@ def pixart(name, masked):
     with code("PixArt-alpha", f"diffusion.model.nets.{name}", (
             "mmcv", "mmcv.runner", "mmcv.utils", "mmcv.utils.logging", "xformers", "xformers.ops", "timm.models.layers",
             "diffusion.model.builder")) as found:
-        net = getattr(found, name)(input_size=8, in_channels=4, hidden_size=48, depth=4, num_heads=2, caption_channels=16,
+        net = getattr(found, name)(input_size=8, in_channels=4, hidden_size=48, depth=4, num_heads=2,
+                                   caption_channels=16,
                                    model_max_length=TEXT)
         attention = sys.modules["diffusion.model.nets.PixArt_blocks"].xformers.ops
     attention.memory_efficient_attention = packed
@@ -198,7 +203,9 @@ def flux(folder, module, options=None, params=None, **inputs):
     with code(folder, module, ("flash_attn", "toml", "cv2") if "flux" not in folder else ()) as found:
         net = found.Flux(found.FluxParams(**FLUX | (params or {})), **options or {})
     places = foreign_networks.PLACES.expand(BATCH, -1, -1)
-    return Case(net, dict(img=SEQUENCE, img_ids=places, txt=WORDS, txt_ids=torch.zeros(BATCH, TEXT, 3), timesteps=SHARE, y=POOLED)
+    return Case(net,
+                dict(img=SEQUENCE, img_ids=places, txt=WORDS, txt_ids=torch.zeros(BATCH, TEXT, 3), timesteps=SHARE,
+                     y=POOLED)
                 | inputs, lambda out: out, {TEXT + N: TEXT}.get,
                 getattr(type(net), "enable_gradient_checkpointing", None))
 
@@ -206,7 +213,8 @@ def flux(folder, module, options=None, params=None, **inputs):
 def flux2(edit=False):
     with code("musubi-tuner/src", "musubi_tuner.flux_2.flux2_models", ("flash_attn", "toml", "cv2")) as found:
         net = found.Flux2(found.Flux2Params(in_channels=4, context_in_dim=16, hidden_size=16, num_heads=2, depth=2,
-                                            depth_single_blocks=2, axes_dim=[2, 2, 2, 2], use_guidance_embed=False), "torch")
+                                            depth_single_blocks=2, axes_dim=[2, 2, 2, 2], use_guidance_embed=False),
+                          "torch")
     places = foreign_networks.PLACES[:, [0, 1, 2, 0]].expand(BATCH, -1, -1)
     x, behind = SEQUENCE, 6 * edit
     if edit:                                # a condition image stands behind, at another time
@@ -221,40 +229,49 @@ def flux2(edit=False):
 def z_image(split=False):
     with code("musubi-tuner/src", "musubi_tuner.zimage.zimage_model", ("flash_attn", "toml", "cv2")) as found:
         net = found.ZImageTransformer2DModel(
-            in_channels=4, dim=16, n_layers=4, n_refiner_layers=0, n_heads=2, n_kv_heads=2, cap_feat_dim=16, axes_dims=[4, 2, 2],
+            in_channels=4, dim=16, n_layers=4, n_refiner_layers=0, n_heads=2, n_kv_heads=2, cap_feat_dim=16,
+            axes_dims=[4, 2, 2],
             axes_lens=[128, 16, 16], split_attn=split)
-    return Case(net, dict(x=IMAGE[:, :, None], t=SHARE, cap_feats=WORDS, cap_mask=TEXT_MASK), lambda out: patches(out[:, :, 0]),
+    return Case(net, dict(x=IMAGE[:, :, None], t=SHARE, cap_feats=WORDS, cap_mask=TEXT_MASK),
+                lambda out: patches(out[:, :, 0]),
                 lambda length: 0 if length > N or split else None, type(net).enable_gradient_checkpointing)
 
 
 def krea2():
     with code("musubi-tuner/src", "musubi_tuner.krea2.krea2_mmdit", ("flash_attn", "toml", "cv2")) as found:
-        config = found.SingleMMDiTConfig(features=32, tdim=16, txtdim=16, heads=2, multiplier=2, layers=4, patch=2, channels=1,
+        config = found.SingleMMDiTConfig(features=32, tdim=16, txtdim=16, heads=2, multiplier=2, layers=4, patch=2,
+                                         channels=1,
                                          kvheads=1, txtlayers=1, txtheads=2, txtkvheads=2)
         net = found.SingleStreamDiT(config)
     places = torch.cat([foreign_networks.PLACES, torch.zeros(TEXT, 3)]).expand(BATCH, -1, -1)
     inputs = dict(img=SEQUENCE, context=WORDS[:, :, None], t=SHARE, pos=places,
                   mask=torch.cat([torch.ones(BATCH, N) > 0, TEXT_MASK], dim=1))
-    return Case(net, inputs, lambda out: out, lambda length: 0 if length > N else None, type(net).enable_gradient_checkpointing)
+    return Case(net, inputs, lambda out: out, lambda length: 0 if length > N else None,
+                type(net).enable_gradient_checkpointing)
 
 
 def dino(folder, registers, **options):
     with code(folder, f"{folder}.models.vision_transformer") as found:
-        net = found.DinoVisionTransformer(img_size=8, patch_size=2, in_chans=4, embed_dim=16, depth=4, num_heads=2, ffn_ratio=2.0,
+        net = found.DinoVisionTransformer(img_size=8, patch_size=2, in_chans=4, embed_dim=16, depth=4, num_heads=2,
+                                          ffn_ratio=2.0,
                                           **options) if folder == "dinov3" else \
-            found.DinoVisionTransformer(img_size=8, patch_size=2, in_chans=4, embed_dim=16, depth=4, num_heads=2, **options)
+            found.DinoVisionTransformer(img_size=8, patch_size=2, in_chans=4, embed_dim=16, depth=4, num_heads=2,
+                                        **options)
     if folder == "dinov3":
         net.init_weights()
-    return Case(net, dict(x=IMAGE, is_training=True), lambda out: out["x_norm_patchtokens"], {N + 1 + registers: 1 + registers}.get)
+    return Case(net, dict(x=IMAGE, is_training=True), lambda out: out["x_norm_patchtokens"],
+                {N + 1 + registers: 1 + registers}.get)
 
 
 def sd35(folder="sd3.5", module="mmditx", name="MMDiTX", attention=None):
     with code(folder, module, ("toml", "cv2", "flash_attn")) as found:
-        options = dict(context_embedder_config=dict(target="torch.nn.Linear", params=dict(in_features=16, out_features=256)))
+        options = dict(context_embedder_config=dict(target="torch.nn.Linear",
+                                                    params=dict(in_features=16, out_features=256)))
         if name == "MMDiT":
             options = dict(context_embedder_in_features=16, context_embedder_out_features=256, model_type="sd3m")
         net = getattr(found, name)(
-            input_size=8, patch_size=2, in_channels=4, depth=4, adm_in_channels=16, pos_embed_max_size=8, num_patches=64,
+            input_size=8, patch_size=2, in_channels=4, depth=4, adm_in_channels=16, pos_embed_max_size=8,
+            num_patches=64,
             qk_norm="rms", x_block_self_attn_layers=[0, 1], **options)
     nn.init.normal_(net.pos_embed)
     return Case(net, dict(x=IMAGE, t=TIME, y=POOLED, context=WORDS), patches, {TEXT + N: TEXT, N: 0}.get,
@@ -263,7 +280,8 @@ def sd35(folder="sd3.5", module="mmditx", name="MMDiTX", attention=None):
 
 def min_rf_mmdit():
     with code("minRF/advanced", "mmdit") as found:
-        net = found.MMDiT(dim=32, n_layers=4, n_double_layers=2, n_heads=2, global_conddim=16, cond_seq_dim=16, max_seq=N)
+        net = found.MMDiT(dim=32, n_layers=4, n_double_layers=2, n_heads=2, global_conddim=16, cond_seq_dim=16,
+                          max_seq=N)
     return Case(net, dict(x=IMAGE, t=SHARE, conds=dict(c_seq=WORDS)), first={8 + TEXT + N: 8 + TEXT}.get)
 
 
@@ -275,7 +293,8 @@ def min_rf_dit():
 
 def lumina(folder, module):
     with code(folder, module, ("flash_attn", "flash_attn.bert_padding", "toml", "cv2", "fairscale")) as found:
-        net = found.NextDiT(dim=24, n_layers=4, n_refiner_layers=0, n_heads=2, n_kv_heads=1, multiple_of=8, cap_feat_dim=16,
+        net = found.NextDiT(dim=24, n_layers=4, n_refiner_layers=0, n_heads=2, n_kv_heads=1, multiple_of=8,
+                            cap_feat_dim=16,
                             axes_dims=[4, 4, 4], axes_lens=[32, 16, 16], qk_norm=True)
     for module in net.modules():
         if hasattr(module, "attention_processor"):
@@ -289,9 +308,11 @@ def lumina(folder, module):
 def qwen():
     with code("musubi-tuner/src", "musubi_tuner.qwen_image.qwen_image_model", ("flash_attn", "toml")) as found:
         net = found.QwenImageTransformer2DModel(
-            in_channels=4, out_channels=1, num_layers=4, attention_head_dim=8, num_attention_heads=2, joint_attention_dim=16,
+            in_channels=4, out_channels=1, num_layers=4, attention_head_dim=8, num_attention_heads=2,
+            joint_attention_dim=16,
             axes_dims_rope=(2, 2, 4), split_attn=True)
-    inputs = dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, encoder_hidden_states_mask=TEXT_MASK, timestep=SHARE,
+    inputs = dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, encoder_hidden_states_mask=TEXT_MASK,
+                  timestep=SHARE,
                   img_shapes=[[(1, 4, 4)]] * BATCH, txt_seq_lens=TEXT_MASK.sum(1).tolist())
     return Case(net, inputs, lambda out: out, lambda length: 0 if length > N else None,
                 type(net).enable_gradient_checkpointing)
@@ -300,12 +321,14 @@ def qwen():
 def wan(folder="Wan2.1", module="wan.modules.model", version=None, **options):
     package = ("wan", "wan.modules") if folder.startswith("Wan") else (module.rpartition(".")[0],)
     with code(folder, module, ("flash_attn", "toml", "ftfy", "cv2", *package)) as found:
-        net = found.WanModel(in_dim=4, out_dim=4, dim=24, ffn_dim=32, freq_dim=16, text_dim=16, text_len=TEXT, num_heads=2,
+        net = found.WanModel(in_dim=4, out_dim=4, dim=24, ffn_dim=32, freq_dim=16, text_dim=16, text_len=TEXT,
+                             num_heads=2,
                              num_layers=4, **options)
         if folder.startswith("Wan"):
             found.flash_attention = in_lengths
         else:
-            found.flash_attention = lambda qkv, k_lens=None, **_: in_lengths(*qkv, k_lens=k_lens)  # its own rounds to bfloat16
+            found.flash_attention = lambda qkv, k_lens=None, **_: in_lengths(*qkv,
+                    k_lens=k_lens)  # its own rounds to bfloat16
     t = TIME[:, None].expand(-1, N) if folder == "Wan2.2" else TIME
     inputs = dict(x=list(VIDEO), t=t, context=[words[:n] for words, n in zip(WORDS, (5, 2, 4), strict=True)], seq_len=N)
     return Case(net, inputs, lambda out: patches(torch.stack(out)), checkpointing=getattr(
@@ -318,13 +341,15 @@ def hunyuan(folder, module, mode="torch", **options):
         texts = dict(text_states_dim=16, text_states_dim_2=16)
         texts = texts if "musubi" in folder else dict(args=SimpleNamespace(**texts))
         net = found.HYVideoDiffusionTransformer(
-            in_channels=4, hidden_size=16, heads_num=2, mm_double_blocks_depth=2, mm_single_blocks_depth=2, rope_dim_list=[2, 2, 4],
+            in_channels=4, hidden_size=16, heads_num=2, mm_double_blocks_depth=2, mm_single_blocks_depth=2,
+            rope_dim_list=[2, 2, 4],
             **texts, **options)
         found.get_cu_seqlens = ends_of
         attention = sys.modules[found.attention.__module__]
         attention.flash_attn_varlen_func = sequences
     angles = randn(N, 8, seed=4)
-    inputs = dict(x=VIDEO, t=TIME, text_states=WORDS, text_mask=TEXT_MASK.long(), text_states_2=POOLED, freqs_cos=angles.cos(),
+    inputs = dict(x=VIDEO, t=TIME, text_states=WORDS, text_mask=TEXT_MASK.long(), text_states_2=POOLED,
+                  freqs_cos=angles.cos(),
                   freqs_sin=angles.sin(), return_dict=False)
     return Case(net, inputs, patches, lambda length: 0 if length > N or "musubi" in folder else None,
                 type(net).enable_gradient_checkpointing if "musubi" in folder else None)
@@ -333,14 +358,16 @@ def hunyuan(folder, module, mode="torch", **options):
 def hunyuan15():
     with code("HunyuanVideo-1.5", "hyvideo.models.transformers.hunyuanvideo_1_5_transformer", (
             "hyvideo.models.text_encoders", "hyvideo.models.text_encoders.byT5", "hyvideo.utils.flash_attn_no_pad",
-            "hyvideo.models.transformers.modules.ssta_attention", "hyvideo.commons.parallel_states", "hyvideo.utils.communications",
+            "hyvideo.models.transformers.modules.ssta_attention", "hyvideo.commons.parallel_states",
+            "hyvideo.utils.communications",
             "hyvideo.models.transformers.modules.attention", "flash_attn", "flash_attn.flash_attn_interface")) as found:
         found.maybe_fallback_attn_mode = lambda mode, *_, **__: mode
         found.parallel_attention = text_seen
         sys.modules[found.SingleTokenRefiner.__module__].attention = with_mask
         found.get_parallel_state = lambda: SimpleNamespace(sp_enabled=False)
         net = found.HunyuanVideo_1_5_DiffusionTransformer(
-            patch_size=[1, 2, 2], in_channels=4, concat_condition=False, hidden_size=16, heads_num=2, mm_double_blocks_depth=4,
+            patch_size=[1, 2, 2], in_channels=4, concat_condition=False, hidden_size=16, heads_num=2,
+            mm_double_blocks_depth=4,
             mm_single_blocks_depth=0, rope_dim_list=[2, 2, 4], text_states_dim=16, attn_mode="torch", attn_param={})
     inputs = dict(hidden_states=VIDEO, timestep=TIME, text_states=WORDS, text_states_2=None,
                   encoder_attention_mask=TEXT_MASK.long())
@@ -349,7 +376,8 @@ def hunyuan15():
 
 def hunyuan15_musubi(split):
     """Its sizes are fixed in its code, so each part is made anew, and smaller."""
-    with code("musubi-tuner/src", "musubi_tuner.hunyuan_video_1_5.hunyuan_video_1_5_models", ("flash_attn", "toml")) as found:
+    with code("musubi-tuner/src", "musubi_tuner.hunyuan_video_1_5.hunyuan_video_1_5_models",
+              ("flash_attn", "toml")) as found:
         with torch.device("meta"):
             net = found.HunyuanVideo_1_5_DiffusionTransformer(split_attn=split)
         net.hidden_size, net.heads_num, net.rope_dim_list, net.unpatchify_channels = 16, 2, [2, 2, 4], 4
@@ -370,9 +398,11 @@ HUNYUAN = "musubi-tuner/src", "musubi_tuner.hunyuan_model.models"
 CASES = {
     "DiT": partial(class_labelled, "DiT", "models", "DiT"),
     "SiT": partial(class_labelled, "SiT", "models"),
-    "REPA": partial(class_labelled, "REPA", "models.sit", tokens=lambda out: patches(out[0]), encoder_depth=4, z_dims=[8],
+    "REPA": partial(class_labelled, "REPA", "models.sit", tokens=lambda out: patches(out[0]), encoder_depth=4,
+                    z_dims=[8],
                     projector_dim=16, decoder_hidden_size=32, fused_attn=True, qk_norm=False),
-    "LightningDiT": partial(class_labelled, "LightningDiT", "models.lightningdit", "LightningDiT", use_rope=True, use_qknorm=True,
+    "LightningDiT": partial(class_labelled, "LightningDiT", "models.lightningdit", "LightningDiT", use_rope=True,
+                            use_qknorm=True,
                             use_swiglu=True, use_rmsnorm=True, wo_shift=True),
     "PixArt-alpha": partial(pixart, "PixArt", False),
     "PixArt-alpha, masked": partial(pixart, "PixArt", True),
@@ -400,7 +430,8 @@ CASES = {
     "Wan2.1": wan,
     "Wan2.2": partial(wan, "Wan2.2"),
     "musubi-tuner Wan2.1": partial(wan, *("musubi-tuner/src", "musubi_tuner.wan.modules.model"), attn_mode="torch"),
-    "musubi-tuner Wan2.2": partial(wan, *("musubi-tuner/src", "musubi_tuner.wan.modules.model"), attn_mode="torch", split_attn=True,
+    "musubi-tuner Wan2.2": partial(wan, *("musubi-tuner/src", "musubi_tuner.wan.modules.model"), attn_mode="torch",
+                                   split_attn=True,
                                    model_version="2.2"),
     "HunyuanVideo": partial(hunyuan, "HunyuanVideo", "hyvideo.modules.models"),
     "musubi-tuner HunyuanVideo, torch": partial(hunyuan, *HUNYUAN, attn_mode="torch"),
@@ -438,8 +469,10 @@ def farthest(a, b):
 
 
 def commit(name):
-    folder = CLONES / next(folder for folder in sorted(os.listdir(CLONES), key=len, reverse=True) if name.startswith(folder))
-    head = subprocess.run(["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True, text=True).stdout.strip()
+    folder = CLONES / next(folder
+                           for folder in sorted(os.listdir(CLONES), key=len, reverse=True) if name.startswith(folder))
+    head = subprocess.run(["git", "-C", folder, "rev-parse", "--short", "HEAD"], capture_output=True,
+                          text=True).stdout.strip()
     return f"{folder.name}@{head}"
 
 
@@ -477,7 +510,8 @@ def test_a_public_code_is_routed_exactly(name):
 
     def streams(values):
         values = [part for x in values for part in (x if isinstance(x, list) else [x])]
-        return [x for x in values if isinstance(x, torch.Tensor) and x.ndim == 3 and case_first(case, x.shape[1]) is not None]
+        return [x for x in values if isinstance(x, torch.Tensor) and x.ndim == 3
+                and case_first(case, x.shape[1]) is not None]
 
     from routed.families import family_of
     blocks = [block for spec in family_of(case.model).lists for block in getattr(case.model, spec.path)]
@@ -509,7 +543,8 @@ def case_first(case, length):
 
 def image_of(case, x):
     first = case_first(case, x.shape[1])
-    return torch.stack([x[b, place:place + N] for b, place in enumerate([first] * BATCH if isinstance(first, int) else first)])
+    return torch.stack([x[b, place:place + N]
+                        for b, place in enumerate([first] * BATCH if isinstance(first, int) else first)])
 
 
 def in_training(case):

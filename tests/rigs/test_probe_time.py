@@ -21,7 +21,8 @@ def flux():
         joint_attention_dim=64, pooled_projection_dim=64, axes_dims_rope=(16, 24, 24))
     places = torch.cartesian_prod(torch.zeros(1), torch.arange(16.0), torch.arange(16.0))
     return net, dict(hidden_states=torch.randn(2, 256, 16), encoder_hidden_states=torch.randn(2, 64, 64),
-                     pooled_projections=torch.randn(2, 64), timestep=torch.rand(2), img_ids=places, txt_ids=torch.zeros(64, 3))
+                     pooled_projections=torch.randn(2, 64), timestep=torch.rand(2), img_ids=places,
+                     txt_ids=torch.zeros(64, 3))
 
 
 def wan():

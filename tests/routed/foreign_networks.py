@@ -1,4 +1,6 @@
-"""Other people's networks for tests of `routed`: the real classes of diffusers, timm and transformers, tiny and random."""
+"""Other people's networks for tests of `routed`: the real classes of diffusers, timm and transformers, tiny and
+random.
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -171,7 +173,8 @@ def flux(network, options, along=None, first=None, edit=False, **inputs):
         places = inputs["img_ids"][:CONDITION] + torch.eye(inputs["img_ids"].shape[1])[0]
         inputs |= dict(hidden_states=randn(BATCH, N + CONDITION, 4), img_ids=torch.cat([inputs["img_ids"], places]))
     return Case(
-        network(**dict(num_layers=2, num_single_layers=2, in_channels=4, joint_attention_dim=16, axes_dims_rope=(2, 2, 4))
+        network(**dict(num_layers=2, num_single_layers=2, in_channels=4, joint_attention_dim=16,
+                       axes_dims_rope=(2, 2, 4))
                 | HEADS | options), inputs,
         along=dict(hidden_states=1, img_ids=0) | (along or {}), first=first, behind=CONDITION * edit,
         tokens=lambda out: out[:, :-CONDITION] if edit else out)
@@ -219,7 +222,8 @@ def krea2():
             text_intermediate_size=32, num_layerwise_text_blocks=1, num_refiner_text_blocks=1, axes_dims_rope=(2, 2, 4),
             **HEADS),
         dict(hidden_states=SEQUENCE, encoder_hidden_states=randn(BATCH, TEXT, 2, 16), timestep=SHARE,
-             position_ids=torch.cat([torch.arange(3 * TEXT).view(TEXT, 3) / 7, PLACES]), encoder_attention_mask=TEXT_MASK),
+             position_ids=torch.cat([torch.arange(3 * TEXT).view(TEXT, 3) / 7, PLACES]),
+             encoder_attention_mask=TEXT_MASK),
         along=dict(hidden_states=1, position_ids=(0, TEXT)))
 
 
@@ -235,12 +239,14 @@ def hidream(padded=False):
     """Its experts have a gradient in training alone, where the output is left as tokens."""
     image = dict(hidden_states=IMAGE)
     if padded:
-        image = dict(hidden_states=randn(BATCH, N, 16), img_ids=PLACES.expand(BATCH, -1, -1), img_sizes=[(SIDE, SIDE)] * BATCH,
+        image = dict(hidden_states=randn(BATCH, N, 16), img_ids=PLACES.expand(BATCH, -1, -1),
+                     img_sizes=[(SIDE, SIDE)] * BATCH,
                      hidden_states_masks=(torch.arange(N) < torch.tensor([[N], [9], [11]])).float())
     return Case(
         diffusers.HiDreamImageTransformer2DModel(
             patch_size=2, in_channels=4, out_channels=4, num_layers=2, num_single_layers=2, caption_channels=[16, 16],
-            text_emb_dim=16, num_routed_experts=3, axes_dims_rope=(4, 2, 2), max_resolution=(8, 8), llama_layers=[0, 1, 1, 0],
+            text_emb_dim=16, num_routed_experts=3, axes_dims_rope=(4, 2, 2), max_resolution=(8, 8),
+            llama_layers=[0, 1, 1, 0],
             **HEADS),
         image | dict(timesteps=TIME, encoder_hidden_states_t5=WORDS, pooled_embeds=POOLED,
              encoder_hidden_states_llama3=list(randn(2, BATCH, 3, 16))),
@@ -266,7 +272,8 @@ def cogvideox():
     angles = randn(N, 8, seed=4)
     return Case(
         diffusers.CogVideoXTransformer3DModel(
-            time_embed_dim=8, text_embed_dim=16, sample_width=8, sample_height=4, sample_frames=5, max_text_seq_length=TEXT,
+            time_embed_dim=8, text_embed_dim=16, sample_width=8, sample_height=4, sample_frames=5,
+            max_text_seq_length=TEXT,
             use_rotary_positional_embeddings=True, **FRAMES),
         dict(hidden_states=VIDEO.transpose(1, 2), encoder_hidden_states=WORDS, timestep=TIME,
              image_rotary_emb=(angles.cos(), angles.sin())),
@@ -287,7 +294,8 @@ def hunyuan_image():
 def ltx(time=TIME):
     return Case(
         diffusers.LTXVideoTransformer3DModel(cross_attention_dim=16, caption_channels=16, **FRAMES),
-        dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, timestep=time, encoder_attention_mask=TEXT_MASK.long(),
+        dict(hidden_states=SEQUENCE, encoder_hidden_states=WORDS, timestep=time,
+             encoder_attention_mask=TEXT_MASK.long(),
              num_frames=GRID[0], height=GRID[1], width=GRID[2]),
         parts={"rope": 1}, along=dict(hidden_states=1) | (dict(timestep=1) if time.ndim > 1 else {}))
 
@@ -341,8 +349,10 @@ def kandinsky5():
 def kandinsky6(**options):
     return Case(
         diffusers.Kandinsky6Transformer3DModel(
-            in_visual_dim=4, out_visual_dim=4, in_audio_dim=4, out_audio_dim=4, in_text_dim=16, in_text_dim2=16, time_dim=8,
-            patch_size=(1, 2, 2), model_dim=16, ff_dim=32, num_text_blocks=1, num_visual_blocks=DEPTH, axes_dims=(4, 2, 2),
+            in_visual_dim=4, out_visual_dim=4, in_audio_dim=4, out_audio_dim=4, in_text_dim=16, in_text_dim2=16,
+            time_dim=8,
+            patch_size=(1, 2, 2), model_dim=16, ff_dim=32, num_text_blocks=1, num_visual_blocks=DEPTH,
+            axes_dims=(4, 2, 2),
             visual_cond=False, **options),
         dict(hidden_states=VIDEO.movedim(1, -1), encoder_hidden_states=WORDS, timestep=TIME, pooled_projections=POOLED,
              audio_hidden_states=randn(BATCH, 3, 4)),
@@ -371,7 +381,8 @@ def z_image(lengths=(TEXT, TEXT, TEXT)):
         return [[part[0][ids]] if i in (0, 3, 5) else (few if i == 2 else whole)[i] for i, part in enumerate(whole)]
 
     return Case(
-        diffusers.ZImageTransformer2DModel(in_channels=4, dim=16, n_layers=DEPTH, n_refiner_layers=0, n_heads=2, n_kv_heads=2,
+        diffusers.ZImageTransformer2DModel(in_channels=4, dim=16, n_layers=DEPTH, n_refiner_layers=0, n_heads=2,
+                                           n_kv_heads=2,
                                            cap_feat_dim=16, axes_dims=[4, 2, 2], axes_lens=[128, 16, 16]),
         dict(x=list(randn(BATCH, 4, 1, 8, 16)), t=SHARE, cap_feats=[randn(n, 16, seed=n) for n in lengths]),
         parts={"patchify_and_embed": few_patches}, small=dict(x=[torch.zeros(4, 1, 4, 8)]),
@@ -411,7 +422,8 @@ def a_time_for_each_frame(case, embedded, axis, time):
 def hunyuan_video(**options):
     return Case(
         diffusers.HunyuanVideoTransformer3DModel(
-            num_single_layers=2, num_refiner_layers=1, text_embed_dim=16, pooled_projection_dim=16, rope_axes_dim=(2, 2, 4),
+            num_single_layers=2, num_refiner_layers=1, text_embed_dim=16, pooled_projection_dim=16,
+            rope_axes_dim=(2, 2, 4),
             **FRAMES | dict(num_layers=2) | options),
         dict(hidden_states=VIDEO, timestep=TIME, encoder_hidden_states=WORDS, encoder_attention_mask=TEXT_MASK.long(),
              pooled_projections=POOLED, guidance=TIME),
@@ -485,7 +497,8 @@ NETWORKS = {
     "Flux2Transformer2DModel": partial(four_axes, diffusers.Flux2Transformer2DModel, dict(guidance_embeds=False)),
     "BriaTransformer2DModel": partial(flux, diffusers.BriaTransformer2DModel, dict(pooled_projection_dim=None)),
     "OvisImageTransformer2DModel": partial(flux, diffusers.OvisImageTransformer2DModel, {}),
-    "LongCatImageTransformer2DModel": partial(flux, diffusers.LongCatImageTransformer2DModel, dict(pooled_projection_dim=16)),
+    "LongCatImageTransformer2DModel": partial(flux, diffusers.LongCatImageTransformer2DModel,
+                                              dict(pooled_projection_dim=16)),
     "BriaFiboTransformer2DModel": partial(
         flux, diffusers.BriaFiboTransformer2DModel, dict(text_encoder_dim=16),
         text_encoder_layers=[randn(BATCH, TEXT, 16, seed=i) for i in range(DEPTH)]),
@@ -497,7 +510,8 @@ NETWORKS = {
     "ChromaTransformer2DModel": partial(flux, diffusers.ChromaTransformer2DModel, CHROMA),
     "ChromaTransformer2DModel, masked": partial(
         flux, diffusers.ChromaTransformer2DModel, CHROMA,
-        along=dict(attention_mask=(1, TEXT)), attention_mask=torch.cat([TEXT_MASK, torch.ones(BATCH, N, dtype=torch.bool)], dim=1)),
+        along=dict(attention_mask=(1, TEXT)),
+        attention_mask=torch.cat([TEXT_MASK, torch.ones(BATCH, N, dtype=torch.bool)], dim=1)),
     "Krea2Transformer2DModel": krea2,
     "PRXTransformer2DModel": prx,
     "HiDreamImageTransformer2DModel": hidream,

@@ -1,4 +1,6 @@
-"""`routed` beside what trainers combine: compiled blocks, sizes that change, quantised bases with LoRA, other torches."""
+"""`routed` beside what trainers combine: compiled blocks, sizes that change, quantised bases with LoRA, other torches.
+
+"""
 
 import re
 
@@ -83,8 +85,10 @@ def test_lora_on_an_8_bit_base_trains_as_if_given_only_the_kept_tokens(name, che
     case = example(name)
     case.model.requires_grad_(False)
     quantize_(case.model, Int8WeightOnlyConfig())
-    assert any(type(p.data).__name__ == "Int8Tensor" or "Quant" in type(p.data).__name__ for p in case.model.parameters())
-    case.model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"], init_lora_weights=False))
+    assert any(type(p.data).__name__ == "Int8Tensor" or "Quant" in type(p.data).__name__
+               for p in case.model.parameters())
+    case.model.add_adapter(peft.LoraConfig(r=2, target_modules=["to_q", "to_k", "to_v", "to_out.0"],
+                                           init_lora_weights=False))
     if checkpointed:
         case.model.enable_gradient_checkpointing()
     case.model.train()

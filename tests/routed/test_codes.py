@@ -148,9 +148,11 @@ def qwen():
     def block(self, hidden_states, encoder_hidden_states, encoder_hidden_states_mask, temb, image_rotary_emb=None,
               txt_seq_lens=None, joint_attention_kwargs=None, timestep_zero_index=None):
         image, text = image_rotary_emb
-        hidden_states = torch.cat([hidden_states[:, :timestep_zero_index] + 1, hidden_states[:, timestep_zero_index:]], dim=1)
+        hidden_states = torch.cat([hidden_states[:, :timestep_zero_index] + 1, hidden_states[:, timestep_zero_index:]],
+                                  dim=1)
         turn = image[None, None]
-        x, encoder_hidden_states = both(self, hidden_states, encoder_hidden_states, lambda q: torch.cat([q[:, :, :TEXT] * text, q[:, :, TEXT:] * turn], dim=2))
+        x, encoder_hidden_states = both(self, hidden_states, encoder_hidden_states,
+                                        lambda q: torch.cat([q[:, :, :TEXT] * text, q[:, :, TEXT:] * turn], dim=2))
         return encoder_hidden_states, x
 
     def forward(self, x, ids, img_shapes=None):
@@ -171,8 +173,10 @@ def lumina():
     def forward(self, x, ids, cap_mask=None):
         """Texts of several lengths, each before its image, and padding behind."""
         lengths, whole = cap_mask.sum(1).tolist(), max(cap_mask.sum(1).tolist()) + x.shape[1]
-        parts = [torch.cat([part.new_ones(n, D), part, part.new_zeros(whole - n - len(part), D)]) for n, part in zip(lengths, x, strict=True)]
-        tables = [torch.cat([torch.ones(n, D // 2), table_of(ids), torch.ones(whole - n - len(ids), D // 2)]) for n in lengths]
+        parts = [torch.cat([part.new_ones(n, D), part, part.new_zeros(whole - n - len(part), D)])
+                 for n, part in zip(lengths, x, strict=True)]
+        tables = [torch.cat([torch.ones(n, D // 2), table_of(ids), torch.ones(whole - n - len(ids), D // 2)])
+                  for n in lengths]
         mask = torch.arange(whole) < torch.tensor([n + x.shape[1] for n in lengths])[:, None]
         length, x = x.shape[1], torch.stack(parts)
         for part in self.layers:
@@ -187,7 +191,8 @@ def wan():
         c, out = D // 2, []
         parts = freqs.split([c - 2 * (c // 3), c // 3, c // 3], dim=1)
         for i, (f, h, w) in enumerate(grid_sizes.tolist()):
-            rows = torch.cat([parts[0][:f].view(f, 1, 1, -1).expand(f, h, w, -1), parts[1][:h].view(1, h, 1, -1).expand(f, h, w, -1),
+            rows = torch.cat([parts[0][:f].view(f, 1, 1, -1).expand(f, h, w, -1),
+                              parts[1][:h].view(1, h, 1, -1).expand(f, h, w, -1),
                               parts[2][:w].view(1, 1, w, -1).expand(f, h, w, -1)], dim=-1).reshape(f * h * w, -1)
             out.append(q[i] * rows)
         return torch.stack(out)
@@ -196,7 +201,9 @@ def wan():
         mask = torch.arange(x.shape[1]) < seq_lens[:, None]
         x = x + (e[:, :, 0] if e.ndim == 4 else 0)
         if isinstance(freqs, list):         # musubi-tuner's: a table for each sample
-            return self.attend(x, lambda q: torch.stack([part * rows[:, 0] for part, rows in zip(q, freqs, strict=True)]), mask[:, None, None])
+            return self.attend(x,
+                               lambda q: torch.stack([part * rows[:, 0] for part, rows in zip(q, freqs, strict=True)]),
+                               mask[:, None, None])
         return self.attend(x, lambda q: turned(q, grid_sizes, freqs), mask[:, None, None])
 
     return block
@@ -208,8 +215,10 @@ TABLE = torch.randn(9, D // 2, generator=torch.Generator().manual_seed(5))
 def of_wan(musubi=False, each=False):
     def forward(self, x, ids, seq_len=N):
         grid, given, lengths = torch.tensor([[2, 2, 4]] * len(x)), TABLE, torch.tensor([x.shape[1]] * len(x))
-        e = torch.arange(1.0, N + 1)[ids].view(1, -1, 1, 1).expand(len(x), -1, 6, D) if each else torch.ones(len(x), 6, D)
-        rows = torch.stack([torch.cat([TABLE[i // 8, :2], TABLE[i // 4 % 2, 2:3], TABLE[i % 4, 3:]]) for i in ids])[:, None]
+        e = torch.arange(1.0, N + 1)[ids].view(1, -1, 1, 1).expand(len(x), -1, 6, D) if each else torch.ones(len(x), 6,
+                                                                                                             D)
+        rows = torch.stack([torch.cat([TABLE[i // 8, :2], TABLE[i // 4 % 2, 2:3], TABLE[i % 4, 3:]]) for i in ids])[:,
+                None]
         if musubi or len(ids) < N:          # fewer tokens have no grid, so they are fed by a table for each sample
             given = [rows] * len(x)
         for part in self.blocks:
@@ -228,26 +237,32 @@ def hunyuan(musubi=False):
     def turn(length, cos):
         return lambda q: torch.cat([q[:, :, :length] * cos.view(1, 1, length, -1), q[:, :, length:]], dim=2)
 
-    def double(self, img, txt, vec, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, freqs_cis=None):
+    def double(self, img, txt, vec, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
+               freqs_cis=None):
         assert freqs_cis[0].shape == (img.shape[1], D // 2) and max_seqlen_q == img.shape[1] + TEXT
         return both(self, img, txt, turn(img.shape[1], freqs_cis[0]), of_samples(None, cu_seqlens_q), False)
 
-    def single(self, x, vec, txt_len, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None, freqs_cis=None):
+    def single(self, x, vec, txt_len, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None, max_seqlen_kv=None,
+               freqs_cis=None):
         return self.attend(x, turn(x.shape[1] - txt_len, freqs_cis[0]), of_samples(None, cu_seqlens_q))
 
-    def of_args(self, img, txt, vec, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
+    def of_args(self, img, txt, vec, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None,
+                max_seqlen_q=None,
                 max_seqlen_kv=None, freqs_cis=None):
         assert total_len is None or torch.equal(total_len, attn_mask.sum(-1).amax((1, 2)))
         return both(self, img, txt, turn(img.shape[1], freqs_cis[0]), attn_mask, False)
 
-    def single_args(self, x, vec, txt_len, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None, max_seqlen_q=None,
+    def single_args(self, x, vec, txt_len, attn_mask=None, total_len=None, cu_seqlens_q=None, cu_seqlens_kv=None,
+                    max_seqlen_q=None,
                     max_seqlen_kv=None, freqs_cis=None):
         return self.attend(x, turn(x.shape[1] - txt_len, freqs_cis[0]), attn_mask)
 
     def forward(self, x, ids):
         n, length = x.shape[1] + TEXT, x.shape[1]
         totals = self.lengths[:len(x)] + x.shape[1]
-        ends = torch.cat([torch.zeros(1), torch.stack([torch.arange(len(x)) * n + totals, torch.arange(1, len(x) + 1) * n], 1).flatten()]).int()
+        ends = torch.cat([torch.zeros(1),
+                          torch.stack([torch.arange(len(x)) * n + totals, torch.arange(1, len(x) + 1) * n],
+                                      1).flatten()]).int()
         seen = torch.arange(n) < totals[:, None]
         pairs = (seen[:, None] & seen[:, :, None]) | torch.eye(n).bool()
         more = (pairs[:, None], totals) if musubi else ()
@@ -283,13 +298,18 @@ class Params:
 
 
 def hunyuan15(musubi=False):
-    def of_tencent(self, img, txt, vec, freqs_cis=None, text_mask=None, attn_param=None, is_flash=False, block_idx=None):
-        return both(self, img, txt, lambda q: torch.cat([q[:, :, :-TEXT] * freqs_cis[0][None, None], q[:, :, -TEXT:]], dim=2), None, False)
+    def of_tencent(self, img, txt, vec, freqs_cis=None, text_mask=None, attn_param=None, is_flash=False,
+                   block_idx=None):
+        return both(self, img, txt,
+                    lambda q: torch.cat([q[:, :, :-TEXT] * freqs_cis[0][None, None], q[:, :, -TEXT:]], dim=2), None,
+                    False)
 
     def of_musubi(self, img, txt, vec, freqs_cis=None, attn_params=None):
         assert attn_params.img_len == img.shape[1] and attn_params.max_seqlen == img.shape[1] + TEXT
         assert torch.equal(attn_params.seqlens, attn_params.attention_mask.sum((1, 2, 3)))
-        return both(self, img, txt, lambda q: torch.cat([q[:, :, :-TEXT] * freqs_cis[0][None, None], q[:, :, -TEXT:]], dim=2), attn_params.attention_mask, False)
+        return both(self, img, txt,
+                    lambda q: torch.cat([q[:, :, :-TEXT] * freqs_cis[0][None, None], q[:, :, -TEXT:]], dim=2),
+                    attn_params.attention_mask, False)
 
     def forward(self, x, ids):
         txt, freqs, n = torch.ones(len(x), TEXT, D), (table_of(ids), table_of(ids)), x.shape[1]
@@ -297,7 +317,8 @@ def hunyuan15(musubi=False):
         params = Params(False, n, (torch.arange(n + TEXT) < totals[:, None])[:, None, None], totals, None, n + TEXT)
         for part in self.double_blocks:
             part.attn_mode = self.attn_mode
-            x, txt = part(x, txt, None, freqs, params) if musubi else part(img=x, txt=txt, vec=None, freqs_cis=freqs, attn_param={"thw": [1, 4, 4]})
+            x, txt = part(x, txt, None, freqs, params) if musubi else part(img=x, txt=txt, vec=None, freqs_cis=freqs,
+                                                                           attn_param={"thw": [1, 4, 4]})
         return x
     net = network("HunyuanVideo_1_5_DiffusionTransformer",
                   {"double_blocks": of_musubi if musubi else of_tencent}, forward)
@@ -348,7 +369,8 @@ def image_first(name, path, block):
         n, pad = img.shape[1], torch.ones(len(img), TEXT, D // 2)
         totals = self.lengths[:len(img)] + n
         params = Params(False, n, (torch.arange(n + TEXT) < totals[:, None])[:, None, None], totals, None, n + TEXT)
-        x, table = torch.cat([img, torch.ones(len(img), TEXT, D)], dim=1), torch.cat([table_of(ids).expand(len(img), -1, -1), pad], dim=1)
+        x, table = torch.cat([img, torch.ones(len(img), TEXT, D)],
+                             dim=1), torch.cat([table_of(ids).expand(len(img), -1, -1), pad], dim=1)
         for part in getattr(self, path):
             x = part(x, table, params)
         return x[:, :n]
@@ -372,8 +394,10 @@ def krea2():
 
 NETWORKS = {"SiT": dit, "PixArtMS": pixart, "LightningDiT": lightning, "Flux": flux, "MMDiTX": sd35, "MMDiT": min_rf,
             "QwenImageTransformer2DModel": qwen, "NextDiT": lumina,
-            "DinoVisionTransformer": dino, "Flux2": flux2, "ZImageTransformer2DModel": z_image, "SingleStreamDiT": krea2, "WanModel": of_wan,
-            "WanModel, a time for each token": partial(of_wan, each=True), "WanModel, musubi-tuner": partial(of_wan, musubi=True),
+            "DinoVisionTransformer": dino, "Flux2": flux2, "ZImageTransformer2DModel": z_image,
+            "SingleStreamDiT": krea2, "WanModel": of_wan,
+            "WanModel, a time for each token": partial(of_wan, each=True),
+            "WanModel, musubi-tuner": partial(of_wan, musubi=True),
             "HYVideoDiffusionTransformer": hunyuan, "HYVideoDiffusionTransformer, musubi-tuner": partial(hunyuan, True),
             "HunyuanVideo_1_5_DiffusionTransformer": hunyuan15,
             "HunyuanVideo_1_5_DiffusionTransformer, musubi-tuner": partial(hunyuan15, True)}
@@ -381,7 +405,8 @@ NETWORKS = {"SiT": dit, "PixArtMS": pixart, "LightningDiT": lightning, "Flux": f
 
 def called(net, x, ids, sample=None):
     """Feeds a network tokens x (B, n, D), whose places in the grid are ids (n,)."""
-    words = {"img_shapes": [[(1, 1, x.shape[1]), (1, 1, 2)]], "cap_mask": (torch.arange(TEXT) < LENGTHS[:, None]).long()}
+    words = {"img_shapes": [[(1, 1, x.shape[1]), (1, 1, 2)]],
+             "cap_mask": (torch.arange(TEXT) < LENGTHS[:, None]).long()}
     if sample is not None:
         words["cap_mask"] = words["cap_mask"][sample:sample + 1]
         if hasattr(net, "lengths"):
@@ -391,7 +416,8 @@ def called(net, x, ids, sample=None):
         places = places.expand(len(x), -1, -1)
         return net(x=x, x_ids=places) if type(net).__name__ == "Flux2" else net(img=x, img_ids=places)
     if type(net).__name__ in ("ZImageTransformer2DModel", "SingleStreamDiT"):
-        image = dict(img=x) if type(net).__name__ == "SingleStreamDiT" else dict(x=x.mT[:, :, None, None], patch_size=1, f_patch_size=1)
+        image = dict(img=x) if type(net).__name__ == "SingleStreamDiT" else dict(x=x.mT[:, :, None, None], patch_size=1,
+                                                                                 f_patch_size=1)
         try:
             return net(ids=ids, **image)
         finally:
@@ -430,7 +456,8 @@ def test_a_network_like_an_original_code_is_routed_as_if_it_were_fed_fewer_token
         left = [i for i in range(N) if i not in ids[b]]
         assert torch.equal(out[b, left], x[b, left])
     expected = gradients(net)
-    assert found.keys() == expected.keys() and all(torch.allclose(found[key], expected[key], atol=1e-4) for key in found)
+    assert found.keys() == expected.keys() and all(torch.allclose(found[key], expected[key], atol=1e-4)
+                                                   for key in found)
 
 
 def test_the_small_networks_are_of_known_implementations():
@@ -448,12 +475,14 @@ def test_a_class_of_the_same_name_with_other_blocks_is_not_known():
     refused(net, "is not a known network")
 
 
-@pytest.mark.parametrize(("make", "named"), [(min_rf, {}), (sd35, {}), (flux, {"pe": 2}), (qwen, {"image_rotary_emb.0": 0})])
+@pytest.mark.parametrize(("make", "named"),
+                         [(min_rf, {}), (sd35, {}), (flux, {"pe": 2}), (qwen, {"image_rotary_emb.0": 0})])
 def test_blocks_of_two_streams_where_none_is_named_are_refused(make, named):
     """Routed by their first argument, the text of some would leave, and the image not."""
     net = make()
     row = family_of(net).lists[0]
-    with pytest.raises(ValueError, match="returns 2 streams|must be 16 long"), routed(net, [Route(0, 1, 0.5)], blocks=row.path, along=named):
+    with pytest.raises(ValueError, match="returns 2 streams|must be 16 long"), routed(net, [Route(0, 1, 0.5)],
+                                                                                      blocks=row.path, along=named):
         called(net, torch.randn(BATCH, N, D), torch.arange(N))
 
 
@@ -492,17 +521,20 @@ def test_a_route_across_the_depth_of_repas_projector_is_refused_with_the_blocks(
 
 def test_videos_of_several_sizes_tiles_and_padded_sequences_are_refused():
     net = of_wan()
-    refused(net, "those of several sizes, or padded ones", call=lambda: called(net, torch.randn(BATCH, N + 4, D), torch.arange(N + 4) % N))
+    refused(net, "those of several sizes, or padded ones",
+            call=lambda: called(net, torch.randn(BATCH, N + 4, D), torch.arange(N + 4) % N))
     net = hunyuan15()
     net.attn_mode = "flex-block-attn"
     refused(net, "attends by tiles")
     net = lumina()
-    refused(net, "images of several sizes", call=lambda: net(x=[torch.zeros(4, 4), torch.zeros(8, 4)], ids=None, cap_mask=torch.ones(2, 1)))
+    refused(net, "images of several sizes",
+            call=lambda: net(x=[torch.zeros(4, 4), torch.zeros(8, 4)], ids=None, cap_mask=torch.ones(2, 1)))
 
 
 @pytest.mark.parametrize(("group", "says"), [
     (nn.ModuleList, "blocks.0 is a ModuleList of 2 modules, and no block"),
-    (type("BlockChunk", (nn.ModuleList,), dict(forward=lambda self, x: x)), "blocks.0 is a BlockChunk of 2 modules.*block_chunks=0")])
+    (type("BlockChunk", (nn.ModuleList,), dict(forward=lambda self, x: x)),
+     "blocks.0 is a BlockChunk of 2 modules.*block_chunks=0")])
 def test_groups_of_blocks_are_refused_as_indices_would_count_them(group, says):
     """As SimpleViT's pairs of attention and MLP, which its forward calls itself, and DINOv2's chunks."""
     net = dit()

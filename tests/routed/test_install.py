@@ -53,7 +53,8 @@ def test_pip_brings_one_package_and_one_module_that_need_torch_alone(tmp_path):
     git(checkout, "add", "-A")
     before = git(checkout, "status", "--porcelain")
     subprocess.run([sys.executable, "-m", "pip", "install", "--no-build-isolation", "--no-deps", "--no-index",
-                    "--disable-pip-version-check", "--no-compile", "--target", installed, checkout], check=True, capture_output=True)
+                    "--disable-pip-version-check", "--no-compile", "--target", installed, checkout], check=True,
+                   capture_output=True)
     assert git(checkout, "status", "--porcelain") == before      # building leaves nothing that git would see
     brought = {path.name for path in installed.iterdir() if path.suffix != ".dist-info"}
     assert brought == {"routed", "routing_module.py"}

@@ -15,7 +15,8 @@ from routed import Route, Router, routed
 from routing_module import kept_tokens
 
 SD3 = "SD3Transformer2DModel"
-FORCED = ("FluxTransformer2DModel, Kontext", "Flux2Transformer2DModel", SD3, "WanTransformer3DModel", "ZImageTransformer2DModel",
+FORCED = ("FluxTransformer2DModel, Kontext", "Flux2Transformer2DModel", SD3, "WanTransformer3DModel",
+          "ZImageTransformer2DModel",
           "Lumina2Transformer2DModel", "QwenImageTransformer2DModel, edit", "VisionTransformer, registers")
 ALL_BUT_A_QUARTER = [Route(0, -1, 0.75)]
 
@@ -55,7 +56,8 @@ def test_as_many_tokens_are_kept_as_the_mask_keeps_in_any_sample_or_an_error_has
             case.call()
         assert taken.ids_keep[0].shape == (BATCH, most)
         assert set(mask[1].nonzero().flatten().tolist()) == set(taken.ids_keep[0][1].tolist())
-        with pytest.raises(RuntimeError, match=f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75"), \
+        with pytest.raises(RuntimeError,
+                           match=f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75"), \
              routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
             case.call()
 
@@ -135,7 +137,8 @@ def test_a_compiled_network_keeps_the_tokens_of_a_mask_in_one_graph_or_raises_an
 
     compiled = torch.compile(case.model, backend=backend, fullgraph=True)
     with torch.no_grad():
-        with pytest.raises(ValueError, match="set grow=False"), routed(compiled, TWO, keep_mask=mask_for(case, 1, 1, 1)):
+        with pytest.raises(ValueError, match="set grow=False"), routed(compiled, TWO,
+                                                                       keep_mask=mask_for(case, 1, 1, 1)):
             pass
         for counts in ((8, 0, 1), (2, 5, 8)):
             noise, mask = noise_for(case, 2), mask_for(case, *counts)
@@ -171,11 +174,13 @@ class Rows(Router):
 def test_tokens_are_selected_by_the_router_that_is_given():
     case, [block, *_] = family(FLUX), family(FLUX).blocks
     seen = []
-    hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args or [*kwargs.values()])[0]), with_kwargs=True)
+    hook = block.register_forward_pre_hook(lambda _, args, kwargs: seen.append((args or [*kwargs.values()])[0]),
+                                           with_kwargs=True)
     with torch.no_grad():
         case.call()
         norm = seen[0].abs().sum(-1)
-        for router, best in ((Router("l1", l1_reg=1.0), norm.topk(K)), (Router("l1", 1.0, inverse=True), (-norm).topk(K))):
+        for router, best in ((Router("l1", l1_reg=1.0), norm.topk(K)),
+                             (Router("l1", 1.0, inverse=True), (-norm).topk(K))):
             with routed(case.model, ALL_BUT_A_QUARTER, router=router) as taken:
                 case.call()
             assert torch.equal(taken.ids_keep[0], best.indices.sort(1).values)
@@ -209,7 +214,8 @@ SIMPLE_TUNER = '{"routes": [{"selection_ratio": 0.5, "start_layer_idx": 1, "end_
 
 
 @pytest.mark.parametrize("routes", [
-    json.loads(SIMPLE_TUNER), json.loads(SIMPLE_TUNER)["routes"], {"tread_config": json.loads(SIMPLE_TUNER), "seed": 1}])
+    json.loads(SIMPLE_TUNER), json.loads(SIMPLE_TUNER)["routes"],
+    {"tread_config": json.loads(SIMPLE_TUNER), "seed": 1}])
 def test_a_route_is_read_as_simple_tuners_config_writes_it(routes):
     case, noise = family(FLUX), noise_for(family(FLUX))
     with torch.no_grad(), routed(case.model, routes, mask_noise=noise):
@@ -228,7 +234,8 @@ ROUTE = dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=-2)
     (ROUTE, "The config has no routes"),
     ({"routes": None}, "routes is None, and must be a list of Route"),
     (None, "routes is None"), (0.5, "routes is 0.5"), ("2,-4,0.5", "routes is '2,-4,0.5'"),
-    ([{"selection_ratio": 0.5, "start_layer_idx": 1}], "has no end_layer_idx: it needs start_layer_idx, end_layer_idx, selection_ratio"),
+    ([{"selection_ratio": 0.5, "start_layer_idx": 1}],
+     "has no end_layer_idx: it needs start_layer_idx, end_layer_idx, selection_ratio"),
     ([ROUTE | {"ratio": 0.5}], "has a key 'ratio' that routes do not have"),
     ([ROUTE | {3: 0.5}], "has a key 3 that"),
     ([ROUTE | {"selection_ratio": "0.5"}], "A route has selection_ratio='0.5', which must be a number"),
@@ -241,6 +248,7 @@ def test_a_config_that_is_no_route_is_refused_with_its_key(routes, says):
 
 
 @pytest.mark.parametrize(("noise", "says"), [
-    ([0.5], "mask_noise is list"), (torch.zeros(4, 2, 16, dtype=torch.long), "mask_noise is torch.int64, but it must be a tensor of floats")])
+    ([0.5], "mask_noise is list"),
+    (torch.zeros(4, 2, 16, dtype=torch.long), "mask_noise is torch.int64, but it must be a tensor of floats")])
 def test_noise_of_another_kind_is_refused(noise, says):
     assert says in refused(own(), TWO, mask_noise=noise)

@@ -123,7 +123,8 @@ def in_training(name, checkpointed):
 
 @pytest.mark.parametrize(("name", "fixed"), [
     # diffusers 0.42.1 hands Chroma's mask to no block that is checkpointed
-    *((name, False) for name in NETWORKS if name != "ChromaTransformer2DModel, masked"), (FLUX, True), ("VisionTransformer", True)])
+    *((name, False) for name in NETWORKS if name != "ChromaTransformer2DModel, masked"), (FLUX, True),
+    ("VisionTransformer", True)])
 def test_gradient_checkpointing_uses_the_masks_of_its_own_pass(name, fixed):
     """Two passes wait for one backward outside the `with` block."""
     def trained(checkpointed):
@@ -193,7 +194,8 @@ def test_a_pass_that_broke_off_inside_a_checkpoint_frees_its_memory():
 
 def own(**options):
     torch.manual_seed(1)
-    return DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5, init="xavier") | options)
+    return DiT(**dict(input_size=8, in_channels=3, hidden_size=32, depth=8, num_heads=2, num_classes=5, init="xavier")
+               | options)
 
 
 def batch():
@@ -251,7 +253,8 @@ def test_a_compiled_network_is_two_graphs_one_dense_and_one_routed(how):
             with routed(net, TWO, mask_noise=noise):
                 expected = run(net)
             with routed(compiled, TWO, mask_noise=noise) as taken:
-                assert torch.allclose(run(compiled), expected, atol=1e-5) and not torch.allclose(expected, dense, atol=1e-5)
+                assert torch.allclose(run(compiled), expected, atol=1e-5) and not torch.allclose(expected, dense,
+                                                                                                 atol=1e-5)
             assert taken.ids_keep[0].shape == (len(dense), 8)
             assert torch.allclose(run(compiled), dense, atol=1e-5) and len(graphs) == 2
 
@@ -348,13 +351,16 @@ def test_a_table_without_a_batch_axis_serves_each_sample_or_is_refused_if_its_ax
     table = PerSample(rows)
     assert torch.equal(table[None, None], rows[:, None]) and torch.equal(table.unsqueeze(1), rows[:, :, None])
     assert torch.equal(table[None, :, None, :], rows[:, :, None])
-    assert torch.equal(table.view(1, 4, 1, 8), rows[:, :, None]) and torch.equal(table[None].unsqueeze(2), rows[:, :, None])
+    assert torch.equal(table.view(1, 4, 1, 8), rows[:, :, None]) and torch.equal(table[None].unsqueeze(2),
+                                                                                 rows[:, :, None])
     assert torch.equal(table.reshape((1, 1, 4, 8)), rows[:, None])
     left, right = table.chunk(2, dim=-1)
-    assert torch.equal(left[None, None], rows[:, None, :, :4]) and torch.equal(right.to(torch.float64)[None, None], rows[:, None, :, 4:].double())
+    assert torch.equal(left[None, None], rows[:, None, :, :4]) and torch.equal(right.to(torch.float64)[None, None],
+                                                                               rows[:, None, :, 4:].double())
     assert table.shape == (4, 8) and table.size(1) == 8 and table.dtype == torch.float32 and len(table) == 4
     queries = torch.randn(3, 2, 4, 8)
-    for use in (lambda: table[:, None, None], lambda: queries * table, lambda: torch.cat([table[None], queries]), lambda: table.cos()):
+    for use in (lambda: table[:, None, None], lambda: queries * table, lambda: torch.cat([table[None], queries]),
+                lambda: table.cos()):
         with pytest.raises((ValueError, AttributeError), match="hand it over with a batch axis of size 1"):
             use()
 
@@ -372,7 +378,8 @@ def refused(model, routes=TWO, call=lambda: None, **options):
     ("Mine of test_routed is not a known network (docs/trainers.md)", {}, dict(blocks=None, along=None)),
     ("leaves it: indices lie in [-4, 3]", {}, dict(routes=[Route(0, 4, 0.5)])),
     ("(1, 2, 0.5) is not a route: write Route(start_layer_idx", {}, dict(routes=[(1, 2, 0.5)])),
-    ("Mine has no transformer.blocks. Lists of blocks in it: transformer.h (4 of ", {}, dict(blocks="transformer.blocks")),
+    ("Mine has no transformer.blocks. Lists of blocks in it: transformer.h (4 of ", {},
+     dict(blocks="transformer.blocks")),
     ("does not support x_T", {}, dict(routes=[Route(0, 1, 0.5, x_T=1.0)])),
     ("return_from", {}, dict(routes=[Route(1, 1, 0.5, return_from=0)])),
     ("names 'rop'", {}, dict(along={"rop": 0})),
@@ -405,8 +412,10 @@ def test_a_checkpoint_whose_pass_is_not_known_is_refused():
     dense = net(x.requires_grad_(), condition).sum()
     assert "dense pass" in refused(net, call=dense.backward, **NAMED)
     net, call = mine()[0], partial(checkpoint, use_reentrant=False)
-    assert "two routed passes" in refused(net, call=lambda: call(lambda: net(x, condition) + net(x, condition)), **NAMED)
-    assert "use_reentrant=False" in refused(net, call=lambda: checkpoint(net, x, condition, use_reentrant=True), **NAMED)
+    assert "two routed passes" in refused(net, call=lambda: call(lambda: net(x, condition) + net(x, condition)),
+                                          **NAMED)
+    assert "use_reentrant=False" in refused(net, call=lambda: checkpoint(net, x, condition, use_reentrant=True),
+                                            **NAMED)
 
 
 @pytest.mark.parametrize("name", families.REFUSED)
@@ -423,11 +432,14 @@ def test_blocks_that_convolve_are_refused_whoever_wrote_them():
 
 @pytest.mark.parametrize(("name", "says", "inputs"), [
     (FLUX, "controlnet_block_samples", dict(controlnet_block_samples=[torch.zeros(BATCH, N, 16)])),
-    ("SD3Transformer2DModel", "block_controlnet_hidden_states", dict(block_controlnet_hidden_states=[torch.zeros(BATCH, N, 16)])),
-    (FLUX, "holds ['attention_mask']", dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
+    ("SD3Transformer2DModel", "block_controlnet_hidden_states",
+     dict(block_controlnet_hidden_states=[torch.zeros(BATCH, N, 16)])),
+    (FLUX, "holds ['attention_mask']",
+     dict(joint_attention_kwargs=dict(attention_mask=torch.ones(BATCH, 1, 1, N + TEXT) > 0))),
     ("SD3Transformer2DModel", "After block 0 came block 2", dict(skip_layers=[1])),
     ("VisionTransformer", "attn_mask", dict(attn_mask=torch.ones(N + 1, N + 1))),
-    ("LTX2VideoTransformer3DModel", "self_attention_mask relates", dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
+    ("LTX2VideoTransformer3DModel", "self_attention_mask relates",
+     dict(video_self_attention_mask=torch.ones(BATCH, N, N))),
     ("CogView4Transformer2DModel", "holds ['batch_flag']", dict(attention_kwargs=dict(batch_flag=torch.arange(BATCH)))),
     ("ZImageTransformer2DModel", "several sizes", dict(x=[torch.zeros(4, 1, 8, 8 + 8 * b) for b in range(BATCH)])),
     ("ZImageTransformer2DModel", "several images a sample", dict(x=[[torch.zeros(4, 1, 8, 16)]] * BATCH)),
@@ -451,11 +463,14 @@ def test_the_network_is_as_it_was_after_an_error_and_after_no_call():
 
 
 NOT_YET = {  # classes of diffusers 0.42.1 that nobody has looked at, or that are parts of other networks
-    "AceStepTransformer1DModel", "AllegroTransformer3DModel", "AnyFlowTransformer3DModel", "BriaFibo2Transformer2DModel",
-    "ConsisIDTransformer3DModel", "DreamLiteTransformer2DModel", "DualTransformer2DModel", "EasyAnimateTransformer3DModel",
+    "AceStepTransformer1DModel", "AllegroTransformer3DModel", "AnyFlowTransformer3DModel",
+           "BriaFibo2Transformer2DModel",
+    "ConsisIDTransformer3DModel", "DreamLiteTransformer2DModel", "DualTransformer2DModel",
+           "EasyAnimateTransformer3DModel",
     "ErnieImageTransformer2DModel", "GlmImageTransformer2DModel", "HeliosTransformer3DModel",
     "Ideogram4Transformer2DModel", "JoyImageEditPlusTransformer3DModel",
-    "JoyImageEditTransformer3DModel", "LongCatAudioDiTTransformer", "LuminaNextDiT2DModel", "MiniMaxMusic3RVQDepthDecoder",
+    "JoyImageEditTransformer3DModel", "LongCatAudioDiTTransformer", "LuminaNextDiT2DModel",
+           "MiniMaxMusic3RVQDepthDecoder",
     "MiniMaxMusic3Transformer1DModel", "MotifVideoTransformer3DModel", "OmniGenTransformer2DModel", "PriorTransformer",
     "RFD4ProteinaTransformer", "StableAudio3DiTModel", "StableAudioDiTModel", "T5FilmDecoder", "Transformer2DModel",
     "TransformerTemporalModel", "WanAnimateTransformer3DModel",
@@ -466,12 +481,15 @@ def test_every_transformer_of_diffusers_is_known_or_refused_or_listed_here():
     """So that a new version shows what it brings."""
     found = {name for name, part in vars(diffusers.models.transformers).items() if isinstance(part, type)}
     known = {name.partition(".")[2] for name in families.FAMILIES if name.startswith("diffusers.")}
-    assert found == known | NOT_YET | {name for name in families.REFUSED if "Transformer" in name or name.startswith("HunyuanDiT")} - {"HunyuanVideoTransformer3DModelPacked"}
+    assert found == known | NOT_YET | {name
+                                       for name in families.REFUSED if "Transformer" in name
+                                       or name.startswith("HunyuanDiT")} - {"HunyuanVideoTransformer3DModelPacked"}
     assert not known & NOT_YET and not (known | NOT_YET) & set(families.REFUSED)
 
 
 def test_for_a_class_that_is_not_known_the_error_lists_its_blocks():
-    network = diffusers.LuminaNextDiT2DModel(sample_size=4, hidden_size=16, num_layers=3, num_attention_heads=2, num_kv_heads=2)
+    network = diffusers.LuminaNextDiT2DModel(sample_size=4, hidden_size=16, num_layers=3, num_attention_heads=2,
+                                             num_kv_heads=2)
     assert "layers (3 of LuminaNextDiTBlock)" in refused(network)
 
 
@@ -482,4 +500,5 @@ def test_the_page_names_each_network():
 
 
 def test_the_table_of_networks_is_the_one_that_is_tested():
-    assert {name.partition(".")[2] for name in families.FAMILIES} == {name.partition(",")[0] for name in NETWORKS} | {"DiT"}
+    assert {name.partition(".")[2] for name in families.FAMILIES} == {name.partition(",")[0]
+                                                                      for name in NETWORKS} | {"DiT"}

@@ -62,7 +62,8 @@ def test_blocks_that_depend_on_where_their_tokens_are_are_refused(block, words):
     net = somebodys(block, size=4)
     said = refused(net, HALF, lambda: net(X), **words)
     assert "block 0 of blocks depends on where its tokens are" in said and "positions inside the block" in said
-    deviation, tolerance = (float(number) for number in re.search(r"by (\S+) of what it adds \(tolerance (\S+),", said).groups())
+    deviation, tolerance = (float(number)
+                            for number in re.search(r"by (\S+) of what it adds \(tolerance (\S+),", said).groups())
     assert deviation > 0.01 > tolerance
     with routed(net, HALF, probe=False, **words):
         net(X)
@@ -90,7 +91,8 @@ def test_streams_folded_into_the_batch_are_refused_as_each_would_keep_tokens_of_
     assert "gets a batch of 12, and the network none of this size" in refused(net, HALF, lambda: net(X))
 
 
-@pytest.mark.parametrize("routes", [[Route(1, 1, 0.5)], [Route(0, 0, 0.5)], [Route(3, 3, 0.5)], [Route(1, 2, 0.5)], HALF])
+@pytest.mark.parametrize("routes",
+                         [[Route(1, 1, 0.5)], [Route(0, 0, 0.5)], [Route(3, 3, 0.5)], [Route(1, 2, 0.5)], HALF])
 def test_blocks_without_their_residual_are_refused_as_it_would_reach_tokens_that_are_away(routes):
     """Attention and MLP as entries of one list: a token that is away would come back doubled."""
     def forward(self, x):
@@ -238,7 +240,8 @@ def test_no_routes_inside_of_routes_are_dense_until_they_are_left():
 
 def test_a_description_that_is_made_anew_in_each_step_is_tried_once(monkeypatch):
     net, seen, measure = CODES["LightningDiT"](), [], Trials.measure
-    monkeypatch.setattr(Trials, "measure", lambda self, run, block, *rest: seen.append(block) or measure(self, run, block, *rest))
+    monkeypatch.setattr(Trials, "measure", lambda self, run, block,
+                        *rest: seen.append(block) or measure(self, run, block, *rest))
     for _ in range(3):
         with routed(net, HALF, blocks="blocks", along={"feat_rope": by_place(2)}):
             called(net, X, PLACES)

@@ -121,7 +121,8 @@ def one_stream(self, context, x):
 @pytest.mark.parametrize(("block", "call", "says"), [
     (one_stream, lambda part, x, table: part(torch.zeros_like(x), x), "x is (3, 16, 8), as long as the tokens"),
     (one_stream, lambda part, x, table: part(x=x, context=x[:, :4]), "gets tokens (3, 2, 8) and returns (3, 16, 8)"),
-    (lambda self, x: {"x": self.attend(x)}, lambda part, x, table: part(x)["x"], "gets tokens (3, 8, 8) and returns dict"),
+    (lambda self, x: {"x": self.attend(x)}, lambda part, x, table: part(x)["x"],
+     "gets tokens (3, 8, 8) and returns dict"),
     (lambda self, pair: pair, lambda part, x, table: part((x, x))[0], "pair is tuple, but tokens (B, N, D) are routed"),
     (lambda self, x: x, lambda part, x, table: part(x[:, None]), "x is (3, 1, 16, 8), but tokens (B, N, D) are routed"),
 ])
@@ -144,7 +145,8 @@ def test_sequences_before_samples_are_refused():
     nested = nn.TransformerEncoder(nn.TransformerEncoderLayer(D, 2, D, batch_first=True), 3).eval()
     with torch.no_grad():
         assert "a nested tensor (set enable_nested_tensor=False)" in refused(
-            nested, HALF, lambda: nested(X, src_key_padding_mask=padded), blocks="layers", along={"src_key_padding_mask": 1})
+            nested, HALF, lambda: nested(X, src_key_padding_mask=padded), blocks="layers",
+            along={"src_key_padding_mask": 1})
     with routed(net, HALF, blocks="layers") as taken:
         net(X)
     assert taken.ids_keep[0].shape == (BATCH, N // 2)

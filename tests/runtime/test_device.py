@@ -1,4 +1,6 @@
-"""A GPU that torch cannot use, or only slowly, ends a command in a sentence; the GPUs, drivers and processes are fake."""
+"""A GPU that torch cannot use, or only slowly, ends a command in a sentence; the GPUs, drivers and processes are fake.
+
+"""
 
 import ctypes
 import os
@@ -45,7 +47,8 @@ def driver(monkeypatch):
 
 
 def test_the_suite_hides_gpus_from_every_process_that_it_starts(monkeypatch, pytestconfig):
-    printed = forked.run("-c", "import os; print([os.environ[f'{kind}_VISIBLE_DEVICES'] for kind in ('CUDA', 'HIP')])").stdout
+    printed = forked.run("-c",
+                         "import os; print([os.environ[f'{kind}_VISIBLE_DEVICES'] for kind in ('CUDA', 'HIP')])").stdout
     assert printed == "['', '']\n" and not torch.cuda.is_available()
     monkeypatch.setattr(pytestconfig.option, "markexpr", "gpu")
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
@@ -55,13 +58,16 @@ def test_the_suite_hides_gpus_from_every_process_that_it_starts(monkeypatch, pyt
 
 def test_a_driver_older_than_torchs_cuda_is_named_with_what_fits(driver):
     driver(0, (12, 4), 8)
-    with pytest.raises(ValueError, match=r"CUDA 13\.2\) cannot use, as its driver 550\.54\.15 is for CUDA 12\.4: install driver 580 or newer, or "
+    with pytest.raises(ValueError,
+                       match=r"CUDA 13\.2\) cannot use, as its driver 550\.54\.15 is for CUDA 12\.4: install driver 580 or newer, or "
                                          r"a torch wheel for CUDA 12 .*cpu=true"):
         check_device(False)
     assert check_device(True)
 
 
-@pytest.mark.parametrize(("answer", "words"), [((803, (13, 2), 0), "driver 550.54.15 reports error 803"), ((None, None, 0), "libcuda.so.1 is not installed")])
+@pytest.mark.parametrize(("answer", "words"),
+                         [((803, (13, 2), 0), "driver 550.54.15 reports error 803"),
+                          ((None, None, 0), "libcuda.so.1 is not installed")])
 def test_a_driver_that_fails_or_lacks_its_library_beside_a_gpu_is_an_error(driver, answer, words, monkeypatch):
     driver(*answer)
     monkeypatch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
@@ -86,7 +92,8 @@ def test_a_machine_without_a_gpu_computes_on_the_cpu_without_a_warning(driver):
 
 def test_a_gpu_that_the_container_was_not_given_and_a_torch_without_cuda_are_a_warning(driver, monkeypatch):
     driver(device.NO_DEVICE, (13, 2), 0)
-    with monkeypatch.context() as patch, pytest.warns(UserWarning, match="none is given to this container or job.*--gpus"):
+    with monkeypatch.context() as patch, pytest.warns(UserWarning,
+                                                      match="none is given to this container or job.*--gpus"):
         patch.setattr(device.Path, "glob", lambda self, pattern: iter(["/dev/nvidia0"]))
         assert check_device(False)
     driver(0, (13, 2), 1)
@@ -107,33 +114,39 @@ def test_the_drivers_library_is_asked_for_its_cuda_and_its_gpus(monkeypatch):
     assert device.ask_driver() == (803, (12, 4), 0)
 
 
-@pytest.mark.parametrize(("capability", "fits"), [((7, 0), False), ((7, 5), True), ((8, 9), True), ((9, 0), True), ((12, 1), True), ((13, 0), True),
+@pytest.mark.parametrize(("capability", "fits"),
+                         [((7, 0), False), ((7, 5), True), ((8, 9), True), ((9, 0), True), ((12, 1), True),
+                          ((13, 0), True),
                                                   ((6, 1), False)])
 def test_a_gpu_that_torch_has_no_kernels_for_is_named_with_those_that_it_has(gpus, capability, fits):
     gpus(capability=capability, name="Tesla V100")
     if fits:
         assert not check_device(False)
     else:
-        with pytest.raises(ValueError, match=rf"Tesla V100 has compute capability {capability[0]}\.{capability[1]}, and torch .* is built for sm_75, "
+        with pytest.raises(ValueError,
+                           match=rf"Tesla V100 has compute capability {capability[0]}\.{capability[1]}, and torch .* is built for sm_75, "
                                              r".*cpu=true"):
             check_device(False)
 
 
 def test_what_is_compiled_for_one_model_alone_runs_on_no_other():
-    assert device.runs_on("sm_90a", (9, 0)) and not device.runs_on("sm_90a", (10, 0)) and not device.runs_on("sm_100a", (10, 3))
+    assert device.runs_on("sm_90a", (9, 0)) and not device.runs_on("sm_90a", (10, 0)) and not device.runs_on("sm_100a",
+                                                                                                             (10, 3))
     assert device.runs_on("sm_100f", (10, 3)) and not device.runs_on("compute_90", (8, 9))
 
 
 def test_bf16_that_a_gpu_would_emulate_is_an_error_that_names_fp16(gpus):
     gpus(capability=(7, 5), name="Tesla T4")
-    with pytest.raises(ValueError, match=r"precision=bf16 needs compute capability 8\.0 .* Tesla T4, .* 7\.5, .*: set precision=fp16"):
+    with pytest.raises(ValueError,
+                       match=r"precision=bf16 needs compute capability 8\.0 .* Tesla T4, .* 7\.5, .*: set precision=fp16"):
         check_device(False, precision="bf16")
     with pytest.raises(ValueError, match="decode_precision=bf16 needs"):
         join_ranks(False, False, {"precision": "fp16", "decode_precision": "bf16"})
     assert not check_device(False, precision="fp16")
 
 
-@pytest.mark.parametrize(("count", "rank", "launcher"), [(2, 2, {}), (4, 7, {}), (1, 1, {"TORCHELASTIC_RUN_ID": "none"})])
+@pytest.mark.parametrize(("count", "rank", "launcher"),
+                         [(2, 2, {}), (4, 7, {}), (1, 1, {"TORCHELASTIC_RUN_ID": "none"})])
 def test_more_processes_than_gpus_are_an_error_with_both_numbers(gpus, monkeypatch, count, rank, launcher):
     gpus(count)
     for name, value in {"LOCAL_RANK": str(rank), "LOCAL_WORLD_SIZE": "8", **launcher}.items():
@@ -162,10 +175,12 @@ def test_every_command_that_computes_checks_the_gpu_first(driver, tmp_path):
     driver(0, (12, 4), 1)
     with pytest.raises(ValueError, match=r"driver 550\.54\.15 is for CUDA 12\.4"):
         speed.make_accelerator("bf16", 1, False)
-    for entry, program, given in ((train.main, "train.py", ["experiment=quickstart", "data.path=no/latents"]), (sample.main, "sample.py", ["checkpoint=no/run"]),
+    for entry, program, given in ((train.main, "train.py", ["experiment=quickstart", "data.path=no/latents"]),
+                                  (sample.main, "sample.py", ["checkpoint=no/run"]),
                                   (sample.compare_guided, "rf.py", ["checkpoint=no/run"]),
                                   (fid.main, "fid.py", ["images=no.npz", "reference=no.npz"]),
-                                  (prepare_latents.main, "prepare_latents.py", ["source=shapes", f"out={tmp_path}/out"]),
+                                  (prepare_latents.main, "prepare_latents.py",
+                                   ["source=shapes", f"out={tmp_path}/out"]),
                                   (benchmark.main, "benchmark.py", [f"out={tmp_path}/out"])):
         with pytest.raises(SystemExit, match=rf"^{program}: This machine has a GPU that torch .* cannot use"):
             run_command(entry, program, *given)

@@ -1,4 +1,6 @@
-"""Out of memory, anywhere in any command, raises a one-line error with the library's words and the settings that help."""
+"""Out of memory, anywhere in any command, raises a one-line error with the library's words and the settings that help.
+
+"""
 
 import pytest
 import torch
@@ -28,7 +30,9 @@ def test_what_libraries_raise_when_out_of_memory_is_recognised(error):
     assert is_full_memory(error)
 
 
-@pytest.mark.parametrize("error", [ValueError("images out of memory"), RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")])
+@pytest.mark.parametrize("error",
+                         [ValueError("images out of memory"),
+                          RuntimeError("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED")])
 def test_other_errors_are_not_reported_as_out_of_memory(error):
     assert not is_full_memory(error)
 
@@ -36,7 +40,8 @@ def test_other_errors_are_not_reported_as_out_of_memory(error):
 @pytest.mark.parametrize("where", ["train_step", "make_run", "generate"])
 def test_a_training_that_runs_out_of_memory_names_the_settings_that_help(shapes, tmp_path, monkeypatch, where):
     monkeypatch.setattr(train, where, full)
-    result = train_here(tmp_path / "run", shapes, "steps=1", "samples.every=1", "model.depth=3", "model.routes=[]", "compile=false")
+    result = train_here(tmp_path / "run", shapes, "steps=1", "samples.every=1", "model.depth=3", "model.routes=[]",
+                        "compile=false")
     assert result.returncode == 1
     assert f"train.py: Memory is full: {GPU} Settings that help: batch_size, grad_accum_steps, " in result.stderr
 
@@ -45,12 +50,14 @@ def test_a_training_that_fills_a_gpu_names_the_parts_that_fit(shapes, tmp_path, 
     monkeypatch.setattr(train, "train_step", full)
     monkeypatch.setattr(memory, "gpu_bytes", lambda: 20e9)
     small = ["steps=1", "samples.every=0", "model.depth=3", "model.routes=[]", "compile=false", "batch_size=32"]
-    for an_image, words in ((1e9, "grad_accum_steps=4 should fit 20 GB. Settings that help: "), (10e9, "Not one image fits 20 GB: set activation_")):
+    for an_image, words in ((1e9, "grad_accum_steps=4 should fit 20 GB. Settings that help: "),
+                            (10e9, "Not one image fits 20 GB: set activation_")):
         monkeypatch.setattr(memory, "held", lambda build, an_image=an_image: (len(build().blocks) * 3e9, an_image))
         assert words in train_here(tmp_path / "run", shapes, *small).stderr
 
 
 def test_sampling_that_runs_out_of_memory_names_the_settings_that_help(monkeypatch):
     monkeypatch.setattr(sample, "open_sampling", full)
-    with pytest.raises(SystemExit, match=r"^sample.py: Memory is full.*help: batch_size, precision, decode_precision \(docs/"):
+    with pytest.raises(SystemExit,
+                       match=r"^sample.py: Memory is full.*help: batch_size, precision, decode_precision \(docs/"):
         run_command(sample.main, "sample.py", "checkpoint=x", "cpu=true")

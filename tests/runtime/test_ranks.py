@@ -20,7 +20,8 @@ from runtime.device import join_ranks
 from training import speed
 from weights import checkpoint as checkpoints
 
-LONG = ("steps=100000", "log.every=1", "checkpoint.every=100000", "model.depth=3", "model.routes=[]", "compile=false", "cpu=true")
+LONG = ("steps=100000", "log.every=1", "checkpoint.every=100000", "model.depth=3", "model.routes=[]", "compile=false",
+        "cpu=true")
 
 
 def has_begun(run: Path) -> bool:
@@ -59,10 +60,13 @@ train.main()
 """
 
 
-@pytest.mark.parametrize(("error", "says"), [("ValueError", "train.py: only this rank has it"), ("KeyError", "KeyError: 'only this rank has it'")])
+@pytest.mark.parametrize(("error", "says"),
+                         [("ValueError", "train.py: only this rank has it"),
+                          ("KeyError", "KeyError: 'only this rank has it'")])
 def test_an_error_on_one_rank_ends_all_and_is_printed_once(shapes, tmp_path, error, says):
     line = command(tmp_path, shapes, *LONG)[1:]
-    process = forked.Command("-c", FAIL_ON_ONE_RANK.format(error=error), *line, ranks=2, TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
+    process = forked.Command("-c", FAIL_ON_ONE_RANK.format(error=error), *line, ranks=2,
+                             TORCHELASTIC_ERROR_FILE=str(tmp_path / "error.json"))
     _, said = process.communicate()
     assert process.processes[1].exitcode == 1 and process.processes[0].exitcode != 0
     assert said.count(says) == 1 and said.count("Traceback") == (error == "KeyError"), said
@@ -92,7 +96,8 @@ train.main()
 def test_a_buffer_of_an_objective_resumes_on_two_ranks_as_if_nothing_had_happened(shapes, tmp_path):
     options = ("model.depth=3", "model.routes=[]", "compile=false", "cpu=true", "log.every=1", "checkpoint.every=100")
     for run, steps in (("whole", 5), ("parts", 3), ("parts", 5)):  # the undisturbed run saves at the end alone
-        ended = forked.run("-c", WITH_A_BUFFER, *command(tmp_path / run, shapes, *options, f"steps={steps}")[1:], ranks=2)
+        ended = forked.run("-c", WITH_A_BUFFER, *command(tmp_path / run, shapes, *options, f"steps={steps}")[1:],
+                           ranks=2)
         assert ended.returncode == 0, ended.stderr
     assert checkpoints.load(checkpoints.latest(tmp_path / "whole"), "training")["objective.mean"] > 0.1
     assert_same_end(tmp_path / "parts", tmp_path / "whole")
@@ -133,7 +138,8 @@ def test_ranks_agree_on_a_stop_within_seconds_however_long_a_step_is(seconds, mo
 @pytest.fixture
 def handlers():
     """Gives this process its handlers and streams back."""
-    before = {number: signal.getsignal(number) for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
+    before = {number: signal.getsignal(number)
+              for number in (signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, signal.SIGHUP)}
     streams = sys.stdout, sys.stderr
     yield before
     sys.stdout, sys.stderr = streams
@@ -151,7 +157,8 @@ def test_usr1_is_a_request_to_stop_and_a_later_signal_does_not_look_like_a_saved
     now, ended = 100.0, []
     stop = listening(lambda: now)
     monkeypatch.setattr(os, "_exit", ended.append)
-    for number in (signal.SIGUSR1, signal.SIGTERM, signal.SIGINT):  # timeout, torchrun and accelerate launch send a second one at once
+    for number in (signal.SIGUSR1, signal.SIGTERM,
+                   signal.SIGINT):  # timeout, torchrun and accelerate launch send a second one at once
         os.kill(os.getpid(), number)
     assert stop.agreed() == signal.SIGUSR1 and not ended
     now += 5
@@ -224,7 +231,8 @@ train.main()
 def test_training_into_head_finishes_without_a_word_about_broken_pipes(shapes, tmp_path):
     ended = forked.run("-c", TRAIN_FOR_HEAD, *command(tmp_path, shapes, *LONG, "steps=4")[1:])
     assert ended.returncode == 0 and checkpoints.step_of(checkpoints.latest(tmp_path)) == 4, ended.stderr
-    assert ended.stderr.count("Nobody reads stdout any more (Broken pipe)") == 1 and "BrokenPipeError" not in ended.stderr
+    assert ended.stderr.count("Nobody reads stdout any more (Broken pipe)") == 1
+    assert "BrokenPipeError" not in ended.stderr
 
 
 WAIT_ALONE = """
@@ -253,7 +261,9 @@ def test_a_port_in_use_is_named_with_the_setting_to_change(monkeypatch):
     with socket.socket() as taken:
         taken.bind(("", int(first["MASTER_PORT"])))
         taken.listen()
-        ended = forked.run("-c", "import sys, sample; sys.argv = ['sample.py', 'checkpoint=x', 'cpu=true']; sample.main()", **first)
+        ended = forked.run("-c",
+                           "import sys, sample; sys.argv = ['sample.py', 'checkpoint=x', 'cpu=true']; sample.main()",
+                           **first)
     assert ended.returncode == 1 and "is in use, perhaps by another run: set another MASTER_PORT" in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr
 
@@ -277,7 +287,8 @@ train.main()
 
 @pytest.mark.parametrize("world", [1, 2])
 def test_a_signal_while_a_grid_is_sampled_saves_the_step_and_the_grid_is_made_on_resuming(shapes, tmp_path, world):
-    options = (*LONG, "steps=6", "samples.every=5", "samples.at_start=false", "samples.seeds=0-7", "samples.batch_size=1", "samples.num_steps=20")
+    options = (*LONG, "steps=6", "samples.every=5", "samples.at_start=false", "samples.seeds=0-7",
+               "samples.batch_size=1", "samples.num_steps=20")
     run, whole = tmp_path / "parts", tmp_path / "whole"
     stopped = forked.run("-c", STOP_WHILE_SAMPLING, *command(run, shapes, *options)[1:], ranks=world)
     assert stopped.returncode == 143 and "Stopped by SIGTERM at step 5; saved in" in stopped.stdout, stopped.stderr
@@ -295,7 +306,8 @@ def test_a_signal_while_a_grid_is_sampled_saves_the_step_and_the_grid_is_made_on
 def test_a_config_of_accelerate_that_wraps_the_network_itself_is_refused(monkeypatch, name):
     monkeypatch.setenv(f"ACCELERATE_USE_{name}", "true")
     for make in (lambda: speed.make_accelerator("fp32", 1, False, True), lambda: join_ranks(True, False)):
-        with pytest.raises(ValueError, match="accelerate's config turns .* torchrun, or turn it off by `accelerate config`"):
+        with pytest.raises(ValueError,
+                           match="accelerate's config turns .* torchrun, or turn it off by `accelerate config`"):
             make()
 
 

@@ -14,26 +14,37 @@ from weights import checkpoint as checkpoints
 
 REFUSED = [
     # report, arguments of train.py, words of the sentence
-    ("hydra-ecosystem/hydra#1969", "repeating one job", ["-m", "seed=0,0,0"], "3 jobs of --multirun would write to run_dir=again"),
-    ("hydra-ecosystem/hydra#851", "a launcher without --multirun", ["hydra/launcher=submitit_slurm"], "hydra/launcher=submitit_slurm is not supported"),
-    ("ashleve/lightning-hydra-template#511", "a sweep's runs in one folder", ["-m", "seed=0,1", "run_dir=x"], "run_dir='x-${seed}'"),
-    ("hydra-ecosystem/hydra#2797", "outputs moved by Hydra's own settings", ["hydra.run.dir=outputs/x"], "hydra.run.dir=outputs/x would change nothing"),
+    ("hydra-ecosystem/hydra#1969", "repeating one job", ["-m", "seed=0,0,0"],
+     "3 jobs of --multirun would write to run_dir=again"),
+    ("hydra-ecosystem/hydra#851", "a launcher without --multirun", ["hydra/launcher=submitit_slurm"],
+     "hydra/launcher=submitit_slurm is not supported"),
+    ("ashleve/lightning-hydra-template#511", "a sweep's runs in one folder", ["-m", "seed=0,1", "run_dir=x"],
+     "run_dir='x-${seed}'"),
+    ("hydra-ecosystem/hydra#2797", "outputs moved by Hydra's own settings", ["hydra.run.dir=outputs/x"],
+     "hydra.run.dir=outputs/x would change nothing"),
 ]
 
 
-@pytest.mark.parametrize(("report", "situation", "arguments", "words"), REFUSED, ids=lambda part: part if "#" in part else "")
-def test_what_would_train_nothing_or_elsewhere_is_refused_at_once(report, situation, arguments, words, shapes, tmp_path, monkeypatch):
+@pytest.mark.parametrize(("report", "situation", "arguments", "words"), REFUSED,
+                         ids=lambda part: part if "#" in part else "")
+def test_what_would_train_nothing_or_elsewhere_is_refused_at_once(report, situation, arguments, words, shapes, tmp_path,
+                                                                  monkeypatch):
     monkeypatch.chdir(tmp_path)
     ended = train_here("again", shapes, *arguments)
     assert ended.returncode == 1 and words in ended.stderr and not list(tmp_path.iterdir())
 
 
 @pytest.mark.parametrize(("report", "environment", "words"), [
-    ("NVlabs/Long-RL#20: srun without RANK", {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"}, "srun has started 8 processes"),
-    ("Lightning-AI/pytorch-lightning#15011: srun --pty", {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, None),
-    ("Lightning-AI/pytorch-lightning#6206: srun torchrun", {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "16"}, None),
-    ("huggingface/accelerate#3203: DeepSpeed in the default config", {"ACCELERATE_USE_DEEPSPEED": "true"}, "turns DeepSpeed on"),
-    ("huggingface/accelerate#2298: a compiler in the default config", {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"}, "compiles by INDUCTOR"),
+    ("NVlabs/Long-RL#20: srun without RANK", {"SLURM_PROCID": "1", "SLURM_STEP_NUM_TASKS": "8"},
+     "srun has started 8 processes"),
+    ("Lightning-AI/pytorch-lightning#15011: srun --pty",
+     {"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_STEP_NUM_TASKS": "1"}, None),
+    ("Lightning-AI/pytorch-lightning#6206: srun torchrun",
+     {"SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "2", "WORLD_SIZE": "16"}, None),
+    ("huggingface/accelerate#3203: DeepSpeed in the default config", {"ACCELERATE_USE_DEEPSPEED": "true"},
+     "turns DeepSpeed on"),
+    ("huggingface/accelerate#2298: a compiler in the default config", {"ACCELERATE_DYNAMO_BACKEND": "INDUCTOR"},
+     "compiles by INDUCTOR"),
 ])  # fmt: skip
 def test_how_a_launcher_starts_the_commands(report, environment, words, monkeypatch):
     for name in ("WORLD_SIZE", "RANK"):

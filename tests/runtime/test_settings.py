@@ -70,26 +70,36 @@ class Everything(Settings):
     mixed: float | list[int]
 
 
-GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "positive": 1e-9, "text": "a", "place": None,
-        "pick": [1, "0-3"], "flag": True, "choice": "a", "maybe": None, "mode": "fast", "counts": [1], "named": None, "trackers": [],
+GOOD = {"count": 1, "whole": 0, "number": -1, "share": 1, "not_negative": 0, "positive": 1e-9, "text": "a",
+        "place": None,
+        "pick": [1, "0-3"], "flag": True, "choice": "a", "maybe": None, "mode": "fast", "counts": [1], "named": None,
+        "trackers": [],
         "betas": [0.9, 0.5], "part": {"start": 1, "share": 0}, "parts": [], "other": {}, "size": 1,
         "mixed": 0.5}
 
 
 @pytest.mark.parametrize(("key", "value", "sentence"), [
-    ("count", 0, "count=0: it should be greater than or equal to 1."), ("count", 1.0, "count=1.0: it should be a valid integer."),
-    ("count", None, "count=null: it should be a valid integer."), ("number", float("nan"), "number=NaN: it should be a finite number."),
-    ("number", "x", "number=x: it should be a valid number."), ("share", 1.5, "share=1.5: it should be less than or equal to 1."),
-    ("text", "", "text=: it should have at least 1 character."), ("flag", "yes", "flag=yes: it should be a valid boolean."),
+    ("count", 0, "count=0: it should be greater than or equal to 1."),
+    ("count", 1.0, "count=1.0: it should be a valid integer."),
+    ("count", None, "count=null: it should be a valid integer."),
+    ("number", float("nan"), "number=NaN: it should be a finite number."),
+    ("number", "x", "number=x: it should be a valid number."),
+    ("share", 1.5, "share=1.5: it should be less than or equal to 1."),
+    ("text", "", "text=: it should have at least 1 character."),
+    ("flag", "yes", "flag=yes: it should be a valid boolean."),
     ("choice", "c", "choice=c: it should be 'a' or 'b'."), ("maybe", "c", "maybe=c: it should be 'a' or 'b'."),
     ("mode", "slow", "mode=slow: it should be a valid boolean; or it should be 'fast' or 'small'."),
-    ("mixed", [1, 0.5], "mixed.1=0.5: it should be a valid integer."), ("counts", [1, 0], "counts.1=0: it should be greater than or equal to 1."), ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
+    ("mixed", [1, 0.5], "mixed.1=0.5: it should be a valid integer."),
+    ("counts", [1, 0], "counts.1=0: it should be greater than or equal to 1."),
+    ("betas", [0.9, 2], "betas.1=2: it should be less than or equal to 1."),
     ("betas", [0.9], "betas.1 is missing."), ("part", {"start": 1}, "part.share is missing."),
     ("part", {"start": 1.5, "share": 0}, "part.start=1.5: it should be a valid integer."),
     ("part", {"start": 1, "share": 0, "end": 2}, "There is no setting part.end: there are start, share."),
     ("part", {"strat": 1, "share": 0, "start": 1}, "There is no setting part.strat: did you mean part.start?"),
-    ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."), ("size", 2**17, "size=131072: it should be less than or equal to 65536."),
-    ("pick", 1.5, "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a valid list."),
+    ("parts", [{"start": 1, "share": 1}], "parts.0.share=1: it should be less than 1."),
+    ("size", 2**17, "size=131072: it should be less than or equal to 65536."),
+    ("pick", 1.5,
+     "pick=1.5: it should be a valid integer; or it should be a valid string; or it should be a valid list."),
 ])  # fmt: skip
 def test_a_value_of_another_type_or_range_raises_a_one_line_error(key, value, sentence):
     with pytest.raises(ValueError) as error:
@@ -107,7 +117,8 @@ class Note(Record):
 
 
 @pytest.mark.parametrize(("text", "words"), [
-    ("{", "is not JSON"), ("ÿþ", "is not JSON"), ("3", "note.json holds no JSON object"), ("{}", "note.json: count is missing."),
+    ("{", "is not JSON"), ("ÿþ", "is not JSON"), ("3", "note.json holds no JSON object"),
+    ("{}", "note.json: count is missing."),
 ])  # fmt: skip
 def test_invalid_metadata_raises_a_one_line_error_with_the_remedy(tmp_path, text, words):
     (tmp_path / "note.json").write_text(text, encoding="latin-1")
@@ -154,7 +165,8 @@ def call(tmp_path, monkeypatch, capsys):
 
 def test_a_command_gets_the_settings_of_its_file_and_of_the_command_line(call):
     seen = []
-    assert call(seen.append, "place='sea lion'") == (0, "") and seen[0].model_dump(exclude_none=True) == {"steps": 5, "place": "sea lion"}
+    assert call(seen.append, "place='sea lion'") == (0, "") and seen[0].model_dump(exclude_none=True) == {"steps": 5,
+            "place": "sea lion"}
     call(seen.append, "steps=7", "place=[ring,sea lion]")
     assert (seen[-1].steps, seen[-1].place) == (7, ["ring", "sea lion"])
 
@@ -193,7 +205,8 @@ def test_a_group_whose_file_lacks_its_first_line_is_named():
 def test_all_jobs_of_a_sweep_are_checked_before_the_first_starts(call):
     seen = []
     assert call(seen.append, "-m", "steps=1,2") == (0, "") and [cfg.steps for cfg in seen] == [1, 2]
-    assert call(fail_by(AssertionError()), "-m", "steps=1,0") == (1, "small.py: steps=0: it should be greater than or equal to 1.")
+    assert call(fail_by(AssertionError()), "-m", "steps=1,0") == (1,
+            "small.py: steps=0: it should be greater than or equal to 1.")
 
 
 def test_letters_that_an_encoding_lacks_are_printed_as_escapes(call, monkeypatch):
@@ -214,7 +227,8 @@ def test_a_warning_of_a_command_is_one_line_without_source(call):
     assert call(main) == (0, "warning: Scaled twice.") and warnings.showwarning is before
 
 
-@pytest.mark.parametrize(("main", "argument", "error"), [(fail_by(OSError("Full.")), "steps=1", OSError), (print, "steps=0", ValueError)])
+@pytest.mark.parametrize(("main", "argument", "error"),
+                         [(fail_by(OSError("Full.")), "steps=1", OSError), (print, "steps=0", ValueError)])
 def test_the_traceback_is_kept_on_demand(call, monkeypatch, main, argument, error):
     monkeypatch.setenv("HYDRA_FULL_ERROR", "1")
     with pytest.raises(error):
@@ -251,16 +265,22 @@ def test_help_has_the_groups_of_the_command_alone_and_the_comments_of_its_settin
     run_command(main, f"{name}.py", "--help")
     said = capsys.readouterr().out
     groups = set(re.findall(r"^  ([a-z_]+)=\S+ +\S", said, re.M))
-    assert groups == {"config": {"model", "route_schedule", "data", "diffusion", "objective", "optimizer", "experiment", "routes"}, "fid": {"guidance", "gauge"},
+    assert groups == {"config": {"model", "route_schedule", "data", "diffusion", "objective", "optimizer", "experiment",
+                                 "routes"}, "fid": {"guidance", "gauge"},
                       "sample": {"guidance"}, "rf": {"guidance"}, "choose_routes": {"model"}, "study": {"study"},
-                      "benchmark": {"diffusion", "guidance"}, "benchmark_official": {"diffusion", "guidance"}}.get(name, set())
-    assert "powered by" not in said and "hydra" not in said and "defaults:" not in said and f"{ {'config': 'train'}.get(name, name) }.py" in said
-    of_model = {"backbone_type", "hidden_size", "depth", "num_heads", "patch_size", "fusion", "qk_norm", "selection", "l1_reg", "inverse", "routes"}
-    assert {key for key in declared.model_fields if not re.search(rf"\b{key}:", said)} <= {"published"} | (of_model if "benchmark" in name else set())
+                      "benchmark": {"diffusion", "guidance"}, "benchmark_official": {"diffusion", "guidance"}}.get(name,
+                              set())
+    assert "powered by" not in said and "hydra" not in said and "defaults:" not in said
+    assert f"{ {'config': 'train'}.get(name, name) }.py" in said
+    of_model = {"backbone_type", "hidden_size", "depth", "num_heads", "patch_size", "fusion", "qk_norm", "selection",
+                "l1_reg", "inverse", "routes"}
+    assert {key for key in declared.model_fields if not re.search(rf"\b{key}:", said)} <= {"published"} | (of_model
+            if "benchmark" in name else set())
 
 
 @pytest.mark.parametrize(("name", "words"), [
-    ("config", "data/imagenet256"), ("sample", "checkpoint="), ("rf", "checkpoint="), ("fid", "Give one of checkpoint=, images="),
+    ("config", "data/imagenet256"), ("sample", "checkpoint="), ("rf", "checkpoint="),
+    ("fid", "Give one of checkpoint=, images="),
     ("prepare_latents", "source= is missing: as in python scripts/prepare_latents.py source=shapes out=data/shapes16"),
     ("import_latents", "source= is missing: as in python scripts/import_latents.py source="), ("report", "runs="),
     ("export", "checkpoint= is missing: as in python scripts/export.py checkpoint=runs/<name> to=diffusers out=<folder>"),
@@ -277,8 +297,10 @@ def test_a_command_without_arguments_says_what_it_needs(name, words, tmp_path, m
 def test_an_error_names_settings_as_the_command_has_them():
     train, fid = (Attempt(name, entry_and_settings(name)[1]) for name in ("config", "fid"))
     sentences = [node.value for file in ("scoring/features.py", "scoring/statistics.py", "weights/autoencoders.py")
-                 for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.Constant) and isinstance(node.value, str)]
-    sentences = [text for text in sentences if re.search(r"\b(autoencoder|features|features_weights|sha256|metrics)=", text)]
+                 for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.Constant)
+                 and isinstance(node.value, str)]
+    sentences = [text
+                 for text in sentences if re.search(r"\b(autoencoder|features|features_weights|sha256|metrics)=", text)]
     assert len(sentences) > 20
     for text in sentences:
         places = with_places(text, train)
@@ -307,7 +329,8 @@ def test_the_keys_declared_are_those_of_the_config(name):
 def groups_of(declared):
     """The keys of a declaration that stand for groups of keys, and their declarations."""
     fields = declared.model_fields.items()
-    return {key: field.annotation for key, field in fields if isinstance(field.annotation, type) and issubclass(field.annotation, Settings)}
+    return {key: field.annotation
+            for key, field in fields if isinstance(field.annotation, type) and issubclass(field.annotation, Settings)}
 
 
 def keys_of(declared):

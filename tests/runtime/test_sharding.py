@@ -78,7 +78,8 @@ def assert_same_losses(run: Path, other: Path, steps: int) -> None:
 
 
 def tensors_of(folder: Path) -> dict[str, torch.Tensor]:
-    return {f"{name}/{key}": value for name in ("model", "ema", "training") for key, value in checkpoints.load(folder, name).items()}
+    return {f"{name}/{key}": value for name in ("model", "ema", "training")
+            for key, value in checkpoints.load(folder, name).items()}
 
 
 # ---- what ranks do beside training ----------------------------------------------------------------------------------
@@ -151,9 +152,12 @@ def routed(shapes, pixel_reference, tmp_path_factory) -> Path:
     """The same run with DDP and with FSDP on two ranks, in `none` and `fsdp` of the folder."""
     folder = tmp_path_factory.mktemp("routed")
     drawn = [f"samples.every={STEPS}", "samples.seeds=0-4", "samples.num_steps=2",
-             f"evaluate.every={STEPS}", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=7", "evaluate.num_steps=2",
+             f"evaluate.every={STEPS}", f"evaluate.reference={pixel_reference}", "evaluate.num_samples=7",
+             "evaluate.num_steps=2",
              "evaluate.batch_size=2", "evaluate.guidance_scales=[null,1.5]"]
-    all_well(on_ranks(2, *(command(folder / how, shapes, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1", "checkpoint.every=100", *drawn)[1:]
+    all_well(on_ranks(2,
+                      *(command(folder / how, shapes, *SMALL, f"sharding={how}", f"steps={STEPS}", "log.every=1",
+                                "checkpoint.every=100", *drawn)[1:]
                            for how in ("none", "fsdp")), before=weigh))
     return folder
 
@@ -187,8 +191,10 @@ def test_grids_and_scores_of_the_sharded_average_are_ddps(routed):
     grids = [torch.tensor(list(Image.open(routed / how / f"samples/step-{STEPS:08d}.png").convert("L").getdata())).float()
              for how in ("none", "fsdp")]
     assert (grids[0] - grids[1]).abs().max() <= 1 and grids[0].std() > 0
-    scores = [[json.loads(line) for line in (routed / how / "results.jsonl").read_text().splitlines()] for how in ("none", "fsdp")]
-    assert [(row["source"]["step"], row["source"]["guidance"] and row["source"]["guidance"]["scale"]) for row in scores[1]] == [
+    scores = [[json.loads(line) for line in (routed / how / "results.jsonl").read_text().splitlines()]
+              for how in ("none", "fsdp")]
+    assert [(row["source"]["step"], row["source"]["guidance"] and row["source"]["guidance"]["scale"])
+            for row in scores[1]] == [
         (step, scale) for step in (0, STEPS) for scale in (None, 1.5)]
     for ddp, fsdp in zip(*scores, strict=True):
         assert ddp["source"]["multiply_adds"] == fsdp["source"]["multiply_adds"]
@@ -200,7 +206,8 @@ def test_grids_and_scores_of_the_sharded_average_are_ddps(routed):
 
 def test_a_rank_holds_only_its_part(routed):
     net = load_trained(routed / "fsdp").net
-    held = [[sum(json.loads((routed / how / f"bytes-{rank}.json").read_text()).values()) for rank in (0, 1)] for how in ("none", "fsdp")]
+    held = [[sum(json.loads((routed / how / f"bytes-{rank}.json").read_text()).values()) for rank in (0, 1)]
+            for how in ("none", "fsdp")]
     assert held[0] == 2 * [sharding.bytes_a_rank(net, 1)] == 2 * [20 * sharding.size(net)]
     assert held[1][0] == sharding.bytes_a_rank(net, 2)  # of two ranks the second has a row less of 7 labels
     assert 0.49 * held[0][0] < held[1][1] < held[1][0] < 0.51 * held[0][0]
@@ -218,7 +225,8 @@ def test_a_run_resumes_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     run = tmp_path / "run"
 
     def on(steps: int, sharded: str, run=run, *more: str) -> list[str]:
-        return command(run, shapes, *SMALL, f"steps={steps}", f"sharding={sharded}", "checkpoint.every=1", "checkpoint.keep_last=9", *more)[1:]
+        return command(run, shapes, *SMALL, f"steps={steps}", f"sharding={sharded}", "checkpoint.every=1",
+                       "checkpoint.keep_last=9", *more)[1:]
 
     all_well(on_ranks(2, on(1, "none"), before=echo_what_is_loaded))
     all_well(on_ranks(4, on(2, "fsdp"), before=echo_what_is_loaded))
@@ -231,19 +239,23 @@ def test_a_run_resumes_sharded_or_not_on_any_number_of_ranks_bit_for_bit(shapes,
     all_well(on_ranks(2, on(4, "fsdp"), child, before=echo_what_is_loaded))
 
     echoes = {1: (4, "fsdp"), 2: (1, "none"), 3: (2, "fsdp")}
-    assert {path.name for path in run.glob("echo-*")} == {f"echo-{step}-{world}-{how}" for step, (world, how) in echoes.items()}
+    assert {path.name for path in run.glob("echo-*")} == {f"echo-{step}-{world}-{how}"
+                                                          for step, (world, how) in echoes.items()}
     for step, (world, how) in echoes.items():
-        saved, loaded = (tensors_of(folder) for folder in (checkpoints.step_folder(run, step), run / f"echo-{step}-{world}-{how}"))
+        saved, loaded = (tensors_of(folder)
+                         for folder in (checkpoints.step_folder(run, step), run / f"echo-{step}-{world}-{how}"))
         saved.pop("training/sums"), loaded.pop("training/sums")
         assert saved.keys() == loaded.keys()
         assert [key for key, value in saved.items() if not torch.equal(value, loaded[key])] == [], (step, world, how)
-    parent, begun = checkpoints.load(checkpoints.step_folder(run, 4), "ema"), checkpoints.load(checkpoints.latest(tmp_path / "child"), "model")
+    parent, begun = checkpoints.load(checkpoints.step_folder(run, 4),
+                                     "ema"), checkpoints.load(checkpoints.latest(tmp_path / "child"), "model")
     assert all(torch.equal(value, begun[key]) for key, value in parent.items())
 
 
 def test_muon_steps_the_same_by_sharded_or_full_matrices_and_resumes_bit_for_bit(shapes, tmp_path):
     def on(name: str, sharded: str, steps: int) -> list[str]:
-        return command(tmp_path / name, shapes, *SMALL, "optimizer=muon", f"sharding={sharded}", f"steps={steps}", "log.every=1",
+        return command(tmp_path / name, shapes, *SMALL, "optimizer=muon", f"sharding={sharded}", f"steps={steps}",
+                       "log.every=1",
                        "checkpoint.every=100")[1:]
 
     all_well(on_ranks(2, on("none", "none", 6), on("whole", "fsdp", 6), on("parts", "fsdp", 3), on("parts", "fsdp", 6)))
@@ -253,7 +265,9 @@ def test_muon_steps_the_same_by_sharded_or_full_matrices_and_resumes_bit_for_bit
 
 
 def test_a_recipes_own_layers_learn_the_same_sharded_or_not(shapes, tmp_path):
-    all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, "model=sprint", "objective=internal", f"sharding={how}", "steps=6", "log.every=1",
+    all_well(on_ranks(2,
+                      *(command(tmp_path / how, shapes, *SMALL, "model=sprint", "objective=internal", f"sharding={how}",
+                                "steps=6", "log.every=1",
                                    "checkpoint.every=100")[1:] for how in ("none", "fsdp"))))
     assert_same_losses(tmp_path / "none", tmp_path / "fsdp", 6)
     ddp, fsdp = (tensors_of(checkpoints.latest(tmp_path / how)) for how in ("none", "fsdp"))
@@ -282,7 +296,9 @@ def spoil(rank: int) -> None:
 @pytest.fixture(scope="module")
 def spoiled(shapes, tmp_path_factory) -> tuple[Path, list[Ended]]:
     run = tmp_path_factory.mktemp("spoiled") / "run"
-    return run, on_ranks(2, command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1", "checkpoint.every=1")[1:], before=spoil)
+    return run, on_ranks(2,
+                         command(run, shapes, "sharding=fsdp", *SMALL, "steps=9", "log.every=1",
+                                 "checkpoint.every=1")[1:], before=spoil)
 
 
 def test_a_step_that_is_not_finite_on_one_rank_is_skipped_on_all(spoiled):
@@ -329,7 +345,8 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
     AcceleratorState._reset_state(reset_partial_state=True)
     accelerator = speed.make_accelerator("fp32", 1, tf32=False, cpu=True)
     torch.manual_seed(0)
-    net = build_network(dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2, num_classes=4, init="xavier"))
+    net = build_network(dict(input_size=4, patch_size=2, in_channels=3, hidden_size=8, depth=2, num_heads=2,
+                             num_classes=4, init="xavier"))
     x, y = torch.randn(8, 3, 4, 4), torch.arange(8) % 4
     if sharded == "fsdp":
         sharding.shard(net, accelerator.device, torch.float32)
@@ -349,7 +366,8 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
 
 def test_a_heads_gradients_are_averaged_over_ranks_as_the_networks_are(tmp_path):
     for sharded, world in (("none", 2), ("fsdp", 2)):
-        lives = [Life(partial(step_of_two_ranks, tmp_path, sharded, port, world, rank)) for port in [free_port()] for rank in range(world)]
+        lives = [Life(partial(step_of_two_ranks, tmp_path, sharded, port, world, rank)) for port in [free_port()]
+                 for rank in range(world)]
         all_well([life.wait(PATIENCE) for life in lives])
     all_well([Life(partial(step_of_two_ranks, tmp_path, "none", free_port(), 1, 0)).wait(PATIENCE)])
     whole = torch.load(tmp_path / "none-1-0.pt", weights_only=True)
@@ -357,7 +375,8 @@ def test_a_heads_gradients_are_averaged_over_ranks_as_the_networks_are(tmp_path)
         part = torch.load(tmp_path / f"{name}.pt", weights_only=True)
         assert part.keys() == whole.keys() >= {"objective.head.weight", "norm"}
         for key, value in whole.items():
-            torch.testing.assert_close(part[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key, name=name: f"{name} {key}: {text}")
+            torch.testing.assert_close(part[key], value, rtol=1e-5, atol=1e-6, msg=lambda text, key=key,
+                                       name=name: f"{name} {key}: {text}")
 
 
 class PlainOnly(TorchDispatchMode):
@@ -385,7 +404,8 @@ def step_on_shards(port: int, world: int, rank: int) -> None:
     cut = [torch.nn.ParameterList(map(cut_up, net)) for net in nets]
     (net, ema), (cut_net, cut_ema) = nets, cut
     alone = torch.nn.Parameter(torch.randn(5))  # which every rank has, as no unit of FSDP's
-    optimizers = [build_optimizer(dict(each.named_parameters()), "adamw", lr=0.1, weight_decay=0.1) for each in (net, cut_net)]
+    optimizers = [build_optimizer(dict(each.named_parameters()), "adamw", lr=0.1, weight_decay=0.1)
+                  for each in (net, cut_net)]
     for step in range(3):
         skipped = torch.tensor(step == 1)
         for p, q in zip(net, cut_net, strict=True):
@@ -396,15 +416,18 @@ def step_on_shards(port: int, world: int, rank: int) -> None:
         torch.nn.utils.clip_grads_with_norm_(net.parameters(), 1.0, norm)
         gradients = [*(q.grad for q in cut_net), alone.grad]
         with PlainOnly() if step else contextlib.nullcontext(PlainOnly()) as operations:  # torch begins AdamW's state
-            torch.testing.assert_close(sharding.total_norm(SimpleNamespace(num_processes=world), gradients), norm, rtol=1e-6, atol=0)
+            torch.testing.assert_close(sharding.total_norm(SimpleNamespace(num_processes=world), gradients), norm,
+                                       rtol=1e-6, atol=0)
             torch._foreach_mul_(sharding.local_tensors(gradients), (1.0 / (norm + 1e-6)).clamp(max=1))
             for optimizer in optimizers:
                 step_unless(skipped, optimizer)
             train.update_ema(cut_ema, cut_net, 0.9)
         train.update_ema(ema, net, 0.9)
         assert operations.reduced == bool(step)
-    states = [optimizer_tensors(dict(each.named_parameters()), optimizer) for each, optimizer in zip((net, cut_net), optimizers, strict=True)]
-    for whole, parts in ((dict(net.named_parameters()), dict(cut_net.named_parameters())), (dict(ema.named_parameters()), dict(cut_ema.named_parameters())), states):
+    states = [optimizer_tensors(dict(each.named_parameters()), optimizer)
+              for each, optimizer in zip((net, cut_net), optimizers, strict=True)]
+    for whole, parts in ((dict(net.named_parameters()), dict(cut_net.named_parameters())),
+                         (dict(ema.named_parameters()), dict(cut_ema.named_parameters())), states):
         for key, value in whole.items():
             torch.testing.assert_close(sharding.gather_full(parts[key]), value, rtol=1e-6, atol=1e-7)
             assert sharding.is_sharded(parts[key]) == (not key.endswith(".step"))
@@ -421,11 +444,13 @@ def test_norm_clip_adamw_and_ema_of_shards_are_those_of_complete_tensors_with_on
 
 
 def test_bf16_parts_clipping_recomputation_and_compiled_blocks_are_the_same_run(shapes, tmp_path):
-    lightning = ["model.backbone_type=LightningDiT-B/2", "model.patch_size=4", "model.qk_norm=true", "model.init=xavier", "precision=bf16",
+    lightning = ["model.backbone_type=LightningDiT-B/2", "model.patch_size=4", "model.qk_norm=true",
+                 "model.init=xavier", "precision=bf16",
                  "log.every=1", "steps=2", "grad_accum_steps=2", "optimizer.clip_norm=0.1", *SMALL, "model.depth=2"]
     fast = ["sharding=fsdp", "compile=true", "activation_checkpointing=true"]
     runs = {"plain": [], "fast": fast}
-    all_well(on_ranks(2, *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
+    all_well(on_ranks(2,
+                      *(command(tmp_path / name, shapes, *lightning, *options)[1:] for name, options in runs.items()),
                       before=compile_quickly))
     assert_same_losses(tmp_path / "plain", tmp_path / "fast", 2)
 
@@ -447,7 +472,8 @@ def count_graphs(home: Path, rank: int) -> None:
     train.train_step = tell
 
 
-def test_replicas_compile_one_graph_for_each_number_of_tokens_as_one_process_does_and_ask_for_nothing_deprecated(shapes, tmp_path):
+def test_replicas_compile_one_graph_for_each_number_of_tokens_as_one_process_does_and_ask_for_nothing_deprecated(shapes,
+        tmp_path):
     wide = ("model.hidden_size=256", "compile=true", "steps=2")  # a block of more than DDP's first bucket
     all_well(on_ranks(2, command(tmp_path / "run", shapes, *SMALL, *wide)[1:], before=partial(count_graphs, tmp_path)))
     assert [(tmp_path / f"graphs-{rank}").read_text() for rank in (0, 1)] == ["2", "2"]

@@ -63,7 +63,8 @@ def test_every_command_sets_it_and_every_result_says_it(shapes, tmp_path, monkey
     for module in (device, speed):
         monkeypatch.setattr(module, "set_float32", asked.append)
     run = tmp_path / "run"
-    result = train_here(run, shapes, "steps=1", "model.depth=3", "model.routes=[]", "compile=false", "samples.every=1", "samples.seeds=0-1",
+    result = train_here(run, shapes, "steps=1", "model.depth=3", "model.routes=[]", "compile=false", "samples.every=1",
+                        "samples.seeds=0-1",
                         "samples.num_steps=1", "tf32=false")
     assert result.returncode == 0, result.stderr
     assert json.loads((run / "checkpoints/step-00000001/meta.json").read_text())["history"][0]["tf32"] == "said"
@@ -76,10 +77,13 @@ def test_every_command_sets_it_and_every_result_says_it(shapes, tmp_path, monkey
     with zipfile.ZipFile(tmp_path / "images.npz") as archive:
         assert json.loads(archive.comment)["tf32"] == "said"
     assert len(np.load(tmp_path / "images.npz")["arr_0"]) == 4
-    run_command(prepare_latents.main, "prepare_latents.py", "source=shapes", "shapes.count=8", f"out={tmp_path}/latents", "tf32=false")
+    run_command(prepare_latents.main, "prepare_latents.py", "source=shapes", "shapes.count=8",
+                f"out={tmp_path}/latents", "tf32=false")
     assert json.loads((tmp_path / "latents/metadata.json").read_text())["tf32"] == "said"
-    run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={tmp_path}/reference.npz", "cpu=true", "tf32=false")
-    run_command(fid.main, "fid.py", f"images={shapes}", f"reference={tmp_path}/reference.npz", "features=pixels", "cpu=true", "num_samples=8", "tf32=false",
+    run_command(fid.main, "fid.py", f"reference_from={shapes}", "features=pixels", f"out={tmp_path}/reference.npz",
+                "cpu=true", "tf32=false")
+    run_command(fid.main, "fid.py", f"images={shapes}", f"reference={tmp_path}/reference.npz", "features=pixels",
+                "cpu=true", "num_samples=8", "tf32=false",
                 f"results={tmp_path}/results.jsonl")
     assert json.loads((tmp_path / "results.jsonl").read_text())["tf32"] == "said"
     assert asked == 7 * [False]  # training, three drawings, a preparation, a reference and its scores

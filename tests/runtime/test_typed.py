@@ -23,8 +23,10 @@ from sample import SampleSettings
 from scripts import plan, prepare_latents, report
 from training.settings import TrainSettings
 
-ODD = ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "null", "true", "False", "yes", "no", "on", "~", ".5", "1.", "inf", "-nan", "+3", "5",
-       "größe", "it's", "a (1)", "a=b", "a,b", "[a]", "{a: 1}", "a b", "a#b", 'say "a"', "back\\slash", "a\\", "a\\'b", "$HOME", "${name}", "`x`", "!x",
+ODD = ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "null", "true", "False", "yes", "no", "on", "~", ".5", "1.",
+       "inf", "-nan", "+3", "5",
+       "größe", "it's", "a (1)", "a=b", "a,b", "[a]", "{a: 1}", "a b", "a#b", 'say "a"', "back\\slash", "a\\", "a\\'b",
+       "$HOME", "${name}", "`x`", "!x",
        "a: b", "int(3)", "-x", "*.tar", "{000..012}", "a;b", "&a", "%", "@"]  # fmt: skip
 
 
@@ -43,7 +45,9 @@ def settings_of(name):
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text", ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "False", "yes", "on", ".5", "1.", "inf", "nan", "5", "+3",
+@pytest.mark.parametrize("text",
+                         ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "False", "yes", "on", ".5", "1.",
+                          "inf", "nan", "5", "+3",
                                   "größe", "it's", "a (1)", "a=b", "a b", "a#b", "int(3)", "s/größe=1/a"])  # fmt: skip
 def test_text_without_quotes_is_what_was_typed(text):
     cfg = train_settings(f"name={text}", f"evaluate.sha256={text}")
@@ -53,14 +57,19 @@ def test_text_without_quotes_is_what_was_typed(text):
 @pytest.mark.parametrize("name", sorted(commands()))
 def test_every_text_setting_of_every_command_is_what_was_typed(name):
     declared = settings_of(name)
-    keys = {key: kind for key, kind in declared_keys(declared).items() if kind.text and not key.startswith(("study.", "published."))}
+    keys = {key: kind
+            for key, kind in declared_keys(declared).items() if kind.text
+            and not key.startswith(("study.", "published."))}
     keys = [key for key in keys if key != "optimizer.name"]
     [plain] = compose(name, declared, [f"{key}=1_{i}" for i, key in enumerate(keys)])
-    assert keys and [OmegaConf.select(OmegaConf.create(plain), key) for key in keys] == [f"1_{i}" for i in range(len(keys))]
+    assert keys and [OmegaConf.select(OmegaConf.create(plain), key) for key in keys] == [f"1_{i}"
+                                                                                         for i in range(len(keys))]
 
 
 def test_a_list_of_names_is_what_was_typed_and_numbers_remain_numbers():
-    cfg = read(SampleSettings, compose("sample", SampleSettings, ["classes=[1e3,null,true,yes,007, 7,'8']", "checkpoint=null", "seeds=7"])[0])
+    cfg = read(SampleSettings,
+               compose("sample", SampleSettings,
+                       ["classes=[1e3,null,true,yes,007, 7,'8']", "checkpoint=null", "seeds=7"])[0])
     assert cfg.classes == ["1e3", "null", "true", "yes", "007", 7, "8"] and cfg.checkpoint is None and cfg.seeds == 7
     assert train_settings("samples.classes=[größe, klein (1)]").samples.classes == ["größe", "klein (1)"]
 
@@ -83,12 +92,14 @@ def test_the_next_line_of_a_preparation_is_one_that_trains_on_it(tmp_path, capsy
     [following] = re.findall("^next: (?:python|accelerate launch) train.py (.*)$", capsys.readouterr().out, re.M)
     said = subprocess.run(["bash", "-c", f"printf '%s\\0' {following}"], capture_output=True, text=True).stdout
     cfg = train_settings(*said.split("\0")[:-1])
-    assert (cfg.data.path, cfg.name, cfg.run_dir) == (str(out), out.name, f"runs/{out.name}") and (out / "metadata.json").is_file()
+    assert (cfg.data.path, cfg.name, cfg.run_dir) == (str(out), out.name,
+                                                      f"runs/{out.name}") and (out / "metadata.json").is_file()
 
 
 def test_bash_reads_what_is_printed(tmp_path):
     line = " ".join(as_argument("x", text) for text in ODD)
-    said = subprocess.run(["bash", "-ic", f"printf '%s\\0' {line}"], capture_output=True, text=True, cwd=tmp_path).stdout
+    said = subprocess.run(["bash", "-ic", f"printf '%s\\0' {line}"], capture_output=True, text=True,
+                          cwd=tmp_path).stdout
     assert said.split("\0")[:-1] == [as_setting("x", text) for text in ODD]
     assert as_argument("checkpoint", "runs/a-1_b") == "checkpoint=runs/a-1_b"
     assert as_argument("checkpoint", "runs/größe (1)") == "\"checkpoint='runs/größe (1)'\""
@@ -96,8 +107,10 @@ def test_bash_reads_what_is_printed(tmp_path):
 
 def test_a_tilde_is_the_home_folder(monkeypatch):
     monkeypatch.setenv("HOME", "/users/me")
-    cfg = train_settings("data.path=~/x", "init_from='~/y'", "objective=alignment", "objective.alignment.teacher='~/t.pt'", "name=~x")
-    assert (cfg.data.path, cfg.init_from, cfg.objective["alignment"]["teacher"], cfg.name) == ("/users/me/x", "/users/me/y", "/users/me/t.pt", "~x")
+    cfg = train_settings("data.path=~/x", "init_from='~/y'", "objective=alignment",
+                         "objective.alignment.teacher='~/t.pt'", "name=~x")
+    assert (cfg.data.path, cfg.init_from, cfg.objective["alignment"]["teacher"], cfg.name) == ("/users/me/x",
+            "/users/me/y", "/users/me/t.pt", "~x")
     plain = compose("report", report.ReportSettings, ["runs=[~/a,b/~]"])[0]
     assert read(report.ReportSettings, plain).runs == ["/users/me/a", "b/~"]
     assert schema.as_path("~/z") == Path("/users/me/z")
@@ -107,7 +120,8 @@ def test_a_tilde_is_the_home_folder(monkeypatch):
 def test_a_default_of_a_group_can_be_set_on_the_command_line(name):
     declared = settings_of(name)
     given = [f"{key}=null" for key in ("objective", "routes", "experiment", "guidance", "gauge")
-             if key in {"config": ("objective", "routes", "experiment"), "fid": ("guidance", "gauge"), "sample": ("guidance", "routes"),
+             if key in {"config": ("objective", "routes", "experiment"), "fid": ("guidance", "gauge"),
+                        "sample": ("guidance", "routes"),
                         "benchmark": ("guidance",)}.get(name, ())]
     assert compose(name, declared, given) == compose(name, declared, [])
 
@@ -133,7 +147,9 @@ def preset(tmp_path):
     return write
 
 
-@pytest.mark.parametrize("text", ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "yes", "no", ".5", ".inf", "2025-11-25"])
+@pytest.mark.parametrize("text",
+                         ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "yes", "no", ".5", ".inf",
+                          "2025-11-25"])
 def test_text_in_a_preset_is_what_was_written_or_an_error_names_the_line_that_needs_quotes(preset, tmp_path, text):
     def job(written):
         return train_settings(*preset(f"# @package _global_\nname: {written}\nlora:\n  targets: [qkv, {written}]\n"))
@@ -141,14 +157,17 @@ def test_text_in_a_preset_is_what_was_written_or_an_error_names_the_line_that_ne
     cfg = job(f"'{text}'")
     assert (cfg.name, cfg.run_dir, cfg.lora.targets) == (text, f"runs/{text}", ["qkv", text])
     if text != "2025-11-25":
-        with pytest.raises(ValueError, match=rf"^name=.* is no text \({tmp_path}/experiment/mine.yaml, line 2: {text}\): write .* in quotes\.$"):
+        with pytest.raises(ValueError,
+                           match=rf"^name=.* is no text \({tmp_path}/experiment/mine.yaml, line 2: {text}\): write .* in quotes\.$"):
             job(text)
 
 
 MISTAKES = [
-    ("name: a\n\tsteps: 3\n", "line 2"), ("name: a\nema: {decay: 0.9\nsteps: 3\n", "in line 2"), ("name: a\nsteps: 3\nname: b\n", "line 3: found duplicate key name"),
+    ("name: a\n\tsteps: 3\n", "line 2"), ("name: a\nema: {decay: 0.9\nsteps: 3\n", "in line 2"),
+    ("name: a\nsteps: 3\nname: b\n", "line 3: found duplicate key name"),
     ("a: 1\nname: größe\n".encode("latin-1"), "line 2: byte 0xf6 is not UTF-8"),
-    ("name: 'a\nsteps: 3\n", "line 1"), ("name: a\n  steps: 3\n", "line 2"), ("a: 1\nb: \x01\n", "line 2: character 0x01"),
+    ("name: 'a\nsteps: 3\n", "line 1"), ("name: a\n  steps: 3\n", "line 2"),
+    ("a: 1\nb: \x01\n", "line 2: character 0x01"),
 ]  # fmt: skip
 
 
@@ -157,12 +176,15 @@ def test_a_mistake_in_a_yaml_file_raises_a_one_line_error_with_file_and_line(pre
     for read_it in (lambda: train_settings(*preset(content)), lambda: read_yaml(tmp_path / "experiment/mine.yaml")):
         with pytest.raises(ValueError) as error:
             read_it()
-        assert f"{tmp_path}/experiment/mine.yaml, line" in str(error.value) and words in str(error.value) and "\n" not in str(error.value)
+        assert f"{tmp_path}/experiment/mine.yaml, line" in str(error.value) and words in str(error.value)
+        assert "\n" not in str(error.value)
 
 
 @pytest.mark.parametrize(("content", "words"), [
-    ("# @package _global_\noptimizer: {learning_rate: 1}\n", "There is no setting optimizer.learning_rate: did you mean optimizer.lr?"),
-    ("# @package _global_\nstep: 1\n", "There is no setting step: did you mean steps?"), ("- a\n", "The file of experiment= holds no settings"),
+    ("# @package _global_\noptimizer: {learning_rate: 1}\n",
+     "There is no setting optimizer.learning_rate: did you mean optimizer.lr?"),
+    ("# @package _global_\nstep: 1\n", "There is no setting step: did you mean steps?"),
+    ("- a\n", "The file of experiment= holds no settings"),
     ("# @package _global_\ndefaults: [override /model: tred]\n", "There is no model=tred: did you mean tread?"),
 ])  # fmt: skip
 def test_a_key_that_a_file_has_wrong_has_a_neighbour(preset, content, words):
@@ -266,7 +288,8 @@ def test_a_run_is_trained_twice_in_a_process_and_sampled_in_a_notebook(shapes, t
 
     shown = []
     monkeypatch.setattr("sampling.pictures.show", shown.append)
-    run = [f"data.path={shapes}", f"run_dir={tmp_path}/1_1", "experiment=quickstart", "cpu=true", "samples.every=0", "batch_size=8",
+    run = [f"data.path={shapes}", f"run_dir={tmp_path}/1_1", "experiment=quickstart", "cpu=true", "samples.every=0",
+           "batch_size=8",
            "model.hidden_size=16", "model.num_heads=2"]  # fmt: skip
     train.main(*run, "steps=1")
     train.main(*run, "steps=2", "precision=bf16")

@@ -10,7 +10,8 @@ import sample
 from edm import DDPM
 from guidance import Guidance
 
-NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=3, init="xavier", learn_sigma=True)
+NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=3,
+               init="xavier", learn_sigma=True)
 
 
 @pytest.fixture(scope="module")
@@ -73,17 +74,22 @@ def test_the_interval_of_a_ddpm_is_in_sigma():
 def test_three_guided_channels_are_all_of_pixels_and_not_all_of_latents(run, tmp_path):
     """facebookresearch/DiT#41, hustvl/LightningDiT#21: guidance of the first 3 channels is GLIDE's, for RGB."""
     options = ["seeds=0-1", "guidance=cfg", "scale=3"]
-    three, every, two = (drawn(run, tmp_path / "x.npz", *options, *more)["arr_0"] for more in (["channels=3"], [], ["channels=2"]))
+    three, every, two = (drawn(run, tmp_path / "x.npz", *options, *more)["arr_0"]
+                         for more in (["channels=3"], [], ["channels=2"]))
     assert np.array_equal(three, every) and not np.array_equal(two, every)
 
 
 @pytest.mark.parametrize(("given", "says"), [
-    (["seeds=-1"], "seeds=-1 is not understood"), (["seeds=abc"], "seeds=abc is not understood"), (["seeds=1.5"], "seeds="), (["seeds=null"], "seeds=null"),
+    (["seeds=-1"], "seeds=-1 is not understood"), (["seeds=abc"], "seeds=abc is not understood"),
+    (["seeds=1.5"], "seeds="), (["seeds=null"], "seeds=null"),
     (["seeds=17982163893102248868"], "2^63 - 1"),
-    (["seeds=0", "classes=3"], "asks for class 3, which is none of the 3"), (["seeds=0", "classes=-1"], "-1"), (["seeds=0", "classes=dog"], "asks for class dog"),
+    (["seeds=0", "classes=3"], "asks for class 3, which is none of the 3"), (["seeds=0", "classes=-1"], "-1"),
+    (["seeds=0", "classes=dog"], "asks for class dog"),
     (["seeds=0", "guidance=cfg", "scale=nan"], "scale"), (["seeds=0", "guidance=cfg", "scale=two"], "scale"),
-    (["seeds=0", "guidance=cfg", "scale=2", "interval=[5,1]"], "interval=[5.0, 1.0] does not fit"), (["seeds=0", "guidance=cfg", "channels=4"], "channels=4"),
-    (["seeds=0", "num_steps=0"], "num_steps=0"), (["seeds=0", "num_steps=1001", "sampler.solver=ancestral"], "num_steps=1001"),
+    (["seeds=0", "guidance=cfg", "scale=2", "interval=[5,1]"], "interval=[5.0, 1.0] does not fit"),
+    (["seeds=0", "guidance=cfg", "channels=4"], "channels=4"),
+    (["seeds=0", "num_steps=0"], "num_steps=0"),
+    (["seeds=0", "num_steps=1001", "sampler.solver=ancestral"], "num_steps=1001"),
     (["seeds=0", "sampler.solver=ddim"], "sampler.solver=ddim"), (["seeds=0", "sampler.rho=0"], "sampler.rho=0"),
 ])  # fmt: skip
 def test_a_slip_raises_a_one_line_error_before_anything_is_sampled(given, says, run, tmp_path):

@@ -38,8 +38,10 @@ def run(tmp_path_factory):
 
 
 def draw(trained, seeds, labels, batch_size, **options):
-    batches = generate(one_rank(), trained.net, trained.diffusion, lambda x: x, seeds, labels, batch_size=batch_size, num_steps=4, **options)
-    drawn = [(seed, image) for s, _, images in batches for seed, image in zip(s.tolist(), images, strict=True) if seed >= 0]
+    batches = generate(one_rank(), trained.net, trained.diffusion, lambda x: x, seeds, labels, batch_size=batch_size,
+                       num_steps=4, **options)
+    drawn = [(seed, image) for s, _, images in batches
+             for seed, image in zip(s.tolist(), images, strict=True) if seed >= 0]
     assert [seed for seed, _ in drawn] == seeds
     return torch.stack([image for _, image in drawn])
 
@@ -57,14 +59,17 @@ def test_an_image_does_not_depend_on_its_batch(run, options):
 def test_grids_of_other_settings_lie_side_by_side_and_none_replaces_a_picture_of_others(run, tmp_path):
     run = shutil.copytree(run, tmp_path / "run")
     drawn = []
-    for changed in ([], ["scale=1.5"], ["seeds=4-7"], ["classes=[ant,cat]"], ["precision=bf16"], ["batch_size=1"], ["weights=model"]):
+    for changed in ([], ["scale=1.5"], ["seeds=4-7"], ["classes=[ant,cat]"], ["precision=bf16"], ["batch_size=1"],
+                    ["weights=model"]):
         run_command(main, "sample.py", f"checkpoint={run}", "num_steps=1", "cpu=true", "seeds=0-3", *changed)
         drawn.append({path.name for path in (run / "samples").iterdir()})
     assert [len(names) for names in drawn] == [1, 2, 3, 4, 5, 5, 6]
     names = [{*after} - {*before} for before, after in zip([set(), *drawn], drawn, strict=False)]
     step = "step-00000002-ema"
-    assert names == [{f"{step}-num_steps1-seeds0-3.png"}, {f"{step}-scale1.5-num_steps1-seeds0-3.png"}, {f"{step}-num_steps1-seeds4-7.png"},
-                     {f"{step}-classesant+cat-num_steps1-seeds0-3.png"}, {f"{step}-num_steps1-precisionbf16-seeds0-3.png"}, set(),
+    assert names == [{f"{step}-num_steps1-seeds0-3.png"}, {f"{step}-scale1.5-num_steps1-seeds0-3.png"},
+                     {f"{step}-num_steps1-seeds4-7.png"},
+                     {f"{step}-classesant+cat-num_steps1-seeds0-3.png"},
+                     {f"{step}-num_steps1-precisionbf16-seeds0-3.png"}, set(),
                      {"step-00000002-model-num_steps1-seeds0-3.png"}]
     folder = shutil.copytree(checkpoints.step_folder(run, 2), tmp_path / "photos")
     Image.new("RGB", (4, 4)).save(folder / "ema-num_steps1-seeds0-3.png")  # of somebody else
@@ -84,7 +89,8 @@ def test_a_file_is_named_by_the_settings_that_are_not_the_usual_ones(given, name
 
 def test_images_sampled_in_bf16_differ_slightly(run):
     trained, seeds = load_trained(run), list(range(8))
-    fp32, bf16 = (draw(trained, seeds, labels_of(seeds, [0, 1]), 8, precision=precision) for precision in ("fp32", "bf16"))
+    fp32, bf16 = (draw(trained, seeds, labels_of(seeds, [0, 1]), 8, precision=precision)
+                  for precision in ("fp32", "bf16"))
     assert 1e-4 < (fp32 - bf16).abs().mean() / fp32.std() < 0.02
 
 
@@ -114,13 +120,15 @@ def test_seeds_and_classes_are_read_as_people_write_them():
     names = ["ant", "bee", "cat"]
     assert parse_classes("classes", None, 3, names, [0, 2]) == [0, 2]
     assert parse_classes("classes", "bee", 3, names, [0, 2]) == parse_classes("classes", 1, 3, names, [0, 2]) == [1]
-    assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names, [1]) == [2, 0]
+    assert parse_classes("classes", ["cat", 0], 3, names, [1]) == parse_classes("classes", "cat, 0", 3, names,
+                                                                                [1]) == [2, 0]
     assert parse_classes("classes", "0-2", 3, None, [1]) == [0, 1, 2]
     assert parse_classes("classes", "tench, Tinca tinca", 2, ["ant", "tench, Tinca tinca"], [0]) == [1]
     flowers = ["1", "10", "11", "2", "3"]  # numbers that are names select names, one by one or as a range
     for given in (["1", "2", "3"], [1, 2, 3], "1-3", ["1-3"], "1,2-3"):
         assert parse_classes("classes", given, 5, flowers, [0]) == [0, 3, 4], given
-    assert parse_classes("classes", "1-2", 2, ["001", "002"], [0]) == parse_classes("classes", [1, "002"], 2, ["001", "002"], [0]) == [0, 1]
+    assert parse_classes("classes", "1-2", 2, ["001", "002"], [0]) == parse_classes("classes", [1, "002"], 2,
+                                                                                    ["001", "002"], [0]) == [0, 1]
     for given in (0, "0-1", 12):
         with pytest.raises(ValueError, match="or names, 1, 10, 11, 2, 3"):
             parse_classes("classes", given, 5, flowers, [0])
@@ -136,7 +144,8 @@ def test_every_class_has_as_many_images_wherever_the_seeds_start(first):
 
 def test_guided_grid_folder_and_npz_from_one_process_and_from_two_are_the_same(run, tmp_path):
     def options(name):
-        return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3", f"out={tmp_path / name}"]
+        return [f"checkpoint={run}", "seeds=0-9", "num_steps=3", "batch_size=2", "guidance=cfg_tread", "gamma1=0.3",
+                f"out={tmp_path / name}"]
 
     result = forked.run("sample.py", *options("two.npz"), ranks=2)
     assert result.returncode == 0, result.stderr
@@ -172,7 +181,8 @@ def test_a_weights_file_of_a_checkpoint_is_recorded_and_sampled_under_its_own_na
         trained = load_trained(folder / f"{name}.safetensors")
         assert trained.weights == name and trained.step == 2
         run_command(main, "sample.py", "cpu=true", f"checkpoint={folder}/{name}.safetensors", "seeds=0", "num_steps=1")
-    assert {path.name for path in (copy / "samples").iterdir()} == {f"step-00000002-{name}-num_steps1-seeds0.png" for name in ("ema", "model")}
+    assert {path.name for path in (copy / "samples").iterdir()} == {f"step-00000002-{name}-num_steps1-seeds0.png"
+                                                                    for name in ("ema", "model")}
     with pytest.raises(ValueError, match="holds weights=model, not weights=ema"):
         load_trained(folder / "model.safetensors", weights="ema")
     content = (folder / "model.safetensors").read_bytes()
@@ -185,7 +195,8 @@ def test_what_is_inferred_from_bare_weights_is_printed_and_num_heads_can_be_give
     save_file(published(learn_sigma=True), tmp_path / "dit.safetensors")
     for given, heads in ((["diffusion_name=dit"], 6), (["num_heads=8", "diffusion_name=dit"], 8)):
         with pytest.raises(SystemExit):  # Stable Diffusion's autoencoder is not here
-            run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/dit.safetensors", "seeds=0", "num_steps=1", "autoencoder=nowhere", *given)
+            run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/dit.safetensors", "seeds=0",
+                        "num_steps=1", "autoencoder=nowhere", *given)
         assert f"1000 steps), {heads} heads, decoded by nowhere" in capsys.readouterr().out
     assert load_trained(tmp_path / "dit.safetensors", diffusion="dit", num_heads=8).net.blocks[0].attn.num_heads == 8
 
@@ -216,7 +227,8 @@ def test_weights_are_known_by_their_hash_when_training_has_pruned_them(run, tmp_
 def test_channels_are_checked_before_anything_is_sampled(tmp_path):
     write_run(tmp_path / "four", NETWORK | {"in_channels": 4})
     with pytest.raises(SystemExit, match="decodes latents of 3 channels, but these have 4"):
-        run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1", f"out={tmp_path}/x.png")
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={tmp_path}/four", "seeds=0", "num_steps=1",
+                    f"out={tmp_path}/x.png")
     assert not (tmp_path / "x.png").exists()
 
 
@@ -251,12 +263,14 @@ def test_images_of_others_are_neither_mixed_with_ours_nor_cleared(run, tmp_path,
     for options in ([], ["overwrite=true"]):
         with pytest.raises(SystemExit, match=f"pictures that were not made by this code, such as {place.name}"):
             pictures(run, tmp_path / "out", "seeds=0-3", *options)
-    assert place.read_bytes() == before and [file for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
+    assert place.read_bytes() == before and [file
+                                             for file in (tmp_path / "out").rglob("*") if file.is_file()] == [place]
 
 
 @pytest.mark.parametrize("seeds", ["[9223372036854775807]", "4294967296-4294967297"])
 def test_seeds_are_any_number_of_63_bits(run, tmp_path, seeds):
-    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", f"out={tmp_path}/x.npz", f"seeds={seeds}")
+    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", f"out={tmp_path}/x.npz",
+                f"seeds={seeds}")
     assert np.load(tmp_path / "x.npz")["seeds"][0] == int(seeds.strip("[]").split("-")[0])
 
 
@@ -269,20 +283,23 @@ def test_a_larger_seed_raises_an_error_that_states_the_limit(run, tmp_path, seed
 def test_more_ancestral_steps_than_there_are_noise_levels_are_refused(tmp_path):
     write_run(tmp_path, NETWORK | {"learn_sigma": True}, 1, {"name": "ddpm"})
     given = ["cpu=true", f"checkpoint={tmp_path}", "seeds=0", "sampler.solver=ancestral", f"out={tmp_path}/x.npz"]
-    with pytest.raises(SystemExit, match="num_steps=1001: sampler.solver=ancestral visits some of 1000 noise levels.*set num_steps=1000 or fewer"):
+    with pytest.raises(SystemExit,
+                       match="num_steps=1001: sampler.solver=ancestral visits some of 1000 noise levels.*set num_steps=1000 or fewer"):
         run_command(main, "sample.py", *given, "num_steps=1001")
 
 
 def test_a_repeated_seed_is_one_image_and_is_counted_once(run, tmp_path, capsys):
     assert {*pictures(run, tmp_path / "out", "seeds=[1,1,2]")} == {"000001_1.png", "000002_2.png"}
     assert capsys.readouterr().out.startswith("2 images from ")
-    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=[0-2,1-3]", f"out={tmp_path}/x.npz")
+    run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=[0-2,1-3]",
+                f"out={tmp_path}/x.npz")
     assert np.load(tmp_path / "x.npz")["seeds"].tolist() == [0, 1, 2, 3]
 
 
 def test_our_own_grid_or_npz_is_replaced_and_no_other_file(run, tmp_path):
     def sample(out, *options):
-        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=0-3", f"out={out}", *options)
+        run_command(main, "sample.py", "cpu=true", f"checkpoint={run}", "num_steps=1", "seeds=0-3", f"out={out}",
+                    *options)
 
     Image.new("RGB", (8, 8)).save(tmp_path / "photo.png")
     np.savez(tmp_path / "data.npz", arr_0=np.zeros(3))
@@ -298,8 +315,10 @@ def test_our_own_grid_or_npz_is_replaced_and_no_other_file(run, tmp_path):
 
 
 def test_a_full_disk_raises_a_one_line_error_and_leaves_nothing_behind(run, tmp_path):
-    result = forked.run("sample.py", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz", file_size=1024)
-    assert result.returncode == 1 and result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
+    result = forked.run("sample.py", f"checkpoint={run}", "seeds=0-63", "num_steps=1", f"out={tmp_path}/x.npz",
+                        file_size=1024)
+    assert result.returncode == 1
+    assert result.stderr == f"sample.py: reading or writing {tmp_path}/x.npz failed: File too large.\n"
     assert not list(tmp_path.iterdir())
 
 
@@ -313,7 +332,8 @@ def squares(count):
 def rows_of(grid, columns):
     """The grey value that each cell of a grid has."""
     cell, left = 8 * 8 + 2, grid.width - columns * (8 * 8 + 2)
-    return [[grid.getpixel((left + c * cell + 20, r * cell + 20))[0] // 10 for c in range(columns)] for r in range(grid.height // cell)]
+    return [[grid.getpixel((left + c * cell + 20, r * cell + 20))[0] // 10 for c in range(columns)]
+            for r in range(grid.height // cell)]
 
 
 def test_six_seeds_of_three_classes_are_three_rows_in_the_order_asked():
@@ -321,10 +341,12 @@ def test_six_seeds_of_three_classes_are_three_rows_in_the_order_asked():
     assert rows_of(draw_grid(squares(6), [1, 0, 2, 1, 0, 2], None), 2) == [[0, 3], [1, 4], [2, 5]]
 
 
-@pytest.mark.parametrize(("classes", "each", "columns", "rows"), [(1, 80, 10, 8), (3, 27, 9, 9), (2, 11, 6, 4), (12, 2, 2, 12), (80, 1, 8, 10)])
+@pytest.mark.parametrize(("classes", "each", "columns", "rows"),
+                         [(1, 80, 10, 8), (3, 27, 9, 9), (2, 11, 6, 4), (12, 2, 2, 12), (80, 1, 8, 10)])
 def test_a_grid_has_at_most_ten_columns_and_a_class_begins_a_row(classes, each, columns, rows):
     count = classes * each
-    grid = draw_grid(torch.zeros(count, 8, 8, 3, dtype=torch.uint8), [i % classes for i in range(count)], ["x"] * classes)
+    grid = draw_grid(torch.zeros(count, 8, 8, 3, dtype=torch.uint8), [i % classes for i in range(count)],
+                     ["x"] * classes)
     black = np.asarray(grid.convert("L"))[33::66, -20::-66] == 0  # in the middle of each cell, from the right
     assert black.shape[0] == rows and black[:, :columns].sum() == count and not black[:, columns:].any()
 

@@ -12,7 +12,8 @@ from scoring.features import Extractor, extract, load_extractor
 
 
 def pictures(count, side=32, seed=0):
-    return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(seed))
+    return torch.randint(0, 256, (count, side, side, 3), dtype=torch.uint8,
+                         generator=torch.Generator().manual_seed(seed))
 
 
 def sha256(path):
@@ -32,13 +33,15 @@ def test_pixels_are_the_means_of_boxes():
 
 def test_copies_are_dropped_and_the_rest_keep_their_numbers():
     images = pictures(4)
-    (numbers, found), = extract(load_extractor("pixels"), [(torch.tensor([7, -1, 3, -1]), images), (torch.tensor([-1]), images[:1])])
+    (numbers, found), = extract(load_extractor("pixels"),
+                                [(torch.tensor([7, -1, 3, -1]), images), (torch.tensor([-1]), images[:1])])
     assert numbers.tolist() == [7, 3]
     assert torch.equal(found["pool"], load_extractor("pixels").compute(images[[0, 2]])["pool"])
 
 
 def test_a_feature_that_is_not_finite_is_named_with_its_image():
-    broken = Extractor("mine", "mine", "fd_mine", {"pool": 1}, "", lambda x: {"pool": torch.tensor([[1.0], [torch.nan]])})
+    broken = Extractor("mine", "mine", "fd_mine", {"pool": 1}, "",
+                       lambda x: {"pool": torch.tensor([[1.0], [torch.nan]])})
     with pytest.raises(ValueError, match=r"mine features \(pool\) of 1 of 2 images are not finite, of image 9 first"):
         list(extract(broken, [(torch.tensor([4, 9]), pictures(2))]))
 
@@ -53,7 +56,8 @@ def test_extraction_runs_without_tf32_and_puts_the_setting_back():
     torch.set_float32_matmul_precision("high")
     cudnn = torch.backends.cudnn.allow_tf32
     try:
-        list(extract(Extractor("mine", "mine", "fd_mine", {"pool": 1}, "", compute), [(torch.tensor([0]), pictures(1))]))
+        list(extract(Extractor("mine", "mine", "fd_mine", {"pool": 1}, "", compute),
+                     [(torch.tensor([0]), pictures(1))]))
         assert seen == [("highest", False)]
         assert torch.get_float32_matmul_precision() == "high" and torch.backends.cudnn.allow_tf32 == cudnn
     finally:
@@ -86,9 +90,11 @@ def graph(tmp_path_factory):
         image = tf.compat.v1.placeholder(tf.float32, [1, None, None, 3], name="ExpandDims")
         x = tf.compat.v1.image.resize_bilinear(image, [17, 17])
         spatial = tf.nn.conv2d(x, torch.randn(1, 1, 3, 192, generator=rng).numpy(), 1, "SAME", name="mixed_6/conv")
-        pool = tf.reduce_mean(tf.nn.conv2d(spatial, torch.randn(1, 1, 192, 2048, generator=rng).numpy(), 1, "SAME"), [1, 2], True)
+        pool = tf.reduce_mean(tf.nn.conv2d(spatial, torch.randn(1, 1, 192, 2048, generator=rng).numpy(), 1, "SAME"),
+                              [1, 2], True)
         pool = tf.identity(pool, name="pool_3")
-        tf.matmul(tf.reshape(pool, [-1, 2048]), torch.randn(2048, 5, generator=rng).numpy() / 1e5, name="softmax/logits/MatMul")
+        tf.matmul(tf.reshape(pool, [-1, 2048]), torch.randn(2048, 5, generator=rng).numpy() / 1e5,
+                  name="softmax/logits/MatMul")
         path.write_bytes(made.as_graph_def().SerializeToString())
     return path
 
@@ -98,7 +104,8 @@ def test_the_adm_graph_takes_any_batch_and_gives_seven_channels(graph):
     assert adm.sizes == {"pool": 2048, "spatial": 2023, "probs": 5} and adm.distance == "fid"
     images = pictures(3)
     found = adm.compute(images)
-    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (3, size) for name, size in adm.sizes.items()}
+    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (3, size)
+                                                                           for name, size in adm.sizes.items()}
     assert torch.allclose(found["probs"].sum(1), torch.ones(3), atol=1e-5)
     one = adm.compute(images[2:])
     assert all(torch.allclose(found[name][2:], one[name], rtol=1e-4, atol=1e-4) for name in found)
@@ -147,7 +154,8 @@ def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
     net = load_extractor("inception", inception_weights)
     assert torch.equal(torch.get_rng_state(), before)  # loading draws nothing from the caller's generator
     found = net.compute(pictures(2))
-    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (2, size) for name, size in net.sizes.items()}
+    assert {name: tuple(value.shape) for name, value in found.items()} == {name: (2, size)
+                                                                           for name, size in net.sizes.items()}
     assert net.sizes["spatial"] == 2023 and (found["spatial"] >= 0).all()  # after the ReLU
     assert torch.allclose(found["probs"].sum(1), torch.ones(2), atol=1e-5)
     assert net.space == "inception-2015" and net.sha256 == sha256(inception_weights)
@@ -161,7 +169,8 @@ class RunsCode:
 def test_inception_weights_that_would_run_code_are_refused(tmp_path):
     torch.save({"fc.weight": RunsCode()}, tmp_path / "weights.pth")
     before = random.getstate()
-    with pytest.raises(ValueError, match="weights alone: it holds pickled Python objects .random.Random.seed|weights alone: it holds pickled"):
+    with pytest.raises(ValueError,
+                       match="weights alone: it holds pickled Python objects .random.Random.seed|weights alone: it holds pickled"):
         load_extractor("inception", tmp_path / "weights.pth")
     assert random.getstate() == before
 
@@ -213,7 +222,8 @@ def test_timms_features_are_those_before_the_classifier(name, side, pool, tmp_pa
     for file in ("named.safetensors", "in_order.pth"):
         mine = load_extractor(f"timm:{name}", tmp_path / file)
         assert torch.allclose(mine.compute(images)["pool"], expected, atol=1e-5) and mine.sizes == {"pool": pool}
-        assert mine.sha256 == sha256(tmp_path / file) and f"{side}x{side}" in mine.input and mine.distance == f"fd_{name}"
+        assert mine.sha256 == sha256(tmp_path / file) and f"{side}x{side}" in mine.input
+        assert mine.distance == f"fd_{name}"
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -231,7 +241,8 @@ def test_weights_of_a_smaller_network_of_the_same_names_are_refused(tmp_path):
     import timm
 
     torch.save(timm.create_model("resnet18").state_dict(), tmp_path / "resnet18.pth")
-    with pytest.raises(ValueError, match="resnet18.pth is not timm's resnet34 .*: .*Missing key.*layer1.2.conv1.weight"):
+    with pytest.raises(ValueError,
+                       match="resnet18.pth is not timm's resnet34 .*: .*Missing key.*layer1.2.conv1.weight"):
         load_extractor("timm:resnet34", tmp_path / "resnet18.pth")
 
 

@@ -56,10 +56,12 @@ def test_the_hours_at_the_head_of_a_gauge_are_computed(gauge):
     cfg = settings_of(gauge)
     with torch.device("meta"):
         net = DiT_models["LightningDiT-XL/1" if "lightning" in gauge else "DiT-XL/2"](
-            learn_sigma=gauge.startswith("dit"), **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
+            learn_sigma=gauge.startswith("dit"),
+            **(dict(input_size=16, in_channels=32) if "lightning" in gauge else {}))
     diffusion = build_diffusion({"name": "ddpm" if gauge.startswith("dit") else "rf"})
     guidance = cfg.scale and Guidance(cfg.scale, interval=cfg.interval, channels=cfg.channels)
-    drawing = SampledImages(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps, guidance=guidance,
+    drawing = SampledImages(one_rank(), net, diffusion, None, [0], [0], batch_size=1, num_steps=cfg.num_steps,
+                            guidance=guidance,
                           sampler=cfg.sampler.model_dump())
     hours = f"{fid.derived_hours(drawing.record, cfg.num_samples, cfg.precision):.2g}"
     text = (ROOT / "configs" / "gauge" / f"{gauge}.yaml").read_text()
@@ -70,7 +72,8 @@ def small_weights(gauge, path):
     """A file with the keys of the published one and random numbers, its form as published."""
     block = "lightning" if "lightning" in gauge else "dit"
     torch.manual_seed(0)
-    net = build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=2, num_heads=2, num_classes=1000,
+    net = build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=2, num_heads=2,
+                             num_classes=1000,
                              init="xavier", block=block, learn_sigma=gauge.startswith(("dit", "sit"))))
     state = net.state_dict()
     if "lightning" in gauge:
@@ -94,7 +97,8 @@ def place(tmp_path_factory):
 @pytest.mark.parametrize("gauge", DRAWN)
 def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path, capsys):
     weights, cfg = small_weights(gauge, tmp_path / "weights.pt"), settings_of(gauge)
-    given = [f"gauge={gauge}", f"checkpoint={weights}", f"reference={place}/images.npz", f"autoencoder={place}/vae", "features=pixels",
+    given = [f"gauge={gauge}", f"checkpoint={weights}", f"reference={place}/images.npz", f"autoencoder={place}/vae",
+             "features=pixels",
              "num_heads=2", "cpu=true", f"results={tmp_path}/results.jsonl"]
     run_command(fid.main, "fid.py", *given, "num_samples=4", "num_steps=5")
     said = capsys.readouterr().out
@@ -104,27 +108,32 @@ def test_a_gauge_runs_on_random_weights_of_the_same_keys(gauge, place, tmp_path,
     source = row["source"]
     assert row["published"] is None
     if gauge == DRAWN[0]:
-        run_command(fid.main, "fid.py", *given, "+published.num_samples=4", "published.num_steps=5")  # as if theirs were so
+        run_command(fid.main, "fid.py", *given, "+published.num_samples=4",
+                    "published.num_steps=5")  # as if theirs were so
         assert f"{cfg.published.scores['fid']} ± " in capsys.readouterr().out
         other = files.read_rows(tmp_path / "results.jsonl")[-1]
         assert other["source"] == source and other["published"]["scores"] == cfg.published.scores
     guidance = source["guidance"] or {}
-    drawn = (source["family"], source["sampler"]["solver"], cfg.num_steps, *(guidance.get(key) for key in ("scale", "channels", "interval")))
+    drawn = (source["family"], source["sampler"]["solver"], cfg.num_steps,
+             *(guidance.get(key) for key in ("scale", "channels", "interval")))
     assert drawn == PUBLISHED_COMMANDS[gauge] and source["precision"] == source["decode_precision"] == "fp32"
 
 
 @pytest.mark.parametrize("gauge", [name for name in GAUGES if name not in DRAWN])
 def test_published_images_need_no_network(gauge, place, tmp_path, capsys):
-    run_command(fid.main, "fid.py", f"gauge={gauge}", f"images={place}/images.npz", f"reference={place}/images.npz", "features=pixels",
+    run_command(fid.main, "fid.py", f"gauge={gauge}", f"images={place}/images.npz", f"reference={place}/images.npz",
+                "features=pixels",
                 "+published.num_samples=8", "cpu=true", f"results={tmp_path}/results.jsonl")
     assert "not measured" in capsys.readouterr().out
 
 
-@pytest.mark.parametrize(("ours", "says"), [((2.38, 0.509), ["OUTSIDE", "within"]), ((2.18, 0.489), ["within", "OUTSIDE"]),
+@pytest.mark.parametrize(("ours", "says"),
+                         [((2.38, 0.509), ["OUTSIDE", "within"]), ((2.18, 0.489), ["within", "OUTSIDE"]),
                                             ((2.16, 0.511), ["OUTSIDE", "OUTSIDE"])])
 def test_a_score_above_or_below_its_tolerance_is_said(ours, says):
     published = Published(where="X", scores={"fid": 2.27, "recall": 0.5}, tolerance={"fid": 0.1, "recall": 0.01})
-    said = fid.compare_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "published": {}}, published)
+    said = fid.compare_published({"metrics": dict(zip(("fid", "recall"), ours, strict=True)), "published": {}},
+                                 published)
     assert [line.split()[-1] for line in said.splitlines()[2:]] == says
 
 
@@ -166,18 +175,21 @@ def flow(shapes, tmp_path_factory):
 
 
 def scored(run, place, out, *given):
-    run_command(fid.main, "fid.py", f"checkpoint={run}", f"reference={place}/images.npz", "features=pixels", "cpu=true", f"results={out}", *given)
+    run_command(fid.main, "fid.py", f"checkpoint={run}", f"reference={place}/images.npz", "features=pixels", "cpu=true",
+                f"results={out}", *given)
     return files.read_rows(out)[-1]
 
 
 def test_a_runs_metadata_says_how_its_published_score_was_sampled(flow):
     record = checkpoints.read_meta(checkpoints.latest(flow))["published"]
-    assert record == {"where": "Somebody", "scores": {"fd_pixels": 12.25}, "tolerance": {}, "diffusion": "rf", "step": 2,
+    assert record == {"where": "Somebody", "scores": {"fd_pixels": 12.25}, "tolerance": {}, "diffusion": "rf",
+                      "step": 2,
                       "num_samples": 6, "num_steps": 3, "sampler": {"solver": "euler_maruyama"}}
     assert load_trained(flow).recorded["published"] == record
 
 
-def test_a_run_is_sampled_as_published_on_demand_and_then_compared_with_the_published_score(flow, place, tmp_path, capsys):
+def test_a_run_is_sampled_as_published_on_demand_and_then_compared_with_the_published_score(flow, place, tmp_path,
+                                                                                            capsys):
     results = tmp_path / "results.jsonl"
     row = scored(flow, place, results, "sampler=published")
     assert (row["images"], row["source"]["num_steps"], row["source"]["evaluations"]) == (6, 3, 3)
@@ -185,7 +197,8 @@ def test_a_run_is_sampled_as_published_on_demand_and_then_compared_with_the_publ
     assert row["published"] == {"where": "Somebody", "scores": {"fd_pixels": 12.25}}
     assert f"{row['metrics']['fd_pixels']:.4f}     12.25\n" in capsys.readouterr().out
     spelled = scored(flow, place, results, "num_samples=6", "num_steps=3", "sampler.solver=euler_maruyama")
-    assert spelled["source"] == row["source"] and spelled["published"] == row["published"] and "12.25" in capsys.readouterr().out
+    assert spelled["source"] == row["source"] and spelled["published"] == row["published"]
+    assert "12.25" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("otherwise", [["num_steps=4"], ["sampler={solver: heun}"], ["weights=model"]])
@@ -196,11 +209,13 @@ def test_a_row_sampled_differently_has_no_published_score_beside_it(flow, place,
     assert row["published"] is None and "12.25" not in said
     assert 'Somebody: not compared, as the images were sampled differently. Theirs: {"diffusion": "rf", "step": 2' in said
     if otherwise == ["num_steps=4"]:  # what is given goes first, and the rest is as published
-        assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama", 6)
+        assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama",
+                                                                                                   6)
 
 
 def test_sampler_published_needs_metadata_that_can_be_sampled(shapes, place, tmp_path):
-    for given, says in (([], "its record holds no published scores"), ([THEIRS], "Somebody is of rf, and this network of edm")):
+    for given, says in (([], "its record holds no published scores"),
+                        ([THEIRS], "Somebody is of rf, and this network of edm")):
         run = tmp_path / f"run{len(given)}"
         assert train_here(run, shapes, "steps=1", "samples.every=0", *given).returncode == 0
         with pytest.raises(SystemExit, match=says):

@@ -23,7 +23,8 @@ def pictures(path, images, suffixes=(".png",), mode="RGB"):
     path.mkdir()
     for i, image in enumerate(images):
         suffix = suffixes[i % len(suffixes)]
-        Image.fromarray(np.array(image)).convert(mode).save(path / f"{i:04d}{suffix}", format=suffix[1:].replace("JPG", "JPEG"))
+        Image.fromarray(np.array(image)).convert(mode).save(path / f"{i:04d}{suffix}",
+                                                            format=suffix[1:].replace("JPG", "JPEG"))
     return path
 
 
@@ -45,13 +46,15 @@ def in_training_mode(path):
 
 def expected_distance(one, two):
     """The distance of pixels, by numpy."""
-    return fid.frechet_distance(*(value for images in (one, two) for x in [load_extractor("pixels").compute(images)["pool"].double().numpy()]
+    return fid.frechet_distance(*(value for images in (one, two)
+                                  for x in [load_extractor("pixels").compute(images)["pool"].double().numpy()]
                                   for value in (x.mean(0), np.cov(x.T))))
 
 
 REAL, OTHER = shapes(60), shapes(37, seed=3)
 EXACT = pytest.approx(expected_distance(OTHER, REAL), rel=1e-6)
-GREY = torch.from_numpy(np.stack([np.array(Image.fromarray(image.numpy()).convert("L").convert("RGB")) for image in OTHER]))
+GREY = torch.from_numpy(np.stack([np.array(Image.fromarray(image.numpy()).convert("L").convert("RGB"))
+                                  for image in OTHER]))
 
 # Where it was reported, what people do, the settings, and the metrics, or the line of the error.
 REPORTS = [
@@ -59,40 +62,52 @@ REPORTS = [
      lambda at: dict(images=saved(at / "a.npz", REAL), reference=saved(at / "b.npz", REAL)),
      {"fd_pixels": pytest.approx(0, abs=1e-6), "precision": 1, "recall": 1}),
     ("clovaai/generative-evaluation-prdc#7, photosynthesis-team/piq#285", "all features of both sets are equal",
-     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(9, 1, 1, 1)), reference=saved(at / "b.npz", REAL[:1].repeat(7, 1, 1, 1))),
+     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(9, 1, 1, 1)),
+                     reference=saved(at / "b.npz", REAL[:1].repeat(7, 1, 1, 1))),
      {"fd_pixels": pytest.approx(0, abs=1e-6), "precision": 1, "recall": 1}),
     ("GaParmar/clean-fid#61, toshas/torch-fidelity#54", "copies of one image, whose covariance is 0, against others",
-     lambda at: dict(images=pictures(at / "a", REAL[:1].repeat(9, 1, 1, 1)), reference=saved(at / "b.npz", REAL), metrics=["fd_pixels"]),
+     lambda at: dict(images=pictures(at / "a", REAL[:1].repeat(9, 1, 1, 1)), reference=saved(at / "b.npz", REAL),
+                     metrics=["fd_pixels"]),
      {"fd_pixels": pytest.approx(expected_distance(REAL[:1].repeat(9, 1, 1, 1), REAL), rel=1e-6)}),
     ("toshas/torch-fidelity#58", "a collapsed model: precision is its quality, recall its variety, and not the reverse",
-     lambda at: dict(images=saved(at / "a.npz", REAL[:1].repeat(30, 1, 1, 1) ^ torch.arange(30, dtype=torch.uint8).view(30, 1, 1, 1) % 2),
+     lambda at: dict(images=saved(at / "a.npz",
+                                  REAL[:1].repeat(30, 1, 1, 1) ^ torch.arange(30, dtype=torch.uint8).view(30, 1, 1,
+                                                                                                          1) % 2),
                      reference=saved(at / "b.npz", REAL), metrics=["precision", "recall"]),
      {"precision": 1, "recall": pytest.approx(0, abs=0.04)}),
     ("GaParmar/clean-fid#37, #68", "suffixes in capitals are neither left out nor counted twice",
      lambda at: dict(images=pictures(at / "a", OTHER, (".png", ".PNG", ".BMP")), reference=saved(at / "b.npz", REAL)),
      {"fd_pixels": EXACT, "images": 37}),
     ("mseitzer/pytorch-fid#35", "grey files are the same images as with three equal channels",
-     lambda at: dict(images=pictures(at / "a", OTHER, mode="L"), reference=saved(at / "b.npz", GREY), metrics=["fd_pixels"]),
+     lambda at: dict(images=pictures(at / "a", OTHER, mode="L"), reference=saved(at / "b.npz", GREY),
+                     metrics=["fd_pixels"]),
      {"fd_pixels": pytest.approx(0, abs=1e-6)}),
     ("GaParmar/clean-fid#32, ermongroup/ddim#32", "a number of images that is no multiple of the batch size",
-     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", REAL), batch_size=36), {"fd_pixels": EXACT, "images": 37}),
+     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", REAL), batch_size=36),
+     {"fd_pixels": EXACT, "images": 37}),
     ("mseitzer/pytorch-fid#42", "a batch size above the number of images",
-     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", REAL), batch_size=500), {"fd_pixels": EXACT, "images": 37}),
+     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", REAL), batch_size=500),
+     {"fd_pixels": EXACT, "images": 37}),
     ("openai/guided-diffusion, image_sample.py", "labels beside the images, as arr_1",
-     lambda at: dict(images=saved(at / "a.npz", OTHER, np.arange(37)), reference=saved(at / "b.npz", REAL, np.arange(60))), {"fd_pixels": EXACT}),
+     lambda at: dict(images=saved(at / "a.npz", OTHER, np.arange(37)),
+                     reference=saved(at / "b.npz", REAL, np.arange(60))), {"fd_pixels": EXACT}),
     ("openai/improved-diffusion#106", "images as floats in [0, 1]",
      lambda at: dict(images=saved(at / "a.npz", OTHER.float() / 255), reference=saved(at / "b.npz", REAL)),
      r"a.npz: the array is float32 \(37, 16, 16, 3\); images are uint8"),
     ("mseitzer/pytorch-fid, --save-stats", "statistics in the place of images",
-     lambda at: dict(images=saved(at / "a.npz", mu=np.zeros(192), sigma=np.eye(192)), reference=saved(at / "b.npz", REAL)),
+     lambda at: dict(images=saved(at / "a.npz", mu=np.zeros(192), sigma=np.eye(192)),
+                     reference=saved(at / "b.npz", REAL)),
      r"a.npz holds mu.npy, sigma.npy, but no images: they are uint8 \(N, H, W, 3\) under arr_0"),
-    ("toshas/torch-fidelity#43, Lightning-AI/torchmetrics#1620", "a network in training mode, whose features depend on the batch size",
-     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", REAL), features="torchscript", features_weights=in_training_mode(at / "n.pt")),
+    ("toshas/torch-fidelity#43, Lightning-AI/torchmetrics#1620",
+     "a network in training mode, whose features depend on the batch size",
+     lambda at: dict(images=saved(at / "a.npz", OTHER), reference=saved(at / "b.npz", REAL), features="torchscript",
+                     features_weights=in_training_mode(at / "n.pt")),
      "n.pt is not TorchScript .* the features of an image depend on the others in its batch, as in training mode"),
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize(("settings", "expected"), [row[2:] for row in REPORTS], ids=[f"{source}: {what}" for source, what, *_ in REPORTS])
+@pytest.mark.parametrize(("settings", "expected"), [row[2:] for row in REPORTS],
+                         ids=[f"{source}: {what}" for source, what, *_ in REPORTS])
 def test_what_people_reported_comes_out_right(settings, expected, tmp_path):
     is_error = isinstance(expected, str)
     with pytest.raises(SystemExit, match=expected) if is_error else nullcontext():

@@ -40,16 +40,19 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
     results = {row["check"]: row["result"] for row in rows}
     assert all(f"{row['result']}  {row['check']}: {row['message']}" in printed for row in rows)
     assert {name for name, result in results.items() if result == "PASS"} == {
-        "machine", "step, fp32, eager", "step, fp32, compiled", "step, bf16, eager", "graphs, compiled", "kill and resume", "sampling", "scores",
+        "machine", "step, fp32, eager", "step, fp32, compiled", "step, bf16, eager", "graphs, compiled",
+        "kill and resume", "sampling", "scores",
         "speed, DiT-S/2", *(f"no wait, {kind}" for kind in check_gpu.KINDS if kind != "fp16")}
     assert set(results.values()) == {"PASS", "SKIP"} and "0 of" in printed
 
 
 def test_two_ranks_step_like_one_as_replicas_and_sharded(tmp_path):
-    ended = forked.run("-c", "from scripts import check_gpu as c; c.CHECKS = {name: c.CHECKS[name] for name in ('step, fp32, eager', 'FSDP', 'collectives')}; "
+    ended = forked.run("-c",
+                       "from scripts import check_gpu as c; c.CHECKS = {name: c.CHECKS[name] for name in ('step, fp32, eager', 'FSDP', 'collectives')}; "
                              "c.main()", "rehearsal=true", f"out={tmp_path}/gpu.json", ranks=2)
     assert ended.returncode == 0, ended.stderr
-    assert [row["result"] for row in json.loads((tmp_path / "gpu.json").read_text())["checks"]] == 3 * ["PASS"], ended.stdout
+    assert [row["result"]
+            for row in json.loads((tmp_path / "gpu.json").read_text())["checks"]] == 3 * ["PASS"], ended.stdout
 
 
 def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(machine, monkeypatch, capsys):
@@ -61,19 +64,23 @@ def test_a_check_that_raises_fails_with_its_first_line_and_the_others_still_run(
         run_command(check_gpu.main, "check_gpu.py", "rehearsal=true")
     assert ended.value.code == 1
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("FAIL  broken: RuntimeError: no kernel image  [") and lines[1].startswith("PASS  machine: ")
+    assert lines[0].startswith("FAIL  broken: RuntimeError: no kernel image  [")
+    assert lines[1].startswith("PASS  machine: ")
     assert lines[-1] == "1 of 2 checks failed: broken"
 
 
 def test_steps_that_differ_from_the_cpus_fail_with_the_numbers(machine, monkeypatch):
-    monkeypatch.setattr(check_gpu, "train_step", lambda *given, **options: [each * 1.01 for each in check_gpu.train_step.plain(*given, **options)])
+    monkeypatch.setattr(check_gpu, "train_step", lambda *given,
+                        **options: [each * 1.01 for each in check_gpu.train_step.plain(*given, **options)])
     check_gpu.train_step.plain = sys.modules["train"].train_step
-    with pytest.raises(ValueError, match=r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most 0\.0001\)"):
+    with pytest.raises(ValueError,
+                       match=r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most 0\.0001\)"):
         check_gpu.check_step(machine, "fp32", "eager")
 
 
 def test_graphs_that_are_compiled_late_fail(machine, graphs, monkeypatch):
-    everywhere = {"selection_ratio": 0.5, "start_layer_idx": 0, "end_layer_idx": -1}  # so no block sees all tokens before the off-ramp
+    everywhere = {"selection_ratio": 0.5, "start_layer_idx": 0,
+                  "end_layer_idx": -1}  # so no block sees all tokens before the off-ramp
     network = machine.network | {"routes": [everywhere], "depth": 2}
     seen = check_gpu.graphs_by_step(machine, True, network, True, 4, 1)
     assert [count - seen[0] for count in seen] == [0, 1, 1, 1, 1, 2, 2]

@@ -23,7 +23,8 @@ from weights.loading import load_trained
 from weights.others import from_diffusers, to_diffusers
 from weights.records import build_network
 
-NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=5, init="xavier",
+NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=5,
+               init="xavier",
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=-1)])
 EDM = {"name": "edm", "P_mean": -1.0, "P_std": 1.2, "sigma_data": 0.4, "routed_loss": "all", "mae_weight": 0.0}
 RF = {"name": "rf", "timestep_sampling": "uniform", "cosine_weight": 0.0}
@@ -40,7 +41,8 @@ def network(**changes):
 def save_run(run, diffusion, autoencoder="identity", convention=None, **changes):
     net = network(**changes)
     recorded = {"network": NETWORK | changes, "diffusion": diffusion, "step": 7,
-                "data": {"autoencoder": str(autoencoder), "class_names": list("abcde"), "display_names": None, "convention": convention}}
+                "data": {"autoencoder": str(autoencoder), "class_names": list("abcde"), "display_names": None,
+                         "convention": convention}}
     other = {name: value + 0.01 for name, value in net.state_dict().items()}
     checkpoints.save(checkpoints.step_folder(run, 7), {"ema": net.state_dict(), "model": other}, recorded)
     return run
@@ -59,7 +61,8 @@ def exported(run, to, out, **settings):
 
 def drawn(checkpoint, out, *overrides):
     """What sample.py draws of seeds 0 to 4, uint8."""
-    run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0-4", f"out={out}", "batch_size=5", *overrides)
+    run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0-4", f"out={out}",
+                "batch_size=5", *overrides)
     return np.load(out)["arr_0"]
 
 
@@ -129,7 +132,8 @@ CASES = {  # diffusion, changes of the network, arguments of the pipeline and of
     "edm": (EDM, {}, {"num_inference_steps": 4}, ["num_steps=4"]),
     "guided": (EDM, {}, {"num_inference_steps": 3, "guidance_scale": 2.0, "interval": [0.1, 20.0],
                          "sampler": {"S_churn": 2.0, "sigma_max": 40.0}},
-               ["num_steps=3", "guidance=cfg", "scale=2.0", "interval=[0.1,20.0]", "sampler.S_churn=2.0", "sampler.sigma_max=40.0"]),
+               ["num_steps=3", "guidance=cfg", "scale=2.0", "interval=[0.1,20.0]", "sampler.S_churn=2.0",
+                "sampler.sigma_max=40.0"]),
     "rf": (RF, {}, {"num_inference_steps": 3, "guidance_scale": 1.5, "sampler": {"solver": "heun"}},
            ["num_steps=3", "guidance=cfg", "scale=1.5", "sampler.solver=heun"]),
     "pixels": ({"name": "ddpm"}, {"in_channels": 3, "learn_sigma": True},
@@ -140,20 +144,33 @@ CASES = {  # diffusion, changes of the network, arguments of the pipeline and of
 
 REFUSED = [  # pipeline, arguments, what is said
     ("edm", {"output_type": "latents"}, "output_type='latents' is none of pil, np, pt, latent"),
-    ("edm", {"guidance_scale": 2.0, "interval": [5, 1]}, "interval=[5, 1] does not fit the sampler's noise levels, from 80 to 0.002"),
-    ("edm", {"guidance_scale": 2.0, "interval": [100, 200]}, "does not fit"), ("edm", {"guidance_scale": 2.0, "interval": [1]}, "interval=[1]"),
+    ("edm", {"guidance_scale": 2.0, "interval": [5, 1]},
+     "interval=[5, 1] does not fit the sampler's noise levels, from 80 to 0.002"),
+    ("edm", {"guidance_scale": 2.0, "interval": [100, 200]}, "does not fit"),
+           ("edm", {"guidance_scale": 2.0, "interval": [1]}, "interval=[1]"),
     ("rf", {"guidance_scale": 2.0, "interval": [0.3, 3.0]}, "A sigma of EDM is t = sigma / (1 + sigma)"),
-    ("edm", {"interval": [0.3, 3.0]}, "changes nothing without guidance_scale"), ("edm", {"channels": 3}, "changes nothing without guidance_scale"),
-    ("edm", {"guidance_scale": 2.0, "channels": 5}, "channels=5 must be from 1 to 4"), ("edm", {"guidance_scale": 2.0, "channels": 2.0}, "channels=2.0"),
-    ("edm", {"guidance_scale": "2"}, "guidance_scale='2'"), ("edm", {"guidance_scale": float("nan")}, "guidance_scale=nan"),
-    ("edm", {"num_inference_steps": 0}, "num_inference_steps=0"), ("edm", {"num_inference_steps": 40.5}, "num_inference_steps=40.5"),
-    ("edm", {"num_inference_steps": 20_000}, "from 1 to 10000"), ("edm", {"num_inference_steps": "4"}, "num_inference_steps='4'"),
-    ("edm", {"generator": 0}, "generator=0 is no torch.Generator"), ("edm", {"generator": [0]}, "generator=0 is no torch.Generator"),
-    ("edm", {"class_labels": "a"}, "class_labels='a' must be integers: 0 … 4, or 5 for no class"), ("edm", {"class_labels": True}, "class_labels=True"),
-    ("edm", {"sampler": {"solver": "heun"}}, "sampler.solver=heun: the sampler of EDM has no such setting"), ("edm", {"sampler": "heun"}, "sampler='heun'"),
-    ("edm", {"sampler": {"sigma_min": 90}}, "is not below sampler.sigma_max"), ("edm", {"sampler": {"rho": "7"}}, "sampler.rho='7'"),
-    ("edm", {"sampler": {"rho": 0}}, "sampler.rho=0: give a number from 0.1 to 100"), ("edm", {"sampler": {"S_noise": 1.1}}, "set sampler.S_churn=40"),
-    ("edm", {"sampler": {"num_steps": 3}}, "no such setting"), ("rf", {"sampler": {"solver": "ancestral"}}, "solver=ancestral is none of euler"),
+    ("edm", {"interval": [0.3, 3.0]}, "changes nothing without guidance_scale"),
+           ("edm", {"channels": 3}, "changes nothing without guidance_scale"),
+    ("edm", {"guidance_scale": 2.0, "channels": 5}, "channels=5 must be from 1 to 4"),
+           ("edm", {"guidance_scale": 2.0, "channels": 2.0}, "channels=2.0"),
+    ("edm", {"guidance_scale": "2"}, "guidance_scale='2'"),
+           ("edm", {"guidance_scale": float("nan")}, "guidance_scale=nan"),
+    ("edm", {"num_inference_steps": 0}, "num_inference_steps=0"),
+           ("edm", {"num_inference_steps": 40.5}, "num_inference_steps=40.5"),
+    ("edm", {"num_inference_steps": 20_000}, "from 1 to 10000"),
+           ("edm", {"num_inference_steps": "4"}, "num_inference_steps='4'"),
+    ("edm", {"generator": 0}, "generator=0 is no torch.Generator"),
+           ("edm", {"generator": [0]}, "generator=0 is no torch.Generator"),
+    ("edm", {"class_labels": "a"}, "class_labels='a' must be integers: 0 … 4, or 5 for no class"),
+           ("edm", {"class_labels": True}, "class_labels=True"),
+    ("edm", {"sampler": {"solver": "heun"}}, "sampler.solver=heun: the sampler of EDM has no such setting"),
+           ("edm", {"sampler": "heun"}, "sampler='heun'"),
+    ("edm", {"sampler": {"sigma_min": 90}}, "is not below sampler.sigma_max"),
+           ("edm", {"sampler": {"rho": "7"}}, "sampler.rho='7'"),
+    ("edm", {"sampler": {"rho": 0}}, "sampler.rho=0: give a number from 0.1 to 100"),
+           ("edm", {"sampler": {"S_noise": 1.1}}, "set sampler.S_churn=40"),
+    ("edm", {"sampler": {"num_steps": 3}}, "no such setting"),
+           ("rf", {"sampler": {"solver": "ancestral"}}, "solver=ancestral is none of euler"),
     ("rf", {"sampler": {"shift": "big"}}, "sampler.shift='big'"),
     ("pixels", {"sampler": {"solver": "ancestral"}, "num_inference_steps": 1001}, "num_steps=1001"),
 ]  # fmt: skip
@@ -165,9 +182,11 @@ def elsewhere(vae, tmp_path_factory):
     home = tmp_path_factory.mktemp("elsewhere")
     folders = {}
     for name, (diffusion, changes, call, _) in CASES.items():
-        conventions = {"rf": {"scale": 2.0, "shift": 0.1, "latents_mean": [0.5, 0.0, -0.5, 0.1], "latents_std": [1.0, 2.0, 0.5, 1.5]},
+        conventions = {"rf": {"scale": 2.0, "shift": 0.1, "latents_mean": [0.5, 0.0, -0.5, 0.1],
+                              "latents_std": [1.0, 2.0, 0.5, 1.5]},
                        "pixels": {"scale": 0.5, "shift": 0.1}}
-        run = save_run(home / "runs" / name, diffusion, "identity" if changes else vae, conventions.get(name), **changes)
+        run = save_run(home / "runs" / name, diffusion, "identity" if changes else vae, conventions.get(name),
+                       **changes)
         folders[name] = (str(exported(run, "diffusers", home / f"folder-{name}")), call)
     unguided = []
     for name, changes in (("plain", {}), ("with a head", {"head_block": 1})):
@@ -222,7 +241,8 @@ def test_what_save_pretrained_writes_loads_and_samples_the_same_bits(name, elsew
 
 def test_a_pipeline_returns_latents_where_they_are_asked_for(elsewhere):
     _, found = elsewhere
-    assert found["edm latents"].shape == (1, 4, 8, 8) and found["edm latents"].dtype == np.float32 and abs(found["edm latents"]).max() > 0.1
+    assert found["edm latents"].shape == (1, 4, 8, 8) and found["edm latents"].dtype == np.float32
+    assert abs(found["edm latents"]).max() > 0.1
 
 
 @pytest.mark.parametrize("i", range(len(REFUSED)), ids=[f"{name} {call}" for name, call, _ in REFUSED])
@@ -240,7 +260,8 @@ def test_a_pipeline_that_diffusers_saved_again_is_sampled_by_us_as_the_run_is(na
     for given in (saved, saved / "transformer", saved / "transformer/diffusion_pytorch_model.safetensors"):
         assert np.array_equal(drawn(given, tmp_path / "saved.npz", *overrides), ours)
     again, first = load_trained(saved), load_trained(runs / name)
-    assert (again.class_names, again.display_names, again.step, again.weights) == (first.class_names, first.display_names, 7, "ema")
+    assert (again.class_names, again.display_names, again.step, again.weights) == (first.class_names,
+                                                                                   first.display_names, 7, "ema")
     assert again.recorded["diffusion"] == first.recorded["diffusion"] and again.net.routes == first.net.routes
     with pytest.raises(ValueError, match="diffusion_name=sit is for weights without a record"):
         load_trained(saved, diffusion="sit")
@@ -249,7 +270,8 @@ def test_a_pipeline_that_diffusers_saved_again_is_sampled_by_us_as_the_run_is(na
 @pytest.mark.parametrize("form", ["shards", "variant", "both", "half", "over itself"])
 def test_shards_variants_halves_and_an_export_saved_over_itself_are_read_with_their_record(form, elsewhere, tmp_path):
     runs, _ = elsewhere
-    saved = shutil.copytree(runs.with_name("folder-edm" if form == "over itself" else f"saved-{form}"), tmp_path / "renamed")
+    saved = shutil.copytree(runs.with_name("folder-edm" if form == "over itself" else f"saved-{form}"),
+                            tmp_path / "renamed")
     images, ours = (drawn(given, tmp_path / "x.npz", "num_steps=4").astype(int) for given in (saved, runs / "edm"))
     assert abs(images - ours).max() <= (2 if form == "half" else 0)
 
@@ -282,7 +304,8 @@ def test_the_names_of_diffusers_and_back_are_the_same_tensors():
     back = from_diffusers(theirs)
     assert back.keys() == state.keys() and all(torch.equal(back[name], state[name]) for name in state)
     with pytest.raises(ValueError, match="but transformer_blocks.1.attn1.to_k.bias is not among them"):
-        from_diffusers({name: value for name, value in theirs.items() if name != "transformer_blocks.1.attn1.to_k.bias"})
+        from_diffusers({name: value
+                        for name, value in theirs.items() if name != "transformer_blocks.1.attn1.to_k.bias"})
 
 
 @pytest.mark.parametrize("to", ["diffusers", "hub"])
@@ -292,7 +315,8 @@ def test_exported_weights_are_sampled_again_by_us(to, vae, tmp_path):
     trained = load_trained(folder)
     assert (trained.step, trained.weights, trained.class_names) == (7, "model", list("abcde"))
     assert trained.recorded == load_trained(run).recorded
-    images = [drawn(each, tmp_path / "x.npz", "num_steps=2", *more) for each, more in ((folder, ()), (run, ["weights=model"]), (run, ()))]
+    images = [drawn(each, tmp_path / "x.npz", "num_steps=2", *more)
+              for each, more in ((folder, ()), (run, ["weights=model"]), (run, ()))]
     assert np.array_equal(images[0], images[1]) and not np.array_equal(images[0], images[2])
     with pytest.raises(ValueError, match="holds weights=model, not weights=ema"):
         load_trained(folder, "ema")
@@ -305,19 +329,24 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
     run = save_run(tmp_path / "run", {"name": "edm"}, in_channels=3)
     state = torch.load(exported(run, "dit", tmp_path / "x.pt"), weights_only=True)
     of_a_block = ["adaLN_modulation.1", "attn.proj", "attn.qkv", "mlp.fc1", "mlp.fc2"]
-    layers = ["final_layer.adaLN_modulation.1", "final_layer.linear", "t_embedder.mlp.0", "t_embedder.mlp.2", "x_embedder.proj",
+    layers = ["final_layer.adaLN_modulation.1", "final_layer.linear", "t_embedder.mlp.0", "t_embedder.mlp.2",
+              "x_embedder.proj",
               *(f"blocks.{i}.{name}" for i in range(3) for name in of_a_block)]
-    assert {*state} == {"pos_embed", "y_embedder.embedding_table.weight", *(f"{name}.{kind}" for name in layers for kind in ("weight", "bias"))}
-    assert isinstance(state, dict) and all(torch.equal(value, network(in_channels=3).state_dict()[name]) for name, value in state.items())
+    assert {*state} == {"pos_embed", "y_embedder.embedding_table.weight",
+                        *(f"{name}.{kind}" for name in layers for kind in ("weight", "bias"))}
+    assert isinstance(state, dict) and all(torch.equal(value, network(in_channels=3).state_dict()[name])
+                                           for name, value in state.items())
     printed = capsys.readouterr().out
     words = printed.split("sample.py checkpoint=")[1].rstrip(".\n").split()
-    assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"), drawn(run, tmp_path / "2.npz", "num_steps=2"))
+    assert np.array_equal(drawn(words[0], tmp_path / "1.npz", *words[1:], "num_steps=2"),
+                          drawn(run, tmp_path / "2.npz", "num_steps=2"))
     exported(save_run(tmp_path / "other", EDM, in_channels=3), "dit", tmp_path / "y.pt")
     said = capsys.readouterr().out
     assert "cannot be given P_mean=-1.0, sigma_data=0.4" in said and "convention" not in said
 
 
-@pytest.mark.parametrize(("convention", "is_lost"), [({"scale": 2.0, "shift": 0.1}, True), ({"scale": 0.5, "shift": 0.0}, False), (None, False)])
+@pytest.mark.parametrize(("convention", "is_lost"),
+                         [({"scale": 2.0, "shift": 0.1}, True), ({"scale": 0.5, "shift": 0.0}, False), (None, False)])
 def test_the_pt_says_that_a_convention_of_the_latents_is_lost(convention, is_lost, vae, tmp_path, capsys):
     exported(save_run(tmp_path / "run", {"name": "edm"}, vae, convention), "dit", tmp_path / "x.pt")
     assert ("cannot be given the convention of its latents (scale=2.0, shift=0.1)" in capsys.readouterr().out) == is_lost
@@ -340,10 +369,13 @@ def scored_run(tmp_path):
     digest = files.sha256(checkpoints.latest(run) / "ema.safetensors")
     for step, fid, weights in ((6, 9.0, digest), (7, 8.0, "of before it was trained anew"), (7, 4.25, digest)):
         files.append_row(run / "results.jsonl", {
-            "metrics": {"fid": fid}, "images": 50_000, "commit": "abc", "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"},
-            "source": {"step": step, "weights": "ema", "weights_sha256": weights, "guidance": {"scale": 1.5}, "num_steps": 40}})
+            "metrics": {"fid": fid}, "images": 50_000, "commit": "abc", "extractor": {"name": "adm"},
+            "reference": {"path": "a/ref.npz"},
+            "source": {"step": step, "weights": "ema", "weights_sha256": weights, "guidance": {"scale": 1.5},
+                       "num_steps": 40}})
     files.append_row(run / "results.jsonl", {
-        "metrics": {"fid": 7.5}, "images": 1000, "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"}, "source": {"step": 7, "weights": "ema", "in_training": True, "guidance": None, "num_steps": 18}})
+        "metrics": {"fid": 7.5}, "images": 1000, "extractor": {"name": "adm"}, "reference": {"path": "a/ref.npz"},
+        "source": {"step": 7, "weights": "ema", "in_training": True, "guidance": None, "num_steps": 18}})
     return run
 
 
@@ -351,19 +383,25 @@ def test_a_hubs_folder_has_card_grid_scores_and_weights(tmp_path, monkeypatch):
     monkeypatch.setattr("huggingface_hub.HfApi", None)  # nothing is uploaded without a word
     folder = exported(scored_run(tmp_path), "hub", tmp_path / "x", repo="user/x", license="mit")
     card = (folder / "README.md").read_text()
-    assert card.startswith("---\nlicense: mit\n") and "![one row a class](grid.png)" in card and (folder / "grid.png").is_file()
+    assert card.startswith("---\nlicense: mit\n") and "![one row a class](grid.png)" in card
+    assert (folder / "grid.png").is_file()
     assert "| fid | 4.25 | 50,000 | scale 1.5 | 40 | adm | ref.npz |" in card and "| 9 |" not in card
     assert "| fid | 7.5 | 1,000 |" in card and "| 8 |" not in card
-    assert "blocks 1 to -1 without 50% of the tokens" in card and "hf download user/x --local-dir x" in card and "EDM, P_mean -1.0" in card
+    assert "blocks 1 to -1 without 50% of the tokens" in card and "hf download user/x --local-dir x" in card
+    assert "EDM, P_mean -1.0" in card
     assert [row["commit"] for row in files.read_rows(folder / "scores.jsonl") if "commit" in row] == ["abc"]
-    assert {file.name for file in folder.iterdir()} == {"README.md", "grid.png", "scores.jsonl", "weights.safetensors", "meta.json"}
+    assert {file.name
+            for file in folder.iterdir()} == {"README.md", "grid.png", "scores.jsonl", "weights.safetensors",
+                                              "meta.json"}
     weights = shutil.copy(checkpoints.latest(tmp_path / "run") / "model.safetensors", tmp_path)
     bare = exported(weights, "hub", tmp_path / "bare", diffusion_name="rf", num_heads=2)
     assert load_trained(bare).step is None and load_trained(bare).recorded["diffusion"] == {"name": "rf"}
     assert "have not been scored" in (bare / "README.md").read_text() and not (bare / "grid.png").exists()
 
 
-@pytest.mark.parametrize("license", ["mit", "My licence: v2", "a 'quoted' \"one\"", "two\nlines", "- [x] #1", "Größe: ½", "no", "1.0"])
+@pytest.mark.parametrize("license",
+                         ["mit", "My licence: v2", "a 'quoted' \"one\"", "two\nlines", "- [x] #1", "Größe: ½", "no",
+                          "1.0"])
 def test_the_head_of_a_model_card_is_yaml_whatever_the_licence_is_called(license, tmp_path):
     trained = load_trained(save_run(tmp_path / "run", EDM, in_channels=3))
     card = export.model_card(trained, SimpleNamespace(license=license, repo="user/x"), "x", [], has_grid=False)
@@ -375,13 +413,17 @@ def test_a_hubs_folder_has_no_path_of_this_machine_and_follows_no_link(tmp_path)
     run = scored_run(tmp_path)
     rows = files.read_rows(run / "results.jsonl")
     rows[2]["reference"]["path"] = "/users/me/secret/ref.npz"
-    rows[2]["source"] |= {"checkpoint": str(run), "autoencoder": "~/secret/vae", "weak": {"checkpoint": "C:\\secret\\weak"}, "seeds": "0-9"}
+    rows[2]["source"] |= {"checkpoint": str(run), "autoencoder": "~/secret/vae",
+                          "weak": {"checkpoint": "C:\\secret\\weak"}, "seeds": "0-9"}
     (run / "results.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     folder = exported(run, "hub", tmp_path / "x")
     kept = files.read_rows(folder / "scores.jsonl")[0]
     assert kept["reference"]["path"] == "ref.npz" and kept["metrics"] == {"fid": 4.25}
-    assert {**kept["source"]}.items() >= {"checkpoint": "run", "autoencoder": "vae", "weak": {"checkpoint": "weak"}, "seeds": "0-9"}.items()
-    assert not [file for file in folder.rglob("*.[jm]*") if b"secret" in file.read_bytes() or str(tmp_path).encode() in file.read_bytes()]
+    assert {**kept["source"]}.items() >= {"checkpoint": "run", "autoencoder": "vae", "weak": {"checkpoint": "weak"},
+                                          "seeds": "0-9"}.items()
+    assert not [file
+                for file in folder.rglob("*.[jm]*") if b"secret" in file.read_bytes()
+                or str(tmp_path).encode() in file.read_bytes()]
     for name in ("results.jsonl", "samples/step-00000007.png"):
         (run / name).rename(tmp_path / Path(name).name)
         (run / name).symlink_to(tmp_path / Path(name).name)
@@ -410,7 +452,8 @@ def test_a_folder_is_uploaded_when_it_is_asked_for(tmp_path, monkeypatch, capsys
 
 
 @pytest.mark.parametrize(("settings", "says"), [
-    (dict(to="diffusers", out="x", autoencoder="python:mine.decode"), "is code of your own, which the folder cannot hold"),
+    (dict(to="diffusers", out="x", autoencoder="python:mine.decode"),
+     "is code of your own, which the folder cannot hold"),
     (dict(to="diffusers", out="x", autoencoder="{vae}"), "decodes latents of 4 channels, but these have 3"),
     (dict(to="hub", out="x", autoencoder="no_such_thing"), "autoencoder=no_such_thing is neither one of identity"),
 ])  # fmt: skip
@@ -426,7 +469,8 @@ def test_a_mistake_raises_a_one_line_error_and_writes_nothing(settings, says, va
 
 
 @pytest.mark.parametrize(("to", "changes"), [
-    ("dit", dict(block="lightning")), ("diffusers", dict(block="lightning")), ("dit", dict(qk_norm=True)), ("diffusers", dict(mlp_ratio=2.0))])
+    ("dit", dict(block="lightning")), ("diffusers", dict(block="lightning")), ("dit", dict(qk_norm=True)),
+    ("diffusers", dict(mlp_ratio=2.0))])
 def test_what_the_format_cannot_hold_is_refused(to, changes, tmp_path):
     run = save_run(tmp_path / "run", EDM, in_channels=3, **changes)
     with pytest.raises(SystemExit, match=f"to={to} holds DiT's own blocks.*to=hub accepts any"):
@@ -482,7 +526,8 @@ while ended != 0:
 
 
 def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new(tmp_path):
-    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], check=True, env=os.environ | {"PYTHONPATH": str(ROOT)})
+    subprocess.run([sys.executable, "-c", KILLED, str(tmp_path / "out")], check=True,
+                   env=os.environ | {"PYTHONPATH": str(ROOT)})
     found, rounds = [], sorted(tmp_path.iterdir(), key=lambda folder: int(folder.name))
     for folder in rounds:
         place = folder / "out"
@@ -490,4 +535,5 @@ def test_a_kill_at_any_point_leaves_the_old_folder_or_the_new(tmp_path):
             [place] = folder.glob(".out.*.old.tmp")
         [content] = {(place / name).read_text() for name in ("a", "sub/b")}  # of one kind
         found.append(content)
-    assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found, reverse=True) and os.listdir(rounds[-1]) == ["out"]
+    assert len(found) > 8 and {*found} == {"old", "new"} and found == sorted(found,
+            reverse=True) and os.listdir(rounds[-1]) == ["out"]

@@ -1,4 +1,6 @@
-"""Others' latents, each written from its documented layout, are imported with their labels and values, or raise a one-line error."""
+"""Others' latents, each written from its documented layout, are imported with their labels and values, or raise a one-
+line error.
+"""
 
 import io
 import json
@@ -30,7 +32,8 @@ def import_latents(source, out, format="auto", **settings) -> None:
     """Imports with the settings of configs/import_latents.yaml but for those that are given."""
     plain = OmegaConf.to_container(OmegaConf.load(CONFIGS / "import_latents.yaml"))
     plain = {key: plain[key] for key in script.ImportSettings.model_fields}
-    script.main.__wrapped__(script.ImportSettings(**plain | {"source": str(source), "out": str(out), "format": format} | settings))
+    script.main.__wrapped__(script.ImportSettings(**plain | {"source": str(source), "out": str(out), "format": format}
+                                                  | settings))
 
 
 def normal(*shape, seed=0, mean=0.0, std=1.0):
@@ -145,7 +148,8 @@ def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5)
     """LightningDiT's extract_features.py: a shard a rank and number; latents_stats.pt of its loader."""
     folder = tmp_path / "vavae"
     folder.mkdir()
-    values, flips = normal(COUNT, channels, 4, 4, mean=1.0, std=3.0), normal(COUNT, channels, 4, 4, seed=9, mean=1.0, std=3.0)
+    values, flips = normal(COUNT, channels, 4, 4, mean=1.0, std=3.0), normal(COUNT, channels, 4, 4, seed=9, mean=1.0,
+                                                                             std=3.0)
     start = 0
     for number, size in enumerate(sizes):
         rows = slice(start, start + size)
@@ -157,12 +161,14 @@ def write_lightningdit(tmp_path, channels=6, flip=True, stats=True, sizes=(7, 5)
         start += size
     if stats:
         z = torch.tensor(values)
-        torch.save({"mean": z.mean((0, 2, 3), keepdim=True), "std": z.std((0, 2, 3), keepdim=True)}, folder / "latents_stats.pt")
+        torch.save({"mean": z.mean((0, 2, 3), keepdim=True), "std": z.std((0, 2, 3), keepdim=True)},
+                   folder / "latents_stats.pt")
     return folder, (values, flips)
 
 
 def same_bits(found: np.ndarray, expected: np.ndarray):
-    assert found.dtype == np.float16 and np.array_equal(found.view(np.int16), expected.astype(np.float16).view(np.int16))
+    assert found.dtype == np.float16 and np.array_equal(found.view(np.int16),
+                                                        expected.astype(np.float16).view(np.int16))
 
 
 # ---- values ---------------------------------------------------------------------------------------------------------
@@ -176,7 +182,8 @@ def test_repas_mean_and_std_come_in_times_the_scale(tmp_path, zipped):
     same_bits(arrays["latents"], values * SCALE)
     assert arrays["labels"].tolist() == LABELS.tolist() and arrays["labels"].dtype == np.int64
     assert [shard["count"] for shard in metadata["shards"]] == [5, 5, 2]
-    assert (metadata["kind"], metadata["autoencoder"], metadata["scale"], metadata["shape"]) == ("moments", "sd_vae_mse", 0.18215, [4, 8, 8])
+    assert (metadata["kind"], metadata["autoencoder"], metadata["scale"], metadata["shape"]) == ("moments",
+            "sd_vae_mse", 0.18215, [4, 8, 8])
     assert metadata["num_classes"] == 3 and metadata["resolution"] == 64 and metadata["imported"]["format"] == "repa"
 
 
@@ -187,7 +194,8 @@ def test_edm2s_come_in_by_their_own_statistics_and_only_by_name(tmp_path):
     assert not (tmp_path / "out").exists()
     import_latents(str(source), tmp_path / "out", "edm2")
     metadata, arrays = read_folder(tmp_path / "out")
-    # EDM2's encoders.py: x * scale + bias, scale = final_std / raw_std, bias = final_mean - raw_mean * scale; std = d.std.
+    # EDM2's encoders.py: x * scale + bias, scale = final_std / raw_std, bias = final_mean - raw_mean * scale; std
+    # = d.std.
     scale = np.float32(0.5) / np.float32([4.17, 4.62, 3.71, 3.28])
     bias = np.float32(0) - np.float32([5.81, 3.25, 0.12, -2.15]) * scale
     shaped = (1, 4, 1, 1)
@@ -200,7 +208,8 @@ def test_edm2s_come_in_by_their_own_statistics_and_only_by_name(tmp_path):
 @pytest.mark.parametrize("format", ["repa", "edm2"])
 @pytest.mark.parametrize("zipped", [False, True])
 def test_a_set_without_labels_is_one_class(tmp_path, format, zipped):
-    source, _ = write_repa(tmp_path, zipped=zipped, values=moments(mean=2.0), extra={"dataset.json": b'{"labels": null}'}.items())
+    source, _ = write_repa(tmp_path, zipped=zipped, values=moments(mean=2.0),
+                           extra={"dataset.json": b'{"labels": null}'}.items())
     import_latents(str(source), tmp_path / "out", format)
     metadata, arrays = read_folder(tmp_path / "out")
     assert metadata["num_classes"] == 1 and metadata["count"] == COUNT and not arrays["labels"].any()
@@ -226,7 +235,8 @@ def test_fastdits_pairs_come_in_as_they_are_in_the_order_of_their_numbers(tmp_pa
 def test_maskdits_log_variance_becomes_a_standard_deviation_and_flips_are_mirrored_copies(tmp_path, copies):
     values, flips = log_moments(), log_moments(seed=7)
     values[0, 4:], values[1, 4:] = -100, 1.5  # beyond the clamp, and within
-    source, _ = write_maskdit(tmp_path, values, None if copies == "none" else flips, length=COUNT if copies == "beyond length" else None)
+    source, _ = write_maskdit(tmp_path, values, None if copies == "none" else flips,
+                              length=COUNT if copies == "beyond length" else None)
     import_latents(str(source), tmp_path / "out")
     metadata, arrays = read_folder(tmp_path / "out")
     for part, rows in (("latents", values), ("mirrored", flips)) if copies != "none" else (("latents", values),):
@@ -287,7 +297,7 @@ def test_lightningdits_sd_vae_latents_are_scaled_and_not_normalised(tmp_path):
     assert metadata["autoencoder"] == "sd_vae_ema" and "latents_mean" not in metadata and not metadata["mirrored"]
 
 
-# ---- sources that are not sets of latents, but for what tests/test_mistakes.py has ------------------------------------
+# ---- sources that are not sets of latents, but for what tests/test_mistakes.py has -----------------------------------
 
 
 class Loud:
@@ -307,7 +317,8 @@ def each(folder, change):
 def relabel(label, name="00000/img-mean-std-00000003.npy"):
     def spoil(source):
         pairs = json.loads((source / JSON).read_text())["labels"]
-        (source / JSON).write_text(json.dumps({"labels": [[file, label if file == name else old] for file, old in pairs]}))
+        (source / JSON).write_text(json.dumps({"labels": [[file, label if file == name else old]
+                                                          for file, old in pairs]}))
     return spoil
 
 
@@ -328,20 +339,29 @@ def saved(file, value):
 LISTED, LAST, JSON = "vae-sd/00000", "vae-sd/00000/img-mean-std-00000011.npy", "vae-sd/dataset.json"
 STATS, NORMS = "latents_stats.pt", {"mean": torch.zeros(6), "std": torch.ones(6)}
 BAD = [
-    (write_repa, put(LAST, np.array([Loud()], object)), "can run code and are never loaded"), (write_repa, put(LAST, moments()[0, :4]), "shape (4, 8, 8), but 00000/img-mean-std-"),
-    (write_repa, each(LISTED, lambda z: z[:6]), "arrays of shape (6, 8, 8), where REPA's vae-sd has (8, R, R)"), (write_repa, each(LISTED, lambda z: z[:, :4]), "shape (8, 4, 8)"),
+    (write_repa, put(LAST, np.array([Loud()], object)), "can run code and are never loaded"),
+    (write_repa, put(LAST, moments()[0, :4]), "shape (4, 8, 8), but 00000/img-mean-std-"),
+    (write_repa, each(LISTED, lambda z: z[:6]), "arrays of shape (6, 8, 8), where REPA's vae-sd has (8, R, R)"),
+    (write_repa, each(LISTED, lambda z: z[:, :4]), "shape (8, 4, 8)"),
     (write_repa, put(LAST, np.full((8, 8, 8), 1e6, np.float32)), "latent 11 is not finite, or beyond float16"),
-    (write_repa, each(LISTED, lambda z: -z), "a standard deviation is never negative"), (write_repa, each(LISTED, lambda z: z * 50), "root mean square is"),
-    (write_repa, relabel(1_700_000_000), "label 1700000000 (row 3), outside 0..999999"), (write_repa, relabel("cat"), "integers"),
-    (write_repa, lambda s: (s / LAST).unlink(), "labelled but missing"), (write_repa, put("vae-sd/00000/more.npy", moments()[0]), "not labelled"),
-    (partial(write_repa, zipped=True), flip_a_bit, "Bad CRC-32"), (write_fastdit, each("imagenet256_features", lambda z: z * 5.5), "root mean square is 5"),
-    (partial(write_maskdit, length=13), nothing, "holds 25 entries"), (partial(write_maskdit, labels=["cat"]), nothing, "invalid literal for int()"),
+    (write_repa, each(LISTED, lambda z: -z), "a standard deviation is never negative"),
+    (write_repa, each(LISTED, lambda z: z * 50), "root mean square is"),
+    (write_repa, relabel(1_700_000_000), "label 1700000000 (row 3), outside 0..999999"),
+    (write_repa, relabel("cat"), "integers"),
+    (write_repa, lambda s: (s / LAST).unlink(), "labelled but missing"),
+    (write_repa, put("vae-sd/00000/more.npy", moments()[0]), "not labelled"),
+    (partial(write_repa, zipped=True), flip_a_bit, "Bad CRC-32"),
+    (write_fastdit, each("imagenet256_features", lambda z: z * 5.5), "root mean square is 5"),
+    (partial(write_maskdit, length=13), nothing, "holds 25 entries"),
+    (partial(write_maskdit, labels=["cat"]), nothing, "invalid literal for int()"),
     (partial(write_maskdit, values=[*moments(11), normal(8, 4, 4)]), nothing, "cannot reshape array of size 128"),
     (partial(write_maskdit, flips=moments(COUNT), labels=range(24), length=COUNT), nothing, "holds no mirrored copies"),
-    (write_maskdit, lambda s: os.truncate(s / "train/data.mdb", 20_000), "copy it again"), (partial(write_lightningdit, labels=torch.arange(3)), nothing, "has 3 labels"),
+    (write_maskdit, lambda s: os.truncate(s / "train/data.mdb", 20_000), "copy it again"),
+    (partial(write_lightningdit, labels=torch.arange(3)), nothing, "has 3 labels"),
     (partial(write_lightningdit, latents_flip=torch.zeros(5, 6, 8, 8)), nothing, "(5, 6, 8, 8)"),
     (write_lightningdit, saved(STATS, {"mean": Loud(), "std": 1}), "does not hold tensors mean and std"),
-    (write_lightningdit, saved(STATS, {"mean": torch.zeros(3), "std": torch.ones(3)}), "3 numbers each, but the latents have 6 channels"),
+    (write_lightningdit, saved(STATS, {"mean": torch.zeros(3), "std": torch.ones(3)}),
+     "3 numbers each, but the latents have 6 channels"),
     (write_lightningdit, saved(STATS, NORMS | {"std": torch.zeros(6)}), "numbers above 0"),
 ]  # fmt: skip
 
@@ -371,7 +391,8 @@ def test_a_source_with_damage_beyond_the_probe_resumes_once_it_is_corrected(tmp_
 def test_maskdits_tars_of_pickles_are_refused_with_the_way_around(tmp_path):
     import pickle
 
-    tar = write_tar(tmp_path / "latent_imagenet_512_train-0000.tar", {"0000000.latent": pickle.dumps(Loud()), "0000000.cls": b"1"})
+    tar = write_tar(tmp_path / "latent_imagenet_512_train-0000.tar",
+                    {"0000000.latent": pickle.dumps(Loud()), "0000000.cls": b"1"})
     for format in ("auto", "tread"):
         with pytest.raises(ValueError, match="never loaded.*Import the lmdb.*format=maskdit.*docs/interop.md"):
             import_latents(str(tar), tmp_path / "out", format)
@@ -407,8 +428,10 @@ def test_auto_does_not_guess(tmp_path):
     (both / "vae-in").mkdir()
     mixed, _ = write_tread(tmp_path)
     write_tar(mixed / "val-0000.tar", {"a.latent.npy": npy(normal(4, 8, 8)), "a.cls": b"0"})
-    for place, sentence in ((bare, "both REPA and EDM2 write"), (tmp_path / "empty", "none of these forms"), (tmp_path / "folder", "latent folder already"),
-                            (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "does not exist"), (mixed, "with and without train in their names")):
+    for place, sentence in ((bare, "both REPA and EDM2 write"), (tmp_path / "empty", "none of these forms"),
+                            (tmp_path / "folder", "latent folder already"),
+                            (both, "could be fastdit .* and srdit"), (tmp_path / "absent", "does not exist"),
+                            (mixed, "with and without train in their names")):
         with pytest.raises(ValueError, match=sentence):
             import_latents(str(place), tmp_path / "out")
     import_latents(str(bare), tmp_path / "out", "repa")
@@ -425,7 +448,8 @@ def test_imported_latents_train(tmp_path, fresh_accelerator):
     run_command(script.main, "import_latents.py", source=source, out=tmp_path / "out", num_classes=4)
     latents = open_latents(tmp_path / "out")
     assert (latents.shape, latents.num_classes, latents.kind) == ((4, 8, 8), 4, "moments")
-    run_command(train.main, "train.py", "experiment=small", "cpu=true", "data.path=" + str(tmp_path / "out"), "model.hidden_size=32", "model.num_heads=2",
+    run_command(train.main, "train.py", "experiment=small", "cpu=true", "data.path=" + str(tmp_path / "out"),
+                "model.hidden_size=32", "model.num_heads=2",
                 "model.depth=6", "samples.every=0", "steps=2", "batch_size=4", run_dir=tmp_path / "run")
     losses = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
     assert losses[-1]["step"] == 2
@@ -434,6 +458,7 @@ def test_imported_latents_train(tmp_path, fresh_accelerator):
 def test_an_installed_package_named_scripts_is_not_imported_instead_of_ours(tmp_path):
     (tmp_path / "scripts").mkdir()
     (tmp_path / "scripts/__init__.py").write_text("")
-    ended = subprocess.run([sys.executable, ROOT / "scripts/import_latents.py", "--cfg=job"], env=os.environ | {"PYTHONPATH": str(tmp_path)},
+    ended = subprocess.run([sys.executable, ROOT / "scripts/import_latents.py", "--cfg=job"],
+                           env=os.environ | {"PYTHONPATH": str(tmp_path)},
                            capture_output=True, text=True)
     assert ended.returncode == 0 and "source: null" in ended.stdout, ended.stderr

@@ -37,7 +37,8 @@ def packages(tmp_path):
     emoji = [{"image": f"{i:02}.png", "category": "People & Body",
               "skin_variations": {"1F3FB": {"image": f"{i:02}-1f3fb.png"}}} for i in range(20)]
     return [package(tmp_path / f"{maker}.tgz", maker, emoji, {
-        f"{i:02}{tone}.png": png((12 * (5 if (maker, i, tone) == ("google", 9, "") else i), 9 * len(maker), 8 * len(tone),
+        f"{i:02}{tone}.png": png((12 * (5 if (maker, i, tone) == ("google", 9, "") else i), 9 * len(maker),
+                                  8 * len(tone),
                                   128)) for i in range(20) for tone in ("", "-1f3fb")}) for maker in MAKERS]
 
 
@@ -69,7 +70,9 @@ def test_a_tenth_of_the_emoji_is_held_out_with_its_tones_except_lookalikes_of_ke
 
 def test_no_file_is_replaced(packages, tmp_path):
     (tmp_path / "there.zip").write_text("mine")
-    for arguments in (["--out", "there.zip"], ["--out", "new.zip", "--held-out", "there.zip"], ["--out", "new.zip", "--held-out", "new.zip"]):
+    for arguments in (["--out", "there.zip"], ["--out", "new.zip", "--held-out", "there.zip"],
+                      ["--out", "new.zip", "--held-out", "new.zip"]):
         found = prepare(*packages, *(tmp_path / part if part.endswith("zip") else part for part in arguments))
-        assert found.returncode == 1 and found.stderr.startswith("prepare_emoji.py: --") and found.stderr.count("\n") == 1
+        assert found.returncode == 1 and found.stderr.startswith("prepare_emoji.py: --")
+        assert found.stderr.count("\n") == 1
         assert (tmp_path / "there.zip").read_text() == "mine" and not (tmp_path / "new.zip").exists()

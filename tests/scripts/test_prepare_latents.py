@@ -219,13 +219,15 @@ KAGGLE = "n01440764 tench, Tinca tinca\nn02012849 crane\n\nn03126707 \n"
 
 
 def test_labels_of_a_file_are_prepared_and_what_has_none_is_counted_and_named(pets, tmp_path, capsys):
-    (tmp_path / "labels.csv").write_text("file,label\n" + "".join(f"{k},{'even' if k % 2 == 0 else 'odd'}\n" for k in range(1, 11)))
+    (tmp_path / "labels.csv").write_text("file,label\n"
+                                         + "".join(f"{k},{'even' if k % 2 == 0 else 'odd'}\n" for k in range(1, 11)))
     prepare(pets, tmp_path / "out", labels=str(tmp_path / "labels.csv"))
     metadata, arrays = read_folder(tmp_path / "out")
     assert metadata["class_names"] == ["even", "odd"] and arrays["labels"].tolist() == [1, 0, 1, 0, 1, 0, 1, 0, 1]
     assert metadata["unreadable"] == ["cat/0.png"] and metadata["labels"] == str(tmp_path / "labels.csv")
     printed = capsys.readouterr().out
-    assert "1 of 10 images have no label and are left out: cat/0.png" in printed and "1 labels have no image: 10" in printed
+    assert "1 of 10 images have no label and are left out: cat/0.png" in printed
+    assert "1 labels have no image: 10" in printed
     with pytest.raises(ValueError, match="labels=.* then and none now"):
         prepare(pets, tmp_path / "out", labels="none")
 
@@ -239,7 +241,8 @@ def test_wordnet_ids_are_shown_by_their_first_synonym_and_remain_the_class_names
     (tmp_path / name).write_text(text)
     prepare(tmp_path / "ids", tmp_path / "shown")
     plain, shown = (open_latents(tmp_path / folder) for folder in ("plain", "shown"))
-    assert plain.fingerprint == shown.fingerprint and plain.display_names == plain.class_names == shown.class_names == IDS
+    assert plain.fingerprint == shown.fingerprint
+    assert plain.display_names == plain.class_names == shown.class_names == IDS
     assert shown.display_names == ["tench", "crane", "n03126707"]  # the file lacks the last one
 
 
@@ -278,7 +281,8 @@ def test_what_cannot_work_is_refused_before_anything_is_written(pets, vae_folder
         prepare(pets, tmp_path / "out", teacher=pooled, patch_size=8)
     with pytest.raises(ValueError, match="needs 0.0922 MB more"):
         prepare(pets, tmp_path / "out", images=True)
-    for patch_size, says in ((4, "makes 16 tokens per image, but the network's grid has 8 × 8"), (5, "patch_size=5 does not divide")):
+    for patch_size, says in ((4, "makes 16 tokens per image, but the network's grid has 8 × 8"),
+                             (5, "patch_size=5 does not divide")):
         with pytest.raises(ValueError, match=says):
             prepare(pets, tmp_path / "out", teacher=pooled, patch_size=patch_size)
     assert not (tmp_path / "out").exists()

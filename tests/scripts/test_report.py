@@ -25,13 +25,17 @@ def write_rows(path, rows):
 
 
 def row_at(step, value, guidance=None, n=4):
-    return ROW | {"metrics": {"fd_pixels": value}, "images": n, "source": ROW["source"] | {"step": step, "guidance": guidance}}
+    return ROW | {"metrics": {"fd_pixels": value}, "images": n,
+                  "source": ROW["source"] | {"step": step, "guidance": guidance}}
 
 
 def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
     """Writes a run folder as train.py leaves one."""
-    shutil.copytree(REAL / "checkpoints/step-00000004", folder / "checkpoints/step-00000004", ignore=shutil.ignore_patterns("*.safetensors"))
-    write_rows(folder / "metrics.jsonl", [{"step": step, "images": 6 * step, "loss": 1 / step + shift, "elapsed_s": 1800 * step} for step in (2, 4, 6)])
+    shutil.copytree(REAL / "checkpoints/step-00000004", folder / "checkpoints/step-00000004",
+                    ignore=shutil.ignore_patterns("*.safetensors"))
+    write_rows(folder / "metrics.jsonl",
+               [{"step": step, "images": 6 * step, "loss": 1 / step + shift, "elapsed_s": 1800 * step}
+                for step in (2, 4, 6)])
     write_rows(folder / "results.jsonl", [row_at(0, 80 + shift), row_at(4, 76 + shift)])
     (folder / "config.yaml").write_text(f"# {folder.name}: DiT-S/4\nname: {folder.name}\nsamples: {{seeds: 0-9}}\n{config}\n")
     (folder / "samples").mkdir()
@@ -43,21 +47,28 @@ def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
 def make_study(folder):
     """Writes a study of dit over two seeds, tread over one, and a fine-tune that is compared with neither."""
     runs = [{"variant": variant, "seed": seed, "scores": [
-        {"step": step, "images": 6 * step, "seconds": None, "flops": 1e9 * step, "metric": "fd_pixels", "value": value, "num_samples": 4,
-         "guidance": "unguided", "extractor": "pixels", "a key of later": 1} for step, value in zip((2, 4), values, strict=True)]}
-        for variant, seed, values in (("dit", 0, (10.0, 6.0)), ("dit", 1, (12.0, 8.0)), ("tread", 0, (11.0, 5.0)), ("tuned", 0, (7.0, 4.0)))]
+        {"step": step, "images": 6 * step, "seconds": None, "flops": 1e9 * step, "metric": "fd_pixels", "value": value,
+         "num_samples": 4,
+         "guidance": "unguided", "extractor": "pixels", "a key of later": 1}
+         for step, value in zip((2, 4), values, strict=True)]}
+        for variant, seed,
+        values in (("dit", 0, (10.0, 6.0)), ("dit", 1, (12.0, 8.0)), ("tread", 0, (11.0, 5.0)),
+                   ("tuned", 0, (7.0, 4.0)))]
     folder.mkdir()
-    (folder / "study.json").write_text(json.dumps({"name": "tiny", "runs": runs, "crossings": [{"between": ["dit", "tread"], "n": 1}]}))
+    (folder / "study.json").write_text(json.dumps({"name": "tiny", "runs": runs,
+                                                   "crossings": [{"between": ["dit", "tread"], "n": 1}]}))
     return folder
 
 
 def cfg(out, *runs, **changed):
-    return report.ReportSettings(**{"runs": [*map(str, runs)], "study_dir": None, "out": str(out), "watch": False, "every": 60.0, **changed})
+    return report.ReportSettings(**{"runs": [*map(str, runs)], "study_dir": None, "out": str(out), "watch": False,
+                                    "every": 60.0, **changed})
 
 
 def test_pages_of_other_runs_have_folders_of_their_own():
     def place(runs, folders=None, **more):
-        return str(report.page_path(cfg("x", *runs, **more).model_copy(update={"out": None}), [*map(Path, folders or runs)]))
+        return str(report.page_path(cfg("x", *runs, **more).model_copy(update={"out": None}),
+                                    [*map(Path, folders or runs)]))
 
     places = [place(runs) for runs in (["runs/a"], ["runs/a", "runs/b"], ["runs/c"] * 99)]
     assert places[:2] == ["report/a", "report/a+b"] and len(places[2]) < 110
@@ -65,16 +76,19 @@ def test_pages_of_other_runs_have_folders_of_their_own():
 
 
 def columns_of(curves):
-    return {title: {label: {name: [*values] for name, values in source.data.items()} for label, source, *_ in lines} for title, _, lines in curves}
+    return {title: {label: {name: [*values] for name, values in source.data.items()} for label, source, *_ in lines}
+            for title, _, lines in curves}
 
 
 def test_a_run_of_this_code_is_read_completely():
     run, rows = report.read_run(REAL, "before"), read_rows(REAL / "metrics.jsonl")
     assert run.columns.keys() == rows[0].keys() - {"elapsed_s"} | {"hours"}
-    assert all(run.columns[name] == pytest.approx([row[name] for row in rows]) for name in rows[0] if name != "elapsed_s")
+    assert all(run.columns[name] == pytest.approx([row[name] for row in rows])
+               for name in rows[0] if name != "elapsed_s")
     assert run.config["optimizer.lr"] == "0.0001" and run.record["network.routes.0.selection_ratio"] == "0.5"
     assert [(score["value"], score["guidance"]) for score in run.scores] == [
-        (row["metrics"]["fd_pixels"], "scale 2, drop_label true" if row["source"]["guidance"] else "unguided") for row in read_rows(REAL / "results.jsonl")]
+        (row["metrics"]["fd_pixels"], "scale 2, drop_label true" if row["source"]["guidance"] else "unguided")
+        for row in read_rows(REAL / "results.jsonl")]
 
 
 def test_links_out_of_a_run_are_not_followed(tmp_path):
@@ -88,7 +102,8 @@ def test_links_out_of_a_run_are_not_followed(tmp_path):
     (run / "inner.png").symlink_to(run / "samples/step-00000002.png")
     read = report.read_run(run, "run")
     assert [*read.grids] == [2] and read.pictures == [run / "inner.png"]
-    assert not read.columns and not read.scores and not any("secret" in key for key in read.config) and not read.record.get("step") and not read.environment
+    assert not read.columns and not read.scores and not any("secret" in key
+            for key in read.config) and not read.record.get("step") and not read.environment
 
 
 def test_a_halved_line_is_skipped_and_a_value_that_is_not_finite_is_a_gap(tmp_path):
@@ -101,7 +116,8 @@ def test_a_halved_line_is_skipped_and_a_value_that_is_not_finite_is_a_gap(tmp_pa
 
 
 def test_folders_are_given_on_the_command_line_without_a_key(tmp_path, capsys):
-    assert report.as_settings(["runs/a", "out=x", "it's", "--cfg", "job", "study=b"]) == ["out=x", "--cfg", "job", "study_dir=b", 'runs=["runs/a", "it\'s"]']
+    assert report.as_settings(["runs/a", "out=x", "it's", "--cfg", "job", "study=b"]) == ["out=x", "--cfg", "job",
+            "study_dir=b", 'runs=["runs/a", "it\'s"]']
     runs = [str(make_run(tmp_path / place)) for place in ("x/it's 1", "y/run", "z/run")]
     run_command(report.main, "report.py", *report.as_settings([*runs, f"out={tmp_path / 'out'}"]))
     line, best = capsys.readouterr().out.splitlines()
@@ -113,32 +129,42 @@ def test_a_long_curve_keeps_its_extremes_its_means_and_its_gaps():
     loss = np.random.default_rng(0).random(5 * report.STRETCHES).astype(np.float32)
     loss[12], loss[200:300] = math.nan, math.nan
     found = report.condensed({"step": np.arange(len(loss)), "loss": loss}, "loss", {"step": "steps"})
-    assert found["step"] == pytest.approx(5 * np.arange(report.STRETCHES) + 2) and all(np.isnan(found[key][40:60]).all() for key in ("loss", "low", "high"))
+    assert found["step"] == pytest.approx(5 * np.arange(report.STRETCHES)
+                                          + 2) and all(np.isnan(found[key][40:60]).all()
+                                                       for key in ("loss", "low", "high"))
     for name, of in (("loss", np.nanmean), ("low", np.nanmin), ("high", np.nanmax)):
-        assert np.delete(found[name], slice(40, 60)) == pytest.approx(of(np.delete(loss.reshape(-1, 5), slice(40, 60), 0), 1))
+        assert np.delete(found[name],
+                         slice(40, 60)) == pytest.approx(of(np.delete(loss.reshape(-1, 5), slice(40, 60), 0), 1))
 
 
 def test_the_page_says_first_what_was_trained_and_on_what(tmp_path):
     for name in ("a", "b<i>"):
         meta = make_run(tmp_path / name) / "checkpoints/step-00000004/meta.json"
-        older, newer = {"step": 0, "commit": "a", "device": "cpu", "torch": "2"}, {"step": 2, "python": "3.12", "commit": "b", "device": "H100", "torch": "3"}
+        older, newer = {"step": 0, "commit": "a", "device": "cpu", "torch": "2"}, {"step": 2, "python": "3.12",
+                "commit": "b", "device": "H100", "torch": "3"}
         meta.write_text(json.dumps(json.loads(meta.read_text()) | {"history": [older, newer]}))
     runs = [report.read_run(tmp_path / name, name) for name in ("a", "b<i>")]
     first, *_ = report.overview(runs, [], tmp_path / "out")
     assert first.text == "a: DiT-S/4<br>b&lt;i&gt;: DiT-S/4"
-    assert [*runs[0].environment.items()] == [("python", "3.12"), ("torch", "3"), ("device", "H100"), ("world", "1"), ("commit", "b")]
+    assert [*runs[0].environment.items()] == [("python", "3.12"), ("torch", "3"), ("device", "H100"), ("world", "1"),
+                                              ("commit", "b")]
     assert "network.depth" in runs[0].record and "history.1.device" in runs[0].record
 
 
 def test_comparable_scores_are_plotted_together(tmp_path):
     runs, guided = [make_run(tmp_path / "a"), make_run(tmp_path / "b", shift=0.5)], {"scale": 1.5, "gamma1": 0}
-    write_rows(runs[0] / "results.jsonl", [row_at(0, 80.0), row_at(4, 76.0), row_at(4, 70.0), row_at(None, 60.0), row_at(4, math.nan, n=99),
-                                           row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99), row_at(4, 6.0, n=99)])
-    together, apart = columns_of(report.score_curves([score for run in runs for score in report.read_run(run, run.name).scores], report.AXES)).values()
+    write_rows(runs[0] / "results.jsonl",
+               [row_at(0, 80.0), row_at(4, 76.0), row_at(4, 70.0), row_at(None, 60.0), row_at(4, math.nan, n=99),
+                                           row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99),
+                row_at(4, 6.0, n=99)])
+    together, apart = columns_of(report.score_curves([score for run in runs
+                                                      for score in report.read_run(run, run.name).scores],
+                                                     report.AXES)).values()
     assert {label: line["value"] for label, line in together.items()} == {
         "a, unguided": [80, 70], "a, scale 1.5": [9, 8], "b, unguided": [80.5, 76.5]}  # of step 4 the later one
     assert [line["value"] for line in apart.values()] == [[7, 6]]  # of 99 images
-    assert together["a, unguided"]["images"] == [0, 24] and together["a, unguided"]["hours"] == [0, 2]  # between the rows of metrics.jsonl
+    assert together["a, unguided"]["images"] == [0, 24] and together["a, unguided"]["hours"] == [0,
+            2]  # between the rows of metrics.jsonl
 
 
 def test_a_study_is_plotted_as_means_over_seeds_of_compared_variants(tmp_path):
@@ -147,7 +173,8 @@ def test_a_study_is_plotted_as_means_over_seeds_of_compared_variants(tmp_path):
     assert name == "tiny" and tables == {"crossings": [{"between": ["dit", "tread"], "n": 1}]} and len(scores) == 8
     dit, tread = (lines.pop(f"{variant}, unguided") for variant in ("dit", "tread"))
     assert not lines and dit["value"] == [11, 7] and dit["images"] == [12, 24] and np.isnan(dit["seconds"]).all()
-    assert dit["low"] == pytest.approx([11 - math.sqrt(2), 7 - math.sqrt(2)]) and tread["low"] == tread["value"] == [11, 5]
+    assert dit["low"] == pytest.approx([11 - math.sqrt(2), 7 - math.sqrt(2)]) and tread["low"] == tread["value"] == [11,
+                                                                                                                     5]
 
 
 def test_only_the_page_is_replaced_and_a_kill_leaves_the_old_one_intact(tmp_path, monkeypatch):
@@ -186,8 +213,10 @@ def browser(tmp_path_factory):
 
     class Browser(webdriver.Chrome):
         def visit(self, page):
-            self.execute_cdp_cmd("Emulation.setDeviceMetricsOverride", {"width": 1280, "height": 1000, "deviceScaleFactor": 1, "mobile": False})
-            self.execute_cdp_cmd("Emulation.setEmulatedMedia", {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
+            self.execute_cdp_cmd("Emulation.setDeviceMetricsOverride",
+                                 {"width": 1280, "height": 1000, "deviceScaleFactor": 1, "mobile": False})
+            self.execute_cdp_cmd("Emulation.setEmulatedMedia",
+                                 {"features": [{"name": "prefers-color-scheme", "value": "dark"}]})
             self.get(page.as_uri())
             self.wait("window.Bokeh?.documents[0]?.is_idle", True)
 
@@ -198,7 +227,9 @@ def browser(tmp_path_factory):
             end = time.monotonic() + PATIENCE
             while (found := self.js(code)) != wanted and time.monotonic() < end:
                 time.sleep(0.05)
-            assert found == wanted and not [entry for entry in self.get_log("browser") if entry["level"] in ("SEVERE", "WARNING")]
+            assert found == wanted and not [entry
+                                            for entry in self.get_log("browser")
+                                            if entry["level"] in ("SEVERE", "WARNING")]
 
     options = webdriver.ChromeOptions()
     for flag in ("headless=new", "no-sandbox", "disable-gpu", "disable-dev-shm-usage"):
@@ -206,7 +237,8 @@ def browser(tmp_path_factory):
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     with Browser(options=options, service=webdriver.ChromeService(driver)) as made:
         made.folder = folder = tmp_path_factory.mktemp("page")
-        runs = make_run(folder / "dense"), make_run(folder / HOSTILE, shift=0.5, grids=(2, 4, 6), config="seed: </script>")
+        runs = make_run(folder / "dense"), make_run(folder / HOSTILE, shift=0.5, grids=(2, 4, 6),
+                                                    config="seed: </script>")
         report.build(cfg(folder, *runs, study_dir=str(make_study(folder / "study"))))
         yield made
 
@@ -215,9 +247,11 @@ def test_the_first_tab_shows_grids_loss_and_scores_in_the_dark_too_and_nothing_i
     browser.visit(browser.folder / "index.html")
     browser.wait(GRIDS, ["dense, step 4", f"{HOSTILE}, step 6"])  # the newest; a name from outside is a text
     browser.wait("models('Figure').slice(0, 2).map(plot => [plot.title.text, plot.renderers.map(drawn => [...drawn.data_source.data.step])])",
-                 [["loss", [[2, 4, 6]] * 4], ["fd_pixels on pixels features, 4 images", [[2, 4]] * 6]])  # lines, bands and points
+                 [["loss", [[2, 4, 6]] * 4],
+                  ["fd_pixels on pixels features, 4 images", [[2, 4]] * 6]])  # lines, bands and points
     browser.wait("performance.getEntriesByType('resource').filter(entry => !entry.name.startsWith('file:'))", [])
     x, y = browser.js("(box => [Math.round(box.x) + 30, Math.round(box.y) + 20])(query('img')[0].getBoundingClientRect())")
     shot = Image.open(io.BytesIO(browser.get_screenshot_as_png()))
-    assert shot.getpixel((x, y))[:3] == (80, 0, 0) and shot.getpixel((2, 300))[:3] == (0, 0, 0)  # a picture has its own colours
+    assert shot.getpixel((x, y))[:3] == (80, 0, 0) and shot.getpixel((2, 300))[:3] == (0, 0,
+            0)  # a picture has its own colours
     assert browser.title == f"tiny, dense, {HOSTILE}"

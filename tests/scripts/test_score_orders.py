@@ -11,7 +11,8 @@ from scripts.studies.score_orders import agreement, main
 
 def test_agreement_is_kendalls_tau_of_each_fifth_and_the_noise_between_them():
     same = [[(1.0, 10.0), (2.0, 10.0)], [(3.0, 20.0), (4.0, 20.0)], [(5.0, 30.0), (6.0, 30.0)]]
-    assert agreement(same) == {"tau": pytest.approx(1), "lowest": pytest.approx(1), "noise": pytest.approx(0.5**0.5 / 2)}
+    assert agreement(same) == {"tau": pytest.approx(1), "lowest": pytest.approx(1),
+                               "noise": pytest.approx(0.5**0.5 / 2)}
     swapped = [[(1.0, 10.0), (4.0, 10.0)], [(3.0, 20.0), (3.0, 20.0)], [(5.0, 30.0), (5.0, 30.0)]]
     assert agreement(swapped)["tau"] == pytest.approx((1 + 1 / 3) / 2)  # of three pairs one is swapped in the second
 
@@ -30,7 +31,8 @@ def test_networks_are_ordered_by_their_distance_from_the_reference_whatever_orde
     keep("0", {"path": "real.zip"}, torch.randn(100, 300, generator=rng))
     for shift in range(3):
         keep(f"{3 - shift}", {"checkpoint": f"runs/{shift}"}, torch.randn(100, 300, generator=rng) + shift)
-    monkeypatch.setattr("sys.argv", ["score_orders.py", str(tmp_path / "features"), "--out", str(tmp_path / "out.json")])
+    monkeypatch.setattr("sys.argv",
+                        ["score_orders.py", str(tmp_path / "features"), "--out", str(tmp_path / "out.json")])
     main()
     found = json.loads((tmp_path / "out.json").read_text())
     assert found["agreement"].keys() == {"FD on net"}

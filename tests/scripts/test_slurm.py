@@ -60,10 +60,13 @@ def slurm(tmp_path):
     (tmp_path / "program.py").write_text(PROGRAM)
 
     def start(tasks, *command, **more):
-        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable, "REQUEUED": str(tmp_path / "requeued"),
-                            "SLURM_NTASKS": str(tasks), "SLURM_NNODES": "1", "SLURM_JOB_ID": start.job, "SLURM_JOB_NODELIST": "n[1-2]",
+        env = os.environ | {"PATH": f"{tmp_path}:{os.environ['PATH']}", "PYTHON": sys.executable,
+                            "REQUEUED": str(tmp_path / "requeued"),
+                            "SLURM_NTASKS": str(tasks), "SLURM_NNODES": "1", "SLURM_JOB_ID": start.job,
+                            "SLURM_JOB_NODELIST": "n[1-2]",
                             "SLURM_SUBMIT_DIR": str(ROOT), "OMP_NUM_THREADS": "1", **more}
-        return subprocess.Popen(["bash", ROOT / "scripts/slurm.sh", *command], env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True)
+        return subprocess.Popen(["bash", ROOT / "scripts/slurm.sh", *command], env=env, stdout=subprocess.PIPE,
+                                stderr=subprocess.STDOUT, text=True)
     start.job = free_job()
     return start
 
@@ -92,12 +95,14 @@ def given_to(tmp_path, *ranks):
 
 
 @pytest.mark.parametrize(("words", "number", "code", "printed"), [
-    (["wait"], signal.SIGUSR1, 0, "goes back into the queue"), (["wait"], signal.SIGTERM, 0, "goes back into the queue"),
+    (["wait"], signal.SIGUSR1, 0, "goes back into the queue"),
+    (["wait"], signal.SIGTERM, 0, "goes back into the queue"),
     (["wait", "refused"], signal.SIGTERM, 143, "submit the same command again"),
     (["wait", "unsaved"], signal.SIGUSR1, 1, "stays out of the queue"),
     (["done"], None, 0, ""), (["fail"], None, 3, ""), (["killed"], None, 143, ""),
 ])  # fmt: skip
-def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(slurm, tmp_path, words, number, code, printed):
+def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(slurm, tmp_path, words, number, code,
+                                                                               printed):
     job = slurm(2 if number else 1, tmp_path / "program.py", *words, REFUSES=str(int("refused" in words)))
     if number:
         given_to(tmp_path, 0, 1)
@@ -115,11 +120,13 @@ def test_ranks_of_two_nodes_know_their_local_rank(slurm, tmp_path):
     ranks, port = given_to(tmp_path, *range(4)), str(20_000 + int(slurm.job) % 20_000)
     assert [(rank["LOCAL_RANK"], rank["LOCAL_WORLD_SIZE"], rank["WORLD_SIZE"]) for rank in ranks] == [
         ("0", "2", "4"), ("1", "2", "4"), ("0", "2", "4"), ("1", "2", "4")]
-    assert {(rank["SRUN_CPUS_PER_TASK"], rank["MASTER_ADDR"], rank["MASTER_PORT"]) for rank in ranks} == {("8", "localhost", port)}
+    assert {(rank["SRUN_CPUS_PER_TASK"], rank["MASTER_ADDR"], rank["MASTER_PORT"])
+            for rank in ranks} == {("8", "localhost", port)}
 
 
 def test_a_task_of_an_array_gets_its_part_and_one_task_is_no_world(slurm, tmp_path):
-    job = slurm(1, tmp_path / "program.py", "done", SLURM_ARRAY_TASK_ID="5", SLURM_ARRAY_TASK_MIN="4", SLURM_ARRAY_TASK_COUNT="3")
+    job = slurm(1, tmp_path / "program.py", "done", SLURM_ARRAY_TASK_ID="5", SLURM_ARRAY_TASK_MIN="4",
+                SLURM_ARRAY_TASK_COUNT="3")
     assert job.wait(PATIENCE) == 0, job.stdout.read()
     [given] = given_to(tmp_path, "none")
     assert given["given"] == ["done", "part=2/3"] and given["WORLD_SIZE"] is None

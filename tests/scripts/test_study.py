@@ -1,4 +1,6 @@
-"""A study: runs that resume after a kill, scores over seeds, interpolated crossings, the same randomness for dense and routed."""
+"""A study: runs that resume after a kill, scores over seeds, interpolated crossings, the same randomness for dense and
+routed.
+"""
 
 import json
 import os
@@ -36,10 +38,12 @@ from train import step_seed, train_step
 from training.run_folder import tells_runs_apart
 from weights.records import RouteSettings
 
-TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6", "steps=4", "samples.every=0",
+TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6",
+        "steps=4", "samples.every=0",
         "log.every=2", "checkpoint.every=2", "evaluate.every=2", "evaluate.num_samples=4", "evaluate.num_steps=2"]
 MATRIX = {"name": "tiny", "train": TINY, "score": ["num_steps=2", "features=pixels"], "seeds": [0, 1],
-          "variants": {"dit": {"train": ["model=dit"], "at_end": ["cfg"]}, "tread": {"train": ["model=tread"], "seeds": [0]},
+          "variants": {"dit": {"train": ["model=dit"], "at_end": ["cfg"]},
+                       "tread": {"train": ["model=tread"], "seeds": [0]},
                        "tuned": {"train": ["model=dit", "init_from={runs}/tread-seed{seed}", "steps=1"], "seeds": [0]}},
           "points": {"cfg": [["num_samples=4", "guidance=cfg_tread", "scale=2", "gamma1=0", "gamma2=0.5",
                               "routes=[{start_layer_idx: 1, end_layer_idx: 3}]"]]}, "compare": [["dit", "tread"]]}
@@ -48,7 +52,9 @@ TIMING = {"device": "one", "commit": "abc", "torch": "2.11.0", "rounds": {"dit":
 
 
 def settings(out, **changed) -> study.StudySettings:
-    return read(study.StudySettings, {"study": MATRIX, "out": str(out), "rows": [], "also": [], "part": None, "tasks": ["train", "score", "report"], "rounds": 1,
+    return read(study.StudySettings,
+                {"study": MATRIX, "out": str(out), "rows": [], "also": [], "part": None,
+                 "tasks": ["train", "score", "report"], "rounds": 1,
                                       "steps_timed": 1, "only": None, "nice": 0, "threads": 1, **changed})
 
 
@@ -81,17 +87,21 @@ def popen(line: list[str], env: dict[str, str], process_group: int) -> SimpleNam
     return SimpleNamespace(wait=lambda: 0)
 
 
-def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_reference, tmp_path, monkeypatch, fresh_accelerator):
+def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_reference, tmp_path, monkeypatch,
+                                                                fresh_accelerator):
     monkeypatch.setattr(study, "subprocess", SimpleNamespace(Popen=popen))
     matrix = MATRIX | {"train": [*TINY, f"data.path={shapes}", f"evaluate.reference={pixel_reference}"], "seeds": [0],
-                       "score": [*MATRIX["score"], f"reference={pixel_reference}"], "floor": [[f"images={shapes}", "num_samples=4"]]}
+                       "score": [*MATRIX["score"], f"reference={pixel_reference}"],
+                       "floor": [[f"images={shapes}", "num_samples=4"]]}
     cfg = settings(tmp_path / "study", study=matrix)
     study.main.__wrapped__(cfg)
     told = json.loads((tmp_path / "study/study.json").read_text())
     assert {run["variant"]: [score["step"] for score in run["scores"]] for run in told["runs"]} == {
         "dit": [0, 2, 4, 4], "tread": [0, 2, 4], "tuned": [0, 1]}
-    assert told["runs"][0]["history"] == [{"step": 0, "commit": commit(), "device": told["runs"][0]["history"][0]["device"],
-                                           "torch": torch.__version__, "tf32": False, "python": platform.python_version()}]
+    assert told["runs"][0]["history"] == [{"step": 0, "commit": commit(),
+                                           "device": told["runs"][0]["history"][0]["device"],
+                                           "torch": torch.__version__, "tf32": False,
+                                           "python": platform.python_version()}]
     assert [(floor["images"], floor["num_samples"]) for floor in told["floor"]] == [("shapes", 4)]
     for score in (*told["runs"][0]["scores"], *told["floor"]):
         assert (score["commit"], score["device"], score["torch"]) == (commit(), "cpu", torch.__version__)
@@ -101,16 +111,19 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     assert all((tmp_path / "study" / name).is_file() for name in ("score-over-images.png", "differences.png"))
     assert "| tread |" in (tmp_path / "study/study.md").read_text()
     page = (tmp_path / "study/study.md").read_text()
-    assert "## Real images, the floor\n\n* fd_pixels of 4 images of shapes: " in page and f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
+    assert "## Real images, the floor\n\n* fd_pixels of 4 images of shapes: " in page
+    assert f"| dit | 4 | {GUIDED} |" in page and page.count("of 1 seed, no verdict") >= 3
     before = {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()}
     study.main.__wrapped__(cfg)
     assert {path: path.read_bytes() for path in (tmp_path / "study/runs").rglob("*") if path.is_file()} == before
 
     # A run of other settings under a name of the study is not reported as the study's.
-    foreign = settings(tmp_path / "study", study=matrix | {"train": [*matrix["train"], "optimizer.lr=1e-3"]}, tasks=["report"])
+    foreign = settings(tmp_path / "study", study=matrix | {"train": [*matrix["train"], "optimizer.lr=1e-3"]},
+                       tasks=["report"])
     (tmp_path / "study/study.json").unlink()
     for tasks in (["report"], ["train"]):  # nor trained on
-        with pytest.raises(ValueError, match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 in"):
+        with pytest.raises(ValueError,
+                           match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 in"):
             study.main.__wrapped__(foreign.model_copy(update={"tasks": tasks}))
 
     # Nor is a score that somebody made of one of its runs.
@@ -138,13 +151,15 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
         with pytest.raises(ValueError, match="holds dit, seed 0, after 4 steps, and this study asks for steps=2"):
             study.collect(settings(tmp_path / home, study=matrix, also=["steps=2"], rows=rows))
 
-    # A checkpoint that is kept is scored at every point of at_each; a score by other settings is not taken for the study's.
+    # A checkpoint that is kept is scored at every point of at_each; a score by other settings is not taken for
+    # the study's.
     count = (results.read_text(), study.score_checkpoints(cfg, run))[0].count("\n")
     study.score_checkpoints(cfg, run.model_copy(update={"at_each": [["num_samples=3"]]}))
     rows = [json.loads(line) for line in results.read_text().splitlines()]
     assert [(row["source"]["step"], row["images"]) for row in rows[count:]] == [(4, 3), (2, 3)]
     # A report between the last checkpoint's score and an earlier one's does not end the scoring.
-    each = matrix | {"variants": MATRIX["variants"] | {"dit": {"train": ["model=dit"], "at_end": ["cfg"], "at_each": ["three"]}},
+    each = matrix | {"variants": MATRIX["variants"]
+                     | {"dit": {"train": ["model=dit"], "at_end": ["cfg"], "at_each": ["three"]}},
                      "points": MATRIX["points"] | {"three": [["num_samples=3"]]}}
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:-1]))
     before = (tmp_path / "study/study.json").read_text()
@@ -155,20 +170,24 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     assert [(row["source"]["step"], row["images"]) for row in rows[count:]] == [(4, 3), (2, 3)]
     results.write_text("".join(json.dumps(row) + "\n" for row in rows[:count]))
     with pytest.raises(ValueError, match="holds images=.* num_samples=4 by num_steps=2 .*scores by num_steps=3 "):
-        study.main.__wrapped__(settings(tmp_path / "study", study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]}, tasks=["score"]))
+        study.main.__wrapped__(settings(tmp_path / "study",
+                                        study=matrix | {"score": ["num_steps=3", *matrix["score"][1:]]},
+                                        tasks=["score"]))
 
     # The weights go, the scores stay, and nothing is trained again; nor where another machine goes on from the scores.
     shutil.rmtree(tmp_path / "study/runs")
     study.main.__wrapped__(cfg)
     assert json.loads((tmp_path / "study/study.json").read_text()) == told and not (tmp_path / "study/runs").exists()
-    study.main.__wrapped__(settings(tmp_path / "other", study=matrix, rows=[str(tmp_path / "study/study.json")], tasks=["train", "report"]))
+    study.main.__wrapped__(settings(tmp_path / "other", study=matrix, rows=[str(tmp_path / "study/study.json")],
+                                    tasks=["train", "report"]))
     assert json.loads((tmp_path / "other/study.json").read_text()) == told and not (tmp_path / "other/runs").exists()
 
 
 def recorded(path, *runs, **changed):
     """Writes a study.json; returns its path."""
     path.parent.mkdir(parents=True, exist_ok=True)
-    path.write_text(json.dumps({"name": "tiny", "runs": [{"step": 4, "steps": 4, "train": TINY, **run} for run in runs], **changed}))
+    path.write_text(json.dumps({"name": "tiny", "runs": [{"step": 4, "steps": 4, "train": TINY, **run} for run in runs],
+                                **changed}))
     return str(path)
 
 
@@ -194,15 +213,18 @@ def test_rows_that_are_not_of_this_study_raise_a_one_line_error(tmp_path, change
 
 def test_seconds_are_of_one_machine_which_is_named(tmp_path):
     other = TIMING | {"device": "two", "rounds": {"dit": [9.0], "tread": [9.0]}}
-    scores = {variant: of(variant, 0, (8, 5.0)) | {"scores": [{**of(variant, 0, (8, 5.0))["scores"][0], "seconds": 77.0}]}
+    scores = {variant: of(variant, 0, (8, 5.0))
+              | {"scores": [{**of(variant, 0, (8, 5.0))["scores"][0], "seconds": 77.0}]}
               for variant in ("dit", "tread")}
     rows = [recorded(tmp_path / "rows.json", *scores.values(), timing=other)]
     result = study.collect(settings(tmp_path / "study", rows=rows))
-    assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [9.0, 9.0] and result["timing"]["device"] == "two"
+    assert [run["scores"][0]["seconds"]
+            for run in result["runs"][:2]] == [9.0, 9.0] and result["timing"]["device"] == "two"
     (tmp_path / "study").mkdir()
     (tmp_path / "study/timing.json").write_text(json.dumps(TIMING))
     result = study.collect(settings(tmp_path / "study", rows=rows))  # tread was not timed here, and has no seconds
-    assert [run["scores"][0]["seconds"] for run in result["runs"][:2]] == [2.0, None] and result["timing"]["device"] == "one"
+    assert [run["scores"][0]["seconds"]
+            for run in result["runs"][:2]] == [2.0, None] and result["timing"]["device"] == "one"
     assert "timed in turns on one machine, one, torch 2.11.0, commit abc" in comparison.tables(result)
     result["timing"]["rounds"] = {"dit": [1.2, 3.0, 1.0], "tread": [0.6, 1.0]}
     assert "dit over tread, turn by turn: 1.2 / 0.6 = 2.00, 3 / 1 = 3.00; median 2.50." in comparison.tables(result)
@@ -215,7 +237,8 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     called, machine = [], {"device": "one", "commit": "abc", "torch": "2"}
 
     def timed(cfg, program, overrides):
-        folder = Path(next(text for text in reversed(overrides) if text.startswith("run_dir=")).removeprefix("run_dir="))
+        folder = Path(next(text
+                           for text in reversed(overrides) if text.startswith("run_dir=")).removeprefix("run_dir="))
         called.append(folder.name)
         if len(called) == 4:
             raise KeyboardInterrupt
@@ -236,7 +259,8 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     machine["device"] = "two"
     study.time_in_turns(cfg)  # whole, whoever made it
     study.time_in_turns(cfg.model_copy(update={"rounds": 3}))
-    assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
+    assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0],
+                                                                            "tread": [7.0, 9.0, 11.0]}
 
 
 def test_the_loss_on_latents_without_class_names_goes_by_their_numbers(tmp_path):
@@ -252,7 +276,8 @@ def test_the_loss_on_latents_without_class_names_goes_by_their_numbers(tmp_path)
     (["init_from=x.pt", "diffusion_name=sit", "new_label_table=true"], ["init_from=null"]),
     (["init_from=runs/x", "lora.rank=2"], ["init_from=runs/x", "lora.rank=2"])])
 def test_a_fine_tune_is_timed_without_weights_and_an_adapter_on_its_base(asked, timed):
-    run = study.Run(variant="tuned", seed=0, folder=Path("x"), train=[*TINY, *asked], at_end=[], at_each=[], held_out=[])
+    run = study.Run(variant="tuned", seed=0, folder=Path("x"), train=[*TINY, *asked], at_end=[], at_each=[],
+                    held_out=[])
     assert study.without_start(run) == [*TINY, *timed]
 
 
@@ -286,7 +311,8 @@ def test_a_signal_reaches_what_the_study_runs_once_and_its_failure_is_no_stop(tm
 
 def of(variant: str, seed: int, *scores: tuple[int, float]) -> dict:
     return {"variant": variant, "seed": seed, "scores": [
-        {"step": images // 8, "images": images, "seconds": None, "flops": images, "metric": "fd", "value": value, "num_samples": 9,
+        {"step": images // 8, "images": images, "seconds": None, "flops": images, "metric": "fd", "value": value,
+         "num_samples": 9,
          "guidance": "unguided"} for images, value in scores]}
 
 
@@ -307,7 +333,8 @@ def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     assert comparison.crossing(runs, "b", "a", "images")["at"] == found["at"]  # whoever is named first
     never = [*three("a", (10, 5), (20, 3)), *three("b", (10, 7), (20, 4))]
     assert comparison.crossing(never, "a", "b", "images") == {
-        "between": ["a", "b"], "axis": "images", "metric": None, "at": None, "better_at_the_end": "a", "verdict": "a (+1.000 to +1.000, n=3)",
+        "between": ["a", "b"], "axis": "images", "metric": None, "at": None, "better_at_the_end": "a",
+        "verdict": "a (+1.000 to +1.000, n=3)",
         "difference": 1, "interval": [1, 1], "n": 3, "seeds_lower": [3, 0]}
     assert comparison.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
     assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None  # nothing was timed
@@ -328,7 +355,8 @@ def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_t
 def test_curves_are_of_the_seeds_that_both_variants_have_where_the_shorter_one_ends():
     a = [of("a", 0, (10, 5), (20, 3)), of("a", 1, (10, 7), (20, 5)), of("a", 2, (10, 9))]
     b = [of("b", seed, (10, 6 + seed)) for seed in range(3)]
-    assert curves_of([*a, *b], "a", "b") == [[(10, 7, 2.0)], [(10, 7, 1.0)]]  # not a's mean of two seeds after 20 images
+    assert curves_of([*a, *b], "a", "b") == [[(10, 7, 2.0)],
+                                             [(10, 7, 1.0)]]  # not a's mean of two seeds after 20 images
     assert curves_of([*a, b[0]], "a", "b") == [[(10, 5, None), (20, 3, None)], [(10, 6, None)]]
 
 
@@ -348,7 +376,8 @@ def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
     """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
     runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
     assert comparison.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
-    ahead = [*three("a", (10, 7), (40, 5)), *three("b", (5, 7), (20, 5), (30, 4))]  # of what both have reached: 10 to 30
+    ahead = [*three("a", (10, 7), (40, 5)),
+             *three("b", (5, 7), (20, 5), (30, 4))]  # of what both have reached: 10 to 30
     assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in comparison.compared(ahead, "a", "b", "images")] == [
         (10, True), (20, True), (30, True)]
     assert comparison.crossing(ahead, "a", "b", "images")["at"] is None  # lower from the first place on
@@ -362,9 +391,11 @@ def test_a_seed_that_ends_early_makes_no_crossing():
     assert (found["at"], found["better_at_the_end"], found["n"]) == (None, "a", 3)
 
 
-@pytest.mark.parametrize(("version", "space", "share"), [(2, "pixels-8x8", None), (3, "pixels-8x8", 0.5), (2, "inception-2015", 0.5)])
+@pytest.mark.parametrize(("version", "space", "share"),
+                         [(2, "pixels-8x8", None), (3, "pixels-8x8", 0.5), (2, "inception-2015", 0.5)])
 def test_shares_of_versions_that_rounded_are_not_averaged_with_exact_ones(version, space, share):
-    row = {"metrics": {"fd_x": 2.0, "precision": 0.5, "recall": 0.5}, "extractor": {"name": "x", "space": space}, "images": 10,
+    row = {"metrics": {"fd_x": 2.0, "precision": 0.5, "recall": 0.5}, "extractor": {"name": "x", "space": space},
+           "images": 10,
            "device": "cpu", "versions": {}, "reference": {}, "scoring_version": version}
     found = study.score_of(row, Path("results.jsonl"))
     assert (found["value"], found["precision"], found["recall"]) == (2.0, share, share)
@@ -377,7 +408,8 @@ def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
 
 
-ROW = {"source": {"step": 4, "guidance": None}, "images": 4, "extractor": {"name": "pixels"}, "reference": {"path": "x"}}
+ROW = {"source": {"step": 4, "guidance": None}, "images": 4, "extractor": {"name": "pixels"},
+       "reference": {"path": "x"}}
 
 
 def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_path, monkeypatch):
@@ -402,9 +434,11 @@ def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_p
 
 
 def test_runs_and_scores_are_told_apart_by_what_changes_their_numbers():
-    same, other = ("run_dir", "data.path", "evaluate.every", "log", "compile", "cpu", "steps", "init_from"), ("seed", "model.depth", "data", "ema.decay", "lora.rank")
+    same, other = ("run_dir", "data.path", "evaluate.every", "log", "compile", "cpu", "steps", "init_from"), ("seed",
+            "model.depth", "data", "ema.decay", "lora.rank")
     assert [*map(tells_runs_apart, (*same, *other))] == [False] * len(same) + [True] * len(other)
-    assert [*map(tells_scores_apart, ("reference", "batch_size", "num_steps", "features"))] == [False, False, True, True]
+    assert [*map(tells_scores_apart, ("reference", "batch_size", "num_steps", "features"))] == [False, False, True,
+                                                                                                True]
 
 
 def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypatch):
@@ -442,8 +476,10 @@ def test_what_a_seed_does_to_both_does_not_hide_a_difference():
     assert found["better_at_the_end"] == "b" and found["difference"] == pytest.approx(-1) and 10 < found["at"] < 20
     half = 4.302653 * 0.1 / 3**0.5  # the quantile of t with two degrees of freedom, from a table
     assert found["interval"] == pytest.approx([-1 - half, -1 + half], abs=1e-6) and found["seeds_lower"] == [0, 3]
-    result = {"name": "x", "runs": [run | {"step": 2, "steps": 2} for run in runs], "crossings": [found], "floor": [], "timing": None}
-    assert "lower at the end: b (-1.248 to -0.752, n=3)." in comparison.tables(result) and "the last at 14" in comparison.tables(result)
+    result = {"name": "x", "runs": [run | {"step": 2, "steps": 2} for run in runs], "crossings": [found], "floor": [],
+              "timing": None}
+    assert "lower at the end: b (-1.248 to -0.752, n=3)." in comparison.tables(result)
+    assert "the last at 14" in comparison.tables(result)
     for count, says in ((2, "b in 2 of 2 seeds, no verdict"), (1, "b in 1 of 1 seed, no verdict")):
         some = [run for run in result["runs"] if run["seed"] < count]
         found = comparison.crossing(some, "a", "b", "images")
@@ -458,7 +494,8 @@ def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fr
     latents, seen = open_latents(tmp_path), {}
     for name, routes in (("dit", []), ("tread", [Route(1, 2, 0.5)])):
         torch.manual_seed(0)
-        model = DiT(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=4, routes=routes)
+        model = DiT(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=4, num_heads=2, num_classes=4,
+                    routes=routes)
         accelerator = Accelerator(cpu=True)
         objective = DiffusionLoss(model, diffusion)
         called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
@@ -470,7 +507,8 @@ def test_dense_and_routed_runs_of_a_seed_see_the_same_images_noise_and_labels(fr
             stored, y, _ = next(loader)
             x = to_latent(stored, latents.kind)  # moments: a draw, too
             seen[name] += [stored, x, y]
-            train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.5, clip_norm=None, num_parts=1)
+            train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.5, clip_norm=None,
+                       num_parts=1)
         loader.close()
     assert len(seen["dit"]) == 1 + 5 * 6 and (seen["dit"][6] == 4).any()  # some labels are dropped
     assert all(torch.equal(one, other) for one, other in zip(seen["dit"], seen["tread"], strict=True))

@@ -36,15 +36,19 @@ def adamw(net):
 
 
 def muon(net):
-    return build_optimizer(dict(net.named_parameters()), "muon", lr=0.01, matrix_lr=None, momentum=0.9, weight_decay=0.1)
+    return build_optimizer(dict(net.named_parameters()), "muon", lr=0.01, matrix_lr=None, momentum=0.9,
+                           weight_decay=0.1)
 
 
 def take_step(block="dit", loss="edm", selection="random", keep_masked=False, num_parts=1, make_optimizer=adamw):
-    """Takes the step of train.py's loop on fake tensors of a GPU, with optimizer, EMA and sums; returns all that is left."""
+    """Takes the step of train.py's loop on fake tensors of a GPU, with optimizer, EMA and sums; returns all that is
+    left.
+    """
     accelerator = speed.make_accelerator("fp32", num_parts, tf32=False, cpu=True)
     with FakeTensorMode():
         with CUDA:  # not around the step, which would else make its own tensors there, too
-            model, ema = (DiT(input_size=8, hidden_size=32, depth=3, num_heads=2, num_classes=4, routes=ROUTES, block=block,
+            model, ema = (DiT(input_size=8, hidden_size=32, depth=3, num_heads=2, num_classes=4, routes=ROUTES,
+                              block=block,
                               router=Router(selection)) for _ in range(2))  # a copy of fake tensors is of another mode
             x, y, weight, sums = torch.randn(4, 4, 8, 8), torch.randint(4, (4,)), torch.rand(4, 1, 8, 8), Sums(CUDA)
         accelerator.backward = lambda loss: fill_gradients(model, loss)
@@ -56,7 +60,8 @@ def take_step(block="dit", loss="edm", selection="random", keep_masked=False, nu
         update_ema(ema, model, 0.99)
         sums.add(*taken)
     moments = [value for of_one in optimizer.state.values() for value in of_one.values()]
-    assert len(moments) == sum(1 if make_optimizer is muon and is_matrix(*named) else 3 for named in model.named_parameters())
+    assert len(moments) == sum(1 if make_optimizer is muon and is_matrix(*named) else 3
+                               for named in model.named_parameters())
     return [*taken, *model.parameters(), *ema.parameters(), *moments, sums.values]
 
 
@@ -65,7 +70,8 @@ def test_a_step_has_no_tensor_on_another_device_and_waits_for_none(block, fresh_
     for loss, selection, keep_masked, num_parts in itertools.product(LOSSES, ["random", "l1"], [False, True], [1, 2]):
         if selection == "random" or not (keep_masked or loss == "version1"):  # which must know the masks beforehand
             fresh_accelerator(reset_partial_state=True)
-            assert {tensor.device.type for tensor in take_step(block, loss, selection, keep_masked, num_parts)} == {"cuda"}
+            assert {tensor.device.type
+                    for tensor in take_step(block, loss, selection, keep_masked, num_parts)} == {"cuda"}
 
 
 def test_no_step_by_muon_waits_not_even_the_first(fresh_accelerator):

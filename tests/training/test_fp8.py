@@ -18,18 +18,22 @@ pytest.importorskip("torchao")
 
 def network(hidden_size=32):
     torch.manual_seed(0)
-    return build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=hidden_size, depth=3, num_heads=2, num_classes=4,
+    return build_network(dict(input_size=8, patch_size=2, in_channels=4, hidden_size=hidden_size, depth=3, num_heads=2,
+                              num_classes=4,
                               init="xavier", routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=1)]))
 
 
 def trained(precision, forget, steps=30):
-    """Trains on one batch with the same draws; returns the loss of each step, the first step's gradients, and the network."""
+    """Trains on one batch with the same draws; returns the loss of each step, the first step's gradients, and the
+    network.
+    """
     forget(reset_partial_state=True)
     model, accelerator = network(), Accelerator(mixed_precision=speed.PRECISIONS[precision], cpu=True)
     if precision == "fp8":
         speed.multiply_in_float8(model, emulate=True)
     adamw, gradients = torch.optim.AdamW(model.parameters(), lr=2e-3, fused=True), {}
-    adamw.register_step_pre_hook(lambda *_: gradients.update({} if gradients else {k: p.grad.clone() for k, p in model.named_parameters()}))
+    adamw.register_step_pre_hook(lambda *_: gradients.update({} if gradients
+            else {k: p.grad.clone() for k, p in model.named_parameters()}))
     objective = DiffusionLoss(model, EDM())
     called, optimizer = accelerator.prepare(objective, adamw)
     y = torch.arange(16) % 4
@@ -37,7 +41,8 @@ def trained(precision, forget, steps=30):
     losses = []
     for step in range(steps):
         torch.manual_seed(step % 3)
-        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1, clip_norm=None,
+        losses.append(train.train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1,
+                                       clip_norm=None,
                                        num_parts=1)[0].item())
     return losses, gradients, model
 
@@ -47,8 +52,10 @@ def test_only_the_blocks_large_layers_are_converted_and_the_parameters_are_uncha
     before, ema = dict(model.named_parameters()), copy.deepcopy(model)
     speed.multiply_in_float8(model, emulate=True)
     converted = {name for name, layer in model.named_modules() if type(layer).__name__ == "Float8Linear"}
-    assert converted == {f"blocks.{i}.{name}" for i in range(3) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
-    assert all(parameter is before[name] and parameter.dtype == torch.float32 for name, parameter in model.named_parameters())
+    assert converted == {f"blocks.{i}.{name}" for i in range(3)
+                         for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
+    assert all(parameter is before[name] and parameter.dtype == torch.float32
+               for name, parameter in model.named_parameters())
     assert list(model.state_dict()) == list(ema.state_dict()) and isinstance(model.blocks[0].attn.qkv, nn.Linear)
     ema.load_state_dict(model.state_dict())
     train.update_ema(ema, model, 0.5)
@@ -56,8 +63,10 @@ def test_only_the_blocks_large_layers_are_converted_and_the_parameters_are_uncha
 
 
 def test_the_loss_in_float8_falls_as_it_does_in_bf16_and_in_float32(fresh_accelerator):
-    (fp32, exact, _), (bf16, *_), (fp8, rough, model) = (trained(precision, fresh_accelerator) for precision in ("fp32", "bf16", "fp8"))
-    print("".join(f"\nstep {step:2}: loss in fp32 {fp32[step]:.5f}, bf16 {bf16[step]:.5f}, fp8 {fp8[step]:.5f}" for step in (0, 14, 29)))
+    (fp32, exact, _), (bf16, *_), (fp8, rough, model) = (trained(precision, fresh_accelerator)
+                                                         for precision in ("fp32", "bf16", "fp8"))
+    print("".join(f"\nstep {step:2}: loss in fp32 {fp32[step]:.5f}, bf16 {bf16[step]:.5f}, fp8 {fp8[step]:.5f}"
+                  for step in (0, 14, 29)))
     assert fp8[0] == pytest.approx(bf16[0], rel=0.02) and fp8[0] != bf16[0]
     assert fp8[-1] < 0.7 * fp8[0] and fp8[-1] == pytest.approx(fp32[-1], rel=0.02)
     assert list(rough) == list(exact) and all(gradient.isfinite().all() for gradient in rough.values())

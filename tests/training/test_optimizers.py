@@ -1,4 +1,6 @@
-"""Optimizers: which weights Muon takes, what a step is, what a skipped one leaves, and what a checkpoint holds of them."""
+"""Optimizers: which weights Muon takes, what a step is, what a skipped one leaves, and what a checkpoint holds of
+them.
+"""
 
 import json
 import weakref
@@ -20,7 +22,8 @@ SETTINGS = dict(lr=0.01, matrix_lr=0.05, momentum=0.9, betas=(0.8, 0.9), eps=1e-
 
 def tiny(block: str = "dit", seed: int = 0) -> DiT:
     torch.manual_seed(seed)
-    return DiT(input_size=4, in_channels=3, hidden_size=16, depth=2, num_heads=2, num_classes=3, init="xavier", block=block)
+    return DiT(input_size=4, in_channels=3, hidden_size=16, depth=2, num_heads=2, num_classes=3, init="xavier",
+               block=block)
 
 
 def fill_gradients(net: nn.Module, seed: int) -> None:
@@ -51,7 +54,8 @@ def test_a_step_is_torchs_muon_on_matrices_and_torchs_adamw_on_the_rest_each_at_
     theirs = [torch.optim.AdamW(rest, lr=0.01, betas=(0.8, 0.9), weight_decay=0.1, fused=True),
               torch.optim.Muon(matrices, lr=0.05, momentum=0.9, weight_decay=0.1, adjust_lr_fn="match_rms_adamw")]
     for seed, scale in enumerate((1.0, 0.5, 0.25)):
-        for each, groups in ((net, optimizer.param_groups), (other, [group for one in theirs for group in one.param_groups])):
+        for each, groups in ((net, optimizer.param_groups),
+                             (other, [group for one in theirs for group in one.param_groups])):
             fill_gradients(each, seed)
             for group, lr in zip(groups, (0.01, 0.05), strict=True):
                 group["lr"] = scale * lr
@@ -65,7 +69,9 @@ def muon_of(parameters) -> torch.optim.Optimizer:
     return build_optimizer({"blocks.0.weight": weight, "blocks.0.bias": bias}, "muon", **SETTINGS)
 
 
-@pytest.mark.parametrize("make", [lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9), lambda p: torch.optim.AdamW(p, fused=True),
+@pytest.mark.parametrize("make",
+                         [lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
+                          lambda p: torch.optim.AdamW(p, fused=True),
                                   lambda p: torch.optim.NAdam(p), muon_of], ids=["sgd", "fused", "nadam", "muon"])
 def test_a_skipped_step_changes_nothing_and_state_resumes_for_any_optimizer(make):
     torch.manual_seed(0)
@@ -142,7 +148,8 @@ def test_muon_under_a_gradient_scaler_skips_without_reading_the_flag(monkeypatch
 
 
 def test_a_run_by_muon_has_two_rates_on_one_schedule_and_its_moments_by_name(shapes, tmp_path):
-    options = ("optimizer=muon", "optimizer.lr=1e-3", "optimizer.matrix_lr=1e-2", "optimizer.warmup_steps=2", "log.every=1", "steps=2")
+    options = ("optimizer=muon", "optimizer.lr=1e-3", "optimizer.matrix_lr=1e-2", "optimizer.warmup_steps=2",
+               "log.every=1", "steps=2")
     trained(tmp_path / "run", shapes, *options)
     assert [row["lr"] for row in rows(tmp_path / "run")] == [5e-4, 1e-3]
     saved = checkpoints.load(checkpoints.latest(tmp_path / "run"), "training")
@@ -151,7 +158,8 @@ def test_a_run_by_muon_has_two_rates_on_one_schedule_and_its_moments_by_name(sha
     meta = json.loads((checkpoints.latest(tmp_path / "run") / "meta.json").read_text())
     assert (meta["optimizer"], meta["config"]["optimizer"]["matrix_lr"]) == ("muon", 1e-2)
     refused = train_here(tmp_path / "run", shapes, "steps=4")
-    assert refused.returncode == 1 and "was trained with another optimizer, so it cannot resume: it has muon, this command adamw" in refused.stderr
+    assert refused.returncode == 1
+    assert "was trained with another optimizer, so it cannot resume: it has muon, this command adamw" in refused.stderr
 
 
 def test_the_schedule_scales_the_rate_of_each_group(fresh_accelerator):

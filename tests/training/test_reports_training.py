@@ -75,8 +75,10 @@ def test_data_that_were_made_anew_in_place_are_another_data_set(seven, thirty, t
 
 @pytest.mark.parametrize(("overrides", "says"), [
     (("batch_size=64",), "batch_size=64 is more than the 30 latents"),                      # dreamquark-ai/tabnet#537
-    (("grad_accum_steps=3",), "must be a multiple of 3: 1 ranks × grad_accum_steps=3"),     # huggingface/transformers#39659
-    (("seed=18446744073709551616",), "seed=18446744073709551616: it should be less than or equal to 18446744073709551615"),
+    (("grad_accum_steps=3",),
+     "must be a multiple of 3: 1 ranks × grad_accum_steps=3"),     # huggingface/transformers#39659
+    (("seed=18446744073709551616",),
+     "seed=18446744073709551616: it should be less than or equal to 18446744073709551615"),
 ])
 def test_what_would_train_on_nothing_or_scale_a_part_wrongly_is_refused(thirty, tmp_path, overrides, says):
     result = train_here(tmp_path, thirty, *SMALL, "steps=2", *overrides)
@@ -90,7 +92,8 @@ def test_a_quota_is_named_although_the_disk_has_room(thirty, tmp_path, monkeypat
 
     monkeypatch.setattr(checkpoints.HashedFile, "write", full)
     result = train_here(tmp_path, thirty, *SMALL, "steps=1")
-    assert result.returncode == 1 and "Disk quota exceeded" in result.stderr and "Earlier checkpoints are untouched" in result.stderr
+    assert result.returncode == 1 and "Disk quota exceeded" in result.stderr
+    assert "Earlier checkpoints are untouched" in result.stderr
 
 
 def test_a_log_on_a_full_disk_stops_nothing(capsys, monkeypatch):

@@ -1,4 +1,6 @@
-"""The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, TorchScript, Python; in pieces; or none."""
+"""The autoencoder that made the latents decodes them: diffusers' classes, LDM's files, TorchScript, Python; in pieces;
+or none.
+"""
 
 import json
 import math
@@ -32,8 +34,10 @@ COUNT, SIDE = 12, 16
 
 
 def kl(levels=3, latent_channels=5, **config):
-    return "AutoencoderKL", dict(block_out_channels=(8,) * levels, down_block_types=("DownEncoderBlock2D",) * levels, norm_num_groups=4,
-                                 up_block_types=("UpDecoderBlock2D",) * levels, latent_channels=latent_channels, **config)
+    return "AutoencoderKL", dict(block_out_channels=(8,) * levels, down_block_types=("DownEncoderBlock2D",) * levels,
+                                 norm_num_groups=4,
+                                 up_block_types=("UpDecoderBlock2D",) * levels, latent_channels=latent_channels,
+                                 **config)
 
 
 MEAN, STD = [0.3, -0.2, 0.1, 0.0, -0.4], [0.5, 1.5, 0.8, 1.0, 0.6]
@@ -48,7 +52,8 @@ NETWORKS = {  # downsample, and the network
     "deep compression": (8, ("AutoencoderDC", dict(
         latent_channels=8, encoder_block_out_channels=(16, 16, 32, 32), decoder_block_out_channels=(16, 16, 32, 32),
         encoder_layers_per_block=(1, 1, 1, 1), decoder_layers_per_block=(1, 1, 1, 1), encoder_block_types="ResBlock",
-        decoder_block_types="ResBlock", decoder_norm_types="rms_norm", decoder_act_fns="silu", encoder_qkv_multiscales=((),) * 4,
+        decoder_block_types="ResBlock", decoder_norm_types="rms_norm", decoder_act_fns="silu",
+        encoder_qkv_multiscales=((),) * 4,
         decoder_qkv_multiscales=((),) * 4, attention_head_dim=8, scaling_factor=0.41))),
 }
 
@@ -70,7 +75,8 @@ def make_network(form, folder, spread: bool = True):
 
 def closed_form(keys) -> dict[str, torch.Tensor]:
     """The weights that the published side of vavae.json had."""
-    return {key: wave(tuple(shape), k, amplitude_of(torch.empty(shape))) + (1.0 if "norm" in key and key.endswith("weight") else 0.0)
+    return {key: wave(tuple(shape), k, amplitude_of(torch.empty(shape)))
+            + (1.0 if "norm" in key and key.endswith("weight") else 0.0)
             for k, (key, shape) in enumerate(keys)}
 
 
@@ -78,7 +84,8 @@ def closed_form(keys) -> dict[str, torch.Tensor]:
 def vavae(tmp_path_factory) -> Path:
     """A weights file of VA-VAE's keys, as a training run leaves it, without statistics beside it."""
     file = tmp_path_factory.mktemp("vavae") / "vavae.pt"
-    others = {"loss.logvar": torch.zeros(()), "foundation_model.model.cls_token": torch.zeros(3), "linear_proj.weight": torch.zeros(3)}
+    others = {"loss.logvar": torch.zeros(()), "foundation_model.model.cls_token": torch.zeros(3),
+              "linear_proj.weight": torch.zeros(3)}
     torch.save({"state_dict": closed_form(VAVAE["keys"]) | others, "global_step": 3}, file)
     return file
 
@@ -128,10 +135,13 @@ def test_half_precision_gives_float32_and_rounds_the_same_latents_and_images(vae
 
 
 @pytest.mark.parametrize(("change", "sentence"), [
-    (lambda tensors: {key: tensors[key] for key in tensors if key != "encoder.conv_in.bias"}, "lack 1 tensors, encoder.conv_in.bias"),
-    (lambda tensors: tensors | {"encoder.conv_in.bias": torch.zeros(3)}, "can be read and fits.*expected shape"), (None, f"has no {WEIGHTS} that can be read"),
+    (lambda tensors: {key: tensors[key] for key in tensors if key != "encoder.conv_in.bias"},
+     "lack 1 tensors, encoder.conv_in.bias"),
+    (lambda tensors: tensors | {"encoder.conv_in.bias": torch.zeros(3)}, "can be read and fits.*expected shape"),
+    (None, f"has no {WEIGHTS} that can be read"),
 ])  # fmt: skip
-def test_weights_that_lack_a_tensor_or_have_other_shapes_or_are_pickles_are_not_loaded(vae_folder, tmp_path, change, sentence):
+def test_weights_that_lack_a_tensor_or_have_other_shapes_or_are_pickles_are_not_loaded(vae_folder, tmp_path, change,
+                                                                                       sentence):
     folder = shutil.copytree(vae_folder, tmp_path / "vae")
     tensors = load_file(folder / WEIGHTS)
     if change is None:
@@ -185,7 +195,8 @@ def test_vavae_has_a_scale_only_by_the_statistics_beside_it_or_by_the_latents_re
     mean, std = torch.linspace(-1, 1, 8), torch.linspace(0.5, 2, 8)
     torch.save({"mean": mean.view(1, 8, 1, 1), "std": std.view(1, 8, 1, 1)}, tmp_path / "latents_stats.pt")
     found = autoencoders.load_autoencoder(str(alone)).convention
-    assert found.scale == 1 and torch.equal(torch.tensor(found.latents_mean), mean) and torch.equal(torch.tensor(found.latents_std), std)
+    assert found.scale == 1 and torch.equal(torch.tensor(found.latents_mean),
+                                            mean) and torch.equal(torch.tensor(found.latents_std), std)
     recorded = Convention(latents_mean=(0.0,) * 8, latents_std=(2.0,) * 8)
     assert decoder_of(alone, (8, 4, 4), recorded).convention == recorded
     torch.save({"mean": mean[:3], "std": std[:3]}, tmp_path / "latents_stats.pt")
@@ -200,7 +211,8 @@ def test_vavae_has_a_scale_only_by_the_statistics_beside_it_or_by_the_latents_re
 def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, vavae, tmp_path):
     if form == "vavae":
         name, downsample = str(shutil.copy(vavae, tmp_path / "vavae.pt")), 4
-        torch.save({"mean": torch.linspace(-0.5, 0.5, 8), "std": torch.linspace(0.2, 1, 8)}, tmp_path / "latents_stats.pt")
+        torch.save({"mean": torch.linspace(-0.5, 0.5, 8), "std": torch.linspace(0.2, 1, 8)},
+                   tmp_path / "latents_stats.pt")
     else:
         name, downsample = make_network(form, tmp_path / "network"), NETWORKS[form][0]
     with pytest.MonkeyPatch.context() as patch:  # a random network's latents have any spread
@@ -210,7 +222,8 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
     metadata = json.loads((tmp_path / "out" / "metadata.json").read_text())
     loaded = autoencoders.load_autoencoder(name)
     assert latents.kind == ("sample" if form in ("tiny", "deep compression") else "moments")
-    assert latents.shape == (loaded.channels, SIDE // downsample, SIDE // downsample) and latents.convention == loaded.convention
+    assert latents.shape == (loaded.channels, SIDE // downsample,
+                             SIDE // downsample) and latents.convention == loaded.convention
     assert metadata["autoencoder"] == name and metadata["scale"] == loaded.convention.scale
     assert ("latents_mean" in metadata) == (form in ("statistics by channel", "vavae"))
 
@@ -218,7 +231,8 @@ def test_a_prepared_folder_decodes_to_the_autoencoders_own_reconstruction(form, 
     x = to_latent(torch.from_numpy(latents.read(np.arange(COUNT))[0]), latents.kind)
     images = decoder_of(latents.autoencoder, latents.shape, latents.convention).decode(x)
 
-    prepare("shapes", tmp_path / "pixels", SIDE, "identity", shapes={"count": COUNT, "seed": 0})  # the same images, as they are
+    prepare("shapes", tmp_path / "pixels", SIDE, "identity",
+            shapes={"count": COUNT, "seed": 0})  # the same images, as they are
     pixels = torch.from_numpy(open_latents(tmp_path / "pixels").read(np.arange(COUNT))[0]).float()
     with torch.no_grad():  # the network by itself, without a line of ours
         encoded = loaded.vae.encode(pixels)
@@ -255,7 +269,8 @@ def test_scaled_tars_are_decoded_with_the_autoencoders_scale(tmp_path):
 
     write_tars(tmp_path, numbered(), labels_of())
     scaled, half = (open_latents(tmp_path, kind="sample", scale=scale) for scale in (1, 0.5))
-    assert (scaled.convention, scaled.applied) == (Convention(0.18215), Convention(1)) and half.convention == Convention(0.5)
+    assert (scaled.convention, scaled.applied) == (Convention(0.18215),
+                                                   Convention(1)) and half.convention == Convention(0.5)
 
 
 # ---- code of one's own ----------------------------------------------------------------------------------------------
@@ -303,7 +318,8 @@ def test_what_runs_code_is_loaded_only_where_the_user_names_it(own, tmp_path):
         with pytest.raises(ValueError, match="runs code, so it is loaded only if the command names it"):
             decoder_of(name)
     assert "my_decoder" not in sys.modules
-    settings = {"checkpoint": write_run(tmp_path / "run", NETWORK, autoencoder=own[1]), "num_steps": 1, "seeds": "0-3", "cpu": True, "out": tmp_path / "x.npz"}
+    settings = {"checkpoint": write_run(tmp_path / "run", NETWORK, autoencoder=own[1]), "num_steps": 1, "seeds": "0-3",
+                "cpu": True, "out": tmp_path / "x.npz"}
     with pytest.raises(SystemExit, match="runs code, so it is loaded only"):
         run_command(sample.main, "sample.py", **settings)
     run_command(sample.main, "sample.py", **settings, autoencoder=own[1], decode_batch_size=3)
@@ -348,7 +364,8 @@ def test_an_impossible_config_raises_a_one_line_error(tmp_path, changes, sentenc
 
 
 @pytest.mark.parametrize("record, sentence", [
-    ({"latents_mean": [0.0] * 3, "latents_std": [1.0] * 3}, "metadata.json: its record: latents_mean and latents_std have 3 numbers"),
+    ({"latents_mean": [0.0] * 3, "latents_std": [1.0] * 3},
+     "metadata.json: its record: latents_mean and latents_std have 3 numbers"),
     ({"latents_std": [1.0] * 4}, "latents_mean has 0 numbers and latents_std 4"),
     ({"latents_mean": "x"}, "latents_mean=x: it should"),
 ])  # fmt: skip
@@ -393,7 +410,8 @@ def test_an_autoencoder_that_overflows_in_fp16_raises_a_one_line_error_and_not_b
 
 # ---- commands -------------------------------------------------------------------------------------------------------
 
-NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=3, learn_sigma=False,
+NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=3,
+               learn_sigma=False,
                routes=[], init="xavier")
 
 
@@ -403,14 +421,17 @@ def folder(tmp_path_factory):
     from test_data import write_folder
 
     latents = np.random.default_rng(0).standard_normal((16, 4, 8, 8)).astype(np.float16)
-    return write_folder(tmp_path_factory.mktemp("none") / "set", latents, np.arange(16) % 3, autoencoder="none", scale=2.0, shift=0.5,
+    return write_folder(tmp_path_factory.mktemp("none") / "set", latents, np.arange(16) % 3, autoencoder="none",
+                        scale=2.0, shift=0.5,
                         latents_mean=[0.1] * 4, latents_std=[2.0] * 4, num_classes=3, class_names=None)
 
 
 def train_on(folder, run, *overrides):
     run_command(train.main, "train.py", "data=folder", "cpu=true", f"data.path={folder}", f"run_dir={run}", "steps=1",
-                "model.backbone_type=DiT-S/2", "model.hidden_size=32", "model.depth=4", "model.num_heads=2", "routes=balanced",
-                "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false", "samples.every=1", "samples.seeds=0-2",
+                "model.backbone_type=DiT-S/2", "model.hidden_size=32", "model.depth=4", "model.num_heads=2",
+                "routes=balanced",
+                "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false", "samples.every=1",
+                "samples.seeds=0-2",
                 "samples.num_steps=1", *overrides)
 
 
@@ -448,7 +469,8 @@ def test_grids_in_training_are_decoded_by_a_custom_decoder(folder, own, tmp_path
 
 
 def test_no_images_of_none_are_scored_in_training(folder, tmp_path, fresh_accelerator):
-    with pytest.raises(SystemExit, match="autoencoder=none: these latents cannot be decoded.* Or set samples.every=0 evaluate.every=0"):
+    with pytest.raises(SystemExit,
+                       match="autoencoder=none: these latents cannot be decoded.* Or set samples.every=0 evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: these latents cannot be decoded"):
         image_sets.open_images(one_rank(), "images", str(folder))

@@ -1,4 +1,6 @@
-"""Several averages of one run: EDM2's numbers, what is tracked, saved, resumed, kept, made after training, and chosen by name."""
+"""Several averages of one run: EDM2's numbers, what is tracked, saved, resumed, kept, made after training, and chosen
+by name.
+"""
 
 import itertools
 import json
@@ -95,18 +97,21 @@ def test_an_untracked_width_is_close_to_the_tracked_one_and_closer_with_more_sna
         shares, off = averages.coefficients([*kept], 40, 0.07)
         made = {key: sum(share * one[key] for share, one in zip(shares, kept.values(), strict=True)) for key in sought}
         distances.append((off, max((made[key] - sought[key]).abs().max().item() for key in sought)))
-    assert [*zip(*distances, strict=True)] == [tuple(sorted(values, reverse=True)) for values in zip(*distances, strict=True)]
+    assert [*zip(*distances, strict=True)] == [tuple(sorted(values, reverse=True))
+                                               for values in zip(*distances, strict=True)]
     assert distances[0][1] > 0.03 and distances[-1][0] < 0.01 and distances[-1][1] < 0.02
 
 
 @pytest.mark.parametrize(("given", "name"), [
-    ("model", "model"), ("ema", "ema"), ("ema-0.9990", "ema-0.999"), ("ema-std0.1", "ema-std0.10"), ("ema-std0.075", "ema-std0.075"),
+    ("model", "model"), ("ema", "ema"), ("ema-0.9990", "ema-0.999"), ("ema-std0.1", "ema-std0.10"),
+    ("ema-std0.075", "ema-std0.075"),
 ])  # fmt: skip
 def test_names_have_one_spelling(given, name):
     assert averages.known_weights(given) == name
 
 
-@pytest.mark.parametrize("name", ["ema-", "ema-std0.5", "ema-std0.0", "last", "ema-2.5", "ema-std", "../ema", "training"])
+@pytest.mark.parametrize("name",
+                         ["ema-", "ema-std0.5", "ema-std0.0", "last", "ema-2.5", "ema-std", "../ema", "training"])
 def test_other_names_are_refused(name):
     with pytest.raises(ValueError, match=r"neither model|must lie between"):
         averages.known_weights(name)
@@ -128,7 +133,8 @@ def several(shapes, tmp_path_factory):
     """A run of 12 steps with four averages, which was stopped twice, and pruned to its last checkpoint."""
     run = tmp_path_factory.mktemp("several") / "run"
     for steps in (4, 7, 12):
-        trained(run, shapes, *SEVERAL, f"steps={steps}", "checkpoint.every=2", "checkpoint.keep_last=1", "checkpoint.keep_every=0")
+        trained(run, shapes, *SEVERAL, f"steps={steps}", "checkpoint.every=2", "checkpoint.keep_last=1",
+                "checkpoint.keep_every=0")
     return run
 
 
@@ -164,9 +170,11 @@ def test_each_average_is_that_of_its_decay(shapes, tmp_path):
 def test_snapshots_outlast_pruning_and_cost_no_second_copy_while_their_checkpoint_is_there(several):
     assert [folder.name for folder in checkpoints.all_steps(several)] == ["step-00000012"]
     kept = sorted((several / "averages").glob("step-????????"))
-    assert [checkpoints.step_of(folder) for folder in kept] == [2, 4, 6, 8, 10, 12]  # a stop or an end at step 7 keeps none
+    assert [checkpoints.step_of(folder)
+            for folder in kept] == [2, 4, 6, 8, 10, 12]  # a stop or an end at step 7 keeps none
     for folder in kept:
-        assert {path.name for path in folder.iterdir()} == {"meta.json", "ema-std0.05.safetensors", "ema-std0.10.safetensors"}
+        assert {path.name
+                for path in folder.iterdir()} == {"meta.json", "ema-std0.05.safetensors", "ema-std0.10.safetensors"}
         assert checkpoints.problem(folder) is None
     assert (kept[-1] / "ema-std0.05.safetensors").stat().st_ino == (several / "checkpoints/step-00000012/ema-std0.05.safetensors").stat().st_ino
 
@@ -176,7 +184,8 @@ def test_a_width_of_after_training_is_loaded_by_its_name_alone_and_made_once(sev
     found = load_trained(run, "ema-std0.07")
     assert "made of 12 stored averages" in capfd.readouterr().out
     assert (found.weights, found.step, found.checkpoint.run) == ("ema-std0.07", 12, run)
-    stored = [(checkpoints.step_of(folder), std) for folder in sorted((run / "averages").glob("step-????????")) for std in (0.05, 0.10)]
+    stored = [(checkpoints.step_of(folder), std) for folder in sorted((run / "averages").glob("step-????????"))
+              for std in (0.05, 0.10)]
     shares, off = averages.coefficients(stored, 12, 0.07)
     key = "blocks.0.attn.qkv.weight"
     made = sum(share * held(run / f"averages/step-{step:08d}", averages.power_name(std))[key].double()
@@ -194,7 +203,8 @@ def test_a_width_of_after_training_is_loaded_by_its_name_alone_and_made_once(sev
     assert find_checkpoint(run, "ema-std0.05").file.parent.parent.name == "checkpoints"  # which is stored
 
 
-def test_a_snapshot_that_a_kill_or_a_full_disk_left_out_is_made_up_for_and_later_ones_go_with_their_steps(several, shapes, tmp_path):
+def test_a_snapshot_that_a_kill_or_a_full_disk_left_out_is_made_up_for_and_later_ones_go_with_their_steps(several,
+        shapes, tmp_path):
     run = shutil.copytree(several, tmp_path / "run")
     shutil.rmtree(run / "averages/step-00000012")
     find_checkpoint(run, "ema-std0.07")
@@ -207,18 +217,21 @@ def test_a_snapshot_that_a_kill_or_a_full_disk_left_out_is_made_up_for_and_later
 
 
 def test_a_stopped_run_ends_with_the_files_of_an_undisturbed_one_and_the_same_reconstruction(shapes, tmp_path):
-    options = (*SEVERAL, "checkpoint.every=4", "checkpoint.keep_every=4", "checkpoint.keep_last=1", "ema.snapshot_every=4")
+    options = (*SEVERAL, "checkpoint.every=4", "checkpoint.keep_every=4", "checkpoint.keep_last=1",
+               "ema.snapshot_every=4")
     trained(tmp_path / "whole", shapes, *options, "steps=13")
     for steps in (2, 5, 6, 8, 11, 13):  # of which all but 8 and 13 are stops
         trained(tmp_path / "parts", shapes, *options, f"steps={steps}")
     assert_same_end(tmp_path / "parts", tmp_path / "whole")
     made = [find_checkpoint(tmp_path / name, "ema-std0.07") for name in ("parts", "whole")]
     assert made[0].file.read_bytes() == made[1].file.read_bytes()
-    names = [sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*")) for name in ("parts", "whole")]
+    names = [sorted(str(path.relative_to(tmp_path / name)) for path in (tmp_path / name).rglob("*"))
+             for name in ("parts", "whole")]
     assert names[0] == names[1] and "checkpoints/step-00000008" in names[0]
 
 
-def test_a_killed_snapshot_leaves_nothing_once_the_run_starts_again_and_a_reconstruction_is_left_alone(several, shapes, tmp_path):
+def test_a_killed_snapshot_leaves_nothing_once_the_run_starts_again_and_a_reconstruction_is_left_alone(several, shapes,
+                                                                                                       tmp_path):
     run = shutil.copytree(several, tmp_path / "run")
     shutil.copytree(run / "averages/step-00000012", run / "averages/.step-00000012.77.tmp")
     (run / "averages/.step-00000012-std0.07.77.tmp").mkdir()  # of a process that may still be writing it
@@ -226,7 +239,8 @@ def test_a_killed_snapshot_leaves_nothing_once_the_run_starts_again_and_a_recons
     assert [path.name for path in (run / "averages").glob(".*")] == [".step-00000012-std0.07.77.tmp"]
 
 
-def test_an_average_is_made_beside_a_run_that_saves_and_prunes_and_beside_another_that_makes_it(several, tmp_path, monkeypatch):
+def test_an_average_is_made_beside_a_run_that_saves_and_prunes_and_beside_another_that_makes_it(several, tmp_path,
+                                                                                                monkeypatch):
     run = shutil.copytree(several, tmp_path / "run")
     expected = find_checkpoint(several, "ema-std0.07").file.read_bytes()
     newest, find, moments = checkpoints.latest(run), averages.coefficients, []
@@ -269,32 +283,38 @@ def test_an_average_is_made_beside_a_run_that_saves_and_prunes_and_beside_anothe
 
 @pytest.mark.parametrize(("overrides", "says"), [
     (("ema.decay=[0.9,0.5,0.99]",), "ema-0.99 begins at step 12 with the weights of that step"),
-    (("ema.decay=[0.5,0.9]",), "ema.decay was [0.9, 0.5] and is now [0.5, 0.9]"), (("ema.decay=0.9", "ema.std=[]"), "ema.std was [0.05, 0.1] and is now []"),
+    (("ema.decay=[0.5,0.9]",), "ema.decay was [0.9, 0.5] and is now [0.5, 0.9]"),
+    (("ema.decay=0.9", "ema.std=[]"), "ema.std was [0.05, 0.1] and is now []"),
 ], ids=["one more", "in another order", "fewer"])  # fmt: skip
 def test_a_run_resumes_with_other_averages(several, shapes, tmp_path, overrides, says):
     run = shutil.copytree(several, tmp_path / "run")
-    assert says in trained(run, shapes, *SEVERAL, *overrides, "steps=13", "optimizer.lr=0", "optimizer.warmup_steps=0", "checkpoint.every=100")
+    assert says in trained(run, shapes, *SEVERAL, *overrides, "steps=13", "optimizer.lr=0", "optimizer.warmup_steps=0",
+                           "checkpoint.every=100")
     before, after = (checkpoints.step_folder(run, step) for step in (12, 13))
     model = held(before, "model")["pos_embed"], held(before, "model")["blocks.0.attn.qkv.weight"]
-    expected = {"ema-0.99": ("model", 0.99), "ema-0.9": ("ema", 0.9), "ema": ("ema-0.5", 0.5) if overrides == ("ema.decay=[0.5,0.9]",) else ("ema", 0.9)}
+    expected = {"ema-0.99": ("model", 0.99), "ema-0.9": ("ema", 0.9),
+                "ema": ("ema-0.5", 0.5) if overrides == ("ema.decay=[0.5,0.9]",) else ("ema", 0.9)}
     for file in after.glob("ema*.safetensors"):
         if file.stem in expected:
             source, decay = expected[file.stem]
             old = held(before, source)["blocks.0.attn.qkv.weight"]
-            torch.testing.assert_close(load_file(file)["blocks.0.attn.qkv.weight"], decay * old + (1 - decay) * model[1])
+            torch.testing.assert_close(load_file(file)["blocks.0.attn.qkv.weight"],
+                                       decay * old + (1 - decay) * model[1])
 
 
 def test_a_power_function_average_cannot_start_in_the_middle(shapes, tmp_path):
     trained(tmp_path, shapes, "steps=2")
     result = train_here(tmp_path, shapes, "ema.std=[0.05]", "steps=4")
-    assert result.returncode == 1 and "ema-std0.05 averages over all steps" in result.stderr and "took 2 without it" in result.stderr
+    assert result.returncode == 1 and "ema-std0.05 averages over all steps" in result.stderr
+    assert "took 2 without it" in result.stderr
     result = train_here(tmp_path, shapes, "ema.decay=[0.998,0.9]", "steps=4")
     assert result.returncode == 0 and "ema-0.9 begins at step 2" in result.stdout
 
 
 def test_a_width_of_a_run_without_power_functions_raises_a_one_line_error(shapes, tmp_path):
     trained(tmp_path, shapes, "steps=1")
-    with pytest.raises(ValueError, match=r"has no ema-std0.07: .* tracks none to make it of, as ema.std=\[0.05,0.10\] does"):
+    with pytest.raises(ValueError,
+                       match=r"has no ema-std0.07: .* tracks none to make it of, as ema.std=\[0.05,0.10\] does"):
         find_checkpoint(tmp_path, "ema-std0.07")
     with pytest.raises(ValueError, match="holds no weights=ema-0.5, but ema.safetensors"):
         find_checkpoint(tmp_path, "ema-0.5")
@@ -304,14 +324,18 @@ def test_a_width_of_a_run_without_power_functions_raises_a_one_line_error(shapes
 
 
 def test_one_command_scores_averages_and_scales_into_rows_and_a_table(several, pixel_reference, tmp_path, capfd):
-    given = (f"checkpoint={several}", f"reference={pixel_reference}", "features=pixels", "num_samples=4", "num_steps=2", f"results={tmp_path}/results.jsonl")
-    line = ("fid.py", *given, "weights=[ema,ema-0.5,ema-std0.1,ema-std0.07,model]", "guidance_scales=[null,1.5]", "cpu=true")
+    given = (f"checkpoint={several}", f"reference={pixel_reference}", "features=pixels", "num_samples=4", "num_steps=2",
+             f"results={tmp_path}/results.jsonl")
+    line = ("fid.py", *given, "weights=[ema,ema-0.5,ema-std0.1,ema-std0.07,model]", "guidance_scales=[null,1.5]",
+            "cpu=true")
     run_command(fid.main, *line)
     rows = [json.loads(row) for row in (tmp_path / "results.jsonl").read_text().splitlines()]
     names = ["ema", "ema-0.5", "ema-std0.10", "ema-std0.07", "model"]
-    assert [(row["source"]["weights"], row["source"]["guidance"] is not None) for row in rows] == [(name, guided) for name in names for guided in (False, True)]
+    assert [(row["source"]["weights"], row["source"]["guidance"] is not None) for row in rows] == [(name, guided)
+            for name in names for guided in (False, True)]
     assert [row["source"]["ema"] for row in rows[::2]] == [True] * 4 + [False]
-    assert len({row["source"]["weights_sha256"] for row in rows}) == 5 == len({row["metrics"]["fd_pixels"] for row in rows[::2]})
+    assert len({row["source"]["weights_sha256"] for row in rows}) == 5 == len({row["metrics"]["fd_pixels"]
+                                                                               for row in rows[::2]})
     table = capfd.readouterr().out.split("weights  ")[-1].splitlines()
     assert [line.split()[0] for line in table[1:11]] == [name for name in names for _ in range(2)]
     run_command(fid.main, *line, "table=latex")
@@ -320,15 +344,20 @@ def test_one_command_scores_averages_and_scales_into_rows_and_a_table(several, p
 
 
 def test_grids_and_evaluations_in_training_are_of_the_averages_that_are_named(shapes, pixel_reference, tmp_path):
-    drawn = ("samples.every=2", "samples.seeds=0-1", "samples.num_steps=1", "evaluate.every=2", f"evaluate.reference={pixel_reference}",
-             "evaluate.features=pixels", "evaluate.num_samples=4", "evaluate.num_steps=1", "evaluate.weights=[ema,ema-std0.05]", "steps=2", "checkpoint.every=2")
+    drawn = ("samples.every=2", "samples.seeds=0-1", "samples.num_steps=1", "evaluate.every=2",
+             f"evaluate.reference={pixel_reference}",
+             "evaluate.features=pixels", "evaluate.num_samples=4", "evaluate.num_steps=1",
+             "evaluate.weights=[ema,ema-std0.05]", "steps=2", "checkpoint.every=2")
     grids = {}
     for name in ("ema", "ema-0.5"):
-        trained(tmp_path / name, shapes, *SEVERAL, *drawn, f"samples.weights={name}", "optimizer.warmup_steps=0", "optimizer.lr=1e-2")
+        trained(tmp_path / name, shapes, *SEVERAL, *drawn, f"samples.weights={name}", "optimizer.warmup_steps=0",
+                "optimizer.lr=1e-2")
         rows = [json.loads(row)["source"] for row in (tmp_path / name / "results.jsonl").read_text().splitlines()]
-        assert [(row["step"], row["weights"]) for row in rows] == [(step, which) for step in (0, 2) for which in ("ema", "ema-std0.05")]
+        assert [(row["step"], row["weights"]) for row in rows] == [(step, which) for step in (0, 2)
+                                                                   for which in ("ema", "ema-std0.05")]
         grids[name] = (tmp_path / name / "samples/step-00000002.png").read_bytes()
-        run_command(sample.main, "sample.py", f"checkpoint={tmp_path / name}", f"weights={name}", "seeds=0-1", "num_steps=1", "cpu=true", "precision=fp32",
+        run_command(sample.main, "sample.py", f"checkpoint={tmp_path / name}", f"weights={name}", "seeds=0-1",
+                    "num_steps=1", "cpu=true", "precision=fp32",
                     f"out={tmp_path}/{name}.png")
         assert (tmp_path / f"{name}.png").stat().st_size
     assert grids["ema"] != grids["ema-0.5"]
@@ -338,7 +367,9 @@ def test_grids_and_evaluations_in_training_are_of_the_averages_that_are_named(sh
 
 
 def test_two_ranks_and_shards_keep_the_same_averages_over_a_stop(shapes, tmp_path):
-    all_well(on_ranks(2, *(command(tmp_path / how, shapes, *SMALL, *SEVERAL, f"sharding={how}", f"steps={steps}", "checkpoint.every=2", "log.every=1")[1:]
+    all_well(on_ranks(2,
+                      *(command(tmp_path / how, shapes, *SMALL, *SEVERAL, f"sharding={how}", f"steps={steps}",
+                                "checkpoint.every=2", "log.every=1")[1:]
                            for how in ("none", "fsdp") for steps in (3, 6))))
     ends = [checkpoints.latest(tmp_path / how) for how in ("none", "fsdp")]
     for name in NAMES:

@@ -32,10 +32,14 @@ def test_what_was_saved_is_loaded_bit_for_bit(tmp_path):
 
 
 def test_a_file_is_safetensors_own_byte_for_byte_and_hashed_without_being_read(tmp_path, monkeypatch):
-    named = {"wéight": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "c": torch.rand(3) > 0.5, "step": torch.tensor(4.0),
-             "d": torch.arange(5), "e": torch.randn(2, 2, dtype=torch.float64), "f": torch.randn(4, 6).T, "g": torch.empty(0, 3),
-             "h": torch.arange(3, dtype=torch.uint8), "i": torch.randn(3).half(), "j": torch.arange(3, dtype=torch.int32),
-             "large": torch.randn(2**19 + 1), "k": torch.arange(3, dtype=torch.int16), "l": torch.arange(3, dtype=torch.int8)}
+    named = {"wéight": torch.randn(3, 5), "b": torch.randn(7).to(torch.bfloat16), "c": torch.rand(3) > 0.5,
+             "step": torch.tensor(4.0),
+             "d": torch.arange(5), "e": torch.randn(2, 2, dtype=torch.float64), "f": torch.randn(4, 6).T,
+             "g": torch.empty(0, 3),
+             "h": torch.arange(3, dtype=torch.uint8), "i": torch.randn(3).half(),
+             "j": torch.arange(3, dtype=torch.int32),
+             "large": torch.randn(2**19 + 1), "k": torch.arange(3, dtype=torch.int16),
+             "l": torch.arange(3, dtype=torch.int8)}
     save_file({name: value.contiguous() for name, value in named.items()}, tmp_path / "theirs")
     expected = files.sha256(tmp_path / "theirs")
     monkeypatch.setattr(checkpoints, "sha256", lambda path: pytest.fail(f"{path} is read"))
@@ -47,7 +51,8 @@ def test_a_file_is_safetensors_own_byte_for_byte_and_hashed_without_being_read(t
 
 
 def test_files_are_written_side_by_side_and_little_of_them_waits_in_memory(tmp_path, monkeypatch):
-    large = {name: {f"{i:02d}": torch.full((count,), 1.0) for i in range(12)} for name, count in (("model", 10), ("training", 20))}
+    large = {name: {f"{i:02d}": torch.full((count,), 1.0) for i in range(12)}
+             for name, count in (("model", 10), ("training", 20))}
     order = [file for file, _ in checkpoints.side_by_side(large)]
     assert all(abs(order[:n].count("model") - n / 2) <= 1 for n in range(25))
     begun, may_go = [], threading.Event()
@@ -80,7 +85,9 @@ def test_the_latest_is_by_number_not_by_name(tmp_path):
     assert checkpoints.latest(tmp_path / "nothing") is None
 
 
-@pytest.mark.parametrize("damage", ["truncate", "flip a bit", "delete a file", "delete the meta", "garble the meta", "change the meta"])
+@pytest.mark.parametrize("damage",
+                         ["truncate", "flip a bit", "delete a file", "delete the meta", "garble the meta",
+                          "change the meta"])
 def test_a_damaged_newest_checkpoint_is_named_and_passed_over(tmp_path, damage):
     good, bad = save(tmp_path, 1), save(tmp_path, 2, images=16)
     path = bad / ("meta.json" if "meta" in damage else "ema.safetensors")
@@ -127,7 +134,8 @@ def test_a_damaged_checkpoint_of_the_same_step_is_replaced_and_a_complete_one_ke
 
 
 @pytest.mark.parametrize(("where", "error"), [
-    ("os.fsync", OSError(28, "No space left on device")), ("weights.checkpoint.HashedFile.write", OSError(28, "No space left on device"))])
+    ("os.fsync", OSError(28, "No space left on device")),
+    ("weights.checkpoint.HashedFile.write", OSError(28, "No space left on device"))])
 def test_a_save_that_fails_leaves_no_trace_and_says_what_it_needed(tmp_path, monkeypatch, where, error):
     good = save(tmp_path, 1)
 
@@ -178,7 +186,8 @@ def test_pruning_keeps_the_last_k_and_every_mth(tmp_path):
 
 
 def test_the_checkpoint_of_a_stop_counts_while_it_is_the_newest(tmp_path):
-    for steps, expected in ([4, 6], [4, 6]), ([8], [4, 8]), ([12], [8, 12]), ([14], [12, 14]), ([15], [12, 15]), ([16], [12, 16]):
+    for steps, expected in ([4, 6], [4, 6]), ([8], [4, 8]), ([12], [8, 12]), ([14], [12, 14]), ([15], [12, 15]), ([16],
+            [12, 16]):
         for step in steps:
             save(tmp_path, step, planned=step % 4 == 0)
         checkpoints.prune(tmp_path, steps[-1], keep_last=2, keep_every=6)

@@ -24,7 +24,8 @@ from weights.loading import load_trained
 from weights.records import build_network
 
 pytest.importorskip("peft")
-NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4, init="xavier",
+NETWORK = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=4, num_heads=2, num_classes=4,
+               init="xavier",
                routes=[dict(selection_ratio=0.5, start_layer_idx=2, end_layer_idx=-2)])
 LAYERS = {f"blocks.{i}.{name}" for i in range(4) for name in ("attn.qkv", "attn.proj", "mlp.fc1", "mlp.fc2")}
 
@@ -77,7 +78,8 @@ def test_base_and_adapter_give_what_the_merged_weights_give(alpha):
     merged = build_network(NETWORK)
     merged.load_state_dict(lora.merge(base.state_dict(), saved, (alpha or 4) / 4))
     given, expected = merged(*inputs()), net(*inputs())
-    assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item()) and not torch.equal(given, base(*inputs()))
+    assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item()) and not torch.equal(given,
+                                                                                                        base(*inputs()))
 
 
 def test_each_number_of_tokens_is_one_graph_with_an_adapter(graphs):
@@ -110,9 +112,12 @@ def command(data, fresh_accelerator):
     def call(run, parent, *overrides, **settings):
         settings = {"init_from": parent, "lora.rank": 4, "lora.alpha": 2, "steps": 4, **settings}
         fresh_accelerator(reset_partial_state=True)
-        run_command(train.main, "train.py", "data=folder", "routes=balanced", "cpu=true", f"data.path={data}", "data.autoencoder=identity",
-                    f"run_dir={run}", "model.backbone_type=DiT-S/2", "model.hidden_size=32", "model.depth=4", "model.num_heads=2",
-                    "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false", "samples.every=0", "log.every=2",
+        run_command(train.main, "train.py", "data=folder", "routes=balanced", "cpu=true", f"data.path={data}",
+                    "data.autoencoder=identity",
+                    f"run_dir={run}", "model.backbone_type=DiT-S/2", "model.hidden_size=32", "model.depth=4",
+                    "model.num_heads=2",
+                    "model.init=xavier", "batch_size=4", "precision=fp32", "compile=false", "samples.every=0",
+                    "log.every=2",
                     "checkpoint.every=2", "optimizer.lr=1e-2", "ema.decay=0.5", *overrides, **settings)
     return call
 
@@ -131,10 +136,12 @@ def trained_run(run, parent, command):
 
 def test_a_run_holds_only_the_adapter_and_names_its_base(trained_run, parent):
     folder, base = checkpoints.latest(trained_run), checkpoints.latest(parent) / "ema.safetensors"
-    meta, saved = checkpoints.read_meta(folder), {name: load_file(folder / f"{name}.safetensors") for name in ("ema", "model", "training")}
+    meta, saved = checkpoints.read_meta(folder), {name: load_file(folder / f"{name}.safetensors")
+                                                  for name in ("ema", "model", "training")}
     assert meta["lora"] == {"rank": 4, "alpha": 2.0, "targets": None, "base": str(base)}
     assert meta["parent"] == {"step": 7, "weights_sha256": files.sha256(base)} and meta["step"] == 4
-    assert saved["ema"].keys() == saved["model"].keys() and all(".lora_" in key or key == "sums" for each in saved.values() for key in each)
+    assert saved["ema"].keys() == saved["model"].keys() and all(".lora_" in key or key == "sums"
+                                                                for each in saved.values() for key in each)
     assert any(not torch.equal(saved["ema"][key], value) for key, value in saved["model"].items())
     assert sum(path.stat().st_size for path in folder.glob("*.safetensors")) < base.stat().st_size
     whole = load_trained(trained_run, "model").net.state_dict()
@@ -146,22 +153,26 @@ def test_a_run_holds_only_the_adapter_and_names_its_base(trained_run, parent):
     assert torch.allclose(given, expected, atol=1e-6 * expected.abs().max().item())
 
 
-def test_a_run_that_was_killed_ends_as_one_that_was_not_though_its_parent_has_gone_on(trained_run, parent, command, tmp_path):
+def test_a_run_that_was_killed_ends_as_one_that_was_not_though_its_parent_has_gone_on(trained_run, parent, command,
+                                                                                      tmp_path):
     killed = shutil.copytree(trained_run, tmp_path / "run")
     shutil.rmtree(checkpoints.step_folder(killed, 4))
-    checkpoints.save(checkpoints.step_folder(parent, 8), {"ema": {key: value + 1 for key, value in network().state_dict().items()}},
+    checkpoints.save(checkpoints.step_folder(parent, 8),
+                     {"ema": {key: value + 1 for key, value in network().state_dict().items()}},
                      checkpoints.read_meta(checkpoints.latest(parent)) | {"step": 8})
     try:
         command(killed, parent)
     finally:
         shutil.rmtree(checkpoints.step_folder(parent, 8))
     for name in ("ema", "model", "training"):
-        one, other = (load_file(checkpoints.step_folder(folder, 4) / f"{name}.safetensors") for folder in (killed, trained_run))
+        one, other = (load_file(checkpoints.step_folder(folder, 4) / f"{name}.safetensors")
+                      for folder in (killed, trained_run))
         assert one.keys() == other.keys() and all(torch.equal(one[key], other[key]) for key in one), name
 
 
 def drawn(checkpoint, out):
-    run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0-7", "num_steps=2", f"out={out}")
+    run_command(sample.main, "sample.py", "cpu=true", f"checkpoint={checkpoint}", "seeds=0-7", "num_steps=2",
+                f"out={out}")
     return np.load(out)["arr_0"]
 
 
@@ -172,8 +183,10 @@ def test_the_merged_folder_samples_what_base_and_adapter_sample(trained_run, par
     assert np.array_equal(images[0], images[1]) and not np.array_equal(images[0], images[2])
     scores = []
     for reference in (1, 2):  # images of the merged weights, and of the base alone
-        run_command(fid.main, "fid.py", "cpu=true", f"checkpoint={trained_run}", f"reference={tmp_path}/{reference}.npz", "features=pixels",
-                    "metrics=[fd_pixels]", "num_samples=8", "num_steps=2", "seed=0", f"results={tmp_path}/results.jsonl")
+        run_command(fid.main, "fid.py", "cpu=true", f"checkpoint={trained_run}",
+                    f"reference={tmp_path}/{reference}.npz", "features=pixels",
+                    "metrics=[fd_pixels]", "num_samples=8", "num_steps=2", "seed=0",
+                    f"results={tmp_path}/results.jsonl")
         scores.append(files.read_rows(tmp_path / "results.jsonl")[-1]["metrics"]["fd_pixels"])
     assert abs(scores[0]) < 1e-6 < scores[1]
     for weights in ("ema", "model"):
@@ -183,7 +196,8 @@ def test_the_merged_folder_samples_what_base_and_adapter_sample(trained_run, par
 
 def test_a_base_that_is_gone_or_has_changed_raises_a_one_line_error(trained_run, parent, command, tmp_path, capsys):
     own = shutil.copytree(parent, tmp_path / "parent")
-    run = shutil.copytree(trained_run, tmp_path / "run", ignore=shutil.ignore_patterns("base"))  # as the first versions wrote it
+    run = shutil.copytree(trained_run, tmp_path / "run",
+                          ignore=shutil.ignore_patterns("base"))  # as the first versions wrote it
     base = checkpoints.latest(own) / "ema.safetensors"
     for folder in checkpoints.all_steps(run):
         meta = checkpoints.read_meta(folder)
@@ -216,7 +230,8 @@ def test_a_base_that_was_pruned_or_moved_is_known_by_its_hash(parent, command, t
     assert held.samefile(checkpoints.latest(moved) / "ema.safetensors")
     other = shutil.copytree(parent, tmp_path / "other")
     weights = {"ema": {key: value + 1 for key, value in network().state_dict().items()}}
-    checkpoints.save(checkpoints.step_folder(other, 8), weights, checkpoints.read_meta(checkpoints.latest(other)) | {"step": 8})
+    checkpoints.save(checkpoints.step_folder(other, 8), weights,
+                     checkpoints.read_meta(checkpoints.latest(other)) | {"step": 8})
     with pytest.raises(SystemExit) as ended:
         command(run, checkpoints.step_folder(other, 8), steps=10)  # the run itself still holds the one of step 7
     assert "was trained with another init_from" in str(ended.value)
@@ -236,7 +251,8 @@ def test_without_peft_there_raises_a_one_line_error_and_sampling_still_works(tra
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
     for name in [name for name in sys.modules if name.partition(".")[0] == "peft"]:
         monkeypatch.setitem(sys.modules, name, None)
-    with pytest.raises(ValueError, match=f"lora.rank=4 needs PEFT, which is not installed: pip install peft=={lora.PEFT}"):
+    with pytest.raises(ValueError,
+                       match=f"lora.rank=4 needs PEFT, which is not installed: pip install peft=={lora.PEFT}"):
         lora.attach(network(), 4)
     assert load_trained(trained_run).net is not None
     assert f"peft=={lora.PEFT}\n" in (ROOT / "requirements-dev.txt").read_text()

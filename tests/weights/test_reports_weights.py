@@ -54,7 +54,9 @@ def test_positions_of_512_pixels_make_a_network_of_512_pixels(tmp_path):
 
 
 def test_the_null_label_is_the_last_row_of_the_table_not_label_1000(tmp_path):
-    """facebookresearch/DiT#108, huggingface/diffusers#13616: with other classes than 1,000, guidance used label 1,000."""
+    """facebookresearch/DiT#108, huggingface/diffusers#13616: with other classes than 1,000, guidance used label 1,000.
+
+    """
     network = net(learn_sigma=True)
     save_file(network.state_dict(), tmp_path / "x.safetensors")
     guided = drawn(tmp_path / "x.safetensors", tmp_path / "x.npz", "diffusion_name=dit", "guidance=cfg", "scale=2")
@@ -63,29 +65,36 @@ def test_the_null_label_is_the_last_row_of_the_table_not_label_1000(tmp_path):
     state["y_embedder.embedding_table.weight"][3] += 1  # the null label alone
     save_file(state, tmp_path / "y.safetensors")
     other = drawn(tmp_path / "y.safetensors", tmp_path / "x.npz", "diffusion_name=dit", "guidance=cfg", "scale=2")
-    unguided = [drawn(tmp_path / name, tmp_path / "x.npz", "diffusion_name=dit") for name in ("x.safetensors", "y.safetensors")]
+    unguided = [drawn(tmp_path / name, tmp_path / "x.npz", "diffusion_name=dit")
+                for name in ("x.safetensors", "y.safetensors")]
     assert not np.array_equal(guided, other) and np.array_equal(*unguided)
     assert "asks for class 3, which is none of the 3" in refusal(
-        f"checkpoint={tmp_path}/x.safetensors", "num_heads=2", "diffusion_name=dit", "classes=[3]", f"out={tmp_path}/z.npz")
+        f"checkpoint={tmp_path}/x.safetensors", "num_heads=2", "diffusion_name=dit", "classes=[3]",
+        f"out={tmp_path}/z.npz")
 
 
 @pytest.mark.parametrize(("content", "says"), [
     (lambda state: state, "the only weights in it (averaged or not, it does not say)"),
     (lambda state: {"model": state}, "the raw weights under model, as no average is in the file")])
 def test_a_line_says_whether_weights_are_averaged(content, says, tmp_path, capsys):
-    """facebookresearch/DiT#83: are the downloads the average? zhuyu-cs/MeanFlow#12: FID 8.1, not 6.06, by raw weights."""
+    """facebookresearch/DiT#83: are the downloads the average? zhuyu-cs/MeanFlow#12: FID 8.1, not 6.06, by raw weights.
+
+    """
     torch.save(content(net().state_dict()), tmp_path / "x.pt")
     drawn(tmp_path / "x.pt", tmp_path / "x.npz", "diffusion_name=edm")
     assert says in capsys.readouterr().out
 
 
 def test_tensors_that_share_memory_are_found_under_all_of_their_names(tmp_path):
-    """huggingface/transformers#38870, keras-team/keras-hub#3075: save_model stores one of tied tensors and names the others."""
+    """huggingface/transformers#38870, keras-team/keras-hub#3075: save_model stores one of tied tensors and names the
+    others.
+    """
     tied = net()
     tied.blocks[1].adaLN_modulation[1].weight = tied.blocks[0].adaLN_modulation[1].weight
     save_model(tied, tmp_path / "tied.safetensors")
     save_file({key: value.clone() for key, value in tied.state_dict().items()}, tmp_path / "plain.safetensors")
-    images = [drawn(tmp_path / f"{name}.safetensors", tmp_path / "x.npz", "diffusion_name=edm") for name in ("tied", "plain")]
+    images = [drawn(tmp_path / f"{name}.safetensors", tmp_path / "x.npz", "diffusion_name=edm")
+              for name in ("tied", "plain")]
     assert np.array_equal(*images)
 
 
@@ -95,7 +104,9 @@ def adapted() -> torch.nn.Module:
 
 @pytest.mark.parametrize("is_alone", [True, False], ids=["an adapter", "a network with one"])
 def test_an_adapter_is_called_one_and_its_merged_weights_are_read(is_alone, tmp_path):
-    """huggingface/peft#309, huggingface/peft#2566: a folder with adapter_model.safetensors alone; keys with base_layer."""
+    """huggingface/peft#309, huggingface/peft#2566: a folder with adapter_model.safetensors alone; keys with
+    base_layer.
+    """
     model = adapted()
     (tmp_path / "adapter").mkdir()
     state = get_peft_model_state_dict(model) if is_alone else model.state_dict()
@@ -104,7 +115,8 @@ def test_an_adapter_is_called_one_and_its_merged_weights_are_read(is_alone, tmp_
     assert "holds a LoRA adapter" in said and "merge_and_unload()" in said
     save_file(model.merge_and_unload().state_dict(), tmp_path / "merged.safetensors")
     save_file(net().state_dict(), tmp_path / "base.safetensors")
-    images = [drawn(tmp_path / f"{name}.safetensors", tmp_path / "x.npz", "diffusion_name=edm") for name in ("merged", "base")]
+    images = [drawn(tmp_path / f"{name}.safetensors", tmp_path / "x.npz", "diffusion_name=edm")
+              for name in ("merged", "base")]
     assert np.array_equal(*images), "B begins at zero"
 
 
@@ -112,7 +124,8 @@ def test_deepspeeds_file_of_stage_2_holds_the_network(tmp_path):
     """Tencent-Hunyuan/HunyuanDiT#107: which file of global_step…/ is to be sampled, mp_rank_00_model_states.pt?"""
     folder = tmp_path / "global_step100"
     folder.mkdir()
-    beside = {"buffer_names": [], "optimizer": None, "ds_config": {"zero_optimization": {"stage": 2}}, "ds_version": "0.16.2", "global_steps": 100}
+    beside = {"buffer_names": [], "optimizer": None, "ds_config": {"zero_optimization": {"stage": 2}},
+              "ds_version": "0.16.2", "global_steps": 100}
     torch.save({"module": net().state_dict(), **beside}, folder / "mp_rank_00_model_states.pt")
     torch.save({"optimizer_state_dict": {}, "ds_config": {}}, folder / "bf16_zero_pp_rank_0_mp_rank_00_optim_states.pt")
     save_file(net().state_dict(), tmp_path / "x.safetensors")
@@ -124,7 +137,8 @@ def test_deepspeeds_file_of_stage_2_holds_the_network(tmp_path):
 def test_an_average_without_all_tensors_is_refused_and_not_filled_up(tmp_path):
     """ByteDance-Seed/Bagel#160: keys of a frozen part are missing in ema.safetensors."""
     state = net().state_dict()
-    torch.save({"model": state, "ema": {key: value for key, value in state.items() if "t_embedder" not in key}}, tmp_path / "x.pt")
+    torch.save({"model": state, "ema": {key: value for key, value in state.items() if "t_embedder" not in key}},
+               tmp_path / "x.pt")
     said = refusal(f"checkpoint={tmp_path}/x.pt", "num_heads=2", "diffusion_name=edm")
     assert "do not fit their network" in said and "t_embedder.mlp.0.weight" in said
 
@@ -132,7 +146,8 @@ def test_an_average_without_all_tensors_is_refused_and_not_filled_up(tmp_path):
 def test_more_tensors_than_a_dit_has_are_refused_by_name(tmp_path):
     """pytorch/pytorch#94575: a loader that is not strict passes over keys and samples another network."""
     save_file(net().state_dict() | {"blocks.0.cross_attn.q.weight": torch.zeros(32, 32)}, tmp_path / "x.safetensors")
-    assert "blocks.0.cross_attn.q.weight" in refusal(f"checkpoint={tmp_path}/x.safetensors", "num_heads=2", "diffusion_name=edm")
+    assert "blocks.0.cross_attn.q.weight" in refusal(f"checkpoint={tmp_path}/x.safetensors", "num_heads=2",
+                                                     "diffusion_name=edm")
 
 
 @pytest.mark.parametrize("family", ["dit", "edm", "repa"])
@@ -144,13 +159,15 @@ def test_channels_of_a_variance_are_there_or_not_whatever_the_family(family, tmp
     for key in ("final_layer.linear.weight", "final_layer.linear.bias"):
         one[key] = both[key].unflatten(0, (4, 6))[:, :3].flatten(0, 1).contiguous()
     save_file(one, tmp_path / "y.safetensors")
-    images = [drawn(tmp_path / name, tmp_path / "x.npz", f"diffusion_name={family}") for name in ("x.safetensors", "y.safetensors")]
+    images = [drawn(tmp_path / name, tmp_path / "x.npz", f"diffusion_name={family}")
+              for name in ("x.safetensors", "y.safetensors")]
     assert np.abs(images[0].astype(int) - images[1]).max() <= 1 and images[0].std() > 1
 
 
 def test_the_table_of_labels_decides_where_the_arguments_name_another_count_of_classes(tmp_path):
     """The kin of facebookresearch/DiT#108: args.num_classes stays 1,000 where the network has another number."""
-    torch.save({"ema": net(learn_sigma=True).state_dict(), "args": argparse.Namespace(model="DiT-S/2", image_size=64, num_classes=1000, vae="ema")},
+    torch.save({"ema": net(learn_sigma=True).state_dict(),
+                "args": argparse.Namespace(model="DiT-S/2", image_size=64, num_classes=1000, vae="ema")},
                tmp_path / "x.pt")
     trained = load_trained(tmp_path / "x.pt", num_heads=2)
     assert trained.family == "dit" and trained.net.num_classes == 3 and trained.net.null_label
@@ -162,10 +179,12 @@ def test_weights_of_other_precisions_are_sampled_in_float32(dtype, tmp_path):
     state = {key: value.to(dtype) for key, value in net().state_dict().items()}
     save_file(state, tmp_path / "x.safetensors")
     save_file({key: value.float() for key, value in state.items()}, tmp_path / "y.safetensors")
-    assert np.array_equal(*(drawn(tmp_path / name, tmp_path / "x.npz", "diffusion_name=edm") for name in ("x.safetensors", "y.safetensors")))
+    assert np.array_equal(*(drawn(tmp_path / name, tmp_path / "x.npz", "diffusion_name=edm")
+                            for name in ("x.safetensors", "y.safetensors")))
 
 
 def test_a_file_of_optimizer_state_alone_is_refused(tmp_path):
     """Tencent-Hunyuan/HunyuanDiT#107: which of the files beside each other holds the network?"""
     torch.save({"state": {0: {"exp_avg": torch.ones(3, 3)}}, "param_groups": [{"lr": 1e-4}]}, tmp_path / "opt.pt")
-    assert re.search("not a DiT's|does not hold a state dict", refusal(f"checkpoint={tmp_path}/opt.pt", "diffusion_name=edm"))
+    assert re.search("not a DiT's|does not hold a state dict",
+                     refusal(f"checkpoint={tmp_path}/opt.pt", "diffusion_name=edm"))

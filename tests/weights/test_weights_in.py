@@ -54,11 +54,14 @@ def weights_of(family: str) -> dict:
         shapes |= {f"projectors.0.{i}.weight": (rows, columns), f"projectors.0.{i}.bias": (rows,)}
     assert sorted(shapes) == REPA["keys"]
     empty = {key: torch.empty(shape) for key, shape in shapes.items() if key != "pos_embed"}
-    state = {key: wave(tuple(value.shape), k, amplitude_of(value)) for k, (key, value) in enumerate(sorted(empty.items()))}
+    state = {key: wave(tuple(value.shape), k, amplitude_of(value))
+             for k, (key, value) in enumerate(sorted(empty.items()))}
     state["pos_embed"] = DiT(**TINY).pos_embed
     if family == "repa, legacy":
-        state = {re.sub(r"^blocks\.([12])\.", lambda found: f"decoder_blocks.{int(found[1]) - 1}.", key): value for key, value in state.items()}
-        assert any(key.startswith("decoder_blocks.1.") for key in state) and not any(key.startswith("blocks.1.") for key in state)
+        state = {re.sub(r"^blocks\.([12])\.", lambda found: f"decoder_blocks.{int(found[1]) - 1}.", key): value
+                 for key, value in state.items()}
+        assert any(key.startswith("decoder_blocks.1.") for key in state) and not any(key.startswith("blocks.1.")
+                                                                                     for key in state)
     return state
 
 
@@ -66,7 +69,8 @@ def published_file(family: str, folder):
     """Writes a file as the family's train.py does."""
     ema = weights_of(family)
     other = {key: torch.zeros_like(value) for key, value in ema.items()}
-    beside = {"sit": {"args": SIT_ARGS}, "lightning": {"config": {"transport": {"path_type": "Linear", "prediction": "velocity"}}}}
+    beside = {"sit": {"args": SIT_ARGS},
+              "lightning": {"config": {"transport": {"path_type": "Linear", "prediction": "velocity"}}}}
     if family == "lightning":
         ema = {f"module.{key}": value for key, value in ema.items()}
     path = folder / "0400000.pt"
@@ -86,7 +90,8 @@ def loaded(family: str, folder) -> nn.Module:
 def test_a_published_file_says_its_origin_and_its_velocity_is_ours(family, tmp_path):
     case = {"sit": SIT, "lightning": {"velocity": LIGHTNING["forward"][0]}}.get(family, REPA)["velocity"]
     trained = loaded(family, tmp_path)
-    assert type(trained.diffusion) is RF and trained.family == family.partition(",")[0] and trained.family in trained.inferred
+    assert type(trained.diffusion) is RF and trained.family == family.partition(",")[0]
+    assert trained.family in trained.inferred
     assert (trained.net.in_channels, trained.net.out_channels, trained.weights) == (4, 4, "ema")
     sign, t = (1, torch.tensor(case["t"])) if "repa" in family else (-1, 1 - torch.tensor(case["t"]))
     v = RF().velocity(trained.net, wave(case["shape"], amplitude=1.4), t, torch.tensor(case["y"]))
@@ -144,14 +149,18 @@ def test_the_same_bare_file_is_another_network_for_dit_and_for_sit(tmp_path):
     assert type(dit.diffusion) is DDPM and dit.net.out_channels == 8 and dit.recorded["diffusion"] == {"name": "ddpm"}
     assert type(sit.diffusion) is RF and sit.net.out_channels == 4 and not sit.recorded["network"]["learn_sigma"]
     save_file({key: value.half() for key, value in state.items()}, tmp_path / "half.safetensors")
-    assert load_trained(tmp_path / "half.safetensors", diffusion="sit", num_heads=4).net.pos_embed.dtype == torch.float32
+    assert load_trained(tmp_path / "half.safetensors", diffusion="sit",
+                        num_heads=4).net.pos_embed.dtype == torch.float32
 
 
 @pytest.mark.parametrize("content, says", [
-    (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"path_type": "GVP"})}, "path_type=GVP, and only linear is read"),
-    (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"prediction": "score"})}, "prediction=score, and only velocity"),
+    (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"path_type": "GVP"})},
+     "path_type=GVP, and only linear is read"),
+    (lambda: {"ema": weights_of("sit"), "args": argparse.Namespace(**vars(SIT_ARGS) | {"prediction": "score"})},
+     "prediction=score, and only velocity"),
     (lambda: {"ema": weights_of("lightning"), "config": {"transport": {"path_type": "VP"}}}, "path_type=VP"),
-    (lambda: {key: value for key, value in weights_of("repa").items() if not key.startswith("blocks.1.attn")}, "do not fit their network"),
+    (lambda: {key: value for key, value in weights_of("repa").items() if not key.startswith("blocks.1.attn")},
+     "do not fit their network"),
 ])
 def test_files_that_cannot_be_read_correctly_raise_a_one_line_error(content, says, tmp_path):
     torch.save(content(), tmp_path / "weights.pt")
@@ -179,7 +188,8 @@ KIN = dict(model="SiT-S/2", num_classes=10, resolution=64, path_type="linear", p
 
 @pytest.mark.parametrize("args, learn_sigma, family", [
     (KIN, False, None), (KIN | {"encoder_depth": 8, "proj_coeff": 0.5}, False, "repa"),
-    (dict(model="SiT-S/2", image_size=64, **TRANSPORT), False, "sit"), (dict(model="SiT-S/2", image_size=64), False, None),
+    (dict(model="SiT-S/2", image_size=64, **TRANSPORT), False, "sit"),
+    (dict(model="SiT-S/2", image_size=64), False, None),
     (dict(model="SiT-S/2", image_size=64, **TRANSPORT, flip_time=True), False, None),
     (dict(model="SiT-S/2", encoder_depth=8, proj_coeff=0.5, **TRANSPORT | {"prediction": "v"}), False, None),
     (dict(model="DiT-S/2", image_size=64, vae="ema"), True, "dit"), (dict(model="DiT-S/2", image_size=64), False, None),
@@ -218,12 +228,14 @@ def without_null_label(num_classes: int) -> dict:
 
 
 @pytest.mark.parametrize("num_classes", [10, 1])
-@pytest.mark.parametrize("say", [lambda n: ({"num_classes": n}, {}), lambda n: ({}, {"num_classes": n})], ids=["args", "setting"])
+@pytest.mark.parametrize("say", [lambda n: ({"num_classes": n}, {}), lambda n: ({}, {"num_classes": n})],
+                         ids=["args", "setting"])
 def test_each_row_is_a_class_where_the_file_has_no_null_label(num_classes, say, tmp_path):
     args, given = say(num_classes)
     torch.save({"ema": without_null_label(num_classes), "args": argparse.Namespace(**args)}, tmp_path / "x.pt")
     trained = load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4, **given)
-    assert trained.classes == list(range(num_classes)) and f"no null label (num_classes={num_classes})" in trained.inferred
+    assert trained.classes == list(range(num_classes))
+    assert f"no null label (num_classes={num_classes})" in trained.inferred
     x, t, y = torch.randn(1, 4, 8, 8), torch.tensor([3.0]), torch.tensor([num_classes - 1])
     assert torch.equal(trained.net(x, t, y), fill(DiT(**TINY, learn_sigma=True)).eval()(x, t, y))
     Guidance(3, drop_label=False).check(trained.net)
@@ -246,7 +258,8 @@ def test_fine_tuning_on_other_classes_creates_a_new_label_table(tmp_path):
     record = {"network": TINY | {"routes": [], "num_classes": 4}, "diffusion": {"name": "rf"}, "seed": 3}
     with pytest.raises(ValueError, match="'num_classes': 10} there, {'num_classes': 4} here. new_label_table=true"):
         open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, "rf")
-    parents = [open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, "rf", new_label_table=True).net for _ in range(2)]
+    parents = [open_parent(one_rank(), str(tmp_path / "bare.safetensors"), record, "rf", new_label_table=True).net
+               for _ in range(2)]
     for key, value in fill(DiT(**TINY)).state_dict().items():
         own, again = (net.state_dict()[key] for net in parents)
         assert torch.equal(own, again) and (own.shape == (5, 64) if key == TABLE else torch.equal(own, value))
@@ -255,7 +268,8 @@ def test_fine_tuning_on_other_classes_creates_a_new_label_table(tmp_path):
 
 def test_a_run_starts_from_the_weights_and_a_new_label_table_and_reports_which_weights(tmp_path, capsys):
     make(tmp_path)
-    weights = ["init_from=weights.pt", "diffusion_name=edm", "new_label_table=true", "data.num_classes=7", "optimizer.lr=0"]
+    weights = ["init_from=weights.pt", "diffusion_name=edm", "new_label_table=true", "data.num_classes=7",
+               "optimizer.lr=0"]
     run(tmp_path, "train", weights)
     assert "weights.pt carries no record. Taken: the average under ema" in capsys.readouterr().out
     new, old = (load_trained(tmp_path / name).net.state_dict() for name in ("new", "run"))
@@ -264,7 +278,7 @@ def test_a_run_starts_from_the_weights_and_a_new_label_table_and_reports_which_w
     assert load_trained(tmp_path / "new", "model").net.state_dict()[TABLE].std() > 0
 
 
-# ---- which weights, and where they lie --------------------------------------------------------------------------------
+# ---- which weights, and where they lie -------------------------------------------------------------------------------
 
 
 def shadow(state: dict) -> list:
@@ -272,20 +286,29 @@ def shadow(state: dict) -> list:
 
 
 AVERAGES = {name: (lambda ema, raw, name=name: {"model": raw, name: ema}) for name in (
-    "ema", "model_ema", "ema_model", "ema_0.9999", "ema_state_dict", "state_dict_ema", "modelEMA", "net-ema", "averaged_model", "swa_model",
+    "ema", "model_ema", "ema_model", "ema_0.9999", "ema_state_dict", "state_dict_ema", "modelEMA", "net-ema",
+    "averaged_model", "swa_model",
     "model_avg", "emamodel", "polyak")} | {
     "before": lambda ema, raw: {"ema_model": ema, "model": raw, "model_ema_2": raw},
     "by decay": lambda ema, raw: {"model": raw, "ema": {"0.9999": ema, "0.99": raw}},
     "a list of them": lambda ema, raw: {"model": raw, "emas": [ema, raw]},
-    "nested": lambda ema, raw: {"ema": {"decay": 0.999, "state_dict": ema}, "state_dict": raw, "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}},
+    "nested": lambda ema,
+    raw: {"ema": {"decay": 0.999, "state_dict": ema}, "state_dict": raw,
+          "optimizer": {"state": {0: {"exp_avg": torch.ones(3)}}}},
     "module": lambda ema, raw: {"ema": {"module": under("module.", ema)}, "model": {"module": raw}},
     "deeper": lambda ema, raw: {"trainer": {"ema": {"shadow": ema}, "model": raw}},
-    "flat": lambda ema, raw: under("online_model.", raw) | under("ema_model.module.", ema) | {"initted": torch.tensor(True), "step": torch.tensor(3)},
+    "flat": lambda ema,
+    raw: under("online_model.", raw) | under("ema_model.module.", ema)
+    | {"initted": torch.tensor(True), "step": torch.tensor(3)},
     "lightning": lambda ema, raw: {"state_dict": under("net._orig_mod.", raw) | under("ema_net.", ema), "epoch": 3},
-    "LitEma": lambda ema, raw: {"state_dict": under("model.", raw) | under("model_ema.", {key.replace(".", ""): value for key, value in ema.items()}) | {"model_ema.decay": torch.tensor(0.9)}},
+    "LitEma": lambda ema,
+    raw: {"state_dict": under("model.", raw)
+          | under("model_ema.", {key.replace(".", ""): value for key, value in ema.items()})
+          | {"model_ema.decay": torch.tensor(0.9)}},
     "AveragedModel": lambda ema, raw: {"model": raw, "other": under("module.", ema) | {"n_averaged": torch.tensor(7)}},
     "shadow_params": lambda ema, raw: {"model": raw, "ema": {"decay": 0.999, "shadow_params": shadow(ema)}},
-    "no fixed tensors": lambda ema, raw: {"model": raw, "ema": {key: value for key, value in ema.items() if key != "pos_embed"}},
+    "no fixed tensors": lambda ema,
+    raw: {"model": raw, "ema": {key: value for key, value in ema.items() if key != "pos_embed"}},
 }
 
 
@@ -309,7 +332,8 @@ def test_the_average_is_used_under_any_name_and_the_line_says_so(form, tmp_path)
 
 
 @pytest.mark.parametrize("form", [
-    lambda one, other, raw: {"model": raw, "ema_0.99": one, "ema_0.9999": other}, lambda one, other, raw: {"model": raw, "ema": {"0.99": one, "0.9999": other}},
+    lambda one, other, raw: {"model": raw, "ema_0.99": one, "ema_0.9999": other}, lambda one, other,
+    raw: {"model": raw, "ema": {"0.99": one, "0.9999": other}},
     lambda one, other, raw: under("model.", raw) | under("ema_0.99.", one) | under("ema_0.9999.", other),
 ], ids=["beside", "inside", "flat"])
 def test_each_of_several_averages_can_be_chosen_and_they_are_listed(form, tmp_path):
@@ -318,10 +342,12 @@ def test_each_of_several_averages_can_be_chosen_and_they_are_listed(form, tmp_pa
     torch.save(form(one, other, raw), tmp_path / "x.pt")
     inferred = load_trained(tmp_path / "x.pt", diffusion="dit", num_heads=4).inferred
     keys = re.findall(r"ema[._]0\.9+", inferred)
-    assert {re.sub(r"^ema.", "", key) for key in keys} == {"0.99", "0.9999"} and "each of which weights= chooses" in inferred
+    assert {re.sub(r"^ema.", "", key)
+            for key in keys} == {"0.99", "0.9999"} and "each of which weights= chooses" in inferred
     for key in keys:
         assert_loaded(tmp_path / "x.pt", one if key.endswith(".99") else other, f"under {key}", weights=known_key(key))
-    for name, expected in (("ema-0.99", one), ("ema-0.9999", other), ("model", raw), (None, one if keys[0].endswith(".99") else other)):
+    for name, expected in (("ema-0.99", one), ("ema-0.9999", other), ("model", raw),
+                           (None, one if keys[0].endswith(".99") else other)):
         assert_loaded(tmp_path / "x.pt", expected, weights=name)
     with pytest.raises(ValueError, match="it holds .*, and no weights=ema-0.5"):
         load_trained(tmp_path / "x.pt", "ema-0.5", "dit", num_heads=4)
@@ -339,7 +365,8 @@ class DrawingWeights(Settings):
 def test_two_averages_of_a_file_are_two_sets_of_pictures(tmp_path):
     given = pixel_weights(tmp_path, learn_sigma=False)
     state = torch.load(tmp_path / "weights.pt", weights_only=True)["ema"]
-    torch.save({"ema_0.9": state, "ema_0.99": {key: value * 1.1 for key, value in state.items()}}, tmp_path / "weights.pt")
+    torch.save({"ema_0.9": state, "ema_0.99": {key: value * 1.1 for key, value in state.items()}},
+               tmp_path / "weights.pt")
     draw = [*given, "diffusion_name=edm", "seeds=0-1", f"out={tmp_path}/out"]
     run_command(sample.main, "sample.py", *draw, "weights=ema_0.9")
     with pytest.raises(SystemExit, match="pictures of another set"):
@@ -350,21 +377,32 @@ def test_two_averages_of_a_file_are_two_sets_of_pictures(tmp_path):
 
 POINTER = f"version https://git-lfs.github.com/spec/v1\noid sha256:{'0' * 64}\nsize 2697000000\n"
 WITH_POINTERS = {  # what is a pointer, and the command that opens it
-    "x.safetensors": (sample.main, ["sample.py", "checkpoint=x.safetensors"]), "x.pt": (sample.main, ["sample.py", "checkpoint=x.pt"]),
+    "x.safetensors": (sample.main, ["sample.py", "checkpoint=x.safetensors"]),
+                 "x.pt": (sample.main, ["sample.py", "checkpoint=x.pt"]),
     "folder/model.safetensors": (sample.main, ["sample.py", "checkpoint=folder"]),
     "folder/model.safetensors.index.json": (sample.main, ["sample.py", "checkpoint=folder"]),
-    "vae/diffusion_pytorch_model.safetensors": (sample.main, ["sample.py", "checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "autoencoder=vae"]),
-    "ldm.ckpt": (sample.main, ["sample.py", "checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "autoencoder=ldm.ckpt"]),
+    "vae/diffusion_pytorch_model.safetensors": (sample.main,
+                                                ["sample.py", "checkpoint=weights.pt", "num_heads=2",
+                                                 "diffusion_name=edm", "autoencoder=vae"]),
+    "ldm.ckpt": (sample.main,
+                 ["sample.py", "checkpoint=weights.pt", "num_heads=2", "diffusion_name=edm", "autoencoder=ldm.ckpt"]),
     "ref.npz": (fid.main, ["fid.py", "images=good.npz", "features=pixels", "reference=ref.npz"]),
     "images.npy": (fid.main, ["fid.py", "images=images.npy", "features=pixels", "reference=good.npz"]),
     "images.npz": (fid.main, ["fid.py", "images=images.npz", "features=pixels", "reference=good.npz"]),
     "images.zip": (fid.main, ["fid.py", "images=images.zip", "features=pixels", "reference=good.npz"]),
     "pictures/a/1.png": (fid.main, ["fid.py", "images=pictures", "features=pixels", "reference=good.npz"]),
-    "features.pt": (fid.main, ["fid.py", "images=good.npz", "features=inception", "features_weights=features.pt", "reference=good.npz"]),
-    "train/a/1.png": (prepare_latents.main, ["prepare_latents.py", "source=train", "resolution=16", "autoencoder=identity", "out=out"]),
-    "train-0.tar": (prepare_latents.main, ["prepare_latents.py", "source=train-0.tar", "resolution=16", "autoencoder=identity", "out=out"]),
-    "train.csv": (prepare_latents.main, ["prepare_latents.py", "source=labelled", "labels=train.csv", "resolution=16", "autoencoder=identity", "out=out"]),
-    "shards/latents_rank00_shard000.safetensors": (import_latents.main, ["import_latents.py", "source=shards", "out=out"]),
+    "features.pt": (fid.main,
+                    ["fid.py", "images=good.npz", "features=inception", "features_weights=features.pt",
+                     "reference=good.npz"]),
+    "train/a/1.png": (prepare_latents.main,
+                      ["prepare_latents.py", "source=train", "resolution=16", "autoencoder=identity", "out=out"]),
+    "train-0.tar": (prepare_latents.main,
+                    ["prepare_latents.py", "source=train-0.tar", "resolution=16", "autoencoder=identity", "out=out"]),
+    "train.csv": (prepare_latents.main,
+                  ["prepare_latents.py", "source=labelled", "labels=train.csv", "resolution=16", "autoencoder=identity",
+                   "out=out"]),
+    "shards/latents_rank00_shard000.safetensors": (import_latents.main,
+                                                   ["import_latents.py", "source=shards", "out=out"]),
     "vae-sd.zip": (import_latents.main, ["import_latents.py", "source=vae-sd.zip", "format=repa", "out=out"]),
     "imagenet256_features/0.npy": (import_latents.main, ["import_latents.py", "source=.", "format=fastdit", "out=out"]),
 }  # fmt: skip
@@ -398,7 +436,8 @@ def test_parts_of_fsdp_are_named_with_the_tool_that_joins_them_and_its_file_is_r
     folder = tmp_path / "save" / "pytorch_model_fsdp_0"
     checkpoint_of_ranks.save({"model": raw, "ema": ema}, checkpoint_id=folder, no_dist=True)
     for given in (tmp_path / "save", folder, folder / "__0_0.distcp"):
-        with pytest.raises(ValueError, match="as FSDP saves it. Join its parts: python -m .*format_utils dcp_to_torch .*fsdp_0 weights.pt"):
+        with pytest.raises(ValueError,
+                           match="as FSDP saves it. Join its parts: python -m .*format_utils dcp_to_torch .*fsdp_0 weights.pt"):
             load_trained(given, diffusion="dit", num_heads=4)
     dcp_to_torch_save(folder, tmp_path / "weights.pt")
     assert_loaded(tmp_path / "weights.pt", ema, "under ema")
@@ -412,7 +451,8 @@ def test_files_of_deepspeeds_zero_are_named_with_its_script(tmp_path):
     for kind in ("zero_pp_rank_0_mp_rank_00_model", "bf16_zero_pp_rank_0_mp_rank_00_optim"):
         torch.save({"module": {key: torch.empty(0) for key in raw}}, step / f"{kind}_states.pt")
     for given in (tmp_path / "save", step, step / "zero_pp_rank_0_mp_rank_00_model_states.pt"):
-        with pytest.raises(ValueError, match=r"of DeepSpeed \(ZeRO\). Join .*: python .*save/zero_to_fp32.py .*save joined"):
+        with pytest.raises(ValueError,
+                           match=r"of DeepSpeed \(ZeRO\). Join .*: python .*save/zero_to_fp32.py .*save joined"):
             load_trained(given, diffusion="dit", num_heads=4)
     save_file({key: torch.empty(0) for key in raw}, tmp_path / "model.safetensors")
     with pytest.raises(ValueError, match="tensors without values, .* ZeRO-3 .* run the zero_to_fp32.py"):
@@ -432,13 +472,16 @@ def test_raw_weights_are_called_raw_if_there_is_no_average(name, tmp_path):
         load_trained(tmp_path / "x.pt", "ema", "dit", num_heads=4)
 
 
-@pytest.mark.parametrize("prefix", ["_orig_mod.module.", "model._orig_mod.", "model.module.", "module.module.", "net.", "ema_model.",
+@pytest.mark.parametrize("prefix",
+                         ["_orig_mod.module.", "model._orig_mod.", "model.module.", "module.module.", "net.",
+                          "ema_model.",
                                     "_fsdp_wrapped_module._orig_mod.", "diffusion.model.module."])
 def test_prefixes_go_whatever_their_order_and_number(prefix, tmp_path):
     _, raw = two()
     save_file(under(prefix, raw), tmp_path / "x.safetensors")
     assert_loaded(tmp_path / "x.safetensors", raw)
-    inside = {re.sub(r"^blocks\.(\d)\.", r"blocks.\1._checkpoint_wrapped_module._orig_mod.", key): value for key, value in raw.items()}
+    inside = {re.sub(r"^blocks\.(\d)\.", r"blocks.\1._checkpoint_wrapped_module._orig_mod.", key): value
+              for key, value in raw.items()}
     torch.save({"model": under(prefix, inside)}, tmp_path / "x.ckpt")
     assert_loaded(tmp_path / "x.ckpt", raw)
 
@@ -471,13 +514,15 @@ def test_shards_are_read_as_one_and_known_by_one_hash(form, tmp_path):
 
 
 @pytest.mark.parametrize("custom", [
-    lambda ema: {"shadow_params": shadow(ema), "decay": 0.99}, lambda ema: under("ema_model.", ema) | {"step": torch.tensor(3)}, lambda ema: under("module.", ema),
+    lambda ema: {"shadow_params": shadow(ema), "decay": 0.99},
+    lambda ema: under("ema_model.", ema) | {"step": torch.tensor(3)}, lambda ema: under("module.", ema),
 ])
 @pytest.mark.parametrize("name", ["model.safetensors", "pytorch_model.bin"])
 def test_a_folder_of_accelerate_gives_its_average(name, custom, tmp_path):
     ema, raw = two()
     save_file(raw, tmp_path / name) if name.endswith("safetensors") else torch.save(raw, tmp_path / name)
-    for other, content in (("optimizer.bin", {"state": {0: {"exp_avg": torch.ones(3)}}}), ("custom_checkpoint_0.pkl", {"last_epoch": 3})):
+    for other, content in (("optimizer.bin", {"state": {0: {"exp_avg": torch.ones(3)}}}),
+                           ("custom_checkpoint_0.pkl", {"last_epoch": 3})):
         torch.save(content, tmp_path / other)
     assert_loaded(tmp_path, raw, "the only weights in it")
     torch.save(custom(ema), tmp_path / "custom_checkpoint_1.pkl")
@@ -499,8 +544,10 @@ def write_pipeline(folder, state: dict, **config) -> None:
     """Writes what diffusers' DiTPipeline saves, which has no position embedding among its weights."""
     for name, content in {
         "model_index.json": {"_class_name": "DiTPipeline"}, "vae/config.json": {"_class_name": "AutoencoderKL"},
-        "scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler", "num_train_timesteps": 1000, "prediction_type": "epsilon"},
-        "transformer/config.json": {"_class_name": "DiTTransformer2DModel", "num_attention_heads": 4, "sample_size": 8, "num_embeds_ada_norm": 10} | config,
+        "scheduler/scheduler_config.json": {"_class_name": "DDIMScheduler", "num_train_timesteps": 1000,
+                                            "prediction_type": "epsilon"},
+        "transformer/config.json": {"_class_name": "DiTTransformer2DModel", "num_attention_heads": 4, "sample_size": 8,
+                                    "num_embeds_ada_norm": 10} | config,
     }.items():
         (folder / name).parent.mkdir(parents=True, exist_ok=True)
         (folder / name).write_text(json.dumps(content))
@@ -512,7 +559,8 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
     _, raw = two()
     write_pipeline(tmp_path / "whole", raw)
     trained = load_trained(tmp_path / "whole")
-    assert trained.family == "dit" and trained.net.blocks[0].attn.num_heads == 4 and trained.autoencoder == str(tmp_path / "whole/vae")
+    assert trained.family == "dit" and trained.net.blocks[0].attn.num_heads == 4
+    assert trained.autoencoder == str(tmp_path / "whole/vae")
     assert all(torch.equal(trained.net.state_dict()[key], value) for key, value in raw.items())
     (tmp_path / "whole/transformer").rename(tmp_path / "alone")
     with pytest.raises(ValueError, match="carries no record"):
@@ -537,7 +585,9 @@ def test_a_pipeline_that_predicts_something_else_or_has_many_embedders_is_not_re
         load_trained(tmp_path, diffusion="dit")
 
 
-@pytest.mark.parametrize("dtype, refused", [(torch.float16, False), (torch.bfloat16, False), (torch.float8_e4m3fn, True), (torch.int8, True)])
+@pytest.mark.parametrize("dtype, refused",
+                         [(torch.float16, False), (torch.bfloat16, False), (torch.float8_e4m3fn, True),
+                          (torch.int8, True)])
 def test_halves_are_read_and_eight_bits_are_refused_by_name(dtype, refused, tmp_path):
     _, raw = two()
     stored = {key: value.to(dtype) if value.ndim > 1 else value for key, value in raw.items()}
@@ -557,12 +607,15 @@ def guidance_of(case: dict) -> Guidance | None:
 
 
 def sampled(diffusion: RF | DDPM, net: nn.Module, case: dict, solver: str, **settings):
-    return diffusion.sample(net, wave(case["shape"], 2, 1.4), torch.tensor(case["y"]), num_steps=case["num_steps"], solver=solver,
+    return diffusion.sample(net, wave(case["shape"], 2, 1.4), torch.tensor(case["y"]), num_steps=case["num_steps"],
+                            solver=solver,
                             guidance=guidance_of(case), randn_like=CountedNoise(), **settings)
 
 
-@pytest.mark.parametrize("family, case", [*(("sit", case) for case in SIT["sde"]), *(("repa", case) for case in REPA["sde"])],
-                         ids=[*(f"sit-{name}" for name in names(SIT["sde"])), *(f"repa-{name}" for name in names(REPA["sde"]))])
+@pytest.mark.parametrize("family, case",
+                         [*(("sit", case) for case in SIT["sde"]), *(("repa", case) for case in REPA["sde"])],
+                         ids=[*(f"sit-{name}" for name in names(SIT["sde"])),
+                              *(f"repa-{name}" for name in names(REPA["sde"]))])
 def test_euler_maruyama_equals_sit_and_repa(family, case, tmp_path):
     assert_equal(sampled(RF(), loaded(family, tmp_path).net, case, "euler_maruyama"), case["out"])
 
@@ -612,7 +665,7 @@ def test_the_steps_are_respaced_as_in_facebookresearch_dit():
 
 
 
-# ---- guidance on the first channels -----------------------------------------------------------------------------------
+# ---- guidance on the first channels ----------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize("diffusion", [RF(), EDM()], ids=["rf", "edm"])
@@ -632,8 +685,10 @@ def test_channels_beyond_those_guided_are_the_strong_passs_bit_for_bit(diffusion
 
 @pytest.mark.parametrize("call, says", [
     (lambda: DDPM().sample(None, None, None, solver="euler"), "neither heun nor ancestral"),
-    (lambda: DDPM().sample(fill(DiT(**TINY)), torch.zeros(1, 4, 8, 8), torch.tensor([0]), 2, solver="ancestral"), "set sampler.solver=heun"),
-    (lambda: sampler_settings(RF(), {"solver": "euler_maruyama", "rho": 2.0}), "RF with solver=euler_maruyama has no such setting; it has solver, shift"),
+    (lambda: DDPM().sample(fill(DiT(**TINY)), torch.zeros(1, 4, 8, 8), torch.tensor([0]), 2, solver="ancestral"),
+     "set sampler.solver=heun"),
+    (lambda: sampler_settings(RF(), {"solver": "euler_maruyama", "rho": 2.0}),
+     "RF with solver=euler_maruyama has no such setting; it has solver, shift"),
 ])
 def test_what_does_not_fit_raises_a_one_line_error(call, says):
     with pytest.raises(ValueError, match=says):
@@ -642,7 +697,8 @@ def test_what_does_not_fit_raises_a_one_line_error(call, says):
 
 # ---- commands -------------------------------------------------------------------------------------------------------
 
-PIXELS = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=3, init="xavier")
+PIXELS = dict(input_size=8, patch_size=2, in_channels=3, hidden_size=32, depth=2, num_heads=2, num_classes=3,
+              init="xavier")
 
 
 def pixel_weights(folder, learn_sigma: bool):
@@ -654,21 +710,28 @@ def pixel_weights(folder, learn_sigma: bool):
 
 @pytest.mark.parametrize("family, solver", [("sit", "euler_maruyama"), ("dit", "ancestral")])
 def test_an_image_of_a_stochastic_sampler_is_a_function_of_its_seed(family, solver, tmp_path):
-    given = [*pixel_weights(tmp_path, learn_sigma=True), f"diffusion_name={family}", f"sampler.solver={solver}", "classes=[1]"]
+    given = [*pixel_weights(tmp_path, learn_sigma=True), f"diffusion_name={family}", f"sampler.solver={solver}",
+             "classes=[1]"]
     for name, seeds, batch_size in (("together", "4-7", 4), ("alone", "6", 1), ("others", "5,6", 2)):
         seeds = f"[{seeds}]" if "," in seeds else seeds
-        run_command(sample.main, "sample.py", *given, f"seeds={seeds}", f"batch_size={batch_size}", f"out={tmp_path}/{name}.npz")
-    together, alone, others = (np.load(tmp_path / f"{name}.npz")["arr_0"].astype(int) for name in ("together", "alone", "others"))
+        run_command(sample.main, "sample.py", *given, f"seeds={seeds}", f"batch_size={batch_size}",
+                    f"out={tmp_path}/{name}.npz")
+    together, alone, others = (np.load(tmp_path / f"{name}.npz")["arr_0"].astype(int)
+                               for name in ("together", "alone", "others"))
     assert np.abs(together[2] - alone[0]).max() <= 1 and np.abs(together[1:3] - others).max() <= 1
     assert np.abs(together[0] - together[1]).max() > 10
 
 
 def test_a_score_says_whose_weights_which_solver_and_which_channels(tmp_path):
     np.savez(tmp_path / "ref.npz", arr_0=np.random.default_rng(0).integers(0, 256, (20, 8, 8, 3), dtype=np.uint8))
-    given = [*pixel_weights(tmp_path, learn_sigma=True), "num_samples=4", "features=pixels", f"reference={tmp_path}/ref.npz", f"results={tmp_path}/r.jsonl"]
-    run_command(fid.main, "fid.py", *given, "diffusion_name=sit", "sampler.solver=euler_maruyama", "guidance=cfg", "channels=2")
+    given = [*pixel_weights(tmp_path, learn_sigma=True), "num_samples=4", "features=pixels",
+             f"reference={tmp_path}/ref.npz", f"results={tmp_path}/r.jsonl"]
+    run_command(fid.main, "fid.py", *given, "diffusion_name=sit", "sampler.solver=euler_maruyama", "guidance=cfg",
+                "channels=2")
     run_command(fid.main, "fid.py", *given, "diffusion_name=dit", "sampler.solver=ancestral")
     sit, dit = (json.loads(line)["source"] for line in (tmp_path / "r.jsonl").read_text().splitlines())
-    assert (sit["family"], sit["diffusion"], sit["sampler"], sit["evaluations"]) == ("sit", "RF", {"solver": "euler_maruyama"}, 8)
+    assert (sit["family"], sit["diffusion"], sit["sampler"], sit["evaluations"]) == ("sit", "RF",
+                                                                                     {"solver": "euler_maruyama"}, 8)
     assert sit["guidance"]["channels"] == 2 and dit["guidance"] is None
-    assert (dit["family"], dit["diffusion"], dit["sampler"], dit["evaluations"]) == ("dit", "DDPM", {"solver": "ancestral"}, 4)
+    assert (dit["family"], dit["diffusion"], dit["sampler"], dit["evaluations"]) == ("dit", "DDPM",
+                                                                                     {"solver": "ancestral"}, 4)
