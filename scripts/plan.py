@@ -192,8 +192,8 @@ def main(parser: argparse.ArgumentParser) -> None:
                              selection_ratios=tuple(given.selection_ratios))
     flops_a_second = given.mfu * given.peak * 1e12
     rates = measured_rates(given.measured)
-    print(f"{STEPS:,} steps of {BATCH}; [derived] at {given.mfu:g} of {given.peak:g} TFLOP/s, {given.gpus} GPUs at "
-          f"{given.efficiency:g} of {given.gpus} times one.\n")
+    print(f"{STEPS:,} steps of {BATCH}; [derived] from FLOPs, ignores launch overhead, at {given.mfu:g} of "
+          f"{given.peak:g} TFLOP/s, {given.gpus} GPUs at {given.efficiency:g} of {given.gpus} times one.\n")
     print(training(rates, flops_a_second, given.gpus, given.efficiency, schedule) + "\n")
     print(sampling(flops_a_second) + "\n")
     hours = 2 * IMAGES * encoder_flops() / flops_a_second / 3600
