@@ -176,7 +176,8 @@ def open_files(state: PartialState, key: str, path: str, resolution: int | None)
     try:
         source = open_source(path, labels="none")
     except ValueError as error:
-        reason = re.sub(": choose one, as in image_column=.*", ": scores need files with one.", str(error))
+        by_command = r": name what scripts/prepare_latents.py autoencoder=identity makes of one, \1."
+        reason = re.sub(r": choose one, as in (image_column=.*)\.", by_command, str(error))
         raise ValueError(reason.replace("source=", f"{key}=")) from error
     pool = ThreadPoolExecutor(8)
     if source.not_images and state.is_main_process:

@@ -33,7 +33,7 @@ from sampling.pictures import draw_grid
 from scoring.image_sets import open_images
 from scoring.results import read_results
 from scoring.statistics import FeatureCache, save_cached
-from scripts import export, report
+from scripts import export, merge_lora, report
 from weights import averages
 from weights import checkpoint as checkpoints
 from weights.loading import load_trained
@@ -60,29 +60,40 @@ def in_a_line(call, *arguments) -> str:
 # ---- links in a run -------------------------------------------------------------------------------------------------
 
 STEP, SNAPSHOT, GRID = "checkpoints/step-00000004", "averages/step-00000004", "step-00000004.png"
+ADAPTED = "checkpoints/step-00000001"
 COMMANDS = {
-    "train": lambda run, data, _, out: train.main(*settings(run, data), "steps=5"),
-    "sample": lambda run,
-    *_: sample.main(f"checkpoint={run}", "weights=ema-std0.07", "seeds=0-1", "classes=[0]", "num_steps=1"),
+    "train": lambda run, data, *_: train.main(*settings(run, data), "steps=5"),
+    "sample": lambda run, *_: sample.main(
+        f"checkpoint={run}", "weights=ema-std0.07", "seeds=0-1", "classes=[0]", "num_steps=1"),
+    "guide": lambda run, *_: sample.compare_guided(
+        f"checkpoint={run}", "weights=ema-std0.07", "seeds=0-1", "classes=[0]", "num_steps=1", "guidance=cfg",
+        "scale=1.5"),
     "score": lambda run, data, reference, _: fid.main(
         f"checkpoint={run}", f"reference={reference}", "features=pixels", "num_samples=2", "num_steps=1",
         "batch_size=2"),
-    "adapt": lambda run, data, _,
-    out: train.main(*settings(out, data), f"init_from={run}", "lora.rank=2", "ema.std=[]", "steps=1"),
+    "adapt": lambda run, data, _, out: train.main(*adapted(out, data, run)),
+    "merge": lambda run, data, _, out: merge_lora.main(f"checkpoint={run}", f"out={out}"),
     "export": lambda run, data, _, out: export.main(f"checkpoint={run}", "to=hub", f"out={out}"),
     "report": lambda run, data, _, out: report.main(str(run), f"out={out}"),
 }
 PLACES = {
     "train": ["averages", "checkpoints", "samples", "base", "metrics.jsonl", "results.jsonl", ".lock", STEP, SNAPSHOT],
-    "sample": ["averages", "checkpoints", "samples"], "score": ["checkpoints", "features", "results.jsonl"],
+    "sample": ["averages", "checkpoints", "samples"], "guide": ["averages", "checkpoints", "samples"],
+    "score": ["checkpoints", "features", "results.jsonl"],
     "adapt": ["base", "base/base", "base/ema.safetensors", f"{STEP}/meta.json", f"{STEP}/ema.safetensors"],
+    "merge": ["base", "base/ema.safetensors", "base/meta.json", "checkpoints", ADAPTED, f"{ADAPTED}/meta.json",
+              f"{ADAPTED}/ema.safetensors", f"{ADAPTED}/model.safetensors"],
     "export": ["checkpoints", "samples", "results.jsonl"], "report": ["samples"],
 }  # fmt: skip
 
 
 def settings(run, data) -> list[str]:
     return [*command(run, data)[1:], "model=dit", "model.depth=2", "ema.std=[0.05,0.10]", "checkpoint.every=2",
-            "checkpoint.keep_last=1"]
+            "checkpoint.keep_last=1", "diffusion=rf"]
+
+
+def adapted(run, data, base) -> list[str]:
+    return [*settings(run, data), f"init_from={base}", "lora.rank=2", "ema.std=[]", "steps=1"]
 
 
 @pytest.fixture(scope="module")
@@ -98,11 +109,25 @@ def honest(shapes, tmp_path_factory) -> Path:
     return run
 
 
+@pytest.fixture(scope="module")
+def theirs(honest, shapes, tmp_path_factory) -> dict[str, Path]:
+    """The run that each command is given: what is merged is an adapter to the others'."""
+    adapter = tmp_path_factory.mktemp("adapter") / "run"
+    train.main(*adapted(adapter, shapes, honest))
+    return {program: adapter if program == "merge" else honest for program in COMMANDS}
+
+
+@pytest.mark.parametrize("program", COMMANDS)
+def test_each_command_of_the_table_works_on_a_run_without_links(theirs, shapes, pixel_reference, tmp_path, program):
+    run = shutil.copytree(theirs[program], tmp_path / "run")
+    assert not in_a_line(COMMANDS[program], run, shapes, pixel_reference, tmp_path / "out")
+
+
 @pytest.mark.parametrize(("program", "name"), [(program, name) for program, names in PLACES.items() for name in names])
-def test_nothing_outside_of_a_run_is_changed_or_copied_through_a_link_in_it(honest, shapes, pixel_reference, tmp_path,
+def test_nothing_outside_of_a_run_is_changed_or_copied_through_a_link_in_it(theirs, shapes, pixel_reference, tmp_path,
                                                                             program, name):
-    outside, run, out = shutil.copytree(honest, tmp_path / "outside"), shutil.copytree(honest,
-            tmp_path / "run"), tmp_path / "out"
+    outside, run = (shutil.copytree(theirs[program], tmp_path / copy) for copy in ("outside", "run"))
+    out = tmp_path / "out"
     files.remove(run / name)
     (run / name).symlink_to(outside / name)
     private = outside / name / GRID if (outside / name).is_dir() else outside / name

@@ -454,8 +454,13 @@ def test_scores_take_the_same_shards(tmp_path):
                                                                        str(tmp_path / "hub/train-*.parquet"))
     assert a.record["sha256"] == b.record["sha256"] and a.count == b.count == len(LABELS)
     assert np.array_equal(a.read(a.choose(5)), b.read(b.choose(5)))
-    both = write(tmp_path / "both.parquet", table({"a": pa.array([image(0)], IMAGE), "b": pa.array([image(1)], IMAGE)}))
-    with pytest.raises(ValueError, match=r"^images=.*has 2 columns of images \(a, b\): scores need files with one.$"):
+    columns = {name: pa.array([image(i) for i in of], IMAGE) for name, of in (("a", (0, 2)), ("b", (1, 254)))}
+    both = write(tmp_path / "both.parquet", table(columns))
+    with pytest.raises(ValueError, match=r"^images=.*has 2 columns of images \(a, b\): name what scripts/prepare_latents.py "
+                                         "autoencoder=identity makes of one, image_column=a.$"):
         open_images(one_rank(), "images", str(both))
+    prepare(both, tmp_path / "b", resolution=8, image_column="b", autoencoder="identity")
+    prepared = open_images(one_rank(), "images", str(tmp_path / "b"))
+    assert np.array_equal(prepared.read(np.arange(2))[:, 0, 0, 0], (1, 254))
     with pytest.raises(ValueError, match=r"^reference=.*holds 1 shards without rows"):
         open_images(one_rank(), "reference", str(write(tmp_path / "none/x.parquet", pets([]))))
