@@ -132,6 +132,7 @@ def list_source(source: str | Path) -> Listing:
 
 
 def starts_as_zip(file: Path) -> bool:
+    require_plain(file)
     with open(file, "rb") as content:
         return content.read(2) == b"PK"
 

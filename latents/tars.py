@@ -123,6 +123,7 @@ NpyForm = tuple[tuple[int, ...], np.dtype]  # shape and type
 def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, int]], NpyForm]:
     """Returns [(first byte of the values, label)] of a tar's samples and the form of all, that of the tars before."""
     firsts, labels = {}, {}
+    require_plain(file)
     with open(file, "rb") as content:
         for member in filter(tarfile.TarInfo.isfile, tar_members(file)):
             content.seek(member.offset_data)
