@@ -170,7 +170,7 @@ def here(
     if precision == "fp8":
         speed.multiply_in_float8(objective.net)
     speed.compile_blocks(objective.net, how)
-    called = accelerator.prepare_model(objective, evaluation_mode=sharded)
+    called = speed.replicate(accelerator, objective, sharded)
     optimizer = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW))
     count = IMAGES * num_parts
     share = slice(machine.rank * count, (machine.rank + 1) * count)
@@ -245,7 +245,7 @@ def check_waits(
     net = build_network(network).to(device)
     loss = build_objective(net, EDM(), objective, keep_masked, {"teacher": (tokens, 64)}).to(device)
     ema, sums = copy.deepcopy(net), Sums(device, loss.terms)
-    called = accelerator.prepare_model(loss)
+    called = speed.replicate(accelerator, loss)
     stepped = accelerator.prepare(build_optimizer(trained_parameters(loss), **ADAMW | (optimizer or {})))
     with watched(device) as watch:
         for step in range(5):
@@ -304,7 +304,7 @@ def graphs_by_step(
     loss = make_objective(network, routed, partial(nn.Module.to, device=device))
     loss.schedule = RouteSchedule(loss.net.routes, dense_after=dense_after)
     speed.compile_blocks(loss.net, how)
-    called = accelerator.prepare_model(loss)
+    called = speed.replicate(accelerator, loss)
     optimizer = accelerator.prepare(build_optimizer(trained_parameters(loss), **ADAMW))
     x, y, given = send_to_device(make_batch(network, IMAGES * parts), device)
     seen = []
