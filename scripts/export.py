@@ -17,11 +17,13 @@ from typing import Any
 import torch
 import yaml
 from safetensors.torch import save_file
+from torch import Tensor
 
 ROOT = Path(__file__).resolve().parents[1]
 sys.path.insert(0, str(ROOT))
 from latents.writer import write_json
 from runtime.command import command
+from runtime.device import DTYPES
 from runtime.files import atomic_write, is_inside, sha256
 from runtime.schema import Location, Text, as_argument, one_of, refuse
 from sampling.options import WeightsSettings
@@ -45,10 +47,20 @@ class ExportSettings(WeightsSettings):
     to: one_of(["diffusers", "dit", "hub"])
     out: Location | None
     overwrite: bool
+    dtype: one_of(list(DTYPES))
     repo: Text | None
     license: Text
     upload: bool
     private: bool
+
+
+def stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
+    """Returns tensors in the precision of the file; raises ValueError where a value has no place in it."""
+    held = {name: value.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
+            for name, value in tensors.items()}
+    if not all(value.isfinite().all() for value in held.values()):
+        raise ValueError(f"dtype={dtype} cannot hold these weights, as some are above 65,504: set dtype=bf16.")
+    return held
 
 
 # ---- to=diffusers ---------------------------------------------------------------------------------------------------
@@ -76,7 +88,7 @@ def without_head(trained: Trained) -> Trained:
     return replace(trained, net=net, recorded={**trained.recorded, "network": network})
 
 
-def write_diffusers(trained: Trained, folder: Path) -> dict:
+def write_diffusers(trained: Trained, folder: Path, dtype: str) -> dict:
     """Writes a folder that diffusers alone loads and samples with; returns how it decodes, as meta.json says it."""
     net, network = trained.net, trained.recorded["network"]
     if autoencoders.runs_code(trained.autoencoder):
@@ -87,8 +99,7 @@ def write_diffusers(trained: Trained, folder: Path) -> dict:
     vae = getattr(decoder, "vae", None)
     (folder / "transformer").mkdir(parents=True)
     tensors = to_diffusers(net.state_dict(), len(net.blocks))
-    save_file({name: value.clone(memory_format=torch.contiguous_format) for name, value in tensors.items()},
-              folder / EXPORTED[1], metadata={"format": "pt"})
+    save_file(stored(tensors, dtype), folder / EXPORTED[1], metadata={"format": "pt"})
     write_json(folder / "transformer" / "config.json", {
         "_class_name": "DiTTransformer", "num_attention_heads": network["num_heads"],
         "attention_head_dim": network["hidden_size"] // network["num_heads"], "num_layers": len(net.blocks),
@@ -127,9 +138,9 @@ def as_part(file: Path) -> str:
 # ---- to=dit ---------------------------------------------------------------------------------------------------------
 
 
-def write_dit(trained: Trained, path: Path) -> None:
+def write_dit(trained: Trained, path: Path, dtype: str) -> None:
     with atomic_write(path) as partial:
-        torch.save({name: value.clone() for name, value in trained.net.state_dict().items()}, partial)
+        torch.save(stored(trained.net.state_dict(), dtype), partial)
 
 
 def command_to_sample(trained: Trained, out: Path) -> str:
@@ -257,7 +268,7 @@ Of the weights: {cfg.license}.
 def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) -> None:
     """Writes weights, record, card, grid and scores."""
     folder.mkdir(parents=True)
-    save_file({name: value.contiguous() for name, value in trained.net.state_dict().items()}, folder / EXPORTED[0])
+    save_file(stored(trained.net.state_dict(), cfg.dtype), folder / EXPORTED[0])
     rows, grid = scores_of(trained), find_grid(trained)
     if grid:
         shutil.copy(grid, folder / "grid.png")
@@ -295,7 +306,7 @@ def write_folder(trained: Trained, out: Path, cfg: ExportSettings) -> None:
     with atomic_write(out) as partial:
         decoding = {}
         if cfg.to == "diffusers":
-            decoding = write_diffusers(trained, partial)
+            decoding = write_diffusers(trained, partial, cfg.dtype)
         else:
             write_hub(trained, partial, cfg, out.name)
         files = {file.relative_to(partial).as_posix(): {
@@ -329,7 +340,7 @@ def main(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> None:
         trained = without_head(trained)
         check_plain(trained, cfg.to)
     if cfg.to == "dit":
-        write_dit(trained, out)
+        write_dit(trained, out, cfg.dtype)
         print(f"{out}\n{command_to_sample(trained, out)}")
         return
     if cfg.upload:

@@ -322,6 +322,22 @@ def test_exported_weights_are_sampled_again_by_us(to, vae, tmp_path):
         load_trained(folder, "ema")
 
 
+@pytest.mark.parametrize("to", ["diffusers", "hub"])
+def test_weights_in_half_precision_have_half_the_bytes_and_sample_almost_the_same_images(to, tmp_path):
+    run = save_run(tmp_path / "run", EDM, in_channels=3)
+    found = {dtype: exported(run, to, tmp_path / dtype, dtype=dtype) for dtype in ("fp32", "fp16", "bf16")}
+    sizes = {dtype: sum(file.stat().st_size for file in folder.rglob("*.safetensors"))
+             for dtype, folder in found.items()}
+    assert 0.48 < sizes["fp16"] / sizes["fp32"] < 0.6 and sizes["bf16"] < 0.6 * sizes["fp32"]
+    assert {p.dtype for p in load_trained(found["fp16"]).net.parameters()} == {torch.float32}
+    images = {dtype: drawn(folder, tmp_path / "x.npz", "num_steps=2").astype(int) for dtype, folder in found.items()}
+    apart = {dtype: np.abs(images[dtype] - images["fp32"]).mean() for dtype in ("fp16", "bf16")}
+    assert 0 < apart["bf16"] < 1 and apart["fp16"] < 0.1
+    with pytest.raises(ValueError, match="dtype=fp16 cannot hold these weights, .*: set dtype=bf16"):
+        export.stored({"weight": torch.tensor([1e5])}, "fp16")
+    assert export.stored({"weight": torch.tensor([1e5])}, "bf16")
+
+
 # ---- to=dit ---------------------------------------------------------------------------------------------------------
 
 
