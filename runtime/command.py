@@ -12,50 +12,23 @@ import sys
 import textwrap
 import warnings
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, TextIO
+from typing import TextIO
 
-from hydra.errors import HydraException, OverrideParseException
+import yaml
+from hydra.errors import HydraException
 from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
-from runtime.schema import CONFIGS, Settings, as_argument, first_line, leaves
-from runtime.typed import (
-    cli_overrides,
-    compose_jobs,
-    declared_keys,
-    group_defaults,
-    parse_options,
-    read_job,
-    read_yaml,
-)
-
-
-@dataclass
-class Attempt:
-    """What a command has read of its settings, for the sentence in which it may end."""
-
-    config_name: str = ""
-    declared: type[Settings] = Settings
-    plain: dict = field(default_factory=dict)
-    when_full: Callable[[dict], str] = lambda plain: ""     # of them, what helps where a GPU's memory is full
-
-
-class Parser(argparse.ArgumentParser):
-    """Parses the arguments that the command was called with."""
-
-    arguments: list[str]
-
-    def parse_args(self, args: list[str] | None = None, namespace: argparse.Namespace | None = None) -> Any:
-        return super().parse_args(self.arguments if args is None else args, namespace)
+from runtime.schema import CONFIGS, Settings, first_line
+from runtime.typed import cli_overrides, compose_jobs, group_defaults, parse_options, read_job, read_yaml
 
 
 def command(
     config_name: str, declared: type[Settings], rewrite: Callable[[list[str]], list[str]] = list,
-    when_full: Callable[[dict], str] = Attempt.when_full,
+    when_full: Callable[[dict], str] = lambda plain: "",
 ) -> Callable[[Callable], Callable[..., None]]:
     """Makes a command of `main(cfg)`: reads configs/<config_name>.yaml and the command line, and checks them.
 
@@ -66,8 +39,7 @@ def command(
     helps where a GPU's memory is full.
     """
     def decorate(main: Callable[..., None]) -> Callable[..., None]:
-        def work(arguments: list[str], attempt: Attempt) -> None:
-            attempt.config_name, attempt.declared, attempt.when_full = config_name, declared, when_full
+        def work(arguments: list[str]) -> None:
             arguments = rewrite(arguments)
             options, settings = parse_options(arguments)
             typed = cli_overrides(settings)
@@ -79,34 +51,35 @@ def command(
                 print("\n---\n".join(OmegaConf.to_yaml(cfg).rstrip() for cfg in composed))
                 return
             plain = [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]
-            jobs = [read_job(declared, each, config_name, arguments) for each in plain]
-            check_places(jobs, typed)  # before the first one starts
+            jobs = [read_job(declared, each, config_name, typed) for each in plain]
+            check_places(jobs)  # before the first one starts
             given = {"cli_overrides": typed} if "cli_overrides" in inspect.signature(main).parameters else {}
             for each, cfg in zip(plain, jobs, strict=True):
-                attempt.plain = each
-                main(cfg, **given)
+                try:
+                    main(cfg, **given)
+                except (MemoryError, RuntimeError) as error:
+                    if not is_full_memory(error):
+                        raise
+                    raise ValueError(what_helps(error, each, when_full)) from error
         return entry_point(main, work)
     return decorate
 
 
 def program(main: Callable[[argparse.ArgumentParser], None]) -> Callable[..., None]:
     """Makes a command of `main(parser)`, which declares and reads arguments of its own; otherwise like `command`."""
-    def work(arguments: list[str], attempt: Attempt) -> None:
-        parser = Parser(description=main.__globals__["__doc__"],
-                        formatter_class=argparse.RawDescriptionHelpFormatter)
-        parser.arguments = arguments
-        main(parser)
+    def work(arguments: list[str]) -> None:
+        main(argparse.ArgumentParser(description=main.__globals__["__doc__"],
+                                     formatter_class=argparse.RawDescriptionHelpFormatter))
     return entry_point(main, work)
 
 
-def entry_point(main: Callable, work: Callable[[list[str], Attempt], None]) -> Callable[..., None]:
-    """Returns `main` as an entry point; `work` does it with the arguments, and notes the settings that it tries."""
+def entry_point(main: Callable, work: Callable[[list[str]], None]) -> Callable[..., None]:
+    """Returns `main` as an entry point; `work` does it with the arguments, which are also in sys.argv."""
     def run(program: str, arguments: list[str]) -> None:
-        attempt = Attempt()
         try:
             with warnings.catch_warnings():
                 warnings.showwarning = show_in_one_line
-                work(arguments, attempt)
+                work(arguments)
             ranks.leave_group()
         except KeyboardInterrupt:
             print(f"\n{program}: stopped by Ctrl-C.", file=sys.stderr)
@@ -119,7 +92,7 @@ def entry_point(main: Callable, work: Callable[[list[str], Attempt], None]) -> C
             raise
         except Exception as error:
             ranks.wait_for_root_cause(error)
-            sentence = mistake(error, attempt)
+            sentence = mistake(error)
             if sentence is None or "HYDRA_FULL_ERROR" in os.environ:
                 ErrorHandler().record_exception(error)  # where torchrun and accelerate launch look for the cause
                 raise
@@ -196,20 +169,13 @@ def call(run: Callable[[str, list[str]], None], program: str, settings: list[str
         raise SystemExit(ended)
 
 
-def check_places(jobs: list[Settings], given: dict[str, str]) -> None:
-    """Raises ValueError where jobs of a sweep have one output folder or file, with a name that tells them apart."""
+def check_places(jobs: list[Settings]) -> None:
+    """Raises ValueError where jobs of a sweep have one output folder or file."""
     for key in ("run_dir", "out"):
         places = [os.path.abspath(place) for job in jobs if (place := getattr(job, key, None)) is not None]
-        if len({*places}) == len(places):
-            continue
-        settings = [leaves(job.model_dump()) for job in jobs]
-        swept = [name for text in given for name in (text, f"{text}.name")
-                 if len({str(job.get(name)) for job in settings}) > 1]
-        shown = key if key == "out" or key in given or "name" not in settings[0] else "name"
-        name, suffix = settings[0][shown], Path(settings[0][shown]).suffix if key == "out" else ""
-        own = "".join(f"-${{{name}}}" for name in swept) or "-…"
-        raise ValueError(f"{len(jobs)} jobs of --multirun would write to {key}={settings[0][key]}: give each its own, "
-                         f"such as {shown}='{name.removesuffix(suffix)}{own}{suffix}'.")
+        if len({*places}) < len(places):
+            raise ValueError(f"{len(jobs)} jobs of --multirun would write to {key}={getattr(jobs[0], key)}: give each "
+                             f"its own, with what differs in ${{}}, such as {key}='x-${{seed}}'.")
 
 
 @functools.cache  # of the code that this process has loaded, whatever is committed later
@@ -225,51 +191,31 @@ def commit() -> str | None:
         return os.environ.get("TREAD_COMMIT")
 
 
-def mistake(error: Exception, attempt: Attempt) -> str | None:
-    """Returns a sentence for what a user can mend, settings, files or memory, and None for our own mistakes."""
-    if isinstance(error, OverrideParseException):
-        key, equals, value = error.override.partition("=")
-        exact = re.fullmatch(r"[\w.]+", key, re.ASCII) and equals and value and value[0] not in "'\"[{"
-        example = as_argument(key, value) if exact else "\"name='größe (1)'\""
-        return (f"{error.override} cannot be read: write key=value, and a value with other characters than letters, "
-                f"digits and _-+./:%*?@$| in two kinds of quotes, as {example}.")
-    if isinstance(error, HydraException | OmegaConfBaseException):
-        reason = " ".join(str(error).partition("Config search path")[0].split())
-        return f"{reason.rstrip('.')}: configs/{attempt.config_name}.yaml names all settings."
-    if is_full_memory(error):
-        helpful = [key for key in SAVES_MEMORY if OmegaConf.select(OmegaConf.create(attempt.plain), key) is not None]
-        advice = ""
-        with contextlib.suppress(Exception):  # the full memory is what matters
-            advice = attempt.when_full(attempt.plain)
-        return (f"Memory is full: {first_line(error)} {advice}Settings that help: {', '.join(helpful)} "
-                f"(docs/reliability.md).")
+def mistake(error: Exception) -> str | None:
+    """Returns a sentence for what a user can mend, settings or files, and None for our own mistakes."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"reading or writing {error.filename} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
-        return with_places(str(error), attempt)
+        return str(error)
+    if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):  # the last with file and line
+        return " ".join(str(error).partition("Config search path")[0].split())
     return None
-
-
-def with_places(sentence: str, attempt: Attempt) -> str:
-    """Writes the settings that a sentence names as the command has them: autoencoder= as data.autoencoder= in training.
-
-    That is for a key that the command lacks, but for one nested key of that name. The arguments of another command,
-    after its name, stay.
-    """
-    known = [key for key in declared_keys(attempt.declared) if not key.startswith(("published.", "study."))]
-    top = {key for key in known if "." not in key} | {*(group_defaults(attempt.config_name) if known else ())}
-
-    def place(found: re.Match) -> str:
-        places = [key for key in known if key.rpartition(".")[2] == found[1]]
-        return f"{places[0]}=" if found[1] and found[1] not in top and len(places) == 1 else found[0]
-
-    return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+])([A-Za-z_]\w*)=", place, sentence)
 
 
 # Of any command.
 SAVES_MEMORY = ("batch_size", "grad_accum_steps", "activation_checkpointing", "sharding", "precision", "data.on_device",
                 "samples.batch_size", "evaluate.batch_size", "decode_batch_size", "decode_precision", "num_workers",
                 "shard_size")
+
+
+def what_helps(error: Exception, plain: dict, when_full: Callable[[dict], str]) -> str:
+    """Writes that memory is full, and which of a command's settings need less."""
+    helpful = [key for key in SAVES_MEMORY if OmegaConf.select(OmegaConf.create(plain), key) is not None]
+    advice = ""
+    with contextlib.suppress(Exception):  # the full memory is what matters
+        advice = when_full(plain)
+    return (f"Memory is full: {first_line(error)} {advice}Settings that help: {', '.join(helpful)} "
+            f"(docs/reliability.md).")
 
 
 def is_full_memory(error: Exception) -> bool:

@@ -165,29 +165,18 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
 
 def nearest(key: str, known: typing.Iterable[str]) -> str | None:
     """Finds the key that was meant: one spelled alike, one of that name elsewhere, or what a name abbreviates."""
-    def leaf_of(other: str) -> str:
-        return other.rpartition(".")[2]
-
-    def alike(others: list[str], cutoff: float) -> list[str]:
-        near = difflib.get_close_matches(leaf, map(leaf_of, others), n=1, cutoff=cutoff)
-        return [other for other in others if leaf_of(other) in near]
+    def initials(name: str) -> str:
+        return "".join(word[:1] for word in name.split("_"))
 
     known = [other for other in known if not key.startswith(f"{other}.")]
     parent, _, leaf = key.rpartition(".")
-    siblings = [other for other in known if other.rpartition(".")[0] == parent]
-    found = [
-        *difflib.get_close_matches(key, known, n=1, cutoff=0.85), *alike(siblings, 0.7), *alike(known, 1.0),
-        *(other for pool in (siblings, known) for other in pool
-          if abbreviates(leaf, leaf_of(other)) or abbreviates(leaf_of(other), leaf)),
-        *alike(known, 0.75)]
-    return found[0] if found else None
-
-
-def abbreviates(short: str, long: str) -> bool:
-    """True if a name is another's initials, or the other without its first word: lr, wd, precision."""
-    words = long.split("_")
-    return len(short) > 1 and (short == "".join(word[:1] for word in words) or
-                               len(words) > 1 and "_".join(words[1:]) == short)
+    names = {other.rpartition(".")[2]: other for other in reversed(known)}  # of two, the first
+    near = {name: other for name, other in names.items() if parent in ("", other.rpartition(".")[0])}
+    short = [name for name in near if min(len(leaf), len(name)) > 1 and leaf in (name, initials(name)) or
+             name == initials(leaf)]
+    found = (difflib.get_close_matches(key, known, n=1, cutoff=0.85) or
+             [names[name] for name in short or difflib.get_close_matches(leaf, near, n=1, cutoff=0.7)])
+    return found[0] if found else names.get(leaf)
 
 
 def unknown(key: str, known: typing.Iterable[str], remedy: str) -> str:
@@ -258,7 +247,8 @@ def first_problem(plain: Any, errors: list) -> str:
     problems = dict.fromkeys(error["msg"] for error in here)
     problems = "; or ".join(problems).replace("Input should", "it should").replace("String should", "it should")
     text = as_text(value)
-    return f"{key or 'The settings'}={text if len(text) < 1000 else text[:1000] + ' …'}: {problems}."
+    hint = " Text needs quotes." if isinstance(value, bool | int | float) and "valid string" in problems else ""
+    return f"{key or 'The settings'}={text if len(text) < 1000 else text[:1000] + ' …'}: {problems}.{hint}"
 
 
 def read_json(file: Path) -> dict:

@@ -7,7 +7,6 @@ import json
 import os
 import shutil
 import subprocess
-import time
 import zipfile
 from pathlib import Path
 
@@ -28,7 +27,6 @@ from latents.folder import map_npy, open_latents
 from latents.images import open_source
 from latents.labels import check_names, read_pairs
 from runtime import files
-from runtime.typed import read_yaml
 from sampling.pictures import draw_grid
 from scoring.image_sets import open_images
 from scoring.results import read_results
@@ -303,19 +301,6 @@ def test_rows_without_a_key_are_passed_over(tmp_path):
 def test_a_study_of_another_form_is_a_line(tmp_path, content):
     (tmp_path / "study.json").write_text(content)
     assert str(tmp_path / "study.json") in in_a_line(report.read_study, tmp_path / "study.json")
-
-
-LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
-
-
-@pytest.mark.parametrize("content",
-                         [LAUGHS, "a: &a [*a]", "[" * 1500, "a: " * 2**20, "&a [" + "1," * 900 + "]\n",
-                          LAUGHS.replace("[", "{<<: [").replace("]", "]}")])
-def test_yaml_of_others_does_not_multiply(tmp_path, content):
-    (tmp_path / "config.yaml").write_text(content)
-    began = time.monotonic()
-    said = in_a_line(read_yaml, tmp_path / "config.yaml")
-    assert time.monotonic() - began < 20 and (said or content.startswith("&a"))
 
 
 # ---- labels ---------------------------------------------------------------------------------------------------------

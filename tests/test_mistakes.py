@@ -93,11 +93,9 @@ TYPED = {
         ("new_label_table=true", "init_from"), ("init_from=run", "lora.rank=2", "new_label_table=true", "lora.rank"),
         ("init_from=run", "data.num_classes=7", "new_label_table=true makes"),
         # jobs of a sweep, and Hydra's own settings
-        ("-m", "seed=0,1", "run_dir='new-${seed}'"),
-        ("-m", "model=dit,tread", "name=a.b", "run_dir=runs/${name}", "'runs/a.b-${model.name}'"),
-        ("-m", "name=x", "run_dir=new/x", "seed=0,1", "optimizer.lr=1e-4,2e-4", "'new/x-${seed}-${optimizer.lr}'"),
-        ("hydra/launcher=joblib", "-m", "seed=0,1", "hydra/launcher=joblib is not supported"),
-        ("hydra/sweeper=optuna", "-m", "seed=0,1", "hydra/sweeper=optuna is not supported"),
+        ("-m", "seed=0,1", "would write to run_dir=new: give each its own, with what differs in ${}, such as run_dir="),
+        ("hydra/launcher=joblib", "-m", "seed=0,1", "hydra/launcher=joblib would change nothing"),
+        ("hydra/sweeper=optuna", "-m", "seed=0,1", "hydra/sweeper=optuna would change nothing"),
         ("hydra.run.dir=outputs", "hydra.run.dir=outputs would change nothing"),
         # an item of a list
         ("ema.std=[1e-200]", "ema.std.0=1e-200"), ("ema.decay=[0.9,1.0]", "ema.decay.1=1.0: it should be less than 1."),
@@ -136,7 +134,7 @@ TYPED = {
         ("guidance=tread", "routes=[{start_layer_idx: 0, end_layer_idx: 99}]", "with 7 blocks"),
     ],
     "rf": [
-        ("-m", "scale=1.5,2", "out='new-${scale}.png'"),
+        ("-m", "scale=1.5,2", "2 jobs of --multirun would write to out=new.png"),
         ("checkpoint=run", "edm"), ("guidance=none", "guidance"), ("out=x.npz", ".png"),
         ("checkpoint=dense", "needs a network with a route"), ("interval=[0.28,2.9]", "interval="),
         ("sampler.S_churn=1", "solver"),
@@ -168,7 +166,7 @@ TYPED = {
         ("images=four", "reference=[images.npz,nowhere.npz]", "features=[pixels,pixels]", "nowhere.npz"),
     ],
     "prepare_latents": [
-        ("-m", "resolution=8,16", "out='new-${resolution}'"), ("source=empty", "empty"), ("kind=mean", "kind=mean"),
+        ("-m", "resolution=8,16", "2 jobs of --multirun would write to out=new"), ("source=empty", "empty"), ("kind=mean", "kind=mean"),
         ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("labels=folder", "folders, none, names"), ("source=shapes", "labels=none", "labels=none"),
@@ -196,7 +194,7 @@ TYPED = {
         ("model.routes=[]", "chooses routes"),
     ],
     "study": [
-        ("part=0/3", "part=2/6"), ("tasks=[time]", "timed=[dot]", "steps_timed"),
+        ("part=0/3", "part=2/6"), ("tasks=[time]", "steps_time=2", "steps_timed"),
         ("rows=[nowhere.json]", "nowhere.json"), ("only=[dit,nope]", "only names nope"),
         ("also=[objective=nope]", "variant dit: There is no objective=nope"), ("tasks=[report,plot]", "tasks.1=plot"),
         ("tasks=[train]", "study.variants.tread.train=[batch_size=x]", "variant tread: batch_size=x"),

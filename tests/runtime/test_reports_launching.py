@@ -17,7 +17,7 @@ REFUSED = [
     ("hydra-ecosystem/hydra#1969", "repeating one job", ["-m", "seed=0,0,0"],
      "3 jobs of --multirun would write to run_dir=again"),
     ("hydra-ecosystem/hydra#851", "a launcher without --multirun", ["hydra/launcher=submitit_slurm"],
-     "hydra/launcher=submitit_slurm is not supported"),
+     "hydra/launcher=submitit_slurm would change nothing"),
     ("ashleve/lightning-hydra-template#511", "a sweep's runs in one folder", ["-m", "seed=0,1", "run_dir=x"],
      "run_dir='x-${seed}'"),
     ("hydra-ecosystem/hydra#2797", "outputs moved by Hydra's own settings", ["hydra.run.dir=outputs/x"],
