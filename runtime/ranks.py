@@ -219,4 +219,5 @@ def forget_state() -> None:
     Where ranks have a process group, they keep it with its device.
     """
     in_group = dist.is_available() and dist.is_initialized()
+    # Private, as accelerate has no public call that forgets precision and device.
     AcceleratorState._reset_state(reset_partial_state=not in_group)

@@ -30,7 +30,6 @@ from scripts.comparison import RecordedStudy
 from weights import checkpoint as checkpoints
 
 AXES = {"step": "steps", "images": "images", "hours": "hours"}
-STUDY_AXES = {"step": "steps", "images": "images", "seconds": "seconds", "flops": "FLOPs"}
 # What must agree, in a row of results.jsonl or in its source, for two scores to be drawn together.
 CONDITIONS = ("images", "extractor", "reference", "image_rule", "resolution", "seeds", "classes", "labels", "num_steps",
               "sampler", "precision", "weights", "autoencoder", "drawing_version", "scoring_version")
@@ -127,18 +126,16 @@ def read_scores(path: Path, run: str, columns: dict[str, np.ndarray]) -> list[di
     return scores
 
 
-def read_study(path: Path) -> tuple[str, dict[str, list], list[dict]]:
-    """Reads study.json: its name, its tables by name, and its scores as `read_scores` returns them."""
+def read_study(path: Path) -> tuple[str, dict[str, list]]:
+    """Reads study.json: its name, and its tables by name, with the scores of all runs as one."""
     study = read_json(path)
     read(RecordedStudy, study, f"{path}: ")
-    # A fine-tune counts its own images, not those of what it began with: only what is compared is drawn.
-    compared = {name for found in study.get("crossings", ()) for name in found["between"]}
     tables = {name: rows for name, rows in study.items() if isinstance(rows, list) and name != "runs"
               and all(isinstance(found, dict) for found in rows)}
-    return study["name"], tables, [{
-        "run": run["variant"], "seed": run["seed"], "features": score.get("extractor"),
-        **{key: score.get(key) for key in ("metric", "value", "num_samples", "guidance", *STUDY_AXES)},
-        "_drawn": not compared or run["variant"] in compared} for run in study["runs"] for score in run["scores"]]
+    shown = ("metric", "value", "num_samples", "guidance", "step", "images", "seconds", "flops")
+    return study["name"], tables | {"scores": [
+        {"variant": run["variant"], "seed": run["seed"], **{key: score.get(key) for key in shown}}
+        for run in study["runs"] for score in run["scores"]]}
 
 
 def read_run(folder: Path, name: str) -> SimpleNamespace:
@@ -176,8 +173,7 @@ def condensed(data: dict[str, np.ndarray], y: str, axes: dict[str, str]) -> dict
 
 def span(y: str, lines: list[tuple]) -> dict[str, float]:
     """Returns start and end of an axis whose values differ by less than LEAST_SPAN; {} where it fits them."""
-    values = np.concatenate([source.data[key] for _, source, *_ in lines for key in (y, "low", "high")
-                             if key in source.data])
+    values = np.concatenate([source.data[y] for _, source, *_ in lines])
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     middle, half = (low + high) / 2, LEAST_SPAN / 2 * max(abs(low), abs(high))
     return {"start": middle - half, "end": middle + half} if high - low < 2 * half else {}
@@ -208,31 +204,26 @@ def draw(title: str, y: str, lines: list[tuple], axes: dict[str, str]) -> figure
     return plot
 
 
-def score_curves(scores: list[dict], axes: dict[str, str]) -> list[tuple]:
+def score_curves(scores: list[dict]) -> list[tuple]:
     """Returns a figure's title, column and lines for scores of equal conditions: a line where there are two steps.
 
-    A line is the mean over seeds, with a band of one standard deviation. Of a step scored twice the later score counts.
+    Of a step scored twice the later score counts.
     """
     figures: dict = {}
     runs, guidances = (list(dict.fromkeys(score[key] for score in scores)) for key in ("run", "guidance"))
     for score in scores:
-        if is_number(score["step"]) and is_number(score["value"]) and score.get("_drawn", True):
+        if is_number(score["step"]) and is_number(score["value"]):
             title = f"{score['metric']} on {score['features']} features, {score['num_samples']} images"
-            by_line = figures.setdefault((title, score.get("_conditions")), {})
-            by_step = by_line.setdefault((score["run"], score["guidance"]), {})
-            by_step.setdefault(score["step"], {})[score.get("seed")] = score
+            by_line = figures.setdefault((title, score["_conditions"]), {})
+            by_line.setdefault((score["run"], score["guidance"]), {})[score["step"]] = score
     curves = []
     for (title, _), by_line in figures.items():
         lines = []
         for (run, guidance), by_step in by_line.items():
-            rows = []
-            for _, by_seed in sorted(by_step.items()):
-                values, [first, *_] = np.array([score["value"] for score in by_seed.values()]), by_seed.values()
-                mean, spread = values.mean(), values.std(ddof=1) if len(values) > 1 else 0
-                rows.append([mean, mean - spread, mean + spread, *map(first.get, axes)])
-            data = dict(zip(("value", "low", "high", *axes), np.array(rows, float).T, strict=True))
+            data = {key: np.array([by_step[step].get(key) for step in sorted(by_step)], float)
+                    for key in ("value", *AXES)}
             look = runs.index(run), guidances.index(guidance) + runs.index(run) // len(COLORS)
-            lines += [(f"{run}, {guidance}", bk.ColumnDataSource(data), *look)] if len(rows) > 1 else []
+            lines += [(f"{run}, {guidance}", bk.ColumnDataSource(data), *look)] if len(by_step) > 1 else []
         curves += [(title, "value", lines)] if lines else []
     return curves
 
@@ -252,14 +243,14 @@ def prose(content: str) -> bk.Div:
                   stylesheets=[".bk-clearfix { width: 100%; overflow-wrap: anywhere }"])
 
 
-def tied(curves: list[tuple], axes: dict[str, str]) -> list:
+def tied(curves: list[tuple]) -> list:
     """Returns choices of the axis and of the scale, and figures that share them."""
-    plots = [draw(*curve, axes) for curve in curves]
+    plots = [draw(*curve, AXES) for curve in curves]
     for plot in plots:
         plot.x_range = plots[0].x_range
-    axis, log = bk.RadioButtonGroup(labels=list(axes.values()), active=0), bk.Toggle(label="logarithmic", width=100)
+    axis, log = bk.RadioButtonGroup(labels=list(AXES.values()), active=0), bk.Toggle(label="logarithmic", width=100)
     chosen = bk.CustomJS(code=CHOOSE, args={
-        "plots": plots, "axes": list(axes), "axis": axis, "log": log, "scales": [bk.LinearScale(), bk.LogScale()],
+        "plots": plots, "axes": list(AXES), "axis": axis, "log": log, "scales": [bk.LinearScale(), bk.LogScale()],
         "tickers": [bk.BasicTicker(), bk.LogTicker()]})
     for choice in (axis, log):
         choice.js_on_change("active", chosen)
@@ -377,9 +368,11 @@ def build(cfg: ReportSettings) -> str:
     for folder, name in zip(folders, names, strict=True):
         with as_recorded(folder):
             runs.append(read_run(folder, name if names.count(name) == 1 else str(folder)))
-    study, tables, study_scores = "", {}, []
+    study, tables, drawn = "", {}, []
     if cfg.study_dir and (record := Path(cfg.study_dir, "study.json")).is_file():
-        study, tables, study_scores = read_study(record)
+        study, tables = read_study(record)
+        drawn = [(path.name, path) for path in sorted(record.parent.glob("*.png"))
+                 if path.is_file() and files.is_inside(path, record.parent)]
     if not runs and not study:
         raise ValueError(f"runs={cfg.runs} study={cfg.study_dir or 'null'} show nothing: give runs/<name> …, or the "
                          f"folder of a study.")
@@ -387,18 +380,19 @@ def build(cfg: ReportSettings) -> str:
     columns = dict.fromkeys(name for run in runs for name, values in run.columns.items() if values.any())
     curves = [(name, name, [(run.name, run.source, i, i // len(COLORS)) for i, run in enumerate(runs)
                             if name in run.columns]) for name in columns if name not in AXES]
-    score_lines, study_lines = score_curves(scores, AXES), score_curves(study_scores, STUDY_AXES)
-    front = [draw(*curve, {"step": "steps"}) for curve in [*curves[:1], *(study_lines or score_lines)[:1]]]
+    score_lines = score_curves(scores)
+    front = [draw(*curve, {"step": "steps"}) for curve in [*curves[:1], *score_lines[:1]]]
+
     def titled(tables: dict[str, list[dict]], prefix: str = "") -> list:
         return [part for name, rows in tables.items() if rows
                 for part in (prose(f"<h3>{html.escape(name)}</h3>"), *table(rows, f"{prefix}{name}"))]
 
     contents = {
         "Overview": overview(runs, front, out),
-        "Training": tied(curves, AXES) + [download(run.name, run.source) for run in runs if run.columns],
-        "Scores": tied(score_lines, AXES) + titled({"best": best_of(scores), "scores": scores}),
+        "Training": tied(curves) + [download(run.name, run.source) for run in runs if run.columns],
+        "Scores": tied(score_lines) + titled({"best": best_of(scores), "scores": scores}),
         "Pictures": grids_by_step(runs, out),
-        "Study": tied(study_lines, STUDY_AXES) + titled(tables | {"scores": study_scores}, "study-"),
+        "Study": [prose(gallery(drawn, out))] * bool(drawn) + titled(tables, "study-"),
         "Settings": side_by_side(runs, "config"),
         "Environment": side_by_side(runs, "environment") + side_by_side(runs, "record"),
     }

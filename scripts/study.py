@@ -329,11 +329,10 @@ def score_once(
 
 
 def tag_of(row: dict) -> dict:
-    """Reads the tag that `score_once` gives to a row. Older rows have its keys themselves, and other rows lack them."""
-    with contextlib.suppress(ValueError, TypeError):
-        if isinstance(tag := json.loads(row.get("tag") or "null"), dict):
-            return tag
-    return row
+    """Reads the tag that `score_once` gives to a row; {} of other rows."""
+    with contextlib.suppress(LookupError, ValueError, TypeError):
+        return dict(json.loads(row["tag"]))
+    return {}
 
 
 def point_of(row: dict) -> list[str] | None:
@@ -481,13 +480,11 @@ def score_of(row: dict, results: Path) -> dict:
         raise ValueError(f"{results} has a row with {', '.join(metrics)} and no Fréchet distance, by which a study "
                          f"compares its runs: move the file away.")
     metric = f"fd_{Path(extractor['weights']).stem}" if distance == "fd_torchscript" else distance
-    # Older ones are rounded on all features, and are not to be averaged with exact ones.
-    is_exact = row.get("scoring_version", 0) >= 3 or extractor.get("space") == "inception-2015"
-    precision, recall = (metrics.get(name) if is_exact else None for name in ("precision", "recall"))
-    return {"metric": metric, "value": metrics[distance], "precision": precision, "recall": recall,
-            "num_samples": row["images"], "device": row["device"], "tf32": row.get("tf32"), "commit": row.get("commit"),
-            "torch": row["versions"].get("torch"), "extractor": extractor.get("name"),
-            "extractor_sha256": extractor.get("sha256"), "reference_sha256": row["reference"].get("sha256")}
+    return {"metric": metric, "value": metrics[distance], "precision": metrics.get("precision"),
+            "recall": metrics.get("recall"), "num_samples": row["images"], "device": row["device"],
+            "tf32": row.get("tf32"), "commit": row.get("commit"), "torch": row["versions"].get("torch"),
+            "extractor": extractor.get("name"), "extractor_sha256": extractor.get("sha256"),
+            "reference_sha256": row["reference"].get("sha256")}
 
 
 def recorded(cfg: StudySettings) -> list[StartedStudy]:

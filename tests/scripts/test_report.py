@@ -45,7 +45,7 @@ def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
 
 
 def make_study(folder):
-    """Writes a study of dit over two seeds, tread over one, and a fine-tune that is compared with neither."""
+    """Writes a study of dit over two seeds, tread over one, and a fine-tune."""
     runs = [{"variant": variant, "seed": seed, "scores": [
         {"step": step, "images": 6 * step, "seconds": None, "flops": 1e9 * step, "metric": "fd_pixels", "value": value,
          "num_samples": 4,
@@ -158,8 +158,7 @@ def test_comparable_scores_are_plotted_together(tmp_path):
                                            row_at(0, 9.0, guided), row_at(4, 8.0, guided), row_at(0, 7.0, n=99),
                 row_at(4, 6.0, n=99)])
     together, apart = columns_of(report.score_curves([score for run in runs
-                                                      for score in report.read_run(run, run.name).scores],
-                                                     report.AXES)).values()
+                                                      for score in report.read_run(run, run.name).scores])).values()
     assert {label: line["value"] for label, line in together.items()} == {
         "a, unguided": [80, 70], "a, scale 1.5": [9, 8], "b, unguided": [80.5, 76.5]}  # of step 4 the later one
     assert [line["value"] for line in apart.values()] == [[7, 6]]  # of 99 images
@@ -167,14 +166,17 @@ def test_comparable_scores_are_plotted_together(tmp_path):
             2]  # between the rows of metrics.jsonl
 
 
-def test_a_study_is_plotted_as_means_over_seeds_of_compared_variants(tmp_path):
-    name, tables, scores = report.read_study(make_study(tmp_path / "study") / "study.json")
-    [lines] = columns_of(report.score_curves(scores, report.STUDY_AXES)).values()
-    assert name == "tiny" and tables == {"crossings": [{"between": ["dit", "tread"], "n": 1}]} and len(scores) == 8
-    dit, tread = (lines.pop(f"{variant}, unguided") for variant in ("dit", "tread"))
-    assert not lines and dit["value"] == [11, 7] and dit["images"] == [12, 24] and np.isnan(dit["seconds"]).all()
-    assert dit["low"] == pytest.approx([11 - math.sqrt(2), 7 - math.sqrt(2)]) and tread["low"] == tread["value"] == [11,
-                                                                                                                     5]
+def test_the_page_of_a_study_shows_what_the_study_has_drawn(tmp_path):
+    folder = make_study(tmp_path / "study")
+    name, tables = report.read_study(folder / "study.json")
+    assert name == "tiny" and tables.keys() == {"crossings", "scores"} and len(tables["scores"]) == 8
+    (folder / "private.png").symlink_to(folder.parent / "outside.png")
+    for place, colour in ((folder / "differences.png", "red"), (folder.parent / "outside.png", "blue")):
+        Image.new("RGB", (8, 8), colour).save(place)
+    report.build(cfg(tmp_path / "out", study_dir=str(folder)))
+    [copied] = (tmp_path / "out/files").iterdir()
+    assert copied.read_bytes() == (folder / "differences.png").read_bytes()
+    assert "differences.png" in (tmp_path / "out/index.html").read_text()
 
 
 def test_only_the_page_is_replaced_and_a_kill_leaves_the_old_one_intact(tmp_path, monkeypatch):
@@ -248,7 +250,7 @@ def test_the_first_tab_shows_grids_loss_and_scores_in_the_dark_too_and_nothing_i
     browser.wait(GRIDS, ["dense, step 4", f"{HOSTILE}, step 6"])  # the newest; a name from outside is a text
     browser.wait("models('Figure').slice(0, 2).map(plot => [plot.title.text, plot.renderers.map(drawn => [...drawn.data_source.data.step])])",
                  [["loss", [[2, 4, 6]] * 4],
-                  ["fd_pixels on pixels features, 4 images", [[2, 4]] * 6]])  # lines, bands and points
+                  ["fd_pixels on pixels features, 4 images", [[0, 4]] * 4]])  # lines and points
     browser.wait("performance.getEntriesByType('resource').filter(entry => !entry.name.startsWith('file:'))", [])
     x, y = browser.js("(box => [Math.round(box.x) + 30, Math.round(box.y) + 20])(query('img')[0].getBoundingClientRect())")
     shot = Image.open(io.BytesIO(browser.get_screenshot_as_png()))

@@ -391,16 +391,6 @@ def test_a_seed_that_ends_early_makes_no_crossing():
     assert (found["at"], found["better_at_the_end"], found["n"]) == (None, "a", 3)
 
 
-@pytest.mark.parametrize(("version", "space", "share"),
-                         [(2, "pixels-8x8", None), (3, "pixels-8x8", 0.5), (2, "inception-2015", 0.5)])
-def test_shares_of_versions_that_rounded_are_not_averaged_with_exact_ones(version, space, share):
-    row = {"metrics": {"fd_x": 2.0, "precision": 0.5, "recall": 0.5}, "extractor": {"name": "x", "space": space},
-           "images": 10,
-           "device": "cpu", "versions": {}, "reference": {}, "scoring_version": version}
-    found = study.score_of(row, Path("results.jsonl"))
-    assert (found["value"], found["precision"], found["recall"]) == (2.0, share, share)
-
-
 def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
     asked = study.settings_of(["model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: 8}]"])["model.routes"]
     route = RouteSettings(start_layer_idx=2, end_layer_idx=8, selection_ratio=0.25)
@@ -428,8 +418,7 @@ def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_p
         study.score_once(cfg, [], results, ["num_samples=4"], 4)
     rows = study.read_results(results)
     assert [study.point_of(row) for row in rows] == 2 * [["num_samples=4"]] and called == ["fid.py"]
-    # Rows of before the tag have its keys themselves; a tag of somebody else is no point.
-    assert study.point_of({"study": ["a=1"], "source": {"step": 4}}) == ["a=1"]
+    # A tag of somebody else is no point.
     assert study.point_of({"tag": "mine", "source": {"step": 4}}) is None
 
 
