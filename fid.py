@@ -35,6 +35,7 @@ from sampling.options import (
     SamplingSettings,
     check_guided,
     labels_of,
+    unscored_classes,
 )
 from scoring.features import Extractor, are_known, describe_extractor, load_extractor, versions
 from scoring.image_sets import (
@@ -169,6 +170,8 @@ def open_checkpoint(state: PartialState, cfg: ScoringSettings, checkpoint: Check
     sampling = open_sampling(state, cfg.model_copy(update={"scale": to_check}), checkpoint=checkpoint)
     trained, given = sampling.trained, Path(cfg.checkpoint)
     seeds = list(range(cfg.seed, cfg.seed + (cfg.num_samples or 50_000)))
+    if few := unscored_classes(len(seeds), sampling.classes):
+        state.print(few)
     weights = describe_weights(
         str(trained.checkpoint.folder or given), trained.step, trained.weights, trained.autoencoder,
         cfg.decode_precision, sampling.classes, trained.net.num_classes, weights_sha256=trained.checkpoint.sha256,

@@ -282,7 +282,7 @@ def own_file(folder: Path, name: str) -> Path:
     file = folder / name
     if Path(name).name != name or not is_inside(file, folder):
         raise ValueError(f"{folder / 'metadata.json'} names {name!r}, which is not a plain file in that folder: "
-                         f"copy the file there, and name it without a path.")
+                         f"copy the file there, as hf download --local-dir does, and name it without a path.")
     return file
 
 

@@ -91,7 +91,8 @@ def to_rgb(image: Image.Image) -> Image.Image:
     if is_deep_grey(image):
         values = deep_values(image)  # convert("RGB") would clip at 255 and leave nearly everything white
         if not (0 <= values.min() and values.max() <= 65535 and (values == np.floor(values)).all()):
-            raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range")
+            raise UnreadableImage(f"grey values from {values.min()} to {values.max()} have no known range: save 8 or "
+                                  f"16 bits")
         grey = (values.astype(np.uint32) * 255 + 32767) // 65535
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
     if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
@@ -505,7 +506,8 @@ def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
     above = dict.fromkeys(folder for place in (listing.path.absolute(), listing.path.resolve())
                           for folder in place.parents[:6])
     beside = [file for file in sorted(listing.path.absolute().parent.glob("*"))
-              if file.suffix.lower() in LABEL_SUFFIXES and file.is_file()]
+              if file.suffix.lower() in LABEL_SUFFIXES and file.is_file()
+              and file.name not in ("results.jsonl", "metrics.jsonl")]  # ours, of whose numbers some are names here
     beside = beside[:20] + [file for folder in above for file in folder.glob("LOC_*_solution.csv")]  # Kaggle's place
     files += [(file, file.read_bytes) for file in beside if file.stat().st_size <= LARGE]
     hints = []
@@ -625,6 +627,7 @@ def note_on_dark(source: ImageSource) -> str | None:
             data = read(index)
             with open_image(data) as image:
                 if is_deep_grey(image):
+                    to_rgb(image)  # which refuses values that are no levels of grey
                     found.append(int(deep_values(image).max()))
                 elif data.startswith(b"\x89PNG") and data[24] == 16:  # of which Pillow keeps the upper eight bits
                     found.append(int(np.asarray(image.convert("RGB")).max()) << 8)

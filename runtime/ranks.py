@@ -65,8 +65,10 @@ def require_shared(state: Accelerator | PartialState, path: Path) -> None:
 def stop_signals() -> list[signal.Signals]:
     """Lists the signals that make a run save and stop: SIGUSR1 is Slurm's, and SIGHUP a closed terminal's.
 
-    Under nohup, which ignores SIGHUP, it stays ignored.
+    Under nohup, which ignores SIGHUP, it stays ignored. A thread that is not the main one, as a web page's, has none.
     """
+    if threading.current_thread() is not threading.main_thread():
+        return []
     hangup = [] if signal.getsignal(signal.SIGHUP) is signal.SIG_IGN else [signal.SIGHUP]
     return [signal.SIGTERM, signal.SIGINT, signal.SIGUSR1, *hangup]
 

@@ -27,7 +27,7 @@ from runtime.schema import (
 from runtime.typed import read_yaml
 from sampling.checks import LIMITS, check_interval
 from weights.averages import AnyWeights
-from weights.loading import Checkpoint, Trained, load_trained
+from weights.loading import Checkpoint, Trained, load_trained, other_data
 from weights.others import FAMILIES
 from weights.records import keywords
 
@@ -157,6 +157,10 @@ def build_guidance(
             raise ValueError(f"weak={settings.weak} was trained with {type(weak.diffusion).__name__} "
                              f"(sigma_data {weak_data}) and the checkpoint with {type(trained.diffusion).__name__} "
                              f"(sigma_data {strong_data}): their predictions cannot be mixed.")
+        names = None if settings.drop_label else trained.class_names
+        if differences := other_data(weak, names, trained.convention):
+            raise ValueError(f"weak={settings.weak} was trained on other data: {' and '.join(differences)}. Their "
+                             f"predictions cannot be mixed.")
     routes = None if settings.routes is None else tuple(
         Route(selection_ratio=0.0, **route.model_dump()) for route in settings.routes)
     guidance = Guidance(settings.scale, settings.gamma1, settings.gamma2, settings.drop_label, weak and weak.net,
@@ -224,6 +228,14 @@ def empty_classes(present: list[int], num_classes: int) -> str | None:
         return None
     first = ", ".join(map(str, empty[:5])) + (" …" if len(empty) > 5 else "")
     return f"{len(empty):,} of {num_classes:,} classes have no training images ({first}), which are sampled if named."
+
+
+def unscored_classes(num_samples: int, classes: list[int]) -> str | None:
+    """Says of how many classes no image is scored where images are fewer than classes; None where all have one."""
+    if num_samples >= len(classes):
+        return None
+    return (f"num_samples={num_samples} are images of {num_samples:,} of {len(classes):,} classes, and none of the "
+            f"others: the scores compare them with all. A multiple of {len(classes):,} has as many of each.")
 
 
 def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:

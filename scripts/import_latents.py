@@ -56,7 +56,7 @@ def probe(stored: Stored, form: Form, source: str) -> str:
     for index in indices:
         for read in stored.sides.values():
             row = torch.as_tensor(read(index, index + 1))
-            content.update(row.float().numpy())
+            content.update(row.float().contiguous().numpy())
             row = finite(convert(form, row), source, index).double()
             second = row[:, row.shape[1] // 2 :]
             low, high = min(low, second.min().item()), max(high, second.max().item())

@@ -28,7 +28,7 @@ from routing_module import RouteSchedule
 from runtime import sharding
 from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
-from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds
+from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
 from scoring.features import load_extractor
 from scoring.reference import available_metrics, open_reference
 from scoring.score import Evaluator, measure_references
@@ -291,6 +291,8 @@ def open_sampling_and_scoring(
         side = latents.shape[1] * decoder.downsample  # to which photographs are scaled
         reference = open_reference(accelerator, cfg.evaluate.reference, extractor, side)
         metrics = available_metrics(extractor, reference, cfg.evaluate.metrics, cfg.evaluate.num_samples)
+        if few := unscored_classes(cfg.evaluate.num_samples, latents.classes):
+            accelerator.print(f"evaluate.{few}")
         evaluator = measure_references(accelerator, Evaluator(extractor, reference, metrics), cfg.evaluate.batch_size)
     return decoder.decode, grid, evaluator
 

@@ -12,6 +12,7 @@ from accelerate import Accelerator
 from omegaconf import OmegaConf
 from torch import nn
 
+from autoencoder import Convention
 from dit import LabelEmbedder
 from guidance import Guidance
 from latents.loader import find_damaged
@@ -34,6 +35,7 @@ from weights.loading import (
     link_base,
     load_base,
     load_trained,
+    other_data,
 )
 from weights.records import (
     ROUTER_DEFAULTS,
@@ -234,6 +236,10 @@ def begin(run: Run) -> None:
                              run.cfg.new_label_table)
         if parent.inferred:
             run.accelerator.print(parent.inferred)
+        data = run.record["data"]
+        names = None if run.cfg.new_label_table else data["class_names"]
+        for difference in other_data(parent, names, Convention.read(data["convention"])):
+            run.accelerator.print(f"init_from={run.cfg.init_from}: {difference}. The network has to learn that anew.")
         run.record["parent"] = {"step": parent.step, "weights_sha256": parent.checkpoint.sha256,
                                 **({"diffusion_name": parent.family} if parent.family else {})}
         run.record["null_label"] |= parent.net.null_label and not run.cfg.new_label_table
@@ -260,7 +266,9 @@ def restore(run: Run, folder: Path, content: dict) -> None:
         accelerator.print(f"Resuming with a change: {change}. From here on the run differs from one without the "
                           "change.")
     run.record["null_label"] = meta.null_label or (run.record["null_label"] and meta.step < cfg.steps)
-    run.step, run.images, run.elapsed_before, run.run_id = meta.step, meta.images, meta.elapsed_s, meta.run_id
+    run.step, run.images, run.elapsed_before = meta.step, meta.images, meta.elapsed_s
+    if meta.run_id.rpartition("-")[0] == run.folder.name:  # else a copy, whose rows wandb would drop as known ones
+        run.run_id = meta.run_id
     run.saved = run.step
     run.lowest_loss = math.inf if meta.lowest_loss is None else meta.lowest_loss
     if meta.lora is not None:  # whose checkpoints hold the adapter alone

@@ -227,7 +227,8 @@ def read_latest(run: Path, names: tuple[str, ...] | None = None) -> tuple[Path, 
             return folder, check(folder, names)
         except ValueError as why:
             if os.path.lexists(folder):  # a link to nothing, too
-                warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {why}.", stacklevel=2)
+                reason = str(why).rstrip(".")
+                warnings.warn(f"The checkpoint {folder} is damaged and is skipped: {reason}.", stacklevel=2)
             else:
                 pruned = True
     return read_latest(run, names) if pruned else None  # by its run, which has a newer one

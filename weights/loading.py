@@ -186,6 +186,17 @@ class Trained:
                 f"{self.autoencoder}. Otherwise set weights=, diffusion_name=, num_heads=, num_classes=, autoencoder=.")
 
 
+def other_data(trained: Trained, class_names: list[str] | None, convention: Convention | None) -> list[str]:
+    """Says in what the latents that a network was trained on differ from latents of these classes and convention."""
+    theirs = {name: i for i, name in enumerate(trained.class_names or ())}
+    said = [f"{name} is class {theirs[name]} there and {i} here" for i, name in enumerate(class_names or ())
+            if theirs.get(name, i) != i][:1]
+    if None not in (trained.convention, convention) and trained.convention != convention:
+        there, here = vars(trained.convention), vars(convention)
+        said.append(f"its latents have another {' and '.join(key for key in here if there[key] != here[key])}")
+    return said
+
+
 def load_trained(
     path: str | Path | Checkpoint,          # a run, a checkpoint folder, a weights file, or what was found there
     weights: str | None = None,             # ema, model, ema-0.999 …; None: the average, or what the file holds

@@ -8,8 +8,10 @@ import pytest
 from test_hub import IMAGE, PETS, image, numbers, pets, save_to_disk, table, write
 from test_ilsvrc import DEVKIT, IDS, VAL, devkit
 from test_labels import put
+from test_prepare_latents import prepare
 
 from latents import hub, ilsvrc
+from latents.folder import open_latents
 from latents.images import open_source
 
 VALUES = {"image": {"_type": "Image"}, "label": {"dtype": "int64", "_type": "Value"}}
@@ -107,3 +109,20 @@ def test_what_people_report_is_read_or_refused_in_a_line(report, bring, labels, 
     assert numbers(found) == [min(i, 255) for i in range(len(found))]
     if report.startswith("facebookresearch/FixRes"):
         assert "labels=ILSVRC2012_devkit_t12.tar.gz" in found.notes[0]
+
+
+def test_links_of_the_hubs_cache_are_followed_to_images_and_not_to_latents(tmp_path):
+    """huggingface/huggingface_hub#1240: what is downloaded without --local-dir are links to ../../blobs."""
+    prepare(write(tmp_path / "images/x.parquet", pets([0, 1, 2, 1])), tmp_path / "latents", resolution=8,
+            autoencoder="identity")
+    for place in ("images", "latents"):
+        files = [file for file in (tmp_path / place).rglob("*") if file.is_file() and not file.name.startswith(".")]
+        for number, file in enumerate(files):
+            blob = tmp_path / f"blobs/{place}-{number}"
+            blob.parent.mkdir(exist_ok=True)
+            file.rename(blob)
+            file.symlink_to(blob)
+    found = open_source(tmp_path / "images")
+    assert found.labels.tolist() == [0, 1, 2, 1] and numbers(found) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="copy the file there, as hf download --local-dir does"):
+        open_latents(tmp_path / "latents")

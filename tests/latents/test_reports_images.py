@@ -10,7 +10,8 @@ from PIL import Image
 from test_labels import classes, dataset, numbered, png, put, put_tar
 from test_prepare_latents import prepare
 
-from latents.images import decode_image, open_source
+from latents.images import decode_image, note_on_dark, open_source
+from latents.listing import UnreadableImage
 from scoring.image_sets import open_images
 
 DOTTED = {f"22.0{k}.{part}": content for k in range(4) for part, content in (("png", png(k)), ("cls", str(k % 2)))}
@@ -25,6 +26,8 @@ COCO = {"images": [{"id": "x", "file_name": "train/a.jpg"}, {"id": "y", "file_na
         "categories": [{"id": 3, "name": "cat"}, {"id": 7, "name": "owl"}],
         "annotations": [{"image_id": "x", "category_id": 7}, {"image_id": "y", "category_id": 3},
                         {"image_id": "x", "category_id": 7}]}
+
+NUMBERED = numbered("0.png", "1.png", "10.png")
 
 REPORTS = {  # source: what is in it, labels=, the class of each image
     "webdataset/webdataset#237, dots in keys": (DOTTED, "folders", {k: str(k % 2) for k in range(4)}),
@@ -46,6 +49,13 @@ REPORTS = {  # source: what is in it, labels=, the class of each image
         "truth.csv", {0: "MEL", 1: "BCC", 2: "BCC", 3: "BCC"}),
     "alcunha/iwildcam2021ufam#4, COCO's form": (numbered("a.jpg", "b.jpg") | {"train.json": json.dumps(COCO)},
                                                 "train.json", {0: "owl", 1: "cat"}),
+    "asreview/asreview#1636, whole numbers that pandas wrote as floats": (
+        NUMBERED | {"x.csv": "file,label\n0.png,2.0\n1.png,0.0\n10.png,10.0\n"}, "x.csv", {0: "2", 1: "0", 2: "10"}),
+    "pandas-dev/pandas#13497, a CSV of Excel's": (
+        NUMBERED | {"x.csv": "\ufefffile;label\r\n0.png;été\r\n1.png;chat\r\n10.png;été\r\n"}, "x.csv",
+        {0: "été", 1: "chat", 2: "été"}),
+    "NVIDIA/DIGITS#1462, paths of another computer": (
+        NUMBERED | {"x.txt": "/home/a/0.png 1\n/home/a/1.png 0\n/home/a/10.png 1\n"}, "x.txt", {0: "1", 1: "0", 2: "1"}),
     "pytorch/vision#79, .DS_Store": (numbered("cat/0.png", "dog/1.png") | {".DS_Store": b"x", "cat/.DS_Store": b"x"},
                                      "folders", {0: "cat", 1: "dog"}),
 }  # fmt: skip
@@ -144,3 +154,29 @@ def test_a_truncated_photograph_is_left_out_by_name(tmp_path, capsys):
     prepare(tmp_path / "set", tmp_path / "out", resolution=64)
     assert "b.jpg: OSError: image file is truncated" in capsys.readouterr().out
     assert json.loads((tmp_path / "out/metadata.json").read_text())["count"] == 1
+
+
+def test_grey_in_floats_is_refused_with_its_range_and_not_called_12_bits(tmp_path):
+    """python-pillow/Pillow#3159: converted to RGB, levels from 0 to 1 are black and those above 255 white."""
+    Image.fromarray(np.linspace(0.1, 0.9, 16, dtype=np.float32).reshape(4, 4)).save(tmp_path / "a.tif")
+    source = open_source(tmp_path)
+    assert note_on_dark(source) is None
+    with pytest.raises(UnreadableImage, match="from 0.1.* to 0.8.* have no known range: save 8 or 16 bits"):
+        source.pixels(0)
+
+
+def test_an_image_of_too_many_pixels_is_left_out_by_name(tmp_path, monkeypatch, capsys):
+    """Project-MONAI/MONAILabel#1230: Pillow refuses 179 megapixels and more, and the training ends."""
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 100)
+    Image.new("RGB", (15, 15)).save(tmp_path / "scan.png")
+    put(tmp_path, numbered("cat.png"))
+    prepare(tmp_path, tmp_path / "out", resolution=4, autoencoder="identity")
+    assert "scan.png: DecompressionBombError: Image size (225 pixels) exceeds limit of 200" in capsys.readouterr().out
+
+
+def test_results_of_scores_beside_numbered_images_are_not_recommended_as_labels(tmp_path):
+    """As Kaggle's 1.png … 50000.png beside results.jsonl, whose numbers are names of images, too."""
+    rows = [{"images": 1, "batch_size": 0, "tag": name} for name in ("a", "b")]
+    put(tmp_path, {f"train/{name}": image for name, image in NUMBERED.items()} | {
+        "results.jsonl": "\n".join(map(json.dumps, rows))})
+    assert not open_source(tmp_path / "train").notes

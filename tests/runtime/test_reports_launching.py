@@ -1,11 +1,15 @@
 """Situations from public reports, launchers and logging: the source, the situation, what comes out."""
 
+from concurrent.futures import ThreadPoolExecutor
 
+import numpy as np
 import pytest
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 from tqdm import tqdm
-from training_runs import train_here, trained
+from training_runs import command, train_here, trained
 
+import sample
+import train
 from runtime import files
 from runtime.device import require_plain_launch
 from runtime.notebook import hides_bars
@@ -82,3 +86,14 @@ def test_tensorboards_curves_do_not_go_back_where_a_killed_run_resumes(shapes, t
     events = EventAccumulator(str(run / "tread"))
     events.Reload()
     assert [event.step for event in events.Scalars("loss")] == [*range(1, 10)]
+
+
+def test_commands_run_in_the_thread_of_a_web_page(shapes, tmp_path):
+    """gradio-app/gradio#2637: signal only works in main thread; Gradio and Streamlit call functions in others."""
+    def work() -> None:
+        train.main(*command(tmp_path / "run", shapes, "steps=1", "compile=false")[1:])
+        sample.main(f"checkpoint={tmp_path / 'run'}", "seeds=0-1", "num_steps=1", f"out={tmp_path / 'x.npz'}")
+
+    with ThreadPoolExecutor(1) as pool:
+        pool.submit(work).result()
+    assert len(np.load(tmp_path / "x.npz")["arr_0"]) == 2

@@ -103,3 +103,29 @@ def test_a_class_whose_name_is_a_number_is_chosen_by_its_name(run, tmp_path):
     """openai/guided-diffusion#56: which pictures are of which label?"""
     assert drawn(run, tmp_path / "x.npz", "seeds=0-1", "classes=[7]")["arr_1"].tolist() == [1, 1]
     assert drawn(run, tmp_path / "x.npz", "seeds=0-1", "classes=[cat,0]")["arr_1"].tolist() == [2, 0]
+
+
+@pytest.mark.parametrize("diffusion", ["edm", "rf"])
+def test_one_step_is_a_picture_and_not_nan(diffusion, tmp_path):
+    """archinetai/audio-diffusion-pytorch#15: the noise levels of a single step divide by 0."""
+    run = write_run(tmp_path / "run", NETWORK | {"learn_sigma": False}, 1, {"name": diffusion})
+    latents = drawn(run, tmp_path / "x.npz", "seeds=0-1", "latents=true", "num_steps=1")["latents"]
+    assert np.isfinite(latents).all() and latents.std() < 2
+
+
+def test_a_weak_network_of_other_classes_or_latents_is_refused_where_it_has_a_label(run, tmp_path):
+    """As in facebookresearch/deit#130, label 0 is another class to a network that was trained on another order."""
+    for data, says in (({"class_names": ["cat", "7", "ant"]}, "ant is class 2 there and 0 here"),
+                       ({"class_names": ["ant", "7", "cat"], "convention": {"scale": 0.5, "shift": 0.0}},
+                        "its latents have another scale"), ({"class_names": ["x", "y", "z"]}, None)):
+        weak = write_run(tmp_path / f"weak{len([*tmp_path.iterdir()])}", NETWORK, 2, {"name": "ddpm"}, **data)
+        strong = write_run(tmp_path / f"strong{len([*tmp_path.iterdir()])}", NETWORK, 1, {"name": "ddpm"},
+                           class_names=["ant", "7", "cat"], convention={"scale": 1.0, "shift": 0.0})
+        options = ["seeds=0", f"weak={weak}", "scale=1.5", "gamma1=0", "gamma2=0"]
+        if says:
+            with pytest.raises(SystemExit, match=says):
+                drawn(strong, tmp_path / "x.npz", *options, "drop_label=false")
+        else:
+            drawn(strong, tmp_path / "x.npz", *options, "drop_label=false")
+        if "cat" in data["class_names"][:1]:  # whose weak pass has no label
+            drawn(strong, tmp_path / "y.npz", *options, "drop_label=true")

@@ -6,8 +6,10 @@ from contextlib import nullcontext
 import numpy as np
 import pytest
 import torch
+from conftest import run_command
 from PIL import Image
 from test_fid import command, shapes, write_folder
+from training_runs import write_run
 
 import fid
 from scoring.features import load_extractor
@@ -125,3 +127,14 @@ def test_copies_among_files_are_counted_in_a_line(tmp_path, capsys):
     for name in ("folder", "images.zip"):
         command(tmp_path, images=tmp_path / name, reference=saved(tmp_path / "b.npz", REAL))
         assert f"{name}: 7 of 37 files are copies of others, as if seeds were used twice." in capsys.readouterr().out
+
+
+def test_fewer_images_than_classes_are_said_to_lack_some(tmp_path, capsys):
+    """facebookresearch/DiT#16: which classes are the images of? A quick score of 500 images is of half of ImageNet's."""
+    network = {"input_size": 16, "patch_size": 8, "in_channels": 3, "hidden_size": 8, "depth": 1, "num_heads": 2,
+               "num_classes": 6}
+    run = write_run(tmp_path / "run", network)
+    for count in (4, 6):
+        run_command(fid.main, "fid.py", checkpoint=run, reference=saved(tmp_path / "b.npz", REAL), features="pixels",
+                    metrics=["fd_pixels"], num_samples=count, num_steps=1, cpu=True)
+        assert ("num_samples=4 are images of 4 of 6 classes" in capsys.readouterr().out) == (count == 4)

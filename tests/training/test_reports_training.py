@@ -7,12 +7,14 @@ batch larger than the data: below).
 """
 
 import errno
+import json
 import os
 import shutil
 import sys
 
 import numpy as np
 import pytest
+from conftest import change_record
 from test_prepare_latents import prepare
 from training_runs import assert_same_end, rows, train_here, trained
 
@@ -62,6 +64,30 @@ def test_a_run_that_moved_resumes_bit_for_bit(seven, thirty, tmp_path):
     trained(moved, copied, *SMALL, "steps=8", "name=other")
     trained(tmp_path / "whole", thirty, *SMALL, "steps=8")
     assert_same_end(moved, tmp_path / "whole")
+
+
+def test_a_copy_of_a_run_logs_under_an_id_of_its_own_and_a_run_that_moved_under_its_own(seven, thirty, tmp_path):
+    """wandb/wandb#1450: rows of a step that the id has logged already are dropped with a warning."""
+    ids = {}
+    for place in ("moved/run", "run-copy"):
+        trained(shutil.copytree(seven, tmp_path / place), thirty, *SMALL, "steps=8")
+        ids[place] = checkpoints.read_meta(checkpoints.latest(tmp_path / place))["run_id"]
+    assert ids["moved/run"] == checkpoints.read_meta(checkpoints.latest(seven))["run_id"]
+    assert ids["run-copy"].startswith("run-copy-")
+
+
+def test_weights_of_other_classes_or_latents_are_said_to_be_such(seven, thirty, tmp_path):
+    """facebookresearch/deit#130 and hustvl/LightningDiT#83: init_from=<a run on classes of another order, or on latents
+    of another autoencoder>, silently.
+    """
+    turned, scaled = (shutil.copytree(thirty, tmp_path / name) for name in ("turned", "scaled"))
+    change_record(turned, class_names=json.loads((thirty / "metadata.json").read_text())["class_names"][::-1])
+    change_record(scaled, scale=0.5)
+    for data, options, says in ((turned, (), "cross is class 5 there and 0 here"), (scaled, (), "another scale."),
+                                (turned, ("new_label_table=true",), ""), (thirty, (), "")):
+        printed = trained(tmp_path / f"run{len([*tmp_path.iterdir()])}", data, *SMALL, "steps=1", f"init_from={seven}",
+                          *options)
+        assert says in printed and ("learn that anew" in printed) == bool(says)
 
 
 @pytest.mark.parametrize("array", ["latents", "labels"])
