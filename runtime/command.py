@@ -23,7 +23,15 @@ from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
 from runtime.schema import CONFIGS, Settings, first_line
-from runtime.typed import cli_overrides, compose_jobs, group_defaults, parse_options, read_job, read_yaml
+from runtime.typed import (
+    cli_overrides,
+    compose_jobs,
+    declared_keys,
+    group_defaults,
+    parse_options,
+    read_job,
+    read_yaml,
+)
 
 
 def command(
@@ -57,6 +65,8 @@ def command(
             for each, cfg in zip(plain, jobs, strict=True):
                 try:
                     main(cfg, **given)
+                except ValueError as error:
+                    raise ValueError(with_places(str(error), config_name, declared)) from error
                 except (MemoryError, RuntimeError) as error:
                     if not is_full_memory(error):
                         raise
@@ -200,6 +210,22 @@ def mistake(error: Exception) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):  # the last with file and line
         return " ".join(str(error).partition("Config search path")[0].split())
     return None
+
+
+def with_places(sentence: str, config_name: str, declared: type[Settings]) -> str:
+    """Writes the settings that a sentence names as the command has them: autoencoder= as data.autoencoder= in training.
+
+    That is for a key that the command lacks, but for one nested key of that name. The arguments of another command,
+    after its name, stay.
+    """
+    known = [key for key in declared_keys(declared) if not key.startswith(("published.", "study."))]
+    top = {key for key in known if "." not in key} | {*group_defaults(config_name)}
+
+    def place(found: re.Match) -> str:
+        places = [key for key in known if key.rpartition(".")[2] == found[1]]
+        return f"{places[0]}=" if found[1] and found[1] not in top and len(places) == 1 else found[0]
+
+    return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+])([A-Za-z_]\w*)=", place, sentence)
 
 
 # Of any command.

@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Any
 
 import hydra
+import yaml
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.errors import ConfigCompositionException, HydraException, MissingConfigException
@@ -120,6 +121,17 @@ def jobs_of(settings: Iterable[str], multirun: bool) -> list[list[str]]:
 def read_yaml(file: Path) -> Any:
     """Reads a YAML file as Hydra does."""
     return OmegaConf.to_container(OmegaConf.load(file))
+
+
+def read_yaml_of_others(file: Path) -> Any:
+    """Reads a YAML file that somebody may have made; raises ValueError for aliases, which can multiply without end."""
+    try:
+        with file.open(encoding="utf-8") as text:
+            if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(text, yaml.SafeLoader)):
+                raise ValueError(f"{file} has aliases (*name), which no run writes: move it away.")
+        return read_yaml(file)
+    except (RecursionError, UnicodeDecodeError, yaml.YAMLError) as error:
+        raise ValueError(f"{file} cannot be read: {' '.join(str(error).split())[:500]}.") from None
 
 
 def declared_keys(declared: type[BaseModel], prefix: str = "") -> list[str]:

@@ -27,6 +27,7 @@ from latents.folder import map_npy, open_latents
 from latents.images import open_source
 from latents.labels import check_names, read_pairs
 from runtime import files
+from runtime.typed import read_yaml_of_others
 from sampling.pictures import draw_grid
 from scoring.image_sets import open_images
 from scoring.results import read_results
@@ -316,6 +317,15 @@ def test_a_stray_quote_is_a_line_and_swallows_nothing(rows):
     lines[7] = '7.png,"cat, black"'
     pairs, _ = read_pairs("\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
     assert len(pairs) == rows and pairs[7] == ("7.png", "cat, black")
+
+
+LAUGHS = "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 30))
+
+
+@pytest.mark.parametrize("content", [LAUGHS, "a: &a [*a]", "[" * 1500, "a: " * 2**20, "a: \xff\xfe"])
+def test_yaml_of_others_does_not_multiply(tmp_path, content):
+    (tmp_path / "config.yaml").write_text(content, encoding="latin-1")
+    assert len(in_a_line(read_yaml_of_others, tmp_path / "config.yaml")) < 1000
 
 
 @pytest.mark.parametrize("name", ["a\nb", "a\0b", "a\u2028b", "\r"])
