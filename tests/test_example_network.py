@@ -1,0 +1,60 @@
+"""The trained network in examples/emoji: small, with its record, and one that knows what its classes look like."""
+
+import json
+
+import numpy as np
+import pytest
+import torch
+from conftest import ROOT, one_rank, run_command
+
+import fid
+from guidance import Guidance
+from sampling.generate import generate
+from weights.autoencoders import load_decoder
+from weights.loading import load_trained
+
+EXAMPLE = ROOT / "examples/emoji"
+
+
+@pytest.fixture(scope="module")
+def trained():
+    return load_trained(EXAMPLE)
+
+
+def sampled(trained, name, guidance=None):
+    """Samples eight images of a class in 12 steps; returns (8, 32, 32, 3) in 0..255."""
+    decode = load_decoder(trained.autoencoder, (3, 32, 32), trained.convention).decode
+    batches = generate(one_rank(), trained.net, trained.diffusion, decode, list(range(8)),
+                       8 * [trained.class_names.index(name)], batch_size=8, num_steps=12, guidance=guidance)
+    return torch.cat([images for *_, images in batches]).numpy().astype(float)
+
+
+def test_the_folder_has_at_most_four_megabytes_the_recipe_and_the_licences_of_the_images():
+    assert sum(file.stat().st_size for file in EXAMPLE.iterdir() if file.suffix != ".png") <= 4_000_000
+    card = (EXAMPLE / "README.md").read_text(encoding="utf-8")
+    assert all(words in card for words in ("Apache-2.0", "CC-BY 4.0", "python train.py experiment=emoji_example"))
+    record = json.loads((EXAMPLE / "meta.json").read_text())
+    assert record["network"]["routes"] == [{"start_layer_idx": 2, "end_layer_idx": -4, "selection_ratio": 0.5}]
+
+
+def test_guided_smileys_are_yellow_and_flags_are_wide(trained):
+    smileys, flags = (sampled(trained, name, Guidance(2.5)) for name in ("smileys-emotion", "flags"))
+    red, green, blue = smileys[:, 8:24, 8:24].mean((0, 1, 2))
+    assert red > blue + 60 and green > blue + 30
+    is_white = flags.min(-1) > 235
+    assert is_white[:, :4].mean() > 0.9 and is_white[:, 12:20].mean() < 0.5
+
+
+def test_tread_guidance_by_the_networks_own_route_moves_the_images(trained):
+    plain, guided = (sampled(trained, "flags", guidance)
+                     for guidance in (None, Guidance(1.5, gamma1=0.5, gamma2=0.9, drop_label=False)))
+    assert 2 < np.abs(plain - guided).mean() < 100
+
+
+def test_fid_py_scores_it(tmp_path, trained, fresh_accelerator):
+    np.savez(tmp_path / "reference.npz", arr_0=sampled(trained, "flags").astype(np.uint8))
+    run_command(fid.main, "fid.py", checkpoint=str(EXAMPLE), reference=str(tmp_path / "reference.npz"),
+                features="pixels", num_samples=10, num_steps=4, metrics="[fd_pixels]", cpu=True,
+                results=str(tmp_path / "results.jsonl"))
+    row = json.loads((tmp_path / "results.jsonl").read_text())
+    assert row["metrics"]["fd_pixels"] > 0 and row["source"]["weights"] == "ema"
