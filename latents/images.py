@@ -507,7 +507,7 @@ def find_unread_labels(listing: Listing, images: list[int]) -> str | None:
                           for folder in place.parents[:6])
     beside = [file for file in sorted(listing.path.absolute().parent.glob("*"))
               if file.suffix.lower() in LABEL_SUFFIXES and file.is_file()
-              and file.name not in ("results.jsonl", "metrics.jsonl")]  # ours, of whose numbers some are names here
+              and file.name not in ("results.jsonl", "metrics.jsonl")]  # ours: some of their numbers look like names
     beside = beside[:20] + [file for folder in above for file in folder.glob("LOC_*_solution.csv")]  # Kaggle's place
     files += [(file, file.read_bytes) for file in beside if file.stat().st_size <= LARGE]
     hints = []

@@ -234,8 +234,8 @@ def unscored_classes(num_samples: int, classes: list[int]) -> str | None:
     """Says of how many classes no image is scored where images are fewer than classes; None where all have one."""
     if num_samples >= len(classes):
         return None
-    return (f"num_samples={num_samples} are images of {num_samples:,} of {len(classes):,} classes, and none of the "
-            f"others: the scores compare them with all. A multiple of {len(classes):,} has as many of each.")
+    return (f"num_samples={num_samples} covers only {num_samples:,} of {len(classes):,} classes, and the reference has "
+            f"all of them. A multiple of {len(classes):,} covers each equally.")
 
 
 def labels_of(seeds: Iterable[int], classes: list[int]) -> list[int]:

@@ -1,6 +1,4 @@
-"""Out of memory, anywhere in any command, raises a one-line error with the library's words and the settings that help.
-
-"""
+"""Out of memory in the work of a command raises a one-line error: the library's words and the settings that help."""
 
 import pytest
 import torch

@@ -137,4 +137,4 @@ def test_fewer_images_than_classes_are_said_to_lack_some(tmp_path, capsys):
     for count in (4, 6):
         run_command(fid.main, "fid.py", checkpoint=run, reference=saved(tmp_path / "b.npz", REAL), features="pixels",
                     metrics=["fd_pixels"], num_samples=count, num_steps=1, cpu=True)
-        assert ("num_samples=4 are images of 4 of 6 classes" in capsys.readouterr().out) == (count == 4)
+        assert ("num_samples=4 covers only 4 of 6 classes" in capsys.readouterr().out) == (count == 4)
