@@ -172,10 +172,15 @@ class Life:
         with contextlib.suppress(ProcessLookupError):
             os.killpg(self.pid, number)
 
+    def has_ended(self) -> bool:
+        with contextlib.suppress(ChildProcessError):  # multiprocessing reaps what has ended when it starts another
+            return os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is not None
+        return True
+
     def wait(self, seconds: float) -> Ended:
         """Waits for the end; after `seconds` it is killed."""
         out_of_time, pause = False, 0.001
-        while os.waitid(os.P_PID, self.pid, os.WEXITED | os.WNOHANG | os.WNOWAIT) is None:
+        while not self.has_ended():
             if not out_of_time and time.monotonic() > self.began + seconds:
                 out_of_time = True
                 self.signal(signal.SIGKILL)
