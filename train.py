@@ -40,6 +40,7 @@ from scoring.image_sets import SampledImages, describe_weights
 from scoring.results import add_rows, result_row, scored_before
 from scoring.score import score_on
 from training import speed
+from training.cuda_graphs import record_passes
 from training.memory import what_fits
 from training.optimizers import step_unless
 from training.run import Run, make_run
@@ -77,16 +78,14 @@ def set_learning_rates(
 def train_step(
     accelerator: Accelerator, called: nn.Module, objective: Objective | DiffusionLoss, optimizer: torch.optim.Optimizer,
     x: Tensor, y: Tensor, arrays: Mapping[str, Tensor], *, label_dropout: float, clip_norm: float | None,
-    num_parts: int, cuda_graphs: bool = False,
+    num_parts: int,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """Takes one optimizer step on this rank's share x (B, C, h, w), y (B,) of the batch; never waits for the device.
 
-    `called` is `objective` after casting and replication. `arrays` (B, …) are the extra ones. Returns the
+    `called` is `objective` after recording, casting and replication. `arrays` (B, …) are the extra ones. Returns the
     loss, the gradient's norm, whether the step was skipped because it was not finite, and the terms of the loss, as
-    tensors on the device and outside of a graph's memory.
+    tensors on the device that no later step overwrites.
     """
-    if cuda_graphs:  # which may write over the last step's gradients from here on, and not between parts
-        torch.compiler.cudagraph_mark_step_begin()
     y = torch.where(torch.rand(len(y), device=y.device) < label_dropout, objective.net.num_classes, y)
     step_loss = torch.zeros((), device=x.device)
     step_terms = torch.zeros(len(objective.terms), device=x.device)
@@ -100,7 +99,7 @@ def train_step(
         if terms:
             step_terms += torch.stack([terms[name].detach().mean() for name in objective.terms]) / num_parts
     accelerator.unscale_gradients(optimizer)
-    gradients = [p.grad for p in objective.parameters() if p.grad is not None]
+    gradients = [p.grad for group in optimizer.param_groups for p in group["params"] if p.grad is not None]
     grad_norm = sharding.total_norm(accelerator, gradients)
     if clip_norm is not None:
         torch._foreach_mul_(sharding.local_tensors(gradients), (clip_norm / (grad_norm + 1e-6)).clamp(max=1))
@@ -327,7 +326,8 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
     if cfg.activation_checkpointing:
         speed.recompute_activations(run.model)
     speed.compile_blocks(run.model, cfg.compile)
-    called = speed.replicate(accelerator, run.objective, sharded=cfg.sharding == "fsdp")
+    recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
+    called = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
     stop = ranks.StopRequest(accelerator)
     for net in run.averages.values():
@@ -360,7 +360,7 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         loss, grad_norm, skipped, terms = train_step(
             accelerator, called, run.objective, run.optimizer, to_latent(stored, run.latents.kind), y,
             arrays, label_dropout=cfg.label_dropout, clip_norm=cfg.optimizer.clip_norm,
-            num_parts=cfg.grad_accum_steps, cuda_graphs=cfg.compile in speed.CUDA_GRAPHS,
+            num_parts=cfg.grad_accum_steps,
         )
         for name, decay in decays(run.step, cfg.ema.decay, cfg.ema.std, cfg.ema.warmup).items():
             update_ema(run.averages[name], run.model, decay)

@@ -4,6 +4,7 @@ The options are iREPA's normalisation and convolutional projector (arXiv 2512.10
 """
 
 import math
+from collections.abc import Hashable
 from itertools import chain
 from typing import Annotated, Literal
 
@@ -54,10 +55,18 @@ class Alignment(Objective):
         self.teacher = None if teacher is None else load_teacher(teacher, math.isqrt(num_tokens))
         self.projector = PROJECTORS[projector](width, shape[1] if self.teacher is None else self.teacher.width)
 
+    @property
+    def has_ended(self) -> bool:
+        return self.end_step is not None and self.step >= self.end_step
+
+    @property
+    def phase(self) -> Hashable:
+        return self.inner.phase, self.has_ended
+
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         given = arrays.pop(self.own_arrays[0])
         loss, terms = self.inner(x, y, **arrays)
-        if self.end_step is not None and self.step >= self.end_step:
+        if self.has_ended:
             # DDP waits for a gradient of each weight, so that the projector gets one of 0.
             nothing = 0.0 * sum(p.sum() for p in self.projector.parameters())
             return loss + nothing, {**terms, "alignment": torch.zeros_like(loss)}

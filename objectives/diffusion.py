@@ -1,6 +1,6 @@
 """The plain objective: the diffusion's loss over all tokens. TREAD needs no other (arXiv 2501.04765)."""
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Hashable, Iterator, Mapping
 from operator import attrgetter
 
 import torch
@@ -35,6 +35,11 @@ class DiffusionLoss(nn.Module):
     @property
     def routes(self) -> tuple[Route, ...]:
         return self.schedule.at(self.step)
+
+    @property
+    def phase(self) -> Hashable:
+        """All of a step on which the kernels that run depend, beside shapes: steps of a phase can share a recording."""
+        return self.routes
 
     def forward(self, x: Tensor, y: Tensor, weight: Tensor | None = None) -> tuple[Tensor, dict[str, Tensor]]:
         """`weight` (B, 1, h or 1, w or 1) multiplies the squared error; it is 1 where it is not given."""
@@ -81,6 +86,7 @@ class Objective(nn.Module):
     array_shapes = property(attrgetter("inner.array_shapes"))
     schedule = property(attrgetter("inner.schedule"))
     routes = property(attrgetter("inner.routes"))
+    phase = property(attrgetter("inner.phase"))
     step = property(attrgetter("inner.step"), lambda self, step: setattr(self.inner, "step", step))
 
 

@@ -60,6 +60,7 @@ from scoring.features import Features, extract, load_extractor
 from scripts import presentation
 from scripts.clocks import Mark, marked, seconds, seconds_of_parts, take_turns, wait
 from training import speed
+from training.cuda_graphs import record_passes
 from training.run import Sums, describe_network
 from training.settings import ModelSettings
 from weights import autoencoders
@@ -156,7 +157,7 @@ class Variant:
         device = accelerator.device
         others = torch.cuda.memory_allocated()  # 0 on a CPU
         self.name, self.accelerator, self.loader, self.kind = name, accelerator, loader, kind
-        self.num_parts, self.cuda_graphs = cfg.grad_accum_steps, cfg.compile in speed.CUDA_GRAPHS
+        self.num_parts = cfg.grad_accum_steps
         self.step, self.resident, self.peak, self.graphs = 0, 0, 0.0, 0
         torch.manual_seed(0)
         self.model = make_network(cfg, name, device)
@@ -167,8 +168,10 @@ class Variant:
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=1e-4, fused=True)
         if cfg.activation_checkpointing:
             speed.recompute_activations(self.model)
-        speed.compile_blocks(self.model, not name.endswith("-eager") and cfg.compile)
-        self.called, self.optimizer = speed.replicate(accelerator, self.objective), accelerator.prepare(optimizer)
+        how = not name.endswith("-eager") and cfg.compile
+        speed.compile_blocks(self.model, how)
+        recorded = record_passes(self.objective, how, device, self.num_parts)
+        self.called, self.optimizer = speed.replicate(accelerator, recorded), accelerator.prepare(optimizer)
 
         self.first_step = sum(self.measure(1).values())
         self.resident = torch.cuda.memory_allocated() - others
@@ -176,7 +179,7 @@ class Variant:
 
     def take_steps(self, count: int, mark: Mark) -> None:
         """Takes steps as train.py's loop does, with a mark at the end of each part."""
-        with (marked(mark, self.objective.diffusion, "loss", "forward"),
+        with (marked(mark, self.called, "forward", "forward"),
               marked(mark, self.accelerator, "backward", "backward")):
             for _ in range(count):
                 torch.manual_seed(train.step_seed(0, self.step, self.accelerator.process_index))
@@ -185,7 +188,7 @@ class Variant:
                 measured = train.train_step(
                     self.accelerator, self.called, self.objective, self.optimizer, to_latent(stored, self.kind), y,
                     arrays, label_dropout=0.1, clip_norm=None,
-                    num_parts=self.num_parts, cuda_graphs=self.cuda_graphs,
+                    num_parts=self.num_parts,
                 )
                 mark("optimizer")  # with the gradient's norm
                 train.update_ema(self.ema, self.model, 0.9999)

@@ -47,6 +47,7 @@ from scoring.metrics import Moments, frechet_distance
 from scripts import benchmark, plan
 from train import train_step, update_ema
 from training import speed
+from training.cuda_graphs import record_passes
 from training.memory import fitting
 from training.optimizers import build_optimizer
 from training.run import Sums
@@ -170,7 +171,7 @@ def here(
     if precision == "fp8":
         speed.multiply_in_float8(objective.net)
     speed.compile_blocks(objective.net, how)
-    called = speed.replicate(accelerator, objective, sharded)
+    called = speed.replicate(accelerator, record_passes(objective, how, device, num_parts), sharded)
     optimizer = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW))
     count = IMAGES * num_parts
     share = slice(machine.rank * count, (machine.rank + 1) * count)
@@ -179,7 +180,7 @@ def here(
     measured: list[tuple[float, float]] = []
     for _ in range(10 * STEPS):  # the first of fp16's are skipped until its scale fits
         loss, norm, skipped, _ = train_step(accelerator, called, objective, optimizer, x, y, given, label_dropout=0.0,
-                                            clip_norm=None, num_parts=num_parts, cuda_graphs=how in speed.CUDA_GRAPHS)
+                                            clip_norm=None, num_parts=num_parts)
         if not skipped:
             measured.append((accelerator.reduce(loss, "mean").item(), norm.item()))
         if len(measured) == STEPS:
@@ -218,6 +219,36 @@ def check_step(machine: Machine, precision: str, mode: str) -> str:
     few = machine.rehearsal and mode == "compiled"  # as compiling for a CPU takes long
     return compared(machine, precision, COMPILED[mode], [(True, 1)] if few else [(True, 1), (True, 2), (False, 1),
                                                                                    (False, 2)])
+
+
+def check_random(machine: Machine) -> str:
+    """Steps with random numbers of their own, plain and in CUDA graphs, at a change of the routes, too."""
+    require(machine.device.type == "cuda", "CUDA graphs need a GPU")
+    found = [plain_losses(machine, how) for how in (False, "reduce-overhead")]
+    apart = max(abs(ours / theirs - 1) for theirs, ours in zip(*found, strict=True))
+    message = f"losses within {apart:.1e} of plain ones (at most {TOLERANCES['fp32']:g})"
+    if not apart <= TOLERANCES["fp32"]:
+        raise ValueError(message)
+    return message
+
+
+def plain_losses(machine: Machine, how: bool | str) -> list[float]:
+    """Returns the losses of six steps of two parts; the route ends at the fourth."""
+    torch._dynamo.reset()
+    accelerator, device, network = machine.accelerator("fp32", 2), machine.device, machine.network
+    torch.manual_seed(0)
+    net = build_network(network).to(device)
+    objective = DiffusionLoss(net, EDM(), schedule=RouteSchedule(net.routes, dense_after=3))
+    speed.compile_blocks(net, how)
+    called = speed.replicate(accelerator, record_passes(objective, how, device, 2))
+    optimizer = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW))
+    x, y, _ = send_to_device(make_batch(network, 2 * IMAGES), device)
+    losses = []
+    for objective.step in range(6):
+        torch.manual_seed(objective.step)
+        losses.append(train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1,
+                                 clip_norm=1.0, num_parts=2)[0].item())
+    return losses
 
 
 # ---- what a step must not do ----------------------------------------------------------------------------------------
@@ -304,14 +335,14 @@ def graphs_by_step(
     loss = make_objective(network, routed, partial(nn.Module.to, device=device))
     loss.schedule = RouteSchedule(loss.net.routes, dense_after=dense_after)
     speed.compile_blocks(loss.net, how)
-    called = speed.replicate(accelerator, loss)
+    called = speed.replicate(accelerator, record_passes(loss, how, device, parts))
     optimizer = accelerator.prepare(build_optimizer(trained_parameters(loss), **ADAMW))
     x, y, given = send_to_device(make_batch(network, IMAGES * parts), device)
     seen = []
     for loss.step in range(6):
         seen.append(counters["stats"]["unique_graphs"])
         train_step(accelerator, called, loss, optimizer, x, y, given, label_dropout=0.0, clip_norm=None,
-                   num_parts=parts, cuda_graphs=how in speed.CUDA_GRAPHS)
+                   num_parts=parts)
     return [*seen, counters["stats"]["unique_graphs"]]
 
 
@@ -554,6 +585,7 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
     "machine": check_machine,
     **{f"step, {precision}, {mode}": partial(check_step, precision=precision, mode=mode)
        for precision in TOLERANCES for mode in COMPILED},
+    "random numbers, CUDA graphs": check_random,
     **{f"no wait, {kind}": partial(check_waits, **keywords) for kind, keywords in KINDS.items()},
     **{f"graphs, {mode}": partial(check_graphs, mode=mode) for mode in ("compiled", "CUDA graphs")},
     "kill and resume": check_resuming,

@@ -60,7 +60,7 @@ def seconds_of_parts(device: torch.device, work: Callable[[Mark], object], count
 @contextlib.contextmanager
 def marked(mark: Mark, owner: object, method: str, after: str, before: str | None = None) -> Iterator[None]:
     """Marks `before` and `after` around each call of a method of one object."""
-    plain = getattr(owner, method)
+    plain, is_own = getattr(owner, method), method in vars(owner)
 
     def call(*args, **kwargs):
         if before:
@@ -71,7 +71,10 @@ def marked(mark: Mark, owner: object, method: str, after: str, before: str | Non
 
     setattr(owner, method, call)
     yield
-    delattr(owner, method)
+    if is_own:
+        setattr(owner, method, plain)
+    else:
+        delattr(owner, method)
 
 
 def matmul_flops(device: torch.device, precision: str) -> dict[str, float]:

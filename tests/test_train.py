@@ -356,13 +356,15 @@ def test_a_score_counts_only_for_the_network_and_the_settings_that_it_was_made_w
     assert files.read_rows(tmp_path / "moved/results.jsonl") == before
 
 
-def test_the_blocks_are_compiled_in_the_mode_that_is_asked_for(monkeypatch):
+def test_the_blocks_are_compiled_in_the_mode_that_is_asked_for_but_record_no_cuda_graphs_of_their_own(monkeypatch):
     asked = []
     monkeypatch.setattr(torch, "compile", lambda forward, **how: asked.append(how) or forward)
     net = TINY()
-    for how in (True, "reduce-overhead", False):
+    modes = {True: None, "reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs",
+             "max-autotune-no-cudagraphs": "max-autotune-no-cudagraphs"}
+    for how in (*modes, False):
         speed.compile_blocks(net, how)
-    assert asked == [{"dynamic": False, "mode": mode} for mode in (None, "reduce-overhead") for _ in net.blocks]
+    assert asked == [{"dynamic": False, "mode": mode} for mode in modes.values() for _ in net.blocks]
 
 
 @pytest.fixture
@@ -436,22 +438,6 @@ def test_settings_of_scores_without_scores_are_refused_unless_they_are_turned_of
     assert refused.returncode == 1
     assert "evaluate.num_samples=9 would change nothing: nothing is scored" in refused.stderr
     assert train_here(tmp_path / "run", shapes, "evaluate.num_samples=9", "evaluate.every=0", "steps=1").returncode == 0
-
-
-@pytest.mark.parametrize("cuda_graphs", [False, True])
-def test_a_step_of_several_parts_is_one_step_for_cuda_graphs(monkeypatch, fresh_accelerator, cuda_graphs):
-    """Else the second part would write over the first one's gradients."""
-    happened, model = [], TINY()
-    objective = DiffusionLoss(model, EDM())
-    monkeypatch.setattr(torch.compiler, "cudagraph_mark_step_begin", lambda: happened.append("mark"))
-    model.register_forward_pre_hook(lambda *_: happened.append("part"))
-    accelerator = Accelerator(cpu=True)
-    called, optimizer = accelerator.prepare(objective, torch.optim.AdamW(model.parameters(), fused=True))
-    for _ in range(2):
-        train_step(accelerator, called, objective, optimizer, torch.randn(4, 4, 8, 8),
-                   torch.zeros(4, dtype=torch.int64), {},
-                   label_dropout=0.1, clip_norm=None, num_parts=2, cuda_graphs=cuda_graphs)
-    assert happened == 2 * [*["mark"] * cuda_graphs, "part", "part"]
 
 
 def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):

@@ -21,10 +21,10 @@ from objectives import DiffusionLoss, Objective, own_state, trained_parameters
 from runtime import ranks
 from runtime.device import check_device, require_plain_launch, set_float32
 from runtime.schema import as_text
+from training.cuda_graphs import CUDA_GRAPHS
 
 # Each precision's autocast.
 PRECISIONS = {"fp32": "no", "bf16": "bf16", "fp16": "fp16", "fp8": "bf16"}
-CUDA_GRAPHS = ("reduce-overhead", "max-autotune")  # the modes of torch.compile that record them
 COMPILE_MODES = (*CUDA_GRAPHS, "max-autotune-no-cudagraphs")
 TORCHAO = "0.18.0"  # imports with torch 2.11 and 2.15
 
@@ -50,8 +50,9 @@ def compile_blocks(model: DiT, how: bool | str) -> None:
     # Else torch would cut each block where DDP's buckets end, to send gradients earlier. Blocks are short enough.
     torch._dynamo.config.optimize_ddp = False
     if how:
+        mode = None if how is True else CUDA_GRAPHS.get(how, how)
         for block in model.blocks:
-            block.forward = torch.compile(block.forward, dynamic=False, mode=None if how is True else how)
+            block.forward = torch.compile(block.forward, dynamic=False, mode=mode)
 
 
 def check_compiler(how: bool | str, device: torch.device) -> None:
