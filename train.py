@@ -327,6 +327,7 @@ def main(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
         speed.recompute_activations(run.model)
     speed.compile_blocks(run.model, cfg.compile)
     recorded = record_passes(run.objective, cfg.compile, device, cfg.grad_accum_steps)
+    speed.share_buffers(accelerator, run.objective, recorded)
     called = speed.replicate(accelerator, recorded, sharded=cfg.sharding == "fsdp")
     run.optimizer = accelerator.prepare(run.optimizer)
     stop = ranks.StopRequest(accelerator)

@@ -26,7 +26,7 @@ import fid
 import sample
 from dit import DiT
 from edm import EDM
-from objectives import DiffusionLoss, build_objective
+from objectives import build_objective
 from rf import RF
 from routing_module import Route, Router
 from runtime import files

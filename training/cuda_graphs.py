@@ -21,8 +21,9 @@ WARMUP = 3      # passes before recording, which compile and choose kernels
 class Recorded(nn.Module):
     """An objective whose passes are recorded once for each of its phases, and then replayed.
 
-    It returns what the objective does, with the same random numbers. A replay overwrites the losses, the terms and,
-    without `copies`, the gradients of the last one. With several parts gradients add up, so they must be copies.
+    It returns what the objective does, with the same random numbers; buffers must be changed in place. A replay
+    overwrites the losses, the terms and, without `copies`, the gradients of the last one. With several parts gradients
+    add up, so they must be copies.
     """
 
     def __init__(self, objective: Objective | DiffusionLoss, copies: bool):
@@ -52,12 +53,15 @@ class Passes:
                           capture_error_mode="thread_local")
         casts = torch.autocast(device.type, torch.get_autocast_dtype(device.type),
                                torch.is_autocast_enabled(device.type), cache_enabled=False)
+        buffers = {buffer: buffer.clone() for buffer in objective.buffers()}
         with torch.random.fork_rng([device]), casts:
             recorded.stream.wait_stream(torch.cuda.current_stream())
             with torch.cuda.stream(recorded.stream):
                 for _ in range(WARMUP):
                     torch.autograd.grad(objective(**self.given)[0].sum(), self.trained, allow_unused=True)
             torch.cuda.current_stream().wait_stream(recorded.stream)
+            for buffer, before in buffers.items():  # which passes of a warm-up may count
+                buffer.copy_(before)
             with capture(self.forward):
                 losses, terms = objective(**self.given)
             self.of_losses = torch.ones_like(losses)

@@ -357,7 +357,6 @@ def make_run(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mappin
     objective.to(accelerator.device)
     if cfg.sharding == "fsdp":
         sharding.shard_rest(objective, model, accelerator.device)
-    speed.share_buffers(accelerator, objective)
     optimizer = build_optimizer(trained_parameters(objective), **cfg.optimizer.model_dump(
         exclude={"warmup_steps", "schedule", "clip_norm"}))
     # Which may take minutes.

@@ -87,8 +87,8 @@ def replicate(accelerator: Accelerator, objective: nn.Module, sharded: bool = Fa
     return called
 
 
-def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss) -> None:
-    """Gives all ranks the main one's buffers of an objective before each call, as it is these that are saved."""
+def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss, called: nn.Module) -> None:
+    """Gives all ranks the main one's buffers of an objective before each call of `called`, as these are saved."""
     def share(*_: object) -> None:
         trained = trained_parameters(objective)
         for name, buffer in own_state(objective).items():
@@ -96,7 +96,7 @@ def share_buffers(accelerator: Accelerator, objective: Objective | DiffusionLoss
                 torch.distributed.broadcast(buffer, 0)
 
     if accelerator.num_processes > 1 and own_state(objective).keys() - trained_parameters(objective).keys():
-        objective.register_forward_pre_hook(share)
+        called.register_forward_pre_hook(share)
 
 
 def check_float8(device: torch.device) -> None:
