@@ -125,7 +125,7 @@ def test_the_page_of_results_names_rows_whose_commit_is_unknown_or_had_changes(f
     commits = commits_of(json.loads(file.read_text()))
     for commit in commits:
         assert commit is not None and (not commit.endswith("-dirty") or commit.removesuffix("-dirty") in section)
-    assert commits or f"`{file.name}` | not recorded" in section
+    assert commits or f"commit of `{file.name}` was not recorded" in " ".join(section.split())
 
 
 def test_the_python_of_the_readme_and_of_a_forward_pass_runs_in_another_folder(tmp_path):
