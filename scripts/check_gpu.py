@@ -314,10 +314,9 @@ def check_graphs(machine: Machine, mode: str) -> str:
     for name, routed, dense_after in (("dense", False, None), ("routed", True, None), ("off-ramp", True, 4)):
         for blocks, parts in ((depth, 1), (2 * depth, 1), (depth, 2))[: 3 if records else 1]:
             network = machine.network | {"depth": blocks}
-            seen = graphs_by_step(machine, COMPILED[mode], network, routed, dense_after, parts)
+            seen, (count, size) = graphs_by_step(machine, COMPILED[mode], network, routed, dense_after, parts)
             late += seen[-1] - seen[2]
             if records:
-                count, size = held_by_graphs()
                 recorded.append(f"{name}, {blocks} blocks, {parts} parts: {count} graphs of {size / 2**20:.0f} MiB")
         compiled.append(f"{name} {seen[2] - seen[0]}")
     message = f"{', '.join(compiled)}; {late} compiled after the second step"
@@ -328,8 +327,8 @@ def check_graphs(machine: Machine, mode: str) -> str:
 
 def graphs_by_step(
     machine: Machine, how: bool | str, network: dict, routed: bool, dense_after: int | None, parts: int,
-) -> list[int]:
-    """Takes six steps; returns how many graphs had been compiled before each, and at the end."""
+) -> tuple[list[int], tuple[int, int]]:
+    """Takes six steps; returns how many graphs had been compiled before each, and at the end, and `held_by_graphs`."""
     torch._dynamo.reset()
     accelerator, device = machine.accelerator("fp32", parts), machine.device
     loss = make_objective(network, routed, partial(nn.Module.to, device=device))
@@ -343,11 +342,13 @@ def graphs_by_step(
         seen.append(counters["stats"]["unique_graphs"])
         train_step(accelerator, called, loss, optimizer, x, y, given, label_dropout=0.0, clip_norm=None,
                    num_parts=parts)
-    return [*seen, counters["stats"]["unique_graphs"]]
+    return [*seen, counters["stats"]["unique_graphs"]], held_by_graphs()
 
 
 def held_by_graphs() -> tuple[int, int]:
-    """Counts the CUDA graphs of this process, and the bytes of the memory pools that are theirs alone."""
+    """Counts the CUDA graphs of this process, and the bytes of the memory pools that are theirs alone; 0 on a CPU."""
+    if not torch.cuda.is_initialized():
+        return 0, 0
     gc.collect()  # the graphs of the last network
     graphs = sum(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects())
     return graphs, sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()
