@@ -14,7 +14,8 @@ COMMANDS = ("train", "sample", "fid")
 def files() -> dict[str, ast.Module]:
     """Parses our code outside of tests, by module name."""
     found = [*ROOT.glob("*.py"), *(path for name in ORDER for path in (ROOT / name).glob("**/*.py"))]
-    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"): ast.parse(path.read_text()) for path in found}
+    return {".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__"):
+            ast.parse(path.read_text()) for path in found}
 
 
 def package(module: str) -> str:
@@ -104,8 +105,9 @@ def test_what_may_wait_for_other_ranks_shows_it_in_its_arguments_and_commands_al
         for function, kept in functions:
             called = {getattr(call.func, "attr", getattr(call.func, "id", None))
                       for call in ast.walk(function) if isinstance(call, ast.Call)}
-            assert "PartialState" not in called or function.name == "join_ranks", f"{name}.{function.name} makes a PartialState of its own"
+            where = f"{name}.{function.name}"
+            assert "PartialState" not in called or function.name == "join_ranks", f"{where} makes a PartialState"
             known = (arguments(function)
                      | kept) & STATES or function.name == "main" or any("command" in ast.unparse(one)
                                                                         for one in function.decorator_list)
-            assert known or not called & COLLECTIVES, f"{name}.{function.name} waits for other ranks in {called & COLLECTIVES} and takes no state"
+            assert known or not called & COLLECTIVES, f"{where} waits in {called & COLLECTIVES}, without state"

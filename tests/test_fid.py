@@ -378,7 +378,8 @@ def test_adms_statistics_are_never_those_of_another_network_of_as_many_features(
     np.savez(tmp_path / "ref.npz", mu=np.zeros(192), sigma=np.eye(192), mu_s=np.zeros(2023), sigma_s=np.eye(2023),
              arr_0=shapes(5).numpy())
     with pytest.raises(ValueError,
-                       match="has mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a reference from images"):
+                       match="has mu_s and sigma_s, so it was measured on Inception, not on features=pixels: make a "
+                             "reference from images"):
         open_reference(one_rank(), tmp_path / "ref.npz", load_extractor("pixels"))
 
 
@@ -412,7 +413,8 @@ def test_files_of_several_frames_are_counted_in_images_to_be_scored(tmp_path, ca
     frames[0].save(tmp_path / "moving.gif", save_all=True, append_images=frames[1:])
     frames[1].save(tmp_path / "still.png")
     opened = image_sets.open_images(one_rank(), "images", str(tmp_path))
-    assert "1 of 2 images: the file has several pages or frames, of which the first is used: moving.gif" in capsys.readouterr().out
+    assert ("1 of 2 images: the file has several pages or frames, of which the first is used: "
+            "moving.gif" in capsys.readouterr().out)
     assert sorted(opened.read(np.arange(2))[:, 0, 0, 0].tolist()) == [0, 1]
 
 
@@ -517,7 +519,8 @@ def test_a_short_last_split_and_sorted_images_are_said_to_lower_the_inception_sc
     assert score_in_splits(tmp_path / "plain.npy", 50, monkeypatch) == pytest.approx(10) and not capsys.readouterr().out
     assert score_in_splits(tmp_path / "one_more.npy", 50,
                            monkeypatch) == pytest.approx(7)  # (10 + 10 + 1) / 3, as in ADM
-    assert capsys.readouterr().out == ("The Inception Score is the mean over splits of 50 images, and the last split has only 1 of the 101, "
+    assert capsys.readouterr().out == ("The Inception Score is the mean over splits of 50 images, and the last split "
+                                       "has only 1 of the 101, "
                                        "which lowers it: score a multiple of 50.\n")
     assert score_in_splits(tmp_path / "sorted.npy", 50, monkeypatch) == pytest.approx(5)
     assert "The images seem sorted by class, which lowers the Inception Score" in capsys.readouterr().out
@@ -549,8 +552,8 @@ def test_a_reference_is_whatever_images_are_and_is_measured_once(tmp_path, refer
     assert measured() == 160 and [*expected] == ["fd_pixels", "precision", "recall"] and expected["fd_pixels"] > 0
     for name in ("folder", "array.npy"):
         row = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / name)
-        assert row["metrics"] == pytest.approx(expected,
-                                               rel=1e-9) and row["reference"]["images"] == 120 and measured() == 160, name
+        assert row["metrics"] == pytest.approx(expected, rel=1e-9), name
+        assert row["reference"]["images"] == 120 and measured() == 160, name
         again = command(tmp_path, images=tmp_path / "drawn.npy", reference=tmp_path / name,
                         results=tmp_path / "elsewhere.jsonl")
         assert measured() == 40 and again["metrics"] == row["metrics"]
@@ -871,7 +874,8 @@ def test_one_command_scores_unguided_and_guided_and_prints_a_papers_table(tmp_pa
     command(tmp_path, **options, table="markdown")
     unguided, guided = rows_of(tmp_path)
     assert unguided["source"]["guidance"] is None and guided["source"]["guidance"]["scale"] == 2
-    summary = "12 images; EDM, heun sampler, 3 steps, NFE {}, fp32; weights ema at step 7; labels balanced; seeds 100000-100011"
+    summary = ("12 images; EDM, heun sampler, 3 steps, NFE {}, fp32; weights ema at step 7; labels balanced; seeds "
+               "100000-100011")
     assert [row["summary"] for row in (unguided, guided)] == [summary.format(5), summary.format(10)]
     written = capsys.readouterr().out.split("| guidance |")[1].splitlines()
     assert written[0] == " fd_pixels | P | R |" and written[1] == "| --- | ---: | ---: | ---: |"

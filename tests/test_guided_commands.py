@@ -133,8 +133,9 @@ def test_scores_say_how_they_were_guided(run, reference, tmp_path):
     assert tread["source"]["guidance"] == {"scale": 1.5, "gamma1": 0.5, "gamma2": [0.9, 0.5], "drop_label": False,
                                            "interval": None,
                                            "routes": None, "weak": None}
-    assert auto["source"]["guidance"]["weak"] == {"checkpoint": str(weak / "checkpoints/step-00000006"), "step": 6,
-                                                  "weights_sha256": files.sha256(weak / "checkpoints/step-00000006/ema.safetensors")}
+    folder = weak / "checkpoints/step-00000006"
+    assert auto["source"]["guidance"]["weak"] == {"checkpoint": str(folder), "step": 6,
+                                                  "weights_sha256": files.sha256(folder / "ema.safetensors")}
     assert tread["source"]["evaluations"] == 3 and auto["source"]["evaluations"] == 4  # one pass where the ratios meet
     assert heun["source"]["evaluations"] == 3 and heun["source"]["sampler"] == {"solver": "heun"}
     assert len({row["metrics"]["fd_pixels"] for row in (plain, tread, auto, heun)}) == 4

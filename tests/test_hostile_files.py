@@ -1,4 +1,5 @@
-"""Files that somebody made to do harm: no command crashes, hangs, or reads or changes a file outside of what it was given.
+"""Files that somebody made to do harm: no command crashes, hangs, or reads or changes a file outside of what it was
+given.
 
 Damage without intent is in test_damaged_files.py.
 """
@@ -143,7 +144,8 @@ def test_a_record_cannot_have_a_snapshot_copied_over_a_file_elsewhere(tmp_path):
     run, target = tmp_path / "run", tmp_path / "elsewhere/x"
     folder = checkpoints.step_folder(run, 4)
     checkpoints.save(folder, {"ema": {"a": torch.ones(1)}}, {"step": 4})
-    (folder / "ema-std").symlink_to("../x")             # of the checkpoint the sender's bytes, of the snapshot elsewhere
+    # Of the checkpoint the sender's bytes, of the snapshot elsewhere.
+    (folder / "ema-std").symlink_to("../x")
     for place in (run / "checkpoints/x", run / "averages", target.parent):
         place.mkdir()
     (run / "checkpoints/x/x").write_text("theirs")

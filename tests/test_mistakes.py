@@ -166,7 +166,8 @@ TYPED = {
         ("images=four", "reference=[images.npz,nowhere.npz]", "features=[pixels,pixels]", "nowhere.npz"),
     ],
     "prepare_latents": [
-        ("-m", "resolution=8,16", "2 jobs of --multirun would write to out=new"), ("source=empty", "empty"), ("kind=mean", "kind=mean"),
+        ("-m", "resolution=8,16", "2 jobs of --multirun would write to "
+                                  "out=new"), ("source=empty", "empty"), ("kind=mean", "kind=mean"),
         ("autoencoder=vqgan", "vqgan"),
         ("out=images.npz", "images.npz"), ("out=pets", "pets"), ("out=latents", "latents"),
         ("labels=folder", "folders, none, names"), ("source=shapes", "labels=none", "labels=none"),

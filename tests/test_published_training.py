@@ -257,7 +257,8 @@ def test_train_py_ends_where_that_of_sprint_does(case, tmp_path, replay, monkeyp
                                model="sprint",
                                **{"model.backbone_type": "LightningDiT-B/2", "model.qk_norm": True})
     assert_same_training(case, model, ema, losses)
-    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7]), itertools.count()
+    net, noise, y, n = network_of(case, ema, **network), wave((2, 4, 8, 8), 2,
+                                                              1.4), torch.tensor([3, 7]), itertools.count()
     assert_same_sample(case, "euler", RF().sample(net, noise, y, num_steps=20))
     assert_same_sample(case, "path_drop", RF().sample(net, noise, y, num_steps=20, guidance=Guidance(1.5, gamma2=1)))
     assert_same_sample(case, "euler_maruyama", RF().sample(

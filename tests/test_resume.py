@@ -254,7 +254,8 @@ def test_a_setting_of_a_diffusion_that_is_newer_than_the_run_has_its_default_the
            "diffusion": {"name": "rf", "timestep_sampling": "logit_normal", "shift": None, "contrastive_weight": 0.0}}
     assert check_resumable(RECORD, now, tmp_path) == []
     with pytest.raises(ValueError,
-                       match="another diffusion, so it cannot resume: it has {'shift': None}, this command {'shift': 2.0}"):
+                       match="another diffusion, so it cannot resume: it has {'shift': None}, this command {'shift': "
+                             "2.0}"):
         check_resumable(RECORD, {**RECORD, "diffusion": {"name": "rf", "shift": 2.0}}, tmp_path)
 
 

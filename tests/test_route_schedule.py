@@ -34,7 +34,8 @@ ROUTE = Route(2, 2, 0.5)  # of model=tread at a depth of 6
 NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5)
 RAMPS = ("route_schedule.dense_before=1", "route_schedule.dense_after=4",
          "route_schedule.selection_ratios=[0.25,0.5,0.75]")
-TWO = "route_schedule.changes=[[3,[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}, {start_layer_idx: 4, end_layer_idx: 4, selection_ratio: 0.25}]]]"
+TWO = ("route_schedule.changes=[[3,[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}, {start_layer_idx: "
+       "4, end_layer_idx: 4, selection_ratio: 0.25}]]]")
 SPRINT = ("model=sprint", "model.routes.0.path_drop=0.5", "diffusion=rf")
 V1 = ("objective=version1", "model.routes=[{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: 0.5}]")
 
@@ -76,7 +77,8 @@ def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
     assert [schedule.at(step) for step in range(9)] == [(route,)
                                                         for route in (dense, dense, ROUTE, ROUTE, other, other,
                                                                       *3 * [other_dense])]
-    assert str(schedule) == ("none; from step 2 on 2→2 at selection ratio 0.5; from step 4 on 1→1 at selection ratio 0.75; "
+    assert str(schedule) == ("none; from step 2 on 2→2 at selection ratio 0.5; from step 4 on 1→1 at selection ratio "
+                             "0.75; "
                              "from step 6 on none; from step 7 on none")
     assert (str(RouteSchedule(())), str(RouteSchedule((ROUTE,)))) == ("none", "2→2 at selection ratio 0.5")
     assert RouteSchedule((ROUTE,)).at(10**6) == (ROUTE,)
@@ -102,7 +104,8 @@ def test_path_drop_continues_where_a_network_is_dense():
     sprint = Route(2, 3, 0.75, path_drop=0.1)
     assert RouteSchedule((sprint,), dense_after=1).at(1) == (Route(2, 3, 0.0, path_drop=0.1),)
     assert str(RouteSchedule((sprint,),
-                             dense_after=1)).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of the samples")
+                             dense_after=1)).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of "
+                                                      "the samples")
 
 
 # ---- training on it -------------------------------------------------------------------------------------------------

@@ -125,7 +125,8 @@ def test_tokens_that_must_be_kept_are_and_no_more_are_kept_for_it(router):
 
 def test_a_mask_that_keeps_too_many_tokens_or_has_another_shape_raises_a_one_line_error():
     with pytest.raises(ValueError,
-                       match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the ratio to 0.4375"):
+                       match="keeps 9 tokens of a sample, but at selection ratio 0.5 only 8 of 16 are kept: lower the "
+                             "ratio to 0.4375"):
         router.get_mask(tokens(), 0.5, keep_mask=torch.arange(16).expand(4, 16) < 9)
 
 

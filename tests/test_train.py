@@ -90,7 +90,8 @@ def test_a_run_of_which_every_step_is_skipped_does_not_finish_however_short_it_i
     result = train_here(tmp_path / "run", shapes, "steps=4", "model.depth=3", "model.routes=[]")
     assert result.returncode == 1 and "Finished" not in result.stdout
     assert "the last 4 steps had no finite gradient" in result.stderr
-    assert f"There is no good checkpoint: move {tmp_path}/run away, or set name=<another>; and lower optimizer.lr" in result.stderr
+    assert (f"There is no good checkpoint: move {tmp_path}/run away, or set name=<another>; and lower "
+            f"optimizer.lr" in result.stderr)
 
 
 def test_a_nan_in_the_data_is_named_before_the_learning_rate_is_blamed(shapes, tmp_path, monkeypatch):
@@ -99,7 +100,8 @@ def test_a_nan_in_the_data_is_named_before_the_learning_rate_is_blamed(shapes, t
     np.load(data / "latents-00000.npy", mmap_mode="r+")[1:] = np.nan
     small = ("steps=4", "model.depth=3", "model.routes=[]")
     said = train_here(tmp_path / "run", data, *small).stderr
-    assert re.search(rf"The data hold NaN or infinity in 4 of these batches, first in {data}/latents-00000.npy, row (\d+) \(image \1 ", said)
+    assert re.search(rf"The data hold NaN or infinity in 4 of these batches, first in {data}/latents-00000.npy, row "
+                     rf"(\d+) \(image \1 ", said)
     assert f"prepare them again, and move {tmp_path}/run away." in said and "lower optimizer.lr" not in said
     # After a checkpoint, the same command resumes once the data are mended.
     data_file, whole = data / "latents-00000.npy", np.load(shapes / "latents-00000.npy")
@@ -463,7 +465,8 @@ def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_p
 def test_a_disk_without_room_for_a_checkpoint_is_found_before_training(shapes, tmp_path, monkeypatch):
     monkeypatch.setattr(shutil, "disk_usage", lambda path: SimpleNamespace(free=1000))
     said = train_here(tmp_path / "run", shapes, "steps=4").stderr
-    assert re.search(r"run needs [1-9][.\d]* MB more, but its disk has 0.001 MB free: a checkpoint: make room, or set run_dir=", said), said
+    assert re.search(r"run needs [1-9][.\d]* MB more, but its disk has 0.001 MB free: a checkpoint: make room, or set "
+                     r"run_dir=", said), said
 
 
 def test_latents_on_the_device_train_the_same_network_bit_for_bit(shapes, reference, tmp_path):
@@ -532,7 +535,8 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
     (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"],
      "and model.selection=random, as it must know which are kept"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
-     "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set selection_ratio to 0.5 or less"),
+     "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set "
+     "selection_ratio to 0.5 or less"),
     (["keep_masked=true", "model=sprint"], "path drop 0.1 of the samples keeps only 0"),
 ])
 def test_impossible_masks_and_routed_losses_raise_a_one_line_error(masked, tmp_path, fresh_accelerator, overrides,

@@ -311,7 +311,8 @@ def test_an_extra_array_follows_its_image_and_mirrors_as_its_metadata_says(tmp_p
     stream.close()
     np.save(out / "teacher-00001.npy", tokens[0][:39])
     with pytest.raises(ValueError,
-                       match=r"teacher-00001.npy has float16 \(39, 3, 5\), but metadata.json says float16 \(40, 3, 5\)"):
+                       match=r"teacher-00001.npy has float16 \(39, 3, 5\), but metadata.json says float16 \(40, 3, "
+                             r"5\)"):
         open_latents(out)
 
 

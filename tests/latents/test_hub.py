@@ -148,7 +148,8 @@ def test_a_split_must_be_chosen(tmp_path):
     put(tmp_path / "hub", {"README.md": "a card", ".cache/huggingface/data/x.parquet": ""})
     for source in ("hub", "hub/data", "hub/data/*.parquet"):
         with pytest.raises(ValueError,
-                           match=r"2 splits or sets \(.*test.*train.*\): .*source=\".*hub/data/train-\*-of-00002\*.parquet\""):
+                           match=r"2 splits or sets \(.*test.*train.*\): "
+                                 r".*source=\".*hub/data/train-\*-of-00002\*.parquet\""):
             open_source(str(tmp_path / source))
     assert numbers(open_source(str(tmp_path / "hub/data/train-*-of-00002*.parquet"))) == [0, 1, 2, 3]
     assert len(open_source(str(tmp_path / "hub/data/{train,test}-*.parquet"))) == 5
@@ -222,7 +223,8 @@ def test_damaged_shards_and_pointers_to_them_are_named(tmp_path):
 
 
 def test_shards_of_other_classes_or_columns_are_refused(tmp_path):
-    other = pets([0]).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": {"label": {"names": ["x"], "_type": "ClassLabel"}}}})})
+    features = {"label": {"names": ["x"], "_type": "ClassLabel"}}
+    other = pets([0]).replace_schema_metadata({"huggingface": json.dumps({"info": {"features": features}})})
     write(tmp_path / "train", pets([0]), other)
     with pytest.raises(ValueError, match="train-00001-of-00002.parquet has other columns or classes than train-00000"):
         open_source(tmp_path)
@@ -269,7 +271,8 @@ def test_of_several_columns_of_images_one_is_chosen(tmp_path):
     assert numbers(open_source(path, image_column="mask")) == [2]
     for asked in ("label", "sound", "no"):
         with pytest.raises(ValueError,
-                           match=f"image_column={asked} holds no images: .*image: Image, mask: Image, sound: Audio, label: int64"):
+                           match=f"image_column={asked} holds no images: .*image: Image, mask: Image, sound: Audio, "
+                                 f"label: int64"):
             open_source(path, image_column=asked)
 
 
@@ -299,7 +302,8 @@ def test_a_row_without_a_readable_image_is_named_and_left_out(tmp_path, capsys):
     path = write(tmp_path / "x.parquet", table({"image": pa.array(spoilt, IMAGE), "label": pa.array([0, 1, 1, 0, 1])}))
     for source in (path,
                    save_to_disk(tmp_path / "saved",
-                                pq.read_table(path).replace_schema_metadata({"huggingface": '{"info": {"features": {}}}'}))):
+                                pq.read_table(path).replace_schema_metadata({"huggingface": '{"info": {"features": '
+                                                                                            '{}}}'}))):
         out = tmp_path / f"out-{source.name}"
         prepare(source, out, resolution=8)
         metadata, arrays = read_folder(out)
@@ -316,7 +320,8 @@ def test_a_row_without_a_readable_image_is_named_and_left_out(tmp_path, capsys):
 def test_labels_are_the_indices_of_the_schemas_class_names(tmp_path):
     source = open_source(write(tmp_path / "x.parquet", pets([2, 0])))
     assert source.class_names == PETS and source.labels.tolist() == [2, 0]
-    assert source.notes == ["Images of column image, labels of column label. The columns are image: Image, label: ClassLabel of 3.",
+    assert source.notes == ["Images of column image, labels of column label. The columns are image: Image, label: "
+                            "ClassLabel of 3.",
                             "Column label: 1 of its 3 classes have no image."]
     with pytest.raises(ValueError,
                        match=r"column label, has label 3 \(row 1\), outside 0..2: choose another label_column"):
@@ -378,7 +383,8 @@ def test_of_several_columns_of_labels_one_is_chosen(tmp_path):
                   {"img": {"_type": "Image"}, "fine_label": fine, "coarse_label": coarse})
     path = write(tmp_path / "x.parquet", cifar)
     with pytest.raises(ValueError,
-                       match=r"2 columns of labels \(fine_label, coarse_label\): choose one, as in label_column=fine_label"):
+                       match=r"2 columns of labels \(fine_label, coarse_label\): choose one, as in "
+                             r"label_column=fine_label"):
         open_source(path)
     assert open_source(path, label_column="coarse_label").class_names == ["x", "y"]
     with pytest.raises(ValueError,
@@ -456,7 +462,8 @@ def test_scores_take_the_same_shards(tmp_path):
     assert np.array_equal(a.read(a.choose(5)), b.read(b.choose(5)))
     columns = {name: pa.array([image(i) for i in of], IMAGE) for name, of in (("a", (0, 2)), ("b", (1, 254)))}
     both = write(tmp_path / "both.parquet", table(columns))
-    with pytest.raises(ValueError, match=r"^images=.*has 2 columns of images \(a, b\): name what scripts/prepare_latents.py "
+    with pytest.raises(ValueError, match=r"^images=.*has 2 columns of images \(a, b\): name what "
+                                         r"scripts/prepare_latents.py "
                                          "autoencoder=identity makes of one, image_column=a.$"):
         open_images(one_rank(), "images", str(both))
     prepare(both, tmp_path / "b", resolution=8, image_column="b", autoencoder="identity")

@@ -88,7 +88,8 @@ def test_dataset_json_without_labels_is_one_class_and_one_that_lacks_some_says_s
     some = open_source(put_zip(tmp_path / "some.zip",
                                EDM | dataset([[name, 4] for name in [*EDM][:7]] + [["gone.png", 5]])))
     assert some.labels.tolist() == [4] * 7 and len(some.class_names) == 6
-    assert some.notes[0] == ("labels=dataset.json: 2 of 9 images have no label and are left out: 00001/img00000007.png, "
+    assert some.notes[0] == ("labels=dataset.json: 2 of 9 images have no label and are left out: "
+                             "00001/img00000007.png, "
                              "00002/img00000008.png")
     assert some.notes[1] == "labels=dataset.json: 1 labels have no image: gone.png"
     assert "5 of these 6 classes have no image" in some.notes[2]
@@ -174,7 +175,8 @@ def test_one_of_celebas_attributes_is_read_and_the_file_alone_is_not(tmp_path, n
     [hint] = open_source(folder).notes
     assert hint.startswith(f"{file} has 40 columns that may be classes") and f"labels={file}:Arched_0 reads one" in hint
     with pytest.raises(ValueError,
-                       match=r"40 columns beside the names \(Arched_0, Male_0.*: name that of the classes, as in labels=.*:Arched_0"):
+                       match=r"40 columns beside the names \(Arched_0, Male_0.*: name that of the classes, as in "
+                             r"labels=.*:Arched_0"):
         open_source(folder, labels=str(file))
     for asked in ("Male_0", "male 0", "3"):
         source = open_source(folder, labels=f"{file}:{asked}")
@@ -294,7 +296,8 @@ MVTEC = ["train/good/000.png", "test/good/000.png", "test/broken/000.png", "grou
 def test_masks_beside_pictures_are_warned_of(tmp_path, recwarn, pictures, masks, remedy):
     source = put(tmp_path / "set", numbered(*pictures, *masks))
     with pytest.warns(UserWarning,
-                      match=rf"has {len(masks)} images among .* masks of the others, such as {masks[0].partition('/')[0]}.*{remedy}"):
+                      match=rf"has {len(masks)} images among .* masks of the others, such as "
+                            rf"{masks[0].partition('/')[0]}.*{remedy}"):
         open_source(source, labels="none")
     recwarn.clear()
     put(tmp_path / "alone", numbered(*pictures))
@@ -346,8 +349,8 @@ def test_names_in_utf_8_that_a_zip_does_not_mark_as_such_are_read(tmp_path):
 
 
 OTHER_PAGES = {  # the second byte of the first letters is a backslash
-    "shift_jis": ["表示", "表題", "ソ示", "犬"], "gbk": ["郳猫", "郳犬", "乗猫", "狗"], "big5": ["功夫", "功能", "許夫", "犬"],
-               "latin-1": ["cafés", "cafès", "größe", "z"]}
+    "shift_jis": ["表示", "表題", "ソ示", "犬"], "gbk": ["郳猫", "郳犬", "乗猫", "狗"],
+    "big5": ["功夫", "功能", "許夫", "犬"], "latin-1": ["cafés", "cafès", "größe", "z"]}
 
 
 @pytest.mark.parametrize("page", OTHER_PAGES)
@@ -504,7 +507,8 @@ def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(
     assert {int(source.pixels(i)[0, 0, 0]) for i, name in enumerate(source.names) if name.startswith("several")} == {9}
     for _ in range(2):  # also where the shard is there already
         prepare(tmp_path / "set", tmp_path / "out", resolution=4, shard_size=3)
-        said = "4 of 6 images: the file has several pages or frames, of which the first is used: several.gif, several.png"
+        said = ("4 of 6 images: the file has several pages or frames, of which the first is used: several.gif, "
+                "several.png")
         assert said in capsys.readouterr().out
         assert json.loads((tmp_path / "out/metadata.json").read_text())["unreadable"] == []
         (tmp_path / "out/metadata.json").unlink()

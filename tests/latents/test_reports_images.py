@@ -55,7 +55,8 @@ REPORTS = {  # source: what is in it, labels=, the class of each image
         NUMBERED | {"x.csv": "\ufefffile;label\r\n0.png;été\r\n1.png;chat\r\n10.png;été\r\n"}, "x.csv",
         {0: "été", 1: "chat", 2: "été"}),
     "NVIDIA/DIGITS#1462, paths of another computer": (
-        NUMBERED | {"x.txt": "/home/a/0.png 1\n/home/a/1.png 0\n/home/a/10.png 1\n"}, "x.txt", {0: "1", 1: "0", 2: "1"}),
+        NUMBERED | {"x.txt": "/home/a/0.png 1\n/home/a/1.png 0\n/home/a/10.png "
+                             "1\n"}, "x.txt", {0: "1", 1: "0", 2: "1"}),
     "pytorch/vision#79, .DS_Store": (numbered("cat/0.png", "dog/1.png") | {".DS_Store": b"x", "cat/.DS_Store": b"x"},
                                      "folders", {0: "cat", 1: "dog"}),
 }  # fmt: skip

@@ -228,7 +228,9 @@ TRAINED = [  # source: people with such a set; situation, what was brought, sett
      "set data.kind=moments for tars"),
     ("CompVis/tread#13", "the same, scaled", tread(log_moments()), {"kind": "sample", "scale": 0.18215},
      "set data.kind=moments for tars"),
-    ("soran-ghaderi/torchebm#304", "[mean, std] as [mean, log-variance]", tread(moments()), {"kind": "moments"}, "write 2 * log(std) instead"),
+    ("soran-ghaderi/torchebm#304", "[mean, std] as [mean, "
+                                   "log-variance]", tread(moments()), {"kind": "moments"}, "write 2 * log(std) "
+                                                                                           "instead"),
     ("CompVis/tread#5", "training and validation tars in a folder", with_validation, {"kind": "sample"}, "*train*.tar"),
     ("hustvl/LightningDiT#93", "shards of another code as data.path", first(write_lightningdit), {},
      "scripts/import_latents.py source="),

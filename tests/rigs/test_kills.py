@@ -77,7 +77,8 @@ class Task:
         for file in sorted(self.out.rglob("*")):
             name = str(file.relative_to(self.out))
             is_half = re.search(r"(^|/)\.[^/]*\.tmp(/|$)", name) is not None and not self.is_exact
-            if not file.is_file() or file.suffix == ".lock" or file.name == ".lock" or file.parent.name == "logs" or is_half:
+            is_lock = ".lock" in (file.suffix, file.name)
+            if not file.is_file() or is_lock or file.parent.name == "logs" or is_half:
                 continue
             data = file.read_bytes()
             with contextlib.suppress(ValueError):

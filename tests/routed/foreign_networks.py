@@ -29,7 +29,8 @@ class Case:
 
     None of it knows how `routed` works. `parts` are modules or methods whose output runs along the tokens: its axis, or
     (axis, place of the first token), or a function of that output, of the part's output on the small input, and of ids.
-    `along` are inputs that do, or a function of the input and of ids. `small` are inputs of the size of K tokens, or a function of ids that makes them.
+    `along` are inputs that do, or a function of the input and of ids. `small` are inputs of the size of K tokens, or
+    a function of ids that makes them.
     """
 
     model: nn.Module

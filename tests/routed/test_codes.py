@@ -1,4 +1,5 @@
-"""Original implementations are recognised by their blocks: small networks of the same shape, routed or given fewer tokens.
+"""Original implementations are recognised by their blocks: small networks of the same shape, routed or given fewer
+tokens.
 
 The codes themselves are run by `tests/rigs/test_original_codes.py`.
 """

@@ -57,7 +57,8 @@ def test_as_many_tokens_are_kept_as_the_mask_keeps_in_any_sample_or_an_error_has
         assert taken.ids_keep[0].shape == (BATCH, most)
         assert set(mask[1].nonzero().flatten().tolist()) == set(taken.ids_keep[0][1].tolist())
         with pytest.raises(RuntimeError,
-                           match=f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio 0.75"), \
+                           match=f"keeps more tokens than the {few} of {case.n} that are kept at selection ratio "
+                                 f"0.75"), \
              routed(case.model, ALL_BUT_A_QUARTER, keep_mask=mask, grow=False):
             case.call()
 

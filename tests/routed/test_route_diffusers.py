@@ -27,7 +27,8 @@ for global_step in range(args.max_train_steps):
     if True:
         models_to_accumulate = [transformer]
         with accelerator.accumulate(models_to_accumulate):
-            model_pred = transformer(torch.randn(2, 4, 8, 8), torch.randn(2, 5, 16), torch.randn(2, 16), torch.ones(2), return_dict=False)[0]
+            model_pred = transformer(torch.randn(2, 4, 8, 8), torch.randn(2, 5, 16), torch.randn(2, 16), torch.ones(2),
+                                     return_dict=False)[0]
             accelerator.backward(model_pred.square().mean())
 '''
 

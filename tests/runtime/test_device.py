@@ -59,7 +59,8 @@ def test_the_suite_hides_gpus_from_every_process_that_it_starts(monkeypatch, pyt
 def test_a_driver_older_than_torchs_cuda_is_named_with_what_fits(driver):
     driver(0, (12, 4), 8)
     with pytest.raises(ValueError,
-                       match=r"CUDA 13\.2\) cannot use, as its driver 550\.54\.15 is for CUDA 12\.4: install driver 580 or newer, or "
+                       match=r"CUDA 13\.2\) cannot use, as its driver 550\.54\.15 is for CUDA 12\.4: install driver "
+                             r"580 or newer, or "
                                          r"a torch wheel for CUDA 12 .*cpu=true"):
         check_device(False)
     assert check_device(True)
@@ -124,7 +125,8 @@ def test_a_gpu_that_torch_has_no_kernels_for_is_named_with_those_that_it_has(gpu
         assert not check_device(False)
     else:
         with pytest.raises(ValueError,
-                           match=rf"Tesla V100 has compute capability {capability[0]}\.{capability[1]}, and torch .* is built for sm_75, "
+                           match=rf"Tesla V100 has compute capability {capability[0]}\.{capability[1]}, and torch .* "
+                                 rf"is built for sm_75, "
                                              r".*cpu=true"):
             check_device(False)
 
@@ -138,7 +140,8 @@ def test_what_is_compiled_for_one_model_alone_runs_on_no_other():
 def test_bf16_that_a_gpu_would_emulate_is_an_error_that_names_fp16(gpus):
     gpus(capability=(7, 5), name="Tesla T4")
     with pytest.raises(ValueError,
-                       match=r"precision=bf16 needs compute capability 8\.0 .* Tesla T4, .* 7\.5, .*: set precision=fp16"):
+                       match=r"precision=bf16 needs compute capability 8\.0 .* Tesla T4, .* 7\.5, .*: set "
+                             r"precision=fp16"):
         check_device(False, precision="bf16")
     with pytest.raises(ValueError, match="decode_precision=bf16 needs"):
         join_ranks(False, False, {"precision": "fp16", "decode_precision": "bf16"})

@@ -30,7 +30,8 @@ def has_begun(run: Path) -> bool:
 
 def test_a_signal_to_one_of_two_ranks_stops_both_at_the_same_step_and_one_rank_can_resume(shapes, tmp_path):
     # A second group, of gloo, cannot be made where a node's name resolves to loopback.
-    program = "import sys, torch.distributed, train; torch.distributed.new_group = None; sys.argv[0] = 'train.py'; train.main()"
+    program = ("import sys, torch.distributed, train; torch.distributed.new_group = None; sys.argv[0] = 'train.py'; "
+               "train.main()")
     process = forked.Command("-c", program, *command(tmp_path, shapes, *LONG)[1:], ranks=2)
     wait_until(lambda: has_begun(tmp_path), process)
     os.kill(process.processes[1].pid, signal.SIGTERM)
@@ -264,7 +265,8 @@ def test_a_port_in_use_is_named_with_the_setting_to_change(monkeypatch):
         ended = forked.run("-c",
                            "import sys, sample; sys.argv = ['sample.py', 'checkpoint=x', 'cpu=true']; sample.main()",
                            **first)
-    assert ended.returncode == 1 and "is in use, perhaps by another run: set another MASTER_PORT" in ended.stderr, ended.stderr
+    assert ended.returncode == 1
+    assert "is in use, perhaps by another run: set another MASTER_PORT" in ended.stderr, ended.stderr
     assert "Traceback" not in ended.stderr
 
 

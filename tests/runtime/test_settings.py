@@ -284,7 +284,8 @@ def test_help_has_the_groups_of_the_command_alone_and_the_comments_of_its_settin
     ("fid", "Give one of checkpoint=, images="),
     ("prepare_latents", "source= is missing: as in python scripts/prepare_latents.py source=shapes out=data/shapes16"),
     ("import_latents", "source= is missing: as in python scripts/import_latents.py source="), ("report", "runs="),
-    ("export", "checkpoint= is missing: as in python scripts/export.py checkpoint=runs/<name> to=diffusers out=<folder>"),
+    ("export", "checkpoint= is missing: as in python scripts/export.py checkpoint=runs/<name> to=diffusers "
+               "out=<folder>"),
     ("merge_lora", "checkpoint= is missing: as in python scripts/merge_lora.py checkpoint=runs/<name>"),
     ("benchmark_official", "path=null: give a checkout of github.com/CompVis/tread"),
 ])  # fmt: skip

@@ -172,7 +172,8 @@ def test_losses_and_norms_are_ddps_and_so_is_the_checkpoint(routed):
         assert (value.shape, value.dtype) == (fsdp[key].shape, fsdp[key].dtype), key
         difference = (value - fsdp[key]).abs()
         if ".qkv.bias" in key and value.ndim:
-            difference.chunk(3)[1].zero_()  # keys' biases have no gradient but rounding, which Adam makes as large as others'
+            # Keys' biases have no gradient but rounding, which Adam makes as large as others'.
+            difference.chunk(3)[1].zero_()
         assert difference.max() <= 1e-6, key
 
 
@@ -188,8 +189,8 @@ def test_ranks_divide_each_batch_and_sample_from_their_own_seeds(shapes, tmp_pat
 
 
 def test_grids_and_scores_of_the_sharded_average_are_ddps(routed):
-    grids = [torch.tensor(list(Image.open(routed / how / f"samples/step-{STEPS:08d}.png").convert("L").getdata())).float()
-             for how in ("none", "fsdp")]
+    pictures = [Image.open(routed / how / f"samples/step-{STEPS:08d}.png") for how in ("none", "fsdp")]
+    grids = [torch.tensor(list(picture.convert("L").getdata())).float() for picture in pictures]
     assert (grids[0] - grids[1]).abs().max() <= 1 and grids[0].std() > 0
     scores = [[json.loads(line) for line in (routed / how / "results.jsonl").read_text().splitlines()]
               for how in ("none", "fsdp")]
@@ -260,7 +261,8 @@ def test_muon_steps_the_same_by_sharded_or_full_matrices_and_resumes_bit_for_bit
 
     all_well(on_ranks(2, on("none", "none", 6), on("whole", "fsdp", 6), on("parts", "fsdp", 3), on("parts", "fsdp", 6)))
     ddp, whole, parts = (tmp_path / name for name in ("none", "whole", "parts"))
-    assert (losses(ddp) - losses(whole)).abs().max() < 1e-3, "more than what bfloat16 rounds of Newton's and Schulz's products"
+    most = 1e-3     # what bfloat16 rounds of Newton's and Schulz's products
+    assert (losses(ddp) - losses(whole)).abs().max() < most
     assert_same_end(parts, whole)
 
 
@@ -282,7 +284,8 @@ def spoil(rank: int) -> None:
     write, to_latent, taken = checkpoints.HashedFile.write, train.to_latent, []
 
     def fail(file, data):
-        if "step-00000002" in file.file.name and "model.safetensors" in file.file.name and file.size:  # after the header
+        name = file.file.name
+        if "step-00000002" in name and "model.safetensors" in name and file.size:  # after the header
             raise OSError(28, "No space left on device")
         write(file, data)
 

@@ -87,7 +87,8 @@ def test_text_in_a_list_is_what_was_typed_or_an_error_says_that_it_needs_quotes(
     assert cfg.classes == ["yes", "007", 7, "8", "1e3", "größe, klein"] and cfg.checkpoint is None and cfg.seeds == 7
     with pytest.raises(ValueError, match=r"^samples.classes.0=1000.0: .* Text needs quotes\.$"):
         train_settings("samples.classes=[1e3,a]")
-    assert train_settings("samples.classes=[größe, klein (1),1e3, 7]").samples.classes == ["größe", "klein (1)", "1e3", 7]
+    assert train_settings("samples.classes=[größe, klein (1),1e3, "
+                          "7]").samples.classes == ["größe", "klein (1)", "1e3", 7]
     with pytest.raises(ValueError, match=r"^samples.classes=\[größe,'b'\] cannot be read: .*'größe'"):
         train_settings("samples.classes=[größe,'b']")
 

@@ -284,7 +284,8 @@ def test_more_ancestral_steps_than_there_are_noise_levels_are_refused(tmp_path):
     write_run(tmp_path, NETWORK | {"learn_sigma": True}, 1, {"name": "ddpm"})
     given = ["cpu=true", f"checkpoint={tmp_path}", "seeds=0", "sampler.solver=ancestral", f"out={tmp_path}/x.npz"]
     with pytest.raises(SystemExit,
-                       match="num_steps=1001: sampler.solver=ancestral visits some of 1000 noise levels.*set num_steps=1000 or fewer"):
+                       match="num_steps=1001: sampler.solver=ancestral visits some of 1000 noise levels.*set "
+                             "num_steps=1000 or fewer"):
         run_command(main, "sample.py", *given, "num_steps=1001")
 
 

@@ -170,7 +170,8 @@ def test_inception_weights_that_would_run_code_are_refused(tmp_path):
     torch.save({"fc.weight": RunsCode()}, tmp_path / "weights.pth")
     before = random.getstate()
     with pytest.raises(ValueError,
-                       match="weights alone: it holds pickled Python objects .random.Random.seed|weights alone: it holds pickled"):
+                       match="weights alone: it holds pickled Python objects .random.Random.seed|weights alone: it "
+                             "holds pickled"):
         load_extractor("inception", tmp_path / "weights.pth")
     assert random.getstate() == before
 

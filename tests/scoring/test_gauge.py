@@ -162,7 +162,8 @@ def test_lightningdits_points_of_time_are_ours():
 
 # ---- a run of ours, as its experiment's published scores were drawn -------------------------------------------------
 
-THEIRS = ("published={where: Somebody, scores: {fd_pixels: 12.25}, diffusion: rf, step: 2, num_samples: 6, num_steps: 3, "
+THEIRS = ("published={where: Somebody, scores: {fd_pixels: 12.25}, diffusion: rf, step: 2, num_samples: 6, num_steps: "
+          "3, "
           "sampler: {solver: euler_maruyama}}")
 
 
@@ -207,7 +208,8 @@ def test_a_row_sampled_differently_has_no_published_score_beside_it(flow, place,
                  *(["num_samples=6", "num_steps=3"] if "sampler" in otherwise[0] else []), *otherwise)
     said = capsys.readouterr().out
     assert row["published"] is None and "12.25" not in said
-    assert 'Somebody: not compared, as the images were sampled differently. Theirs: {"diffusion": "rf", "step": 2' in said
+    assert ('Somebody: not compared, as the images were sampled differently. Theirs: {"diffusion": "rf", "step": '
+            '2' in said)
     if otherwise == ["num_steps=4"]:  # what is given goes first, and the rest is as published
         assert (row["source"]["num_steps"], row["source"]["sampler"]["solver"], row["images"]) == (4, "euler_maruyama",
                                                                                                    6)

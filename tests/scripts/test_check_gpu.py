@@ -48,7 +48,8 @@ def test_a_rehearsal_on_a_cpu_passes_and_its_json_has_its_lines(machine, graphs,
 
 def test_two_ranks_step_like_one_as_replicas_and_sharded(tmp_path):
     ended = forked.run("-c",
-                       "from scripts import check_gpu as c; c.CHECKS = {name: c.CHECKS[name] for name in ('step, fp32, eager', 'FSDP', 'collectives')}; "
+                       "from scripts import check_gpu as c; c.CHECKS = {name: c.CHECKS[name] for name in ('step, "
+                       "fp32, eager', 'FSDP', 'collectives')}; "
                              "c.main()", "rehearsal=true", f"out={tmp_path}/gpu.json", ranks=2)
     assert ended.returncode == 0, ended.stderr
     assert [row["result"]
@@ -74,7 +75,8 @@ def test_steps_that_differ_from_the_cpus_fail_with_the_numbers(machine, monkeypa
                         **options: [each * 1.01 for each in check_gpu.train_step.plain(*given, **options)])
     check_gpu.train_step.plain = sys.modules["train"].train_step
     with pytest.raises(ValueError,
-                       match=r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most 0\.0001\)"):
+                       match=r"loss within 1\.0e-02 and gradient norm within 1\.0e-02 of the CPU's \(at most "
+                             r"0\.0001\)"):
         check_gpu.check_step(machine, "fp32", "eager")
 
 

@@ -77,7 +77,8 @@ for name, (folder, call) in json.loads(sys.argv[1]).items():
     x = torch.randn(6, pipe.transformer.config.in_channels, 8, 8, generator=torch.Generator().manual_seed(3))
     t = torch.tensor([-3.3, -1.0, 0.0, 0.25, 7.5, 999.0])
     with torch.no_grad():
-        found[f"{name} network"] = pipe.transformer(x, timestep=t, class_labels=torch.arange(6), return_dict=False)[0].numpy()
+        [of_network] = pipe.transformer(x, timestep=t, class_labels=torch.arange(6), return_dict=False)
+        found[f"{name} network"] = of_network.numpy()
     generator = [torch.Generator().manual_seed(seed) for seed in range(5)]
     found[f"{name} images"] = np.stack([np.asarray(image) for image in pipe([0, 1, 2, 3, 4], generator, **call).images])
 
@@ -85,9 +86,11 @@ for name, (folder, call) in json.loads(sys.argv[1]).items():
         return np.stack([np.asarray(image) for image in pipe(labels, generator, **call).images])
 
     seeded = lambda: torch.Generator().manual_seed(7)
-    found[f"{name} single"] = np.concatenate([draw(pipe, *given) for given in ((3, seeded()), (3, [seeded()]), (np.int64(3), seeded()), ([3], seeded()))])
+    found[f"{name} single"] = np.concatenate([draw(pipe, *given) for given in (
+        (3, seeded()), (3, [seeded()]), (np.int64(3), seeded()), ([3], seeded()))])
     noise = [torch.Generator().manual_seed(7)] * 2  # one after the other draws what one draw of both does
-    found[f"{name} one for two"] = np.concatenate([draw(pipe, [1, 2], seeded()), draw(pipe, torch.tensor([1, 2]), noise)])
+    found[f"{name} one for two"] = np.concatenate([
+        draw(pipe, [1, 2], seeded()), draw(pipe, torch.tensor([1, 2]), noise)])
     torch.manual_seed(7)
     unseeded = draw(pipe, [1, 2], None)
     found[f"{name} none"] = np.concatenate([unseeded, draw(pipe, [1, 2], None)])
@@ -104,7 +107,8 @@ for name, (folder, call) in json.loads(sys.argv[1]).items():
     found[f"{name} again"] = draw(again, [0, 1, 2, 3, 4], [torch.Generator().manual_seed(seed) for seed in range(5)])
     found[f"{name} latents"] = pipe(3, seeded(), output_type="latent", **call).images.numpy()
 pipe = DiffusionPipeline.from_pretrained("saved-edm", trust_remote_code=True)
-for name, form in {"shards": {"max_shard_size": "50KB"}, "variant": {"variant": "fp16"}, "both": {"variant": "fp16", "max_shard_size": "50KB"},
+for name, form in {"shards": {"max_shard_size": "50KB"}, "variant": {"variant": "fp16"},
+                   "both": {"variant": "fp16", "max_shard_size": "50KB"},
                    "pickles": {"safe_serialization": False}}.items():
     pipe.save_pretrained(f"saved-{name}", **form)
 half = DiffusionPipeline.from_pretrained("saved-edm", trust_remote_code=True, torch_dtype=torch.float16)
@@ -112,10 +116,12 @@ half.save_pretrained("saved-half")
 call = json.loads(sys.argv[1])["edm"][1]
 found["half latents"] = half(3, torch.Generator().manual_seed(7), output_type="latent", **call).images.float().numpy()
 pipe.save_pretrained(json.loads(sys.argv[1])["edm"][0])  # over the first export
-pipes = {name: DiffusionPipeline.from_pretrained(f"saved-{name}", trust_remote_code=True) for name in ("edm", "rf", "pixels")}
+pipes = {name: DiffusionPipeline.from_pretrained(f"saved-{name}", trust_remote_code=True)
+         for name in ("edm", "rf", "pixels")}
 for i, (name, call) in enumerate(json.loads(sys.argv[3])):
     try:
-        pipes[name](call.pop("class_labels", 0), seeded(), **call) if "generator" not in call else pipes[name](0, **call)
+        given = (0,) if "generator" in call else (call.pop("class_labels", 0), seeded())
+        pipes[name](*given, **call)
         found[f"refused {i}"] = "nothing"
     except ValueError as error:
         found[f"refused {i}"] = str(error)
@@ -374,7 +380,8 @@ def test_the_pt_holds_tensors_under_the_names_of_facebookresearch(tmp_path, caps
                          [({"scale": 2.0, "shift": 0.1}, True), ({"scale": 0.5, "shift": 0.0}, False), (None, False)])
 def test_the_pt_says_that_a_convention_of_the_latents_is_lost(convention, is_lost, vae, tmp_path, capsys):
     exported(save_run(tmp_path / "run", {"name": "edm"}, vae, convention), "dit", tmp_path / "x.pt")
-    assert ("cannot be given the convention of its latents (scale=2.0, shift=0.1)" in capsys.readouterr().out) == is_lost
+    assert ("cannot be given the convention of its latents (scale=2.0, "
+            "shift=0.1)" in capsys.readouterr().out) == is_lost
 
 
 def test_the_pt_says_that_a_null_label_was_never_trained(tmp_path, capsys):
@@ -529,7 +536,8 @@ def call(*_):
         state["left"] -= 1
         if state["left"] == 0:
             os._exit(9)
-sys.addaudithook(lambda event, _: call() if event in ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir") else None)
+CHANGES = ("open", "os.rename", "os.remove", "os.rmdir", "os.mkdir")
+sys.addaudithook(lambda event, _: call() if event in CHANGES else None)
 ended, at = None, 0
 while ended != 0:
     at += 1

@@ -360,7 +360,8 @@ def test_two_ranks_write_what_one_writes(pets, vae_folder, pooled, tmp_path):
     two = run(*overrides, f"out={tmp_path / 'two'}", ranks=2)
     assert one.returncode == 0 and two.returncode == 0, one.stderr + two.stderr
     assert "images/s" not in two.stderr  # progress bars are for terminals
-    fits = "accelerate launch train.py experiment=small" if torch.cuda.is_available() else "python train.py experiment=small_cpu"
+    fits = ("accelerate launch train.py experiment=small" if torch.cuda.is_available() else "python train.py "
+                                                                                            "experiment=small_cpu")
     assert two.stdout.count(f"next: {fits} data.path=") == 1
     assert same_folder(tmp_path / "one", tmp_path / "two")
 

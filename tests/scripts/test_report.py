@@ -37,7 +37,8 @@ def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
                [{"step": step, "images": 6 * step, "loss": 1 / step + shift, "elapsed_s": 1800 * step}
                 for step in (2, 4, 6)])
     write_rows(folder / "results.jsonl", [row_at(0, 80 + shift), row_at(4, 76 + shift)])
-    (folder / "config.yaml").write_text(f"# {folder.name}: DiT-S/4\nname: {folder.name}\nsamples: {{seeds: 0-9}}\n{config}\n")
+    (folder / "config.yaml").write_text(f"# {folder.name}: DiT-S/4\nname: {folder.name}\nsamples: "
+                                        f"{{seeds: 0-9}}\n{config}\n")
     (folder / "samples").mkdir()
     for step in grids:
         Image.new("RGB", (60, 40), (step * 20, int(99 * shift), 0)).save(folder / f"samples/step-{step:08d}.png")
@@ -203,7 +204,8 @@ const query = (selector, root = document) => [...root.querySelectorAll("*")].fla
   ...(element.matches(selector) ? [element] : []), ...(element.shadowRoot ? query(selector, element.shadowRoot) : [])])
 const visible = selector => query(selector).filter(element => element.checkVisibility({visibilityProperty: true}))
 return """
-GRIDS = "visible('img').filter(image => image.naturalWidth == 60).map(image => image.parentElement.parentElement.innerText.trim())"
+GRIDS = ("visible('img').filter(image => image.naturalWidth == 60).map(image => "
+         "image.parentElement.parentElement.innerText.trim())")
 
 
 @pytest.fixture(scope="module")
@@ -248,11 +250,13 @@ def browser(tmp_path_factory):
 def test_the_first_tab_shows_grids_loss_and_scores_in_the_dark_too_and_nothing_is_fetched(browser):
     browser.visit(browser.folder / "index.html")
     browser.wait(GRIDS, ["dense, step 4", f"{HOSTILE}, step 6"])  # the newest; a name from outside is a text
-    browser.wait("models('Figure').slice(0, 2).map(plot => [plot.title.text, plot.renderers.map(drawn => [...drawn.data_source.data.step])])",
+    browser.wait("models('Figure').slice(0, 2).map(plot => [plot.title.text, plot.renderers.map(drawn => "
+                 "[...drawn.data_source.data.step])])",
                  [["loss", [[2, 4, 6]] * 4],
                   ["fd_pixels on pixels features, 4 images", [[0, 4]] * 4]])  # lines and points
     browser.wait("performance.getEntriesByType('resource').filter(entry => !entry.name.startsWith('file:'))", [])
-    x, y = browser.js("(box => [Math.round(box.x) + 30, Math.round(box.y) + 20])(query('img')[0].getBoundingClientRect())")
+    x, y = browser.js("(box => [Math.round(box.x) + 30, Math.round(box.y) + "
+                      "20])(query('img')[0].getBoundingClientRect())")
     shot = Image.open(io.BytesIO(browser.get_screenshot_as_png()))
     assert shot.getpixel((x, y))[:3] == (80, 0, 0) and shot.getpixel((2, 300))[:3] == (0, 0,
             0)  # a picture has its own colours

@@ -111,7 +111,10 @@ def test_a_job_that_is_stopped_and_saves_goes_back_into_the_queue_and_no_other(s
     output = job.communicate(timeout=PATIENCE)[0]
     assert job.returncode == code and printed in output, output
     requeued = tmp_path / "requeued"
-    assert (requeued.read_text() == f"{slurm.job}\n") if words[0] == "wait" and "unsaved" not in words else not requeued.exists()
+    if words[0] == "wait" and "unsaved" not in words:
+        assert requeued.read_text() == f"{slurm.job}\n"
+    else:
+        assert not requeued.exists()
 
 
 def test_ranks_of_two_nodes_know_their_local_rank(slurm, tmp_path):

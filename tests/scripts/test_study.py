@@ -123,7 +123,8 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
     (tmp_path / "study/study.json").unlink()
     for tasks in (["report"], ["train"]):  # nor trained on
         with pytest.raises(ValueError,
-                           match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 in"):
+                           match="dit-seed0 holds another dit, seed 0: optimizer.lr=0.0.* there, optimizer.lr=0.001 "
+                                 "in"):
             study.main.__wrapped__(foreign.model_copy(update={"tasks": tasks}))
 
     # Nor is a score that somebody made of one of its runs.
@@ -392,7 +393,8 @@ def test_a_seed_that_ends_early_makes_no_crossing():
 
 
 def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
-    asked = study.settings_of(["model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: 8}]"])["model.routes"]
+    asked = study.settings_of(["model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: "
+                               "8}]"])["model.routes"]
     route = RouteSettings(start_layer_idx=2, end_layer_idx=8, selection_ratio=0.25)
     assert study.leaf({"model": {"routes": [route.model_dump()]}}, "model.routes") == asked
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked

@@ -129,7 +129,8 @@ def test_muon_undoes_a_step_by_copies_of_one_matrix_at_a_time():
         fill_gradients(net, 1)
         with Copies() as copies:
             step_unless(torch.tensor(skipped), optimizer)
-        assert 0 < copies.most <= 4 * max(matrices) < sum(matrices)  # with its momentum, and until the next one's are made
+        # With its momentum, and until the next one's are made.
+        assert 0 < copies.most <= 4 * max(matrices) < sum(matrices)
 
 
 def test_muon_under_a_gradient_scaler_skips_without_reading_the_flag(monkeypatch):

@@ -179,7 +179,8 @@ def test_vavae_encodes_and_decodes_as_the_published_code_does(vavae, tmp_path):
 def test_f16d32_has_the_keys_and_shapes_of_the_published_network():
     from diffusers import AutoencoderKL
 
-    down, up = ["DownEncoderBlock2D"] * 4 + ["AttnDownEncoderBlock2D"], ["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * 4
+    down = ["DownEncoderBlock2D"] * 4 + ["AttnDownEncoderBlock2D"]
+    up = ["AttnUpDecoderBlock2D"] + ["UpDecoderBlock2D"] * 4
     with torch.device("meta"):
         vae = AutoencoderKL(block_out_channels=(128, 128, 256, 256, 512), layers_per_block=2, latent_channels=32,
                             down_block_types=down, up_block_types=up)
@@ -470,7 +471,8 @@ def test_grids_in_training_are_decoded_by_a_custom_decoder(folder, own, tmp_path
 
 def test_no_images_of_none_are_scored_in_training(folder, tmp_path, fresh_accelerator):
     with pytest.raises(SystemExit,
-                       match="autoencoder=none: these latents cannot be decoded.* Or set samples.every=0 evaluate.every=0"):
+                       match="autoencoder=none: these latents cannot be decoded.* Or set samples.every=0 "
+                             "evaluate.every=0"):
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: these latents cannot be decoded"):
         image_sets.open_images(one_rank(), "images", str(folder))

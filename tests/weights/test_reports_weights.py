@@ -1,8 +1,8 @@
 """Situations from public reports, weights and exports: the source, the situation, what comes out.
 
 Tested elsewhere: pointers of Git LFS (microsoft/OmniParser#34, huggingface/transformers#27923) and parts of ZeRO-3
-(huggingface/transformers#20082) in test_weights_in.py; pipelines saved again (huggingface/optimum-intel#961) and the head
-of a model card (huggingface/huggingface_hub#1934) in test_export.py.
+(huggingface/transformers#20082) in test_weights_in.py; pipelines saved again (huggingface/optimum-intel#961) and the
+head of a model card (huggingface/huggingface_hub#1934) in test_export.py.
 """
 
 import argparse

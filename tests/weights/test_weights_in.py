@@ -437,7 +437,8 @@ def test_parts_of_fsdp_are_named_with_the_tool_that_joins_them_and_its_file_is_r
     checkpoint_of_ranks.save({"model": raw, "ema": ema}, checkpoint_id=folder, no_dist=True)
     for given in (tmp_path / "save", folder, folder / "__0_0.distcp"):
         with pytest.raises(ValueError,
-                           match="as FSDP saves it. Join its parts: python -m .*format_utils dcp_to_torch .*fsdp_0 weights.pt"):
+                           match="as FSDP saves it. Join its parts: python -m .*format_utils dcp_to_torch .*fsdp_0 "
+                                 "weights.pt"):
             load_trained(given, diffusion="dit", num_heads=4)
     dcp_to_torch_save(folder, tmp_path / "weights.pt")
     assert_loaded(tmp_path / "weights.pt", ema, "under ema")
@@ -575,7 +576,8 @@ def test_diffusers_own_dit_is_read_with_and_without_its_pipeline(tmp_path):
 def test_a_pipeline_that_predicts_something_else_or_has_many_embedders_is_not_read_as_dit(tmp_path):
     _, raw = two()
     write_pipeline(tmp_path, raw)
-    (tmp_path / "scheduler/scheduler_config.json").write_text('{"num_train_timesteps": 1000, "prediction_type": "v_prediction"}')
+    (tmp_path / "scheduler/scheduler_config.json").write_text('{"num_train_timesteps": 1000, "prediction_type": '
+                                                              '"v_prediction"}')
     with pytest.raises(ValueError, match="carries no record"):
         load_trained(tmp_path)
     theirs = {key: value.clone() for key, value in to_diffusers(raw, 3).items()}
