@@ -442,12 +442,26 @@ def test_settings_of_scores_without_scores_are_refused_unless_they_are_turned_of
     assert train_here(tmp_path / "run", shapes, "evaluate.num_samples=9", "evaluate.every=0", "steps=1").returncode == 0
 
 
-def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
+def bare_run(folder):
+    """A run of which only the reports are looked at."""
     accelerator, nothing = Accelerator(cpu=True), dict.fromkeys(("latents", "decode", "grid", "evaluator", "record",
                                                                  "model", "averages"))
-    run = Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, tmp_path, **nothing,
-              objective=SimpleNamespace(terms=()),
-              optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
+    return Run(SimpleNamespace(batch_size=4, steps=9, max_skipped_in_row=9), accelerator, folder, **nothing,
+               objective=SimpleNamespace(terms=()),
+               optimizer=torch.optim.SGD([torch.zeros(1)]), sums=Sums(accelerator.device))
+
+
+def test_a_loss_of_more_than_twice_the_lowest_is_named_in_its_line(tmp_path, capsys, fresh_accelerator):
+    run = bare_run(tmp_path)
+    for loss, told in ((0.9, ""), (0.2, ""), (0.39, ""), (0.86, "4.3 times the lowest loss"), (0.3, "")):
+        run.sums.add(torch.tensor(loss), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
+        report(run, 1, time.perf_counter())
+        said = capsys.readouterr()
+        assert told in said.out and ("times the lowest" in said.out) == bool(told)
+
+
+def test_the_time_of_a_step_has_no_pauses_and_all_that_a_gpu_is_waited_for(tmp_path, monkeypatch, fresh_accelerator):
+    run = bare_run(tmp_path)
     run.sums.add(torch.tensor(0.2), torch.tensor(1.0), torch.tensor(False), torch.zeros(0))
     sums = run.sums.over_ranks  # which waits for the steps that a GPU is still at: they are training's, too
     clock = [0.0]
