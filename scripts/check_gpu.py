@@ -224,7 +224,7 @@ def check_step(machine: Machine, precision: str, mode: str) -> str:
 def check_random(machine: Machine) -> str:
     """Steps with random numbers of their own, plain and in CUDA graphs, at a change of the routes, too."""
     require(machine.device.type == "cuda", "CUDA graphs need a GPU")
-    found = [plain_losses(machine, how) for how in (False, "reduce-overhead")]
+    found = [six_losses(machine, how) for how in (False, "reduce-overhead")]
     apart = max(abs(ours / theirs - 1) for theirs, ours in zip(*found, strict=True))
     message = f"losses within {apart:.1e} of plain ones (at most {TOLERANCES['fp32']:g})"
     if not apart <= TOLERANCES["fp32"]:
@@ -232,7 +232,7 @@ def check_random(machine: Machine) -> str:
     return message
 
 
-def plain_losses(machine: Machine, how: bool | str) -> list[float]:
+def six_losses(machine: Machine, how: bool | str) -> list[float]:
     """Returns the losses of six steps of two parts; the route ends at the fourth."""
     torch._dynamo.reset()
     accelerator, device, network = machine.accelerator("fp32", 2), machine.device, machine.network

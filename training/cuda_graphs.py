@@ -1,6 +1,6 @@
 """CUDA graphs of a training step's forward and backward pass, each of which the host starts by one call.
 
-Without them the host starts thousands of kernels in a step, which takes longer than a GPU needs for small networks or
+Without them the host starts hundreds of kernels in a step, which takes longer than a GPU needs for small networks or
 few images. torch.compile would record a graph for each block and direction, and those take the host half as long.
 """
 
@@ -30,7 +30,7 @@ class Recorded(nn.Module):
         super().__init__()
         self.objective, self.copies = objective, copies
         self.passes: dict[tuple, Passes] = {}
-        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # memory that phases share
+        self.stream, self.pool = torch.cuda.Stream(), torch.cuda.graph_pool_handle()  # phases share activations
 
     def forward(self, x: Tensor, y: Tensor, **arrays: Tensor) -> tuple[Tensor, dict[str, Tensor]]:
         key = self.objective.phase, *arrays
