@@ -64,9 +64,8 @@ class Convention:
     @classmethod
     def of_config(cls, config: dict) -> "Convention":
         """Reads the config of one of diffusers' autoencoders."""
-        keys = {"scale": "scaling_factor", "shift": "shift_factor"}
-        return cls.read({key: config.get(keys.get(key, key))
-                         for key in ("scale", "shift", "latents_mean", "latents_std")})
+        return cls.read({"scale": config.get("scaling_factor"), "shift": config.get("shift_factor"),
+                         "latents_mean": config.get("latents_mean"), "latents_std": config.get("latents_std")})
 
     def record(self) -> dict:
         """Returns plain values for metadata.json and meta.json, without most defaults."""

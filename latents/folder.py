@@ -391,6 +391,25 @@ def _open_tars(path: Path, tars: list[Path], kind: str | None, scale: float | No
 # ---- what looks wrong -----------------------------------------------------------------------------------------------
 
 
+def check_kind(stored: np.ndarray, kind: str, where: str, log_scale: float | None, remedy: str) -> None:
+    """Raises ValueError where the second half of the channels of `stored` (n, C, h, w) is not what `kind` has there.
+
+    `log_scale` is the scale of moments that were made from log-variances, and None for others.
+    """
+    second = stored[:, stored.shape[1] // 2 :]
+    half = f"{where}: the second half of the channels"
+    if kind == "sample":
+        if stored.shape[1] % 2 == 0 and second.max() < 0:
+            raise ValueError(f"{half} is always negative, so these look like [mean, log-variance], not samples: "
+                             f"{remedy}")
+    elif second.min() < 0:
+        raise ValueError(f"{half} reaches {second.min():.3g}, but a standard deviation is never negative, so these "
+                         f"look like [mean, logvar]: {remedy}")
+    elif log_scale is not None and second.min() >= 0.99 * log_scale:  # e^0, but for float16
+        raise ValueError(f"{half} is never below 0, so it looks like standard deviations, but log-variances are "
+                         "expected here: write 2 * log(std) instead.")
+
+
 def _check_values(latents: Latents) -> None:
     """Raises ValueError where a few hundred latents are not finite or do not look scaled for the network."""
     indices, mirror = latents.probe()
@@ -404,18 +423,10 @@ def _check_values(latents: Latents) -> None:
     if not (0 <= masks.min() and 0 < masks.max() <= 1):  # nor NaN
         raise ValueError(f"{where}: masks range from {masks.min():.4g} to {masks.max():.4g}, but weights of the loss "
                          f"must lie in 0..1 and not all be 0: store mask / 255 as float16, or 0 and 1 as uint8.")
-    channels = stored.shape[1]
-    if latents.kind == "sample" and channels % 2 == 0 and stored[:, channels // 2 :].max() < 0:
-        raise ValueError(f"{where}: the second half of the channels is always negative, so these look like "
-                         f"[mean, log-variance], not samples: set data.kind=moments for tars; a latent folder needs "
-                         f"[mean, exp(logvar / 2)] * scale and \"kind\": \"moments\".")
+    check_kind(stored, latents.kind, where, latents.applied and latents.applied.scale,
+               'set data.kind=moments for tars; a latent folder needs [mean, exp(logvar / 2)] * scale and "kind": '
+               '"moments".')
     mean, std = np.split(stored, 2, axis=1) if latents.kind == "moments" else (stored, np.zeros(1))
-    if std.min() < 0:
-        raise ValueError(f"{where}: the second half of the channels reaches {std.min():.3g}, but a standard deviation "
-                         "is never negative. These look like [mean, logvar]: store [mean, exp(logvar / 2)] * scale.")
-    if latents.applied and latents.kind == "moments" and std.min() >= 0.99 * latents.applied.scale:  # e^0
-        raise ValueError(f"{where}: the second half of the channels is never below 0, so it looks like standard "
-                         "deviations, but tars hold log-variances: write 2 * log(std) instead.")
     if latents.autoencoder == "identity":
         low, high = mean.min(), mean.max()
         seen = f"{where}: pixels run from {low:.4g} to {high:.4g}, but lie in -1..1: store image / 127.5 - 1."

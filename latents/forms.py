@@ -10,9 +10,8 @@ import posixpath
 import re
 import warnings
 import zipfile
-import zlib
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field, replace
 from functools import partial
 from io import BytesIO
@@ -22,45 +21,38 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.listing import find_gap, find_tars, open_zip, tar_members
+from latents.listing import TARS, Listing, UnreadableImage, find_tars, list_folder, list_zip, open_zip, tar_members
 from latents.tars import map_tars, refuse_two_splits
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import as_argument, first_line
-from weights.autoencoders import own_convention, read_statistics
+from weights.autoencoders import STATISTICS, own_convention, read_statistics
 
 # ---- forms ----------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)
 class Form:
-    """What the values of a set of latents are, and what makes the network's of them, by the code that wrote them.
-
-    latent = (z - latents_mean) / latents_std * scale, a channel at a time, where z is the autoencoder's own.
-    """
+    """What the values of a set of latents are, and how they become the network's, by the code that wrote them."""
 
     whose: str
-    kind: str                                   # one of data.KINDS, as it will be stored
+    kind: str                                   # one of latents.folder.KINDS, as it will be stored
     autoencoder: str                            # as autoencoder.py knows it; none: it knows none that decodes these
     decoder: str                                # what decodes them, for people
     downsample: int | None                      # pixels a latent's side; None: unknown
     channels: int | None = None                 # on disk; None: any number
-    scale: float = SD_VAE_SCALE
-    shift: float = 0.0                          # of values that are scaled already; else none is applied
+    convention: Convention = Convention(SD_VAE_SCALE)
     scaled: bool = False                        # the values are the network's already
     log_variance: bool = False                  # the second half of the channels; else it is the standard deviation
-    latents_mean: tuple[float, ...] | None = None
-    latents_std: tuple[float, ...] | None = None
-    pixels: tuple[int, int] = (-1, 1)           # the autoencoder's range of pixels
 
 
+EDM2 = Convention(0.5, latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28), pixels=(0, 1))
 FORMS = {
     "maskdit": Form("MaskDiT's lmdb", "moments", "sd_vae_ema", "Stable Diffusion's VAE", 8, 8, log_variance=True),
     "tread": Form("CompVis TREAD's tars", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, scaled=True),
-    "lightningdit": Form("LightningDiT's safetensors", "sample", "none", "LightningDiT's VA-VAE", 16, scale=1.0),
+    "lightningdit": Form("LightningDiT's safetensors", "sample", "none", "LightningDiT's VA-VAE", 16),
     "repa": Form("REPA's vae-sd", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8),
-    "edm2": Form("EDM2's zip", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8, scale=0.5, pixels=(0, 1),
-                 latents_mean=(5.81, 3.25, 0.12, -2.15), latents_std=(4.17, 4.62, 3.71, 3.28)),
-    "srdit": Form("SR-DiT's vae-in", "sample", "none", "REPA-E/e2e-invae", 16, 32, scale=0.3099),
+    "edm2": Form("EDM2's zip", "moments", "sd_vae_mse", "stabilityai/sd-vae-ft-mse", 8, 8, EDM2),
+    "srdit": Form("SR-DiT's vae-in", "sample", "none", "REPA-E/e2e-invae", 16, 32, Convention(0.3099)),
     "fastdit": Form("fast-DiT's pairs of .npy", "sample", "sd_vae_ema", "stabilityai/sd-vae-ft-ema", 8, 4, scaled=True),
 }
 
@@ -68,70 +60,75 @@ FORMS = {
 def convert(form: Form, values: torch.Tensor) -> torch.Tensor:
     """Maps what is on disk (n, C or 2C, h, w) to what a latent folder stores, float16, in the order of the source's
     own arithmetic in float32."""
-    values = values.float()
+    values, convention = values.float(), form.convention
     if form.scaled:
         return values.half()
     if form.log_variance:
-        return Convention(form.scale).moments(values).half()
-    if form.latents_mean is None:
-        return (values * form.scale).half()  # mean and std alike
-    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (form.latents_mean, form.latents_std))
+        return convention.moments(values).half()
     if form.kind == "sample":
-        return ((values - mean) / std * form.scale).half()
-    scale = form.scale / std
+        return convention.latent(values).half()
+    if convention.latents_mean is None:
+        return (values * convention.scale).half()  # mean and std alike
+    mean, std = (torch.tensor(numbers).view(-1, 1, 1) for numbers in (convention.latents_mean, convention.latents_std))
+    scale = convention.scale / std
     return torch.cat([values[:, : len(mean)] * scale - mean * scale, values[:, len(mean) :] * scale], dim=1).half()
 
 
 @dataclass
 class Stored:
-    """A set of latents on disk; `read` gives rows start to end as they are stored, (n, *shape)."""
+    """A set of latents on disk; each of `sides` reads rows start to end as they are stored, (n, *shape)."""
 
-    labels: np.ndarray                                              # (count,) int64
+    labels: np.ndarray                          # (count,) int64
     shape: tuple[int, int, int]
-    read: Callable[[int, int], np.ndarray | torch.Tensor]
-    read_mirrored: Callable[[int, int], np.ndarray | torch.Tensor] | None = None  # of the images flipped
-    form: dict = field(default_factory=dict)                        # what the files say beyond the Form
+    sides: dict[str, Callable[[int, int], np.ndarray | torch.Tensor]]   # latents, and mirrored if there are copies
+    form: dict = field(default_factory=dict)    # what the files say beyond the Form
 
-    @property
-    def sides(self) -> dict[str, Callable]:
-        mirrored = {} if self.read_mirrored is None else {"mirrored": self.read_mirrored}
-        return {"latents": self.read} | mirrored
+
+def warn_of_gap(names: Iterable[str], where: Path) -> None:
+    """Warns where consecutive numbers in names leave some out, as after a download or extraction that was stopped."""
+    runs: dict[tuple[str, str], dict[int, int]] = {}  # by what surrounds the number: how it is padded
+    for name in names:
+        if found := re.fullmatch(r"(.*?)(\d+)(\D*)", name):
+            runs.setdefault((found[1], found[3]), {})[int(found[2])] = len(found[2])
+    for (before, after), numbers in runs.items():
+        missing = max(numbers) - min(numbers) + 1 - len(numbers)
+        if 0 < missing <= len(numbers):  # else these are no consecutive numbers
+            first = next(i for i in range(min(numbers), max(numbers)) if i not in numbers)
+            warnings.warn(f"{where} lacks {before}{first:0{numbers[min(numbers)]}}{after} ({missing} of "
+                          f"{missing + len(numbers)} are missing): compare the number of latents below with that of "
+                          f"the images.", stacklevel=3)
+            return
 
 
 # ---- arrays that are files of their own -----------------------------------------------------------------------------
 
 
-def npy_names(folder: Path) -> list[str]:
-    """Lists the .npy files below a folder, as paths from there."""
-    return sorted(os.path.relpath(os.path.join(parent, name), folder)
-                  for parent, _, names in os.walk(folder, followlinks=True) for name in names if name.endswith(".npy"))
+def npy_files(listing: Listing) -> dict[str, int]:
+    """Returns the numbers of the .npy files in a listing, by their names."""
+    return {name: i for i, name in enumerate(listing.names) if name.endswith(".npy")}
 
 
-def array_reader(
-    names: list[str], content: Callable[[str], bytes], where: Path,
-) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
-    """Returns the shape that the arrays of all .npy files have, and what reads rows start to end of them."""
-    def load(name: str) -> np.ndarray:
-        stored = b""
+def array_reader(listing: Listing, files: list[int]) -> tuple[tuple[int, ...], Callable[[int, int], np.ndarray]]:
+    """Returns the shape that the arrays of all .npy files have, and a function that reads rows start to end of them."""
+    def load(file: int) -> np.ndarray:
         try:
-            stored = content(name)
+            stored = listing.read(file)
+            if is_pointer(stored):
+                raise ValueError("a pointer of Git LFS: run git lfs pull")
             array = np.lib.format.read_array(BytesIO(stored), allow_pickle=False)
             array = array[0] if array.ndim == 4 and len(array) == 1 else array  # some writers leave the batch axis
             if array.shape != (shape or array.shape):
-                raise ValueError(f"shape {array.shape}, but {names[0]} {shape}")
-        except (*NPY_ERRORS, zipfile.BadZipFile, zlib.error, RuntimeError) as error:
-            if is_pointer(stored):
-                raise ValueError(f"{where}/{name} is a pointer of Git LFS, and the file itself was not downloaded: run "
-                                 f"git lfs pull.") from None
-            raise ValueError(f"{where}/{name} is not a complete npy file of numbers like the others "
-                             f"({first_line(error)}): copy it again.") from error
-        return array
+                raise ValueError(f"shape {array.shape}, but {listing.names[files[0]]} {shape}")
+            return array
+        except (*NPY_ERRORS, UnreadableImage) as error:
+            raise ValueError(f"{listing.path}/{listing.names[file]} is not a complete npy file of numbers like the "
+                             f"others ({first_line(error)}): copy it again.") from error
 
     def read(start: int, end: int) -> np.ndarray:
-        return np.stack([load(name) for name in names[start:end]])
+        return np.stack([load(file) for file in files[start:end]])
 
     shape = None  # until the first array says it
-    shape = load(names[0]).shape
+    shape = load(files[0]).shape
     return shape, read
 
 
@@ -141,31 +138,24 @@ def open_listed(source: Path, name: str) -> Stored:
     `{"labels": null}` is one class. They lie at its top or in the folder `name`.
     """
     if source.is_dir():
-        where = source / name if (source / name).is_dir() else source
-        names = npy_names(where)
-
-        def content(file: str) -> bytes:
-            return (where / file).read_bytes()
+        listing = list_folder(source / name if (source / name).is_dir() else source)
     else:
-        archive, where = open_zip(source), source
-        inside = f"{name}/" if any(entry.startswith(f"{name}/") for entry in archive.namelist()) else ""
-        names = sorted(entry.removeprefix(inside) for entry in archive.namelist()
-                       if entry.startswith(inside) and entry.endswith(".npy"))
-
-        def content(file: str) -> bytes:
-            return archive.read(inside + file)
+        listing = list_zip(source)
+        listing = listing.below(name) if any(file.startswith(f"{name}/") for file in listing.names) else listing
+    where, files = listing.path / "dataset.json", npy_files(listing)
     try:
-        pairs = parse_json(content("dataset.json"))["labels"]
-        label_of = dict.fromkeys(names, 0) if pairs is None else {str(name): label for name, label in pairs}
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise ValueError(f'{where}/dataset.json does not hold {{"labels": [[file name, class], …]}} '
-                         f'({error}).') from error
-    if alone := sorted(label_of.keys() ^ set(names)):
-        raise ValueError(f"{where}/dataset.json labels {len(label_of)} files, but there are {len(names)}: {alone[0]!r} "
-                         f"is {'labelled but missing' if alone[0] in label_of else 'not labelled'}.")
-    if not names:
-        raise ValueError(f"{where} holds dataset.json, but no .npy files of latents: copy them again.")
-    return Stored(np.array([label_of[name] for name in names]), *array_reader(names, content, where))
+        pairs = parse_json(listing.read(listing.names.index("dataset.json")))["labels"]
+        label_of = dict.fromkeys(files, 0) if pairs is None else {str(file): label for file, label in pairs}
+    except (OSError, ValueError, KeyError, TypeError, UnreadableImage) as error:
+        raise ValueError(f'{where} does not hold {{"labels": [[file name, class], …]}} ({error}).') from error
+    if alone := sorted(label_of.keys() ^ files.keys()):
+        raise ValueError(f"{where} labels {len(label_of)} files, but there are {len(files)}: {alone[0]!r} is "
+                         f"{'labelled but missing' if alone[0] in label_of else 'not labelled'}.")
+    if not files:
+        raise ValueError(f"{listing.path} holds dataset.json, but no .npy files of latents: copy them again.")
+    order = sorted(files)
+    shape, read = array_reader(listing, [files[file] for file in order])
+    return Stored(np.array([label_of[file] for file in order]), shape, {"latents": read})
 
 
 def pair_folders(source: Path) -> list[tuple[str, str]]:
@@ -180,21 +170,18 @@ def open_pairs(source: Path) -> Stored:
     if len(folders) != 1:
         raise ValueError(f"source={source} must hold one folder <name>_features and its <name>_labels, not "
                          f"{', '.join(features for features, _ in folders) or 'none'}: name a folder with one pair.")
-    features, labels = folders[0]
-    latents, others = set(npy_names(source / features)), set(npy_names(source / labels))
-    alone = sorted(latents ^ others)
+    features, labels = (list_folder(source / folder) for folder in folders[0])
+    latents, others = npy_files(features), npy_files(labels)
+    alone = sorted(latents.keys() ^ others.keys())
     if alone or not latents:
-        raise ValueError(f"source={source} has {len(latents)} latents in {features} and {len(others)} labels in "
-                         f"{labels}" + (f"; {alone[0]} is only in one of the two folders." if alone else "."))
+        more = f"; {alone[0]} is only in one of the two folders." if alone else "."
+        raise ValueError(f"source={source} has {len(latents)} latents in {features.path.name} and {len(others)} labels "
+                         f"in {labels.path.name}{more}")
     order = sorted(latents, key=lambda name: ([int(number) for number in re.findall(r"\d+", name)], name))
-    warn_of_gap(order, source / features)
-    del latents, others
-
-    def reader(part: str) -> tuple[tuple[int, ...], Callable]:
-        return array_reader(order, lambda name: (source / part / name).read_bytes(), source / part)
-
-    (shape, read), (label_shape, read_labels) = reader(features), reader(labels)
-    batch = shape[0] if len(shape) == 4 else 1  # of the images of a file
+    warn_of_gap(order, features.path)
+    shape, read = array_reader(features, [latents[name] for name in order])
+    label_shape, read_labels = array_reader(labels, [others[name] for name in order])
+    batch = shape[0] if len(shape) == 4 else 1  # images in a file
     if math.prod(label_shape) != batch:
         raise ValueError(f"source={source}: {order[0]} holds latents {shape}, but labels {label_shape}: each latent "
                          f"needs one.")
@@ -205,14 +192,7 @@ def open_pairs(source: Path) -> Stored:
         return stored[start - first * batch : end - first * batch]
 
     chunks = [read_labels(start, start + 4096).reshape(-1) for start in range(0, len(order), 4096)]
-    return Stored(np.concatenate(chunks), shape[-3:], rows)
-
-
-def warn_of_gap(names: list[str], where: Path) -> None:
-    """Warns if the numbers of files leave some out, as after a download or extraction that did not finish."""
-    if gap := find_gap(names):
-        warnings.warn(f"{where} lacks {gap}: compare the number of latents below with that of the images.",
-                      stacklevel=3)
+    return Stored(np.concatenate(chunks), shape[-3:], {"latents": rows})
 
 
 # ---- MaskDiT's lmdb -------------------------------------------------------------------------------------------------
@@ -272,8 +252,9 @@ def open_lmdb(source: Path, mirrored: bool | None) -> Stored:
         return np.stack([row.reshape(8, side, side) for row in rows])
 
     if not copies:
-        return Stored(labels, (8, side, side), read)
-    return Stored(labels[:half], (8, side, side), read, lambda start, end: read(start + half, end + half))
+        return Stored(labels, (8, side, side), {"latents": read})
+    return Stored(labels[:half], (8, side, side),
+                  {"latents": read, "mirrored": lambda start, end: read(start + half, end + half)})
 
 
 # ---- LightningDiT's safetensors -------------------------------------------------------------------------------------
@@ -317,18 +298,16 @@ def open_safetensors(source: Path, latent_norm: bool) -> Stored:
             return torch.cat(rows)
         return read
 
-    shape = form[0]
-    says = {"scale": SD_VAE_SCALE, "autoencoder": "sd_vae_ema", "decoder": "Stable Diffusion's VAE", "downsample": 8}
+    says = {"autoencoder": "sd_vae_ema", "decoder": "Stable Diffusion's VAE", "downsample": 8}
     if latent_norm:
-        statistics = source / "latents_stats.pt"
+        statistics = source / STATISTICS
         if not statistics.is_file():
-            raise ValueError(f"source={source} has no latents_stats.pt, which LightningDiT's loader writes: set "
+            raise ValueError(f"source={source} has no {STATISTICS}, which LightningDiT's loader writes: set "
                              f"latent_norm=false for an SD-VAE's latents, which it does not normalise.")
-        convention = read_statistics(statistics)
-        convention.require(shape[0], str(statistics))
-        says = {"latents_mean": convention.latents_mean, "latents_std": convention.latents_std}
-    return Stored(np.concatenate(labels), shape, reader("latents"), reader("latents_flip") if len(form) > 1 else None,
-                  says)
+        says = {"convention": read_statistics(statistics)}
+        says["convention"].require(form[0][0], str(statistics))
+    sides = {"latents": reader("latents")} | ({"mirrored": reader("latents_flip")} if len(form) > 1 else {})
+    return Stored(np.concatenate(labels), form[0], sides, says)
 
 
 # ---- TREAD's tars ---------------------------------------------------------------------------------------------------
@@ -351,8 +330,8 @@ def open_tars(source: Path, kind: str | None) -> Stored:
         shards = np.searchsorted(starts, np.arange(start, end), side="right") - 1
         return np.stack([rows[shard][row - starts[shard]] for row, shard in enumerate(shards, start)])
 
-    return Stored(labels, shape, read, form={"kind": kind or "sample", "scaled": kind != "moments",
-                                             "log_variance": kind == "moments"})
+    return Stored(labels, shape, {"latents": read}, {
+        "kind": kind or "sample", "scaled": kind != "moments", "log_variance": kind == "moments"})
 
 
 def refuse_pickles(tar: Path) -> None:
@@ -397,7 +376,7 @@ def find_form(source: str) -> tuple[str, str] | None:
             found = by_name(os.listdir(folder), source)
     elif path.is_file() and (path.suffix == ".zip" or zipfile.is_zipfile(path)):
         found = by_name(open_zip(path).namelist(), source)
-    tars = [tar for tar in find_tars(source) if not found and re.search(r"\.(tar(\.\w+)?|tgz)$", tar.name)]
+    tars = [tar for tar in find_tars(source) if not found and re.search(TARS, tar.name)]
     if tars:
         refuse_pickles(tars[0])
         found.append(("tread", f"{tars[0].name} is a tar"))
@@ -445,11 +424,10 @@ def open_stored(
                "srdit": partial(open_listed, name="vae-in")}
     stored = openers.get(format, partial(open_listed, name="vae-sd"))(Path(source))
     form = replace(FORMS[format], **stored.form)
-    form = replace(form, scale=scale or form.scale, scaled=form.scaled and scale is None,
-                   autoencoder=autoencoder or form.autoencoder)
+    form = replace(form, convention=replace(form.convention, scale=scale or form.convention.scale),
+                   scaled=form.scaled and scale is None, autoencoder=autoencoder or form.autoencoder)
     if form.scaled and autoencoder and (own := own_convention(autoencoder)):  # by which they are scaled already
-        form = replace(form, scale=own.scale, shift=own.shift, latents_mean=own.latents_mean,
-                       latents_std=own.latents_std)
+        form = replace(form, convention=own)
     channels, *sides = stored.shape if min(stored.shape, default=0) > 0 else (0,)
     is_fitting = form.channels in (None, channels) and not (form.kind == "moments" and channels % 2)
     if not is_fitting or len(sides) != 2 or sides[0] != sides[1]:

@@ -19,7 +19,7 @@ from weakref import WeakValueDictionary
 
 import numpy as np
 
-from latents.labels import LABEL_HEADS, as_label, check_labels, head_of, number_classes
+from latents.labels import LABEL_HEADS, as_label, head_of
 from latents.listing import (
     SHARD_SUFFIXES,
     SPLITS,
@@ -75,9 +75,6 @@ def in_order_of_state(root: Path, folder: str, names: list[str], where: str) -> 
     if not state.get("_data_files"):
         return names
     with as_recorded(root / folder / "state.json"):
-        if state.get("_indices_data_files"):
-            raise ValueError(f"{where} selects rows by {state['_indices_data_files'][0]['filename']}, as an old "
-                             "version of datasets wrote: load it and save it again.")
         files = [posixpath.join(folder, file["filename"]) for file in state["_data_files"]]
     if lacking := [name for name in files if name not in names]:
         raise ValueError(f"{where} lacks {len(lacking)} of the {len(files)} files that state.json names, "
@@ -138,10 +135,12 @@ class RowGroup:
 class Parquet:
     """One parquet file; its images are read from the start of their row group on."""
 
+    kept = threading.local()  # the group in which a thread reads, of whichever file
+
     def __init__(self, path: Path):
         import pyarrow.parquet
 
-        self.path, self.groups, self.kept, self.lock = path, WeakValueDictionary(), threading.local(), threading.Lock()
+        self.path, self.groups, self.lock = path, WeakValueDictionary(), threading.Lock()
         with pyarrow.parquet.ParquetFile(path) as file:
             self.schema, self.metadata = file.schema_arrow, file.metadata
         sizes = [self.metadata.row_group(group).num_rows for group in range(self.metadata.num_row_groups)]
@@ -168,7 +167,7 @@ class Parquet:
             group = self.groups.get(number)
             if group is None:
                 group = self.groups[number] = RowGroup(self.batches(column, [number], ROWS), str(self.path))
-        self.kept.group = group  # for as long as this thread reads in it
+        self.kept.group = group
         return group.read(row - self.starts[number])
 
 
@@ -250,10 +249,6 @@ def describe(field: Any, feature: dict) -> str:
     return f"{field.name}: {re.sub(r'<.*', '', str(field.type)) if kind == 'Value' else kind}"
 
 
-def is_text(kind: Any) -> bool:
-    return str(kind) in ("string", "large_string", "string_view")
-
-
 def is_binary(kind: Any) -> bool:
     return str(kind) in ("binary", "large_binary", "binary_view")
 
@@ -269,13 +264,20 @@ def images_in(field: Any, feature: dict) -> Column | None:
     return (field.name,) if is_binary(field.type) else None
 
 
+def columns_of(shard: Parquet | Arrow) -> dict[str, tuple[Column | None, list[str] | None]]:
+    """Returns for each column where its images are and the names of its classes, each None if it has none."""
+    features = features_of(shard)
+    described = [(field, features.get(field.name, {})) for field in shard.schema]
+    return {field.name: (images_in(field, feature), class_names_of(feature)) for field, feature in described}
+
+
 def may_be_labels(kind: Any) -> bool:
     from pyarrow import types
 
     if types.is_dictionary(kind) or types.is_list(kind) or types.is_large_list(kind):
         return may_be_labels(kind.value_type)
     return (types.is_integer(kind) or types.is_floating(kind) or types.is_boolean(kind) or types.is_null(kind)
-            or is_text(kind))
+            or str(kind) in ("string", "large_string", "string_view"))
 
 
 # ---- rows -----------------------------------------------------------------------------------------------------------
@@ -359,39 +361,25 @@ class Rows:
                              f"one, as in label_column={found[0]}, or set labels=none.")
         return found[0] if found else None
 
-    def labels(self, column: str) -> tuple[np.ndarray, list[int], list[str], list[str]]:
-        """Returns labels (n,), the rows that have one, the classes' names, and notes.
+    def labels(self, column: str) -> tuple[list, list[str] | None]:
+        """Returns the label of each row, None for none, and the classes' names if labels are their indices.
 
-        -1 is no label, as the Hub has it for the rows of a test split. Raises ValueError where no row has a label,
-        and for a label that is no class.
+        -1 is no label, as the Hub has it for the rows of a test split. Raises ValueError where no row has a label.
         """
-        feature = self.features.get(column, {})
+        feature, where = self.features.get(column, {}), f"{self.where}, column {column},"
         if column in self.schema.names:
             values = self.values((column,))
         else:
             values = [self.in_folders(number).get(column) for number, shard in enumerate(self.shards)
                       for _ in range(shard.starts[-1])]
-        where, remedy = f"{self.where}, column {column},", "choose another label_column"
-        names = class_names_of(feature)
         if feature.get("_type") in LISTS:
-            names, values = class_names_of(feature.get("feature") or {}), [only(value, where) for value in values]
+            feature, values = feature.get("feature") or {}, [only(value, where) for value in values]
+        names = class_names_of(feature)
         values = [None if value in (-1, []) else value if names else as_label(value, where) for value in values]
-        kept = [row for row, value in enumerate(values) if value is not None]
-        if not kept:
+        if all(value is None for value in values):
             raise ValueError(f"{where} has no label (-1 or null) for any of {len(values):,} rows, as the Hub's test "
                              "splits have: choose another split, or set labels=none.")
-        if names is None:
-            labels, names = number_classes([values[row] for row in kept], where, remedy)
-        else:
-            labels = np.array([values[row] for row in kept], dtype=np.int64)
-            check_labels(labels, len(names), where, remedy)
-        notes = []
-        if lacking := len(values) - len(kept):
-            notes.append(f"Column {column}: {lacking:,} of {len(values):,} rows have no label (-1 or null) and are "
-                         "left out.")
-        if empty := len(names) - len(np.unique(labels)):
-            notes.append(f"Column {column}: {empty:,} of its {len(names):,} classes have no image.")
-        return labels, kept, names, notes
+        return values, names
 
 
 def open_rows(listing: Listing, names: list[str], where: str, image_column: str | None = None) -> Rows:
@@ -402,8 +390,8 @@ def open_rows(listing: Listing, names: list[str], where: str, image_column: str 
     if not opened:
         raise ValueError(f"{where} holds {len(names)} shards without rows.")
     rows = Rows(where, listing, [name for name, _ in opened], [shard for _, shard in opened])
-    parts = {field.name: part for field in rows.schema
-             if (part := images_in(field, rows.features.get(field.name, {})))}
+    known = columns_of(rows.shards[0])
+    parts = {name: part for name, (part, _) in known.items() if part}
     images = [name for name in parts if rows.features.get(name, {}).get("_type") == "Image"] or [*parts]
     if image_column is not None:
         if image_column not in parts:
@@ -416,12 +404,7 @@ def open_rows(listing: Listing, names: list[str], where: str, image_column: str 
         raise ValueError(f"{where} has {len(images)} columns of images ({', '.join(images)}): choose "
                          f"one, as in image_column={images[0]}.")
     for name, shard in opened:
-        features = features_of(shard)
-        other = {field.name: (images_in(field, features.get(field.name, {})),
-                              class_names_of(features.get(field.name, {}))) for field in shard.schema}
-        ours = {field.name: (parts.get(field.name), class_names_of(rows.features.get(field.name, {})))
-                for field in rows.schema}
-        if other != ours:
+        if columns_of(shard) != known:
             raise ValueError(f"{name} has other columns or classes than {rows.shown[0]}: name shards of one set.")
     rows.image = parts[images[0]]
     return rows

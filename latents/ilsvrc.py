@@ -4,6 +4,7 @@ import io
 import re
 import tarfile
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 
 from latents.labels import Pairs
@@ -16,7 +17,7 @@ WORDNET_ID = re.compile(r"n\d{8}")
 
 
 def read_validation(labels: str) -> tuple[Pairs, list[str]] | None:
-    """Returns [image, WordNet id] and all ids in order; None for what is neither the devkit nor a list of ids.
+    """Returns [image, number of its class] and all ids in order; None for what is neither the devkit nor a list of ids.
 
     The devkit is its tar, its folder, or the ground truth in it, whose numbers follow meta.mat. Raises ValueError where
     meta.mat is missing or damaged.
@@ -25,7 +26,7 @@ def read_validation(labels: str) -> tuple[Pairs, list[str]] | None:
     if path.suffix == ".txt" and path.is_file() and path.name != TRUTH:
         lines = path.read_bytes().decode("latin-1").split()
         is_list = len(lines) > 1 and all(map(WORDNET_ID.fullmatch, lines))
-        return (name_images(lines), sorted({*lines})) if is_list else None
+        return name_images(lines, {*lines}) if is_list else None
     files = read_devkit(path)
     if files is None or TRUTH not in files:
         return None
@@ -37,11 +38,12 @@ def read_validation(labels: str) -> tuple[Pairs, list[str]] | None:
     if unknown := [number for number in numbers if not number.isdigit() or int(number) not in id_of]:
         raise ValueError(f"labels={labels} has the class {unknown[0].decode(errors='replace')}, which {META} does not "
                          "have: use both files of one devkit.")
-    return name_images([id_of[int(number)] for number in numbers]), sorted(id_of.values())
+    return name_images([id_of[int(number)] for number in numbers], id_of.values())
 
 
-def name_images(classes: list[str]) -> Pairs:
-    return [(f"ILSVRC2012_val_{number:08d}", label) for number, label in enumerate(classes, 1)]
+def name_images(classes: list[str], ids: Iterable[str]) -> tuple[Pairs, list[str]]:
+    number_of = {name: str(number) for number, name in enumerate(sorted(ids))}
+    return [(f"ILSVRC2012_val_{i:08d}", number_of[name]) for i, name in enumerate(classes, 1)], [*number_of]
 
 
 def read_devkit(path: Path) -> dict[str, bytes] | None:

@@ -10,7 +10,7 @@ import posixpath
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from functools import partial
@@ -23,7 +23,16 @@ from PIL.TiffImagePlugin import PHOTOMETRIC_INTERPRETATION
 from latents.forms import refuse_foreign
 from latents.hub import Rows, count_lacking, find_shards, open_rows
 from latents.ilsvrc import VALIDATION, read_validation
-from latents.labels import LABEL_SUFFIXES, Pairs, check_names, match, number_classes, read_pairs, read_table, stem_of
+from latents.labels import (
+    LABEL_SUFFIXES,
+    Pairs,
+    check_labels,
+    check_names,
+    match,
+    number_classes,
+    read_table,
+    stem_of,
+)
 from latents.listing import (
     FIRST_OF_SEVERAL,
     IMAGE_SUFFIXES,
@@ -43,11 +52,12 @@ from latents.listing import (
 from runtime.files import is_pointer, parse_json
 
 SHAPES = ("circle", "ring", "square", "triangle", "diamond", "cross")
-# Folders of what is drawn over pictures; a class may have a name of the second kind, so they count where names agree.
-MASKS = {"annotations", "trimaps", "ground_truth", "groundtruth", "gtfine", "gtcoarse", "masks", "segmentations",
-         "segmentationclass", "segmentationobject"}
-PERHAPS_MASKS = {"mask", "gt", "seg", "segmentation", "label", "labels", "matte", "alpha", "annotation", "trimap"}
-OF_A_MASK = re.compile(rf"(.+)[_-]({'|'.join(PERHAPS_MASKS)})", re.IGNORECASE)
+# Folders of what is drawn over pictures. A class may have a name of the second kind, and then the files' names decide.
+MASKS = re.compile(r"(^|/)(annotations|trimaps|ground_?truth|gtfine|gtcoarse|masks|segmentations|segmentationclass|"
+                   r"segmentationobject)/", re.IGNORECASE)
+WORDS_OF_MASKS = "mask|gt|seg|segmentation|labels?|matte|alpha|annotation|trimap"
+PERHAPS_MASKS = re.compile(rf"(^|/)({WORDS_OF_MASKS})/", re.IGNORECASE)
+SUFFIX_OF_MASKS = re.compile(rf"(?<=.)[_-]({WORDS_OF_MASKS})$", re.IGNORECASE)
 FORMATS = ("AVIF", "BMP", "GIF", "JPEG", "JPEG2000", "PNG", "PPM", "TIFF", "WEBP")  # Pillow hands others to programs
 PngImagePlugin.MAX_TEXT_CHUNK = PngImagePlugin.MAX_TEXT_MEMORY = 2**28  # prompts and workflows exceed Pillow's 1 MB
 LARGE = 2**28  # bytes of a file that might hold labels; a larger one is not looked at
@@ -86,8 +96,6 @@ def to_rgb(image: Image.Image) -> Image.Image:
 
     The EXIF orientation is not applied, as in ADM and DiT. Raises UnreadableImage for grey without a known range.
     """
-    if image.mode == "RGB" and "transparency" not in image.info:
-        return image
     if is_deep_grey(image):
         values = deep_values(image)  # convert("RGB") would clip at 255 and leave nearly everything white
         if not (0 <= values.min() and values.max() <= 65535 and (values == np.floor(values)).all()):
@@ -95,7 +103,7 @@ def to_rgb(image: Image.Image) -> Image.Image:
                                   f"16 bits")
         grey = (values.astype(np.uint32) * 255 + 32767) // 65535
         return Image.fromarray(grey.astype(np.uint8)).convert("RGB")
-    if image.mode in ("RGBA", "RGBa", "LA", "La", "PA") or "transparency" in image.info:
+    if image.has_transparency_data:
         image = image.convert("RGBA")
         white = Image.new("RGBA", image.size, (255, 255, 255, 255))
         return Image.alpha_composite(white, image).convert("RGB")
@@ -262,7 +270,8 @@ def open_source(
                  if value is not None]:
         raise ValueError(f"{' '.join(asked)} would change nothing: source={source} has no parquet or arrow files with "
                          "columns. The column of a file of labels is labels=<file>:<column>.")
-    images = [i for i, name in enumerate(listing.names) if looks_like_image(name)]
+    images = sorted((i for i, name in enumerate(listing.names) if looks_like_image(name)),
+                    key=listing.names.__getitem__)
     others = [(shown, "is hidden, or of a system" if has_image_suffix(name) else "does not look like an image")
               for name, shown in zip(listing.names, listing.shown, strict=True) if not looks_like_image(name)]
     listing.left_out = sorted(listing.left_out + others)
@@ -271,12 +280,11 @@ def open_source(
         also = f" among {len(listing.left_out)} files such as {listing.left_out[0][0]}" if listing.left_out else ""
         raise ValueError(f"source={source} holds no images{also}. Their names end in "
                          f"{' '.join(sorted(IMAGE_SUFFIXES))}.")
-    images.sort(key=listing.names.__getitem__)
-    if (found := of_samples(listing, images, labels == "folders")) and labels == "folders":
-        return found
-    images = found or images
+    found = of_samples(listing, images, labels == "folders")
     if labels != "folders":
-        return of_choice(listing, images, labels)
+        return of_choice(listing, found or images, labels)
+    if found:
+        return found
     file, notes = find_dataset_json(listing, images)
     if file is not None:
         return of_file(listing, images, listing.shown[file], file)
@@ -291,12 +299,9 @@ def of_choice(listing: Listing, images: list[int], labels: str) -> ImageSource:
         return one_class(listing, images)
     if labels == "names":
         pairs = [(listing.names[i], class_in_name(listing.names[i])) for i in images]
-        return from_pairs(listing, images, pairs, "names", "the form <class>_<number>")
-    if (known := read_validation(labels)) is not None:
-        found = from_pairs(listing, images, known[0], labels, "its names")
-        numbers = np.searchsorted(known[1], found.class_names)
-        found.labels, found.class_names = numbers[found.labels], known[1]
-        return found
+        return from_pairs(listing, images, pairs, "names")
+    if known := read_validation(labels):
+        return from_pairs(listing, images, known[0], labels, class_names=known[1])
     return of_file(listing, images, labels)
 
 
@@ -305,36 +310,60 @@ def of_rows(rows: Rows, labels: str, label_column: str | None) -> ImageSource:
     listing = rows.listing(named=labels not in ("folders", "none"))
     column = rows.choose_labels(label_column) if labels == "folders" else None
     if column is not None:
-        numbers, kept, class_names, notes = rows.labels(column)
-        left_out = [(listing.shown[i], "has no label") for i in sorted({*range(len(rows))} - {*kept})]
-        found = make_source(listing, kept, numbers, class_names, left_out, notes)
+        values, class_names = rows.labels(column)
+        labelled = f"labels of column {column}"
+        found = label_images(listing, [*range(len(rows))], values, f"column {column}", class_names,
+                             remedy="choose another label_column")
     elif label_column is not None:
         raise ValueError(f"label_column={label_column} would change nothing: labels={labels} has the classes.")
-    else:
-        found = of_choice(listing, [*range(len(rows))], "none" if labels == "folders" else labels)
-    labelled = f"labels of column {column}" if column else f"labels={labels}"
-    if labels == "folders" and column is None:
+    elif labels == "folders":
         labelled = "one class, as no column is named like labels: label_column= names one"
+        found = one_class(listing, [*range(len(rows))])
+    else:
+        labelled = f"labels={labels}"
+        found = of_choice(listing, [*range(len(rows))], labels)
     found.notes = [f"Images of column {rows.image[0]}, {labelled}. The columns are {rows.columns}.",
                    *filter(None, [count_lacking(rows)]), *found.notes]
     return found
 
 
-def make_source(listing: Listing, images: list[int], labels: np.ndarray, class_names: list[str], left_out: list = (),
-                notes: list[str] = ()) -> ImageSource:
-    """Makes a source of files by their numbers in a listing."""
+def label_images(
+    listing: Listing, images: list[int], classes: Sequence, where: str, class_names: list[str] | None = None,
+    further: Sequence[str] = (), notes: Sequence[str] = (), remedy: str = "correct the file",
+) -> ImageSource:
+    """Makes a source of the images that have a class in `classes`; counts and names the others, and empty classes.
+
+    Classes are indices where `class_names` are given, else text, which is numbered together with `further` labels.
+    Raises ValueError, ending in `remedy`, for what is not a class.
+    """
     warn_of_masks(listing, images)
-    check_names(class_names, f"source={listing.path}", "rename it")
-    if (distinct := len(np.unique(labels))) > len(images) / 2 and len(images) >= FEW:
-        notes = [*notes, f"There are {distinct:,} classes for {len(images):,} images, about one for each: are they the "
-                         f"classes?"]
-    places = np.array(images, dtype=np.int64)
-    return ImageSource([listing.shown[i] for i in images], labels, class_names, [*listing.left_out, *left_out],
-                       lambda index: listing.read(int(places[index])), [*notes], listing)
+    kept = [i for i, label in zip(images, classes, strict=True) if label is not None]
+    lacking = [listing.shown[i] for i, label in zip(images, classes, strict=True) if label is None]
+    given, notes = [label for label in classes if label is not None], [*notes]
+    if class_names is None:
+        labels, class_names = number_classes(given, where, remedy, further)
+    else:
+        labels = np.array(given, dtype=np.int64)
+        check_labels(labels, len(class_names), where, remedy)
+    check_names(class_names, where, remedy)
+    counts = np.bincount(labels, minlength=len(class_names))
+    empty = [class_names[label] for label in np.flatnonzero(counts == 0)]
+    if lacking:
+        notes.insert(0, f"{where}: {len(lacking):,} of {len(images):,} images have no label and are left out: "
+                        f"{a_few(lacking)}")
+    if empty:
+        notes.append(f"{where}: {len(empty):,} of these {len(counts):,} classes have no image: {a_few(empty)}")
+    if len(kept) >= FEW and (distinct := len(counts) - len(empty)) > len(kept) / 2:
+        notes.append(f"There are {distinct:,} classes for {len(kept):,} images, about one for each: are they the "
+                     f"classes?")
+    left_out = [*listing.left_out, *((name, f"has no label by {where}") for name in lacking)]
+    files = np.array(kept, dtype=np.int64)  # a list would take five times as much
+    return ImageSource([listing.shown[i] for i in kept], labels, class_names, left_out,
+                       lambda index: listing.read(int(files[index])), notes, listing)
 
 
 def one_class(listing: Listing, images: list[int]) -> ImageSource:
-    return make_source(listing, images, np.zeros(len(images), np.int64), [listing.title])
+    return label_images(listing, images, [0] * len(images), f"source={listing.path}", [listing.title])
 
 
 def from_folders(listing: Listing, images: list[int]) -> ImageSource:
@@ -365,26 +394,25 @@ def from_folders(listing: Listing, images: list[int]) -> ImageSource:
     index_of = {name: index for index, name in enumerate(class_names)}
     label_of = {parent: index_of[name] for parent, name in class_of.items()}
     order = sorted(range(len(images)), key=lambda k: (label_of[folders[k]], listing.names[images[k]]))
-    labels = np.array([label_of[folders[k]] for k in order], dtype=np.int64)
     hints = [hint] if len(class_names) == 1 and (hint := find_unread_labels(listing, images)) else []
-    return make_source(listing, [images[k] for k in order], labels, class_names, notes=hints)
+    return label_images(listing, [images[k] for k in order], [label_of[folders[k]] for k in order],
+                        f"source={source}", class_names, notes=hints, remedy="rename it")
 
 
 def warn_of_masks(listing: Listing, images: list[int]) -> None:
     """Warns of masks, trimaps and ground truth beside pictures, which would be trained on."""
     if listing.tars:  # whose samples have one picture each
         return
-    folders = {folder: {*folder.lower().split("/")} for folder in {posixpath.dirname(listing.names[i]) for i in images}}
-
-    def in_one_of(words: set[str], i: int) -> bool:
-        return not words.isdisjoint(folders[posixpath.dirname(listing.names[i])])
-
-    plain = {i: found[1] if (found := OF_A_MASK.fullmatch(stem_of(listing.names[i]))) else stem_of(listing.names[i])
-             for i in images if in_one_of(MASKS | PERHAPS_MASKS, i) or OF_A_MASK.fullmatch(stem_of(listing.names[i]))}
+    plain = {}  # of each image that may be a mask, the stem that its picture would have
+    for i in images:
+        stem = stem_of(listing.names[i])
+        picture = SUFFIX_OF_MASKS.sub("", stem)
+        if picture != stem or any(words.search(listing.names[i]) for words in (MASKS, PERHAPS_MASKS)):
+            plain[i] = picture
     if not plain:  # as nearly always: the names of millions are not copied
         return
-    stems = {stem_of(listing.names[i]) for i in images if not in_one_of(MASKS | PERHAPS_MASKS, i)}
-    masks = [i for i, stem in plain.items() if in_one_of(MASKS, i) or stem in stems]
+    stems = {stem_of(listing.names[i]) for i in images if i not in plain}
+    masks = [i for i, stem in plain.items() if MASKS.search(listing.names[i]) or stem in stems]
     if 0 < len(masks) < len(images):
         pictures = posixpath.commonpath({posixpath.dirname(f"/{listing.names[i]}") for i in {*images} - {*masks}})
         is_apart = not any(f"/{listing.names[i]}".startswith(f"{pictures.rstrip('/')}/") for i in masks)
@@ -425,13 +453,10 @@ def find_dataset_json(listing: Listing, images: list[int]) -> tuple[int | None, 
 
 
 def find_file(listing: Listing, labels: str) -> int | None:
-    """Returns the number of a file in the source; raises ValueError where several tars hold it."""
+    """Returns the number of a file in the source, None where it is not in there."""
     path, is_here = str(Path(labels)), Path(labels).is_file()
-    found = [i for i, name in enumerate(listing.names) if path in (f"{listing.path}/{name}", listing.shown[i])
-             or path == name and not is_here]
-    if len(found) > 1:
-        raise ValueError(f"labels={labels} is in {len(found)} tars: name one, as in labels={listing.shown[found[0]]}.")
-    return found[0] if found else None
+    return next((i for i, name in enumerate(listing.names) if path in (f"{listing.path}/{name}", listing.shown[i])
+                 or path == name and not is_here), None)
 
 
 def of_file(
@@ -453,39 +478,32 @@ def of_file(
                          "file.")
     content = Path(file).read_bytes() if member is None else listing.read(member)
     stems = {stem_of(listing.names[i]) for i in images}
-    pairs, note = read_pairs(content, file, lambda cell: stem_of(clean(cell)) in stems, column)
-    if pairs is None:  # {"labels": null}
+    table = read_table(content, file, lambda cell: stem_of(clean(cell)) in stems)
+    if table is None:  # {"labels": null}
         return one_class(listing, images)
-    found = from_pairs(listing, images, pairs, labels, "its names")
+    pairs, note = table.pairs(column)
+    found = from_pairs(listing, images, pairs, labels)
     found.notes = [note, *found.notes] if note else found.notes
     return found
 
 
-def from_pairs(listing: Listing, images: list[int], pairs: Pairs, labels: str, what: str) -> ImageSource:
-    """Gives images the labels of [name, label]; leaves out, counts and names images without one."""
+def from_pairs(
+    listing: Listing, images: list[int], pairs: Pairs, labels: str, class_names: list[str] | None = None,
+) -> ImageSource:
+    """Labels images by [name, label], where labels are indices if `class_names` are given."""
     names = [listing.names[i] for i in images]
     classes, unused = match(names, pairs, posixpath.dirname(f"{listing.path.absolute()}/"), labels)
     times = Counter(names) if listing.tars > 1 and labels != "names" else {}
     if several := [name for name, label in zip(names, classes, strict=True) if label and times.get(name, 1) > 1]:
         raise ValueError(f"labels={labels} labels {several[0]}, but {times[several[0]]} tars hold a file of that name: "
                          f"prepare each tar alone, or put a .cls into the tars.")
-    lacking = [i for i, label in zip(images, classes, strict=True) if label is None]
-    if len(lacking) == len(images):
-        raise ValueError(f"labels={labels} labels none of the {len(images)} images, such as {names[0]}: {what} are not "
-                         f"theirs" + (f", such as {pairs[0][0]}." if labels != "names" else "."))
-    notes, left_out = [], [(listing.shown[i], f"has no label by labels={labels}") for i in lacking]
-    if lacking:
-        notes.append(f"labels={labels}: {len(lacking):,} of {len(images):,} images have no label and are left out: "
-                     f"{a_few([listing.shown[i] for i in lacking])}")
-    if unused:
-        notes.append(f"labels={labels}: {len(unused):,} labels have no image: {a_few(unused)}")
-    kept = [i for i, label in zip(images, classes, strict=True) if label is not None]
-    numbers, class_names = number_classes([label for label in classes if label is not None], f"labels={labels}",
-                                          "correct the file", [label for _, label in pairs if label])
-    if empty := len(class_names) - len(np.unique(numbers)):
-        notes.append(f"labels={labels}: labels are numbers up to {len(class_names) - 1:,}, and {empty:,} of these "
-                     f"{len(class_names):,} classes have no image.")
-    return make_source(listing, kept, numbers, class_names, left_out, notes)
+    if not any(classes):
+        form = "the form <class>_<number> is" if labels == "names" else f"its names, such as {pairs[0][0]}, are"
+        raise ValueError(f"labels={labels} labels none of the {len(images)} images, such as {names[0]}: {form} not "
+                         "theirs.")
+    notes = [f"labels={labels}: {len(unused):,} labels have no image: {a_few(unused)}"] if unused else []
+    return label_images(listing, images, classes, f"labels={labels}", class_names,
+                        [label for _, label in pairs if label], notes)
 
 
 def class_in_name(name: str) -> str | None:
@@ -608,9 +626,8 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
         notes.append(f"{len(spare):,} images are further pictures of a sample and are left out: "
                      f"{spare[0][0]} {spare[0][1]}.")
     used = {listing.shown[i] for (key, _), i in parts.items() if key in chosen}
-    listing.left_out = [row for row in listing.left_out if row[0] not in used]
-    labels, class_names = number_classes([*classes.values()], "source", "correct the tars")
-    return make_source(listing, [*chosen.values()], labels, class_names, spare, notes)
+    listing.left_out = [row for row in listing.left_out if row[0] not in used] + spare
+    return label_images(listing, [*chosen.values()], [*classes.values()], f"source={listing.path}", notes=notes)
 
 
 # ---- grey of 16 bits ------------------------------------------------------------------------------------------------
@@ -619,7 +636,7 @@ def of_samples(listing: Listing, images: list[int], labelled: bool) -> ImageSour
 def note_on_dark(source: ImageSource) -> str | None:
     """Returns a line where images of 16 bits use 12 of them at most; looks at up to `DEEP_PROBED` images."""
     found, read, files = [], source.read, np.arange(len(source))
-    if source.listing is not None and source.listing.quick is not None:
+    if source.listing.quick is not None:
         read, files = source.listing.read, source.listing.quick
     chosen = files[spread(len(files), DEEP_PROBED)]
     for index in chosen.tolist():

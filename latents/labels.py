@@ -178,22 +178,11 @@ class Table:
             any(word in Path(self.where).name.lower() for word in ("partition", "split"))))
 
 
-def read_pairs(
-    content: bytes, where: str, is_image: Callable[[str], bool], column: str | None = None,
-) -> tuple[Pairs | None, str | None]:
-    """Reads names and labels of a file, and a line on the column that was chosen of several.
-
-    The names are in the column of which most are images, the labels in `column`, else in the one that its head says,
-    or in the only other one. `{"labels": null}` is None. Raises ValueError for what does not hold names with labels.
-    """
-    table = read_table(content, where, is_image)
-    if table is None:
-        return None, None
-    return table.pairs(column)
-
-
 def read_table(content: bytes, where: str, is_image: Callable[[str], bool]) -> Table | None:
-    """Reads a file of names and labels; None for `{"labels": null}`. Raises ValueError for anything else."""
+    """Reads a file of names and labels, the names in the column that has most images; None for `{"labels": null}`.
+
+    Raises ValueError for anything else.
+    """
     text, suffix = decode_text(content, where), Path(where).suffix.lower()
     if suffix in (".json", ".jsonl"):
         heads, rows = read_json_rows(text, where)
@@ -285,17 +274,14 @@ def read_text_rows(
 
 def read_cells(lines: list[str], mark: str) -> list[list[str]]:
     """Splits lines of CSV; raises ValueError for a quote without a second one, which would swallow all after it."""
-    rows, reader, first = [], csv.reader(lines, delimiter=mark, skipinitialspace=True), 0
+    rows, read, reader = [], 0, csv.reader(lines, delimiter=mark, skipinitialspace=True, strict=True)
     try:
         for row in reader:
             rows.append(row)
-            begin, first = first, reader.line_num
-        is_open = bool(rows) and "".join(lines[begin:]).count('"') % 2 and len(lines) - begin > 1
-    except csv.Error:  # a field larger than any
-        begin, is_open = first, True
-    if is_open:
-        raise ValueError(f"Line {begin + 1} of the labels, {lines[begin][:60]!r}, has a quote without a second one: "
-                         "remove it.")
+            read = reader.line_num
+    except csv.Error as error:
+        raise ValueError(f"Line {read + 1} of the labels, {lines[read][:60]!r}, has a quote without a second one "
+                         f"({error}): remove it.") from None
     return rows
 
 

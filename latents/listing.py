@@ -12,7 +12,7 @@ import tarfile
 import unicodedata
 import zipfile
 import zlib
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -111,24 +111,24 @@ def list_source(source: str | Path) -> Listing:
     archive = next((parent for parent in path.parents if parent.is_file()), None)
     if archive is not None:  # set.zip/train
         return list_source(archive).below(path.relative_to(archive).as_posix())
-    is_zip = path.is_file() and what_else(path) is None and (path.suffix.lower() == ".zip" or starts_as_zip(path))
-    tars = [] if is_zip else find_tars(path)
+    files = find_tars(path)
     if path.is_dir():
         listing = list_folder(path)
-        if tars and (images := list(filter(looks_like_image, listing.names))):
-            raise ValueError(f"source={source} holds {len(tars)} tars and {len(images)} images, such as {min(images)}: "
-                             f'select only the tars by source="{source}/*.tar", or move the tars away.')
-        return list_tars(tars, path) if tars else listing
-    if is_zip:
-        return list_zip(path)
-    if shards := [file for file in tars if file.suffix.lower() in SHARD_SUFFIXES]:
+        if files and (images := list(filter(looks_like_image, listing.names))):
+            raise ValueError(f"source={source} holds {len(files)} tars and {len(images)} images, such as "
+                             f'{min(images)}: select only the tars by source="{source}/*.tar", or move the tars away.')
+        return list_tars(files, path) if files else listing
+    if not files:
+        raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
+    if shards := [file for file in files if file.suffix.lower() in SHARD_SUFFIXES]:
         return list_files(shards)
-    if tars and (what := what_else(tars[0]) or ("a zip" if starts_as_zip(tars[0]) else None)):
-        of = f"names {len(tars)} files, of which {tars[0]} is" if len(tars) > 1 else "is"
-        raise ValueError(f"source={source} {of} {what}: give a folder of images, or one zip or tar of them.")
-    if tars:
-        return list_tars(tars, path)
-    raise ValueError(f"source={source} does not exist (looked from {Path.cwd()}).")
+    what, is_zip = what_else(files[0]), files[0].suffix.lower() == ".zip" or starts_as_zip(files[0])
+    if is_zip and what is None and len(files) == 1:
+        return list_zip(files[0])
+    if is_zip or what:
+        of = f"names {len(files)} files, of which {files[0]} is" if len(files) > 1 else "is"
+        raise ValueError(f"source={source} {of} {what or 'a zip'}: give a folder of images, or one zip or tar of them.")
+    return list_tars(files, path)
 
 
 def starts_as_zip(file: Path) -> bool:
@@ -274,21 +274,6 @@ def find_tars(pattern: str | Path) -> list[Path]:
         raise ValueError(f"{pattern} names {len(names)} tars, but {len(absent)} of them are missing, {absent[0]} "
                          "first.")
     return sorted({Path(file) for files in found.values() for file in files})
-
-
-def find_gap(names: Sequence[str]) -> str | None:
-    """Names the first file that numbered names leave out, and how many; None if their last numbers are consecutive."""
-    runs: dict[tuple[str, str], dict[int, int]] = {}  # by what surrounds the number: how it is padded
-    for name in names:
-        if found := re.fullmatch(r"(.*?)(\d+)(\D*)", name):
-            runs.setdefault((found[1], found[3]), {})[int(found[2])] = len(found[2])
-    for (before, after), numbers in runs.items():
-        missing = max(numbers) - min(numbers) + 1 - len(numbers)
-        if 0 < missing <= len(numbers):  # else these are no consecutive numbers
-            first = next(i for i in range(min(numbers), max(numbers)) if i not in numbers)
-            padded = f"{before}{first:0{numbers[min(numbers)]}}{after}"
-            return f"{padded} ({missing} of {missing + len(numbers)} are missing)"
-    return None
 
 
 def tar_members(file: Path, start: int = 0) -> Iterator[tarfile.TarInfo]:

@@ -136,10 +136,7 @@ def _index_one_tar(file: Path, form: NpyForm | None) -> tuple[list[tuple[int, in
                         raise ValueError("a second sample of that key, where keys differ within a tar: write it again")
                     firsts[key] = content.tell()
                 elif member.name.endswith(".cls"):
-                    label = int(content.read(min(member.size, 1000)))
-                    if abs(label) >= 2**31:
-                        raise ValueError(f"label {label} is beyond 32 bits")
-                    labels[member.name.removesuffix(".cls")] = label
+                    labels[member.name.removesuffix(".cls")] = int(content.read(min(member.size, 1000)))
             except NPY_ERRORS as error:
                 raise ValueError(f"{file}: {member.name}: {error}.") from error
     if not firsts:

@@ -16,7 +16,7 @@ from accelerate import PartialState
 from tqdm import tqdm
 
 from latents.folder import map_npy, row_types
-from latents.listing import REMARKS
+from latents.listing import REMARKS, a_few
 from latents.loader import in_order
 from runtime.files import atomic_write, lock_folder, remove, require_room, write_text
 from runtime.notebook import hides_bars
@@ -189,13 +189,11 @@ def finish(
 
     for remark in REMARKS:
         if names := [name for name, of in remarks if of == remark]:
-            few = f"{', '.join(names[:5])}{' …' if len(names) > 5 else ''}"
-            print(f"{len(names):,} of {count:,} images: the file {remark}: {few}"
-                  .encode("utf-8", "backslashreplace").decode())
+            print(f"{len(names):,} of {count:,} images: the file {remark}: {a_few(names)}")
     if reasons:
         print(f"{len(reasons)} files are not in the set (all are named in {out / 'metadata.json'}):")
         for name, reason in reasons[:20]:
-            print(f"  {name}: {reason}".encode("utf-8", "backslashreplace").decode())
+            print(f"  {name}: {reason}")
     kind = f"{metadata['kind']}, mirrored" if metadata["mirrored"] else metadata["kind"]
     size = sum(file.stat().st_size for file in out.glob("*.npy"))
     print(f"{out}: {count:,} latents {tuple(metadata['shape'])}, {kind}, {size / 1e6:,.0f} MB")

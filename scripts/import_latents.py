@@ -15,8 +15,7 @@ import numpy as np
 import torch
 
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
-from autoencoder import Convention
-from latents.folder import KINDS
+from latents.folder import KINDS, check_kind
 from latents.forms import FORMS, Form, Stored, convert, open_stored, recognize
 from latents.labels import MAX_CLASSES, check_labels
 from latents.listing import spread
@@ -51,33 +50,18 @@ def probe(stored: Stored, form: Form, source: str) -> str:
     """
     content = hashlib.sha256(json.dumps([len(stored.labels), stored.shape, asdict(form)]).encode())
     content.update(stored.labels)
-    low, high = math.inf, -math.inf  # of the second half of the channels
-    square, indices = 0.0, spread(len(stored.labels), NUM_PROBED).tolist()
-    for index in indices:
+    rows = []
+    for index in spread(len(stored.labels), NUM_PROBED).tolist():
         for read in stored.sides.values():
             row = torch.as_tensor(read(index, index + 1))
             content.update(row.float().contiguous().numpy())
-            row = finite(convert(form, row), source, index).double()
-            second = row[:, row.shape[1] // 2 :]
-            low, high = min(low, second.min().item()), max(high, second.max().item())
-        if form.kind == "moments":
-            mean, std = row.chunk(2, dim=1)
-            if std.min() < 0:
-                raise ValueError(f"source={source}: the second half of the channels reaches {std.min():.3g} in latent "
-                                 f"{index}, but a standard deviation is never negative: this is another format.")
-            square += (mean.square() + std.square()).mean().item()
-        else:
-            square += row.square().mean().item()
-    half = f"source={source}: the second half of the channels is always"
-    if form.log_variance and low >= 0.99 * form.scale:  # e^0, but for float16
-        raise ValueError(f"{half} above 0, so it looks like standard deviations, but {form.whose} hold log-variances: "
-                         f"write 2 * log(std) instead.")
-    if form.kind == "sample" and stored.shape[0] % 2 == 0 and high < 0:
-        raise ValueError(f"{half} negative, so these look like [mean, log-variance], not samples: set kind=moments "
-                         f"(of format=tread), or another format.")
-    rms = math.sqrt(square / len(indices))
+            rows.append(finite(convert(form, row), source, index))
+    values, scale = torch.cat(rows).double().numpy(), form.convention.scale
+    check_kind(values, form.kind, f"source={source}", scale if form.log_variance else None,
+               f"set {'kind=moments (of format=tread)' if form.kind == 'sample' else 'format='}, or write them anew.")
+    rms = math.sqrt(np.square(values).mean() * (2 if form.kind == "moments" else 1))  # of mean + std * eps
     if not 0.2 < rms < 4:
-        how = "the values as they are" if form.scaled else f"scale={form.scale:g}"
+        how = "the values as they are" if form.scaled else f"scale={scale:g}"
         raise ValueError(f"source={source}: with {how}, as {form.whose} is read, the latents' root mean square is "
                          f"{rms:.3g}, where about 1 is expected: set format= or scale=.")
     return content.hexdigest()[:32]
@@ -106,8 +90,9 @@ def main(cfg: ImportSettings) -> None:
     num_classes, count = cfg.num_classes or int(labels.max()) + 1, len(labels)
     is_mirrored = len(stored.sides) > 1
     copies = " and as many mirrored copies" if is_mirrored else ""
-    settings = dict(format=format, kind=form.kind, scale=form.scale, autoencoder=form.autoencoder, mirrored=is_mirrored,
-                    num_classes=num_classes, shard_size=cfg.shard_size, fingerprint=probe(stored, form, cfg.source))
+    settings = dict(format=format, kind=form.kind, scale=form.convention.scale, autoencoder=form.autoencoder,
+                    mirrored=is_mirrored, num_classes=num_classes, shard_size=cfg.shard_size,
+                    fingerprint=probe(stored, form, cfg.source))
     state.print(f"{cfg.source}: {count:,} latents {stored.shape}{copies} in {num_classes} classes")
     if is_finished(out, settings, state.is_main_process):
         return
@@ -122,10 +107,9 @@ def main(cfg: ImportSettings) -> None:
         return parts | {"labels": labels[rows.start : rows.stop]}, []
 
     channels, side = stored.shape[0] // (2 if form.kind == "moments" else 1), stored.shape[1]
-    convention = Convention(form.scale, form.shift, form.latents_mean, form.latents_std, form.pixels)
     metadata = {
         "shape": [channels, side, side], "kind": form.kind, "mirrored": is_mirrored, "num_classes": num_classes,
-        "class_names": None, "autoencoder": form.autoencoder, **convention.record(), "source": cfg.source,
+        "class_names": None, "autoencoder": form.autoencoder, **form.convention.record(), "source": cfg.source,
         "imported": {"format": format} | asdict(form),
     } | ({} if form.downsample is None else {"resolution": side * form.downsample})
     write_folder(out, settings, metadata, stored.shape, count, shard_size=cfg.shard_size, batch_size=CHUNK, read=read,

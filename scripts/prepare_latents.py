@@ -152,8 +152,6 @@ def display_names(
 def apply_label_map(source: ImageSource, label_map: str) -> None:
     """Renumbers a source's classes by a JSON file {"class name": index, ...} with indices 0..n-1, each once."""
     index_of = read_json(Path(label_map))
-    if not isinstance(index_of, dict):
-        raise ValueError(f'label_map={label_map} must be one object {{"class name": index, ...}}.')
     if sorted(map(str, index_of.values())) != sorted(map(str, range(len(index_of)))):
         raise ValueError(f"label_map={label_map} must use each index from 0 to {len(index_of) - 1} once for its "
                          f"{len(index_of)} classes.")
@@ -194,7 +192,7 @@ def main(cfg: PrepareSettings, cli_overrides: Mapping[str, str]) -> None:
     state.print(f"{cfg.source}: {len(source):,} images in {classes} {'class' if classes == 1 else 'classes'}, "
                 f"{len(source.left_out)} other {'file' if len(source.left_out) == 1 else 'files'}")
     for note in source.notes:
-        state.print(note.encode("utf-8", "backslashreplace").decode())
+        state.print(note)
 
     settings = dict(resolution=resolution, autoencoder=autoencoder, kind=kind, mirror=cfg.mirror, seed=cfg.seed,
                     precision=cfg.precision, shard_size=cfg.shard_size, tf32=cfg.tf32, fingerprint=source.fingerprint(),

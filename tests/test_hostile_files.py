@@ -26,7 +26,7 @@ import train
 from latents import tars
 from latents.folder import map_npy, open_latents
 from latents.images import open_source
-from latents.labels import check_names, read_pairs
+from latents.labels import check_names, read_table
 from runtime import files
 from runtime.typed import read_yaml_of_others
 from sampling.pictures import draw_grid
@@ -313,11 +313,12 @@ def test_a_study_of_another_form_is_a_line(tmp_path, content):
 def test_a_stray_quote_is_a_line_and_swallows_nothing(rows):
     lines = [f"{i}.png,cat" for i in range(rows)]
     lines[7] = '7.png,"cat'
-    said = in_a_line(read_pairs, "\n".join(["file,label", *lines]).encode(), "labels.csv",
+    said = in_a_line(read_table, "\n".join(["file,label", *lines]).encode(), "labels.csv",
                      lambda cell: cell.endswith(".png"))
     assert "Line 9" in said
     lines[7] = '7.png,"cat, black"'
-    pairs, _ = read_pairs("\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
+    table = read_table("\n".join(["file,label", *lines]).encode(), "labels.csv", lambda cell: cell.endswith(".png"))
+    pairs, _ = table.pairs()
     assert len(pairs) == rows and pairs[7] == ("7.png", "cat, black")
 
 

@@ -4,6 +4,7 @@ import builtins
 import errno
 import io
 import json
+import weakref
 from pathlib import Path
 
 import numpy as np
@@ -248,6 +249,13 @@ def test_the_line_installs_the_version_that_is_required():
     assert hub.PYARROW in (ROOT / "requirements-train.txt").read_text()
 
 
+def test_a_thread_keeps_one_row_group_in_memory_of_all_the_shards_that_it_has_read(tmp_path, monkeypatch):
+    groups, make = weakref.WeakSet(), hub.RowGroup
+    monkeypatch.setattr(hub, "RowGroup", lambda *how: groups.add(group := make(*how)) or group)
+    source = open_source(write(tmp_path / "train", *(pets([0] * 6, 6 * part) for part in range(4))))
+    assert numbers(source) == [*range(24)] and len(groups) == 1
+
+
 # Images
 
 
@@ -322,9 +330,9 @@ def test_labels_are_the_indices_of_the_schemas_class_names(tmp_path):
     assert source.class_names == PETS and source.labels.tolist() == [2, 0]
     assert source.notes == ["Images of column image, labels of column label. The columns are image: Image, label: "
                             "ClassLabel of 3.",
-                            "Column label: 1 of its 3 classes have no image."]
+                            "column label: 1 of these 3 classes have no image: dog"]
     with pytest.raises(ValueError,
-                       match=r"column label, has label 3 \(row 1\), outside 0..2: choose another label_column"):
+                       match=r"column label has label 3 \(row 1\), outside 0..2: choose another label_column"):
         open_source(write(tmp_path / "y.parquet", pets([0, 3])))
 
 
@@ -355,8 +363,8 @@ def test_labels_are_numbers_or_text_and_rows_without_one_are_left_out(labels, na
     source = open_source(write(tmp_path / "x.parquet", made) if form == "parquet"
                          else save_to_disk(tmp_path / "saved", made))
     assert source.class_names == names and source.labels.tolist() == expected
-    assert any("1 of 4 rows have no label (-1 or null)" in note for note in source.notes)
-    assert [reason for _, reason in source.left_out] == ["has no label"]
+    assert any("column label: 1 of 4 images have no label and are left out" in note for note in source.notes)
+    assert [reason for _, reason in source.left_out] == ["has no label by column label"]
 
 
 @pytest.mark.parametrize(("labels", "said"), [
