@@ -19,7 +19,7 @@ from matplotlib.ticker import EngFormatter, LogLocator, NullFormatter
 from pydantic import AfterValidator, Field
 from scipy import stats
 
-from runtime.schema import Count, NonNegativeInt, Record, Text, read
+from runtime.schema import Count, NonNegativeInt, Positive, Record, Text, read
 from scripts.presentation import save_figure, table
 
 AXES = {"images": "images seen", "seconds": "seconds of training, timed in turns", "flops": "training FLOPs"}
@@ -35,9 +35,10 @@ def metrics_of(runs: list[dict], *variants: str) -> list[str]:
 
 
 def unguided(runs: list[dict], *variants: str, metric: str | None = None) -> list[Scores]:
-    """Finds the unguided scores of variants by a metric, in the order of training; None: the one of most scores.
+    """Returns the unguided scores of each variant by one metric, in the order of training.
 
-    They are of one number of images, as a distance depends on it: the one of most scores.
+    The default metric is the most frequent one. Only scores of the most frequent number of images are returned, as a
+    distance depends on it.
     """
     metric = metric or next(iter(metrics_of(runs, *variants)), None)
     found = [(run, score) for run in runs if run["variant"] in variants for score in run["scores"]
@@ -51,7 +52,7 @@ def unguided(runs: list[dict], *variants: str, metric: str | None = None) -> lis
 
 
 def measure_in_words(*sides: Scores) -> str:
-    """Says what the scores of `unguided` are: metric and number of images; nothing where there are none."""
+    """Returns the metric and the number of images of scores of `unguided`, as text; "" without scores."""
     scores = (score for at in sides for by_seed in at.values() for score in by_seed.values())
     return next((f"{score['metric']} of {score['num_samples']:,} images" for score in scores), "")
 
@@ -64,8 +65,8 @@ def spread(values: list[float]) -> float | None:
 def paired(pairs: Iterable[tuple[float, float]]) -> dict:
     """Compares two variants' scores, a pair for each seed and lower being better, by the differences within the pairs.
 
-    Runs of a seed see the same images, noise and labels, so what a seed does to both leaves the difference alone. From
-    three seeds on `interval` is the two-sided 95 % t interval on the mean difference, else None.
+    Runs with the same seed see the same images, noise and labels, so an effect of the seed on both cancels. With at
+    least three seeds `interval` is the two-sided 95 % t interval of the mean difference, else None.
     """
     differences = [other - one for one, other in pairs]
     n, mean, interval = len(differences), statistics.mean(differences) if differences else None, None
@@ -77,13 +78,13 @@ def paired(pairs: Iterable[tuple[float, float]]) -> dict:
 
 
 def winner(first: str, second: str, found: dict) -> str | None:
-    """Names the variant that scores lower, where the interval excludes 0; None elsewhere, and of one or two seeds."""
+    """Returns the variant that scores lower if the interval excludes 0; None otherwise, and without an interval."""
     low, high = found["interval"] or (0, 0)
     return second if high < 0 else first if low > 0 else None
 
 
 def shared_seeds(sides: list[Scores]) -> set[int]:
-    """Finds the seeds that all variants have where the shortest one ends: curves of other seeds do not compare."""
+    """Returns the seeds that all variants have where the shortest curve ends: only their curves are comparable."""
     if not all(sides):
         return set()
     end = min(max(at) for at in sides)
@@ -91,7 +92,7 @@ def shared_seeds(sides: list[Scores]) -> set[int]:
 
 
 def curve(at: Scores, axis: str, seeds: set[int]) -> list[tuple[float, float, float | None]]:
-    """Returns (place on the axis, mean, deviation or None) wherever a variant was scored with all of these seeds."""
+    """Returns (place on the axis, mean, deviation or None) of each place at which all of these seeds were scored."""
     points = []
     for by_seed in at.values():
         if seeds and seeds <= by_seed.keys() and (place := by_seed[min(seeds)][axis]):
@@ -103,11 +104,11 @@ def curve(at: Scores, axis: str, seeds: set[int]) -> list[tuple[float, float, fl
 def compared(
     runs: list[dict], first: str, second: str, axis: str, metric: str | None = None,
 ) -> list[tuple[float, dict[int, tuple[float, float]]]]:
-    """Lists wherever on `axis` one of two variants was scored and both had come that far: (place, values by seed).
+    """Lists (place, values of both variants by seed) for each place on `axis` that one was scored at and both reached.
 
-    A seed's values are first's and second's, of the seeds that both have. Between two scores of a seed, values are
-    interpolated on a log scale: learning curves are nearly straight there. A linear scale would give values above the
-    curve and flatter the variant that was scored more densely. The untrained network is left out.
+    Only seeds of both variants count. Between two scores of a seed, values are interpolated on a log scale, on which
+    learning curves are nearly straight. On a linear scale they would lie above the curve, to the advantage of the
+    variant with more scores. The untrained network is left out.
     """
     sides = []
     for at in unguided(runs, first, second, metric=metric):
@@ -133,9 +134,9 @@ def on_line(values: dict[float, float], place: float) -> float:
 def crossing(runs: list[dict], first: str, second: str, axis: str, metric: str | None = None) -> dict:
     """Finds where the mean scores of two variants cross for the last time, interpolated on a log scale of the axis.
 
-    Below it is from there on the one that is lower at the end. Seeds are compared that both have at the end, as a seed
-    that ends early would move the means. `at` is None unless one variant is lower at a place and the other one at the
-    end, by `winner` both times; so one or two seeds show no crossing.
+    Beyond that place the variant that is lower at the end is lower throughout. Only seeds that both have at the end
+    count, as a seed that ends early would move the means. `at` is None unless by `winner` one variant is lower at some
+    place and the other at the end. So one or two seeds show no crossing.
     """
     rows = compared(runs, first, second, axis, metric)
     last = rows[-1][1] if rows else {}
@@ -168,11 +169,9 @@ class RecordedScore(Record):
 
 
 class RecordedRun(Record):
-    """A run in study.json; those of another machine must also say how far they have come."""
-
     variant: str
     seed: NonNegativeInt
-    step: NonNegativeInt = 0
+    step: NonNegativeInt
     steps: NonNegativeInt | None = None
     scores: list[RecordedScore]
 
@@ -181,17 +180,32 @@ class Crossing(Record):
     between: Annotated[list[str], Field(min_length=2, max_length=2)]
 
 
+class Timing(Record):
+    """timing.json: seconds of a step of each variant, timed in turns on one machine."""
+
+    device: str
+    commit: str | None
+    torch: str
+    steps: Count | None = None              # of a turn
+    rounds: dict[str, list[Positive]]
+
+    def seconds(self, variant: str) -> float | None:
+        return statistics.median(self.rounds[variant]) if self.rounds.get(variant) else None
+
+
 def rows_of(declared: type[Record]) -> type:
     """Declares rows that are checked and stay as they are, with what another version has written."""
     return Annotated[list[dict], AfterValidator(lambda rows: [read(declared, row) and row for row in rows])]
 
 
 class RecordedStudy(Record):
-    """What study.json must say for its runs to be shown."""
+    """What study.json must hold for its runs to be shown and continued."""
 
     name: Text
     runs: rows_of(RecordedRun)
     crossings: rows_of(Crossing) = []
+    timing: Timing | None = None
+    floor: list[dict] = []
 
 
 # ---- tables and figures ----------------------------------------------------------------------------------------------
@@ -218,7 +232,7 @@ def point_label(place: float, axis: str) -> str:
 
 
 def in_words(first: str, second: str, found: dict) -> str:
-    """Says which of two is lower, with interval and seeds; of one or two seeds only in how many of them."""
+    """States which variant is lower, with interval and seeds; with one or two seeds only in how many of them."""
     n = found["n"]
     if found["interval"]:
         low, high = found["interval"]
@@ -251,7 +265,7 @@ def tables(result: dict) -> str:
 
 
 def ratios(result: dict) -> list[str]:
-    """Sets the seconds of two compared variants beside one another, turn by turn."""
+    """Lists the seconds of two compared variants and their ratio, turn by turn."""
     lines, rounds = [], result["timing"]["rounds"]
     for first, second in dict.fromkeys(tuple(found["between"]) for found in result["crossings"]):
         if pairs := list(zip(rounds.get(first, ()), rounds.get(second, ()), strict=False)):
@@ -261,14 +275,16 @@ def ratios(result: dict) -> list[str]:
     return ["", *lines] if lines else []
 
 
-def measured_by(result: dict) -> dict[tuple[str, int], dict[str, dict[int, dict[str, dict[int, dict]]]]]:
-    """Orders all scores by metric and number of images, then by variant, step, guidance and seed."""
-    groups: dict = defaultdict(lambda: defaultdict(lambda: defaultdict(lambda: defaultdict(dict))))
+def measured_by(result: dict) -> dict[tuple[str, int], dict[tuple[str, int, str], dict[int, dict]]]:
+    """Groups all scores by metric and number of images, then by (variant, step, guidance), then by seed."""
+    variants = list(dict.fromkeys(run["variant"] for run in result["runs"]))
+    groups: dict = defaultdict(lambda: defaultdict(dict))
     for run in result["runs"]:
         for score in run["scores"]:
-            at = groups[score["metric"], score["num_samples"]][run["variant"]][score["step"]]
-            at[score["guidance"]][run["seed"]] = score
-    return dict(sorted(groups.items()))
+            by_place = groups[score["metric"], score["num_samples"]]
+            by_place[run["variant"], score["step"], score["guidance"]][run["seed"]] = score
+    return {measure: dict(sorted(by_place.items(), key=lambda item: (variants.index(item[0][0]), item[0][1])))
+            for measure, by_place in sorted(groups.items())}
 
 
 def section(title: str, columns: list[str], rows: list[list]) -> list[str]:
@@ -278,10 +294,10 @@ def section(title: str, columns: list[str], rows: list[list]) -> list[str]:
 
 def scores_over_steps(result: dict) -> list[str]:
     lines = []
-    for (metric, num_samples), by_variant in measured_by(result).items():
-        steps = sorted({step for by_step in by_variant.values() for step in by_step if by_step[step].get("unguided")})
-        rows = [[variant, *(with_variety(by_step.get(step, {}).get("unguided", {}).values()) for step in steps)]
-                for variant, by_step in by_variant.items()]
+    for (metric, num_samples), by_place in measured_by(result).items():
+        steps = sorted({step for _, step, guidance in by_place if guidance == "unguided"})
+        rows = [[variant, *(with_variety(by_place.get((variant, step, "unguided"), {}).values()) for step in steps)]
+                for variant in dict.fromkeys(variant for variant, *_ in by_place)]
         lines += section(f"{metric} of {num_samples:,} images, unguided",
                          ["variant", *(f"step {step:,}" for step in steps)], rows if steps else [])
     if result["floor"]:
@@ -292,7 +308,7 @@ def scores_over_steps(result: dict) -> list[str]:
 
 
 def held_out_losses(result: dict) -> list[str]:
-    """Sets the losses at fixed noise levels of images in and out of training beside one another, means over seeds."""
+    """Tabulates mean losses over seeds at fixed noise levels, of training images and of others."""
     at: dict = defaultdict(list)
     for run in result["runs"]:
         for row in run.get("held_out", ()):
@@ -323,32 +339,30 @@ def differences(result: dict) -> list[str]:
 
 
 def guided_scores(result: dict) -> list[str]:
-    """Sets each guided score beside the unguided one of the same weights and number of images, with its cost."""
+    """Tabulates guided scores, their difference from unguided ones of the same weights and images, and their cost."""
     lines = []
-    for (metric, num_samples), by_variant in measured_by(result).items():
+    for (metric, num_samples), by_place in measured_by(result).items():
         rows = []
-        for variant, by_step in by_variant.items():
-            for step, by_guidance in by_step.items():
-                plain = by_guidance.get("unguided", {})
-                for guidance, by_seed in by_guidance.items():
-                    if guidance == "unguided":
-                        continue
-                    seeds, change, cost = sorted(by_seed.keys() & plain.keys()), "", ""
-                    if seeds:
-                        found = paired((plain[seed]["value"], by_seed[seed]["value"]) for seed in seeds)
-                        change = f"{found['difference']:+.3f}, lower: {in_words('unguided', 'guided', found)}"
-                        passes, own = (side[seeds[0]].get("multiply_adds_an_image") for side in (by_seed, plain))
-                        cost = f"{passes / own:.2f}" if passes and own else ""
-                    rows.append([variant, f"{step:,}", guidance, with_variety(by_seed.values()), change, cost])
+        for (variant, step, guidance), by_seed in by_place.items():
+            if guidance == "unguided":
+                continue
+            plain = by_place.get((variant, step, "unguided"), {})
+            seeds, change, cost = sorted(by_seed.keys() & plain.keys()), "", ""
+            if seeds:
+                found = paired((plain[seed]["value"], by_seed[seed]["value"]) for seed in seeds)
+                change = f"{found['difference']:+.3f}, lower: {in_words('unguided', 'guided', found)}"
+                passes, own = (side[seeds[0]].get("multiply_adds_an_image") for side in (by_seed, plain))
+                cost = f"{passes / own:.2f}" if passes and own else ""
+            rows.append([variant, f"{step:,}", guidance, with_variety(by_seed.values()), change, cost])
         lines += section(f"{metric} of {num_samples:,} images, guided",
                          ["variant", "step", "guidance", metric, "against unguided", "cost over unguided"], rows)
     return lines
 
 
 def draw_figures(result: dict, out: Path) -> list[Path]:
-    """Draws score against images, seconds and FLOPs: a panel of each comparison, or one of all variants where none is.
+    """Draws score against images, seconds and FLOPs: a panel per comparison, or one of all variants without any.
 
-    A panel has a line for each variant, of the same seeds, with a band of ± one deviation.
+    A panel has a line per variant, all of the same seeds, with a band of ± one deviation.
     """
     drawn, runs = [], result["runs"]
     groups = dict.fromkeys(tuple(found["between"]) for found in result["crossings"])
@@ -389,7 +403,7 @@ def draw_figures(result: dict, out: Path) -> list[Path]:
 
 
 def draw_differences(result: dict, path: Path) -> list[Path]:
-    """Draws the difference of each comparison, with its interval where there is one: a panel an axis, a row a place."""
+    """Draws the difference of each comparison, with its interval if it has one: a panel per axis, a row per place."""
     panels = {}
     for (first, second), axis in dict.fromkeys((tuple(f["between"]), f["axis"]) for f in result["crossings"]):
         name = f"{second} − {first}:  "  # at the first place of a comparison

@@ -23,7 +23,7 @@ from bokeh.plotting import Document, column, figure, row
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from runtime import files
 from runtime.command import command, commit
-from runtime.schema import Location, Positive, Settings, as_recorded, as_text, read, read_json
+from runtime.schema import Location, Positive, Settings, as_recorded, as_text, read_record
 from runtime.typed import read_yaml_of_others
 from scoring.results import guided, read_results
 from scripts.comparison import RecordedStudy
@@ -110,7 +110,7 @@ def read_metrics(path: Path) -> dict[str, np.ndarray]:
 
 
 def read_scores(path: Path, run: str, columns: dict[str, np.ndarray]) -> list[dict]:
-    """Reads results.jsonl, an entry for each score, under study.json's names; tables leave out what begins with `_`."""
+    """Reads results.jsonl as one entry per score, with the keys of study.json; tables omit keys that begin with `_`."""
     scores = []
     for found in read_results(path):
         source, step = found["source"], found["source"].get("step")
@@ -128,14 +128,11 @@ def read_scores(path: Path, run: str, columns: dict[str, np.ndarray]) -> list[di
 
 def read_study(path: Path) -> tuple[str, dict[str, list]]:
     """Reads study.json: its name, and its tables by name, with the scores of all runs as one."""
-    study = read_json(path)
-    read(RecordedStudy, study, f"{path}: ")
-    tables = {name: rows for name, rows in study.items() if isinstance(rows, list) and name != "runs"
-              and all(isinstance(found, dict) for found in rows)}
+    study = read_record(RecordedStudy, path, "Move it away.")
     shown = ("metric", "value", "num_samples", "guidance", "step", "images", "seconds", "flops")
-    return study["name"], tables | {"scores": [
-        {"variant": run["variant"], "seed": run["seed"], **{key: score.get(key) for key in shown}}
-        for run in study["runs"] for score in run["scores"]]}
+    scores = [{"variant": run["variant"], "seed": run["seed"], **{key: score.get(key) for key in shown}}
+              for run in study.runs for score in run["scores"]]
+    return study.name, {"floor": study.floor, "crossings": study.crossings, "scores": scores}
 
 
 def read_run(folder: Path, name: str) -> SimpleNamespace:
@@ -163,7 +160,7 @@ def read_run(folder: Path, name: str) -> SimpleNamespace:
 
 
 def condensed(data: dict[str, np.ndarray], y: str, axes: dict[str, str]) -> dict[str, np.ndarray]:
-    """Condenses rows into stretches: means of `y` and the axes, and the lowest and the highest `y`; NaN counts not."""
+    """Condenses rows into stretches: means of `y` and the axes, and the lowest and the highest `y`; ignores NaN."""
     starts = np.linspace(0, len(data[y]), STRETCHES, endpoint=False).astype(int)
     with np.errstate(invalid="ignore"):  # 0/0, a stretch without a number, is a gap
         means = {name: np.add.reduceat(np.nan_to_num(data[name].astype(float)), starts)
@@ -172,7 +169,7 @@ def condensed(data: dict[str, np.ndarray], y: str, axes: dict[str, str]) -> dict
 
 
 def span(y: str, lines: list[tuple]) -> dict[str, float]:
-    """Returns start and end of an axis whose values differ by less than LEAST_SPAN; {} where it fits them."""
+    """Returns start and end of an axis whose values differ by less than LEAST_SPAN; {} for any other axis."""
     values = np.concatenate([source.data[y] for _, source, *_ in lines])
     low, high = float(np.nanmin(values)), float(np.nanmax(values))
     middle, half = (low + high) / 2, LEAST_SPAN / 2 * max(abs(low), abs(high))
@@ -205,9 +202,9 @@ def draw(title: str, y: str, lines: list[tuple], axes: dict[str, str]) -> figure
 
 
 def score_curves(scores: list[dict]) -> list[tuple]:
-    """Returns a figure's title, column and lines for scores of equal conditions: a line where there are two steps.
+    """Returns title, column and lines of a figure for each group of comparable scores; a line has at least two steps.
 
-    Of a step scored twice the later score counts.
+    If a step was scored twice, the later score counts.
     """
     figures: dict = {}
     runs, guidances = (list(dict.fromkeys(score[key] for score in scores)) for key in ("run", "guidance"))
@@ -229,7 +226,7 @@ def score_curves(scores: list[dict]) -> list[tuple]:
 
 
 def best_of(scores: list[dict]) -> list[dict]:
-    """Returns the best of the scores that compare, of any step and guidance, for each metric that has several."""
+    """Returns the best score of each group of at least two comparable ones, over steps and guidance."""
     groups: dict = {}
     for score in scores:
         if is_number(score["value"]):
@@ -244,7 +241,7 @@ def prose(content: str) -> bk.Div:
 
 
 def tied(curves: list[tuple]) -> list:
-    """Returns choices of the axis and of the scale, and figures that share them."""
+    """Returns figures, and the buttons that choose their common axis and scale."""
     plots = [draw(*curve, AXES) for curve in curves]
     for plot in plots:
         plot.x_range = plots[0].x_range
@@ -264,7 +261,7 @@ def download(file: str, source: bk.ColumnDataSource) -> bk.Button:
 
 
 def table(rows: list[dict], file: str) -> list:
-    """Returns a table that a click on a column's head sorts, and its download; numbers have six digits."""
+    """Returns a table that can be sorted by a column, and its download button; numbers have six digits."""
     names = dict.fromkeys(name for found in rows for name in found if not name.startswith("_"))
     cells = {name: ["" if value is None else float(f"{value:.6g}") if is_number(value) else as_text(value)
                     for value in (found.get(name) for found in rows)] for name in names}
@@ -277,7 +274,7 @@ def table(rows: list[dict], file: str) -> list:
 
 
 def gallery(pictures: list[tuple[str, Path]], out: Path) -> str:
-    """Returns HTML that shows pictures under their titles; copies them to names in `out` that their contents give."""
+    """Returns HTML that shows pictures under their titles; copies them into `out`, named by a hash of their content."""
     cells = []
     for title, picture in pictures:
         content = picture.read_bytes()
@@ -291,7 +288,7 @@ def gallery(pictures: list[tuple[str, Path]], out: Path) -> str:
 
 
 def overview(runs: list[SimpleNamespace], plots: list[figure], out: Path) -> list:
-    """Says what each run trains; shows the newest grids, the loss and the scores, and the last row of each run."""
+    """Shows what each run trains, the newest grids, the loss and the scores, and the last row of each run."""
     trained, rows = [html.escape(run.summary) for run in runs if run.summary], []
     for run in runs:
         last = {name: next((float(value) for value in values[::-1] if math.isfinite(value)), None)
@@ -332,7 +329,7 @@ def side_by_side(runs: list[SimpleNamespace], part: str) -> list:
 
 
 def find_runs(cfg: ReportSettings) -> list[Path]:
-    """Lists the folders of the runs asked for, or of the study's; raises ValueError for one that holds no run."""
+    """Lists the folders of the given runs, or else of the study's; raises ValueError for a folder without a run."""
     def is_run(folder: Path) -> bool:
         return any((folder / name).exists() for name in ("metrics.jsonl", "results.jsonl", "config.yaml"))
 
@@ -346,7 +343,7 @@ def find_runs(cfg: ReportSettings) -> list[Path]:
 
 
 def page_path(cfg: ReportSettings, folders: list[Path]) -> Path:
-    """Returns the folder of a page: by default of its own for each choice of runs or studies."""
+    """Returns the folder of a page; by default each choice of runs or studies has one of its own."""
     if cfg.out:
         return Path(cfg.out)
     shown = [*([Path(cfg.study_dir)] if cfg.study_dir else []), *(folders if cfg.runs else [])]
@@ -355,9 +352,9 @@ def page_path(cfg: ReportSettings, folders: list[Path]) -> Path:
 
 
 def build(cfg: ReportSettings) -> str:
-    """Writes <out>/index.html whole, and pictures into <out>/files; returns lines for the screen. Deletes nothing.
+    """Writes <out>/index.html at once, and pictures into <out>/files; returns lines for the screen. Deletes nothing.
 
-    Raises ValueError where there is nothing to show, or where the page that is there is not ours.
+    Raises ValueError if there is nothing to show, or if the existing page is not ours.
     """
     folders = find_runs(cfg)
     out = page_path(cfg, folders)
@@ -388,7 +385,7 @@ def build(cfg: ReportSettings) -> str:
                 for part in (prose(f"<h3>{html.escape(name)}</h3>"), *table(rows, f"{prefix}{name}"))]
 
     contents = {
-        "Overview": overview(runs, front, out),
+        "Overview": overview(runs, front, out) if runs else [],
         "Training": tied(curves) + [download(run.name, run.source) for run in runs if run.columns],
         "Scores": tied(score_lines) + titled({"best": best_of(scores), "scores": scores}),
         "Pictures": grids_by_step(runs, out),

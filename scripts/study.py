@@ -12,7 +12,6 @@ import math
 import os
 import re
 import signal
-import statistics
 import subprocess
 import sys
 from collections.abc import Iterable
@@ -34,9 +33,8 @@ from runtime.files import inside, read_rows, remove, write_text
 from runtime.schema import (
     Count,
     Location,
+    NonEmptyList,
     NonNegativeInt,
-    Positive,
-    Record,
     Settings,
     Text,
     as_recorded,
@@ -49,13 +47,12 @@ from runtime.typed import compose
 from scoring.results import read_results, tells_scores_apart
 from scripts.comparison import (
     AXES,
-    RecordedRun,
     RecordedStudy,
+    Timing,
     crossing,
     draw_differences,
     draw_figures,
     metrics_of,
-    rows_of,
     tables,
 )
 from training.run_folder import tells_runs_apart
@@ -68,7 +65,7 @@ ROUTE_DEFAULTS = {name: field.default for name, field in RouteSettings.model_fie
 
 
 class Variant(Settings):
-    """One of configs/study's variants; at_end, at_each and held_out ask for more than the scores of its training."""
+    """A variant of configs/study/<name>.yaml; at_end, at_each and held_out add scores to those of its training."""
 
     train: list[Setting]
     seeds: list[NonNegativeInt] | None = None        # None: the study's
@@ -83,7 +80,7 @@ class Matrix(Settings):
     name: Text
     train: list[Setting]
     score: list[Setting]
-    seeds: Annotated[list[NonNegativeInt], Field(min_length=1)]
+    seeds: NonEmptyList[NonNegativeInt]
     variants: Annotated[dict[str, Variant], Field(min_length=1)]
     points: dict[str, list[list[Setting]]] = {}
     floor: list[list[Setting]] = []
@@ -98,10 +95,10 @@ class StudySettings(Settings):
     rows: list[Location]
     also: list[Setting]
     part: str | None
-    tasks: Annotated[list[one_of(["train", "score", "time", "report"])], Field(min_length=1)]
+    tasks: NonEmptyList[one_of(["train", "score", "time", "report"])]
     rounds: Count
     steps_timed: Count
-    only: Annotated[list[Text], Field(min_length=1)] | None
+    only: NonEmptyList[Text] | None
     nice: NonNegativeInt
     threads: Count | None
 
@@ -117,51 +114,22 @@ class Run(Settings):
     at_each: list[list[str]]
     held_out: list[str]
 
-    def last(self, key: str) -> str | None:
-        """Returns a setting as text; of several values of a key the last one counts."""
-        return next((text.partition("=")[2] for text in reversed(self.train) if text.partition("=")[0] == key), None)
-
     @property
     def steps(self) -> int | None:
-        return (steps := self.last("steps")) and int(steps)
+        return values_by_key(tuple(self.train)).get("steps")
 
     @property
     def is_scored_in_training(self) -> bool:
-        return self.last("evaluate.every") not in (None, "0")
-
-
-class Timing(Record):
-    """timing.json: seconds of a step of each variant, timed in turns on one machine."""
-
-    device: str
-    commit: str | None
-    torch: str
-    steps: Count | None = None              # of a turn
-    rounds: dict[str, list[Positive]]
-
-    def seconds(self, variant: str) -> float | None:
-        return statistics.median(self.rounds[variant]) if self.rounds.get(variant) else None
-
-
-class StartedRun(RecordedRun):
-    step: NonNegativeInt
-
-
-class StartedStudy(RecordedStudy):
-    """What study.json must say for its runs to be taken over."""
-
-    runs: rows_of(StartedRun)
-    timing: Timing | None = None
-    floor: list[dict] = []
+        return bool(values_by_key(tuple(self.train)).get("evaluate.every"))
 
 
 # ---- a study's runs -------------------------------------------------------------------------------------------------
 
 
 def runs_of(cfg: StudySettings) -> list[Run]:
-    """Lists the runs of a study: of each pair that is compared, a seed at a time, then of the other variants.
+    """Lists the runs of a study: those of each compared pair, a seed at a time, then those of the other variants.
 
-    So whatever ends a study early leaves dense and routed runs of the same seeds. Raises ValueError for unknown names.
+    So a study that ends early has both runs of each seed. Raises ValueError for unknown names.
     """
     study = cfg.study
     for key, name in [("study.compare", name) for pair in study.compare for name in pair] + [
@@ -180,7 +148,7 @@ def runs_of(cfg: StudySettings) -> list[Run]:
 
 
 def run_of(cfg: StudySettings, name: str, seed: int) -> Run:
-    """Makes a variant's run of a seed, with the paths and points that its settings stand for."""
+    """Makes a variant's run of a seed: replaces {runs} and {seed} in its settings, and names of points by points."""
     study, variant, folder = cfg.study, cfg.study.variants[name], Path(cfg.out).resolve() / "runs"
     run_dir = folder / f"{name}-seed{seed}"
     train = [text.replace("{runs}", str(folder)).replace("{seed}", str(seed))
@@ -199,9 +167,9 @@ def run_of(cfg: StudySettings, name: str, seed: int) -> Run:
 
 
 def check_commands(cfg: StudySettings, runs: list[Run]) -> None:
-    """Raises ValueError where train.py or fid.py would refuse the settings of a variant, before the first run starts.
+    """Raises ValueError for a variant whose settings train.py or fid.py would refuse, before the first run starts.
 
-    Of each variant one seed is checked, as the seed changes no other setting.
+    One seed of each variant is checked, as the seed changes no other setting.
     """
     for run in {run.variant: run for run in runs}.values():
         try:
@@ -214,7 +182,7 @@ def check_commands(cfg: StudySettings, runs: list[Run]) -> None:
 
 
 def waits_for(run: Run, runs: list[Run]) -> Run | None:
-    """Finds the run of the study that this one starts from, if it has not finished."""
+    """Returns the run of the study that this one starts from if that has not finished, else None."""
     parents = [other for other in runs if f"init_from={other.folder}" in run.train]
     return next((parent for parent in parents if not finished(parent)), None)
 
@@ -232,7 +200,7 @@ def share(runs: list[Run], part: str | None) -> list[Run]:
 def call(cfg: StudySettings, program: str, settings: list[str]) -> None:
     """Runs one of our commands and forwards the signals that stop this one, so that it saves.
 
-    Raises ValueError, with the command, where it fails.
+    Raises ValueError with the command if it fails.
     """
     environment = os.environ | ({} if cfg.threads is None else {"OMP_NUM_THREADS": str(cfg.threads)})
     line = ["nice", "-n", str(cfg.nice), sys.executable, str(ROOT / program), *settings]
@@ -272,7 +240,7 @@ def record_of(run: Run) -> dict | None:
 
 @cache
 def settings_composed(train: tuple[str, ...]) -> dict:
-    """Returns a run's settings as its checkpoints record them, where the name of diffusion=rf_uniform is rf."""
+    """Returns a run's settings as its checkpoints record them: diffusion=rf_uniform, for instance, is named rf."""
     [plain] = compose("config", TrainSettings, list(train))
     return read(TrainSettings, plain).model_dump(mode="json")
 
@@ -280,7 +248,7 @@ def settings_composed(train: tuple[str, ...]) -> dict:
 def finished(run: Run) -> bool:
     """True if a run has taken the steps that the study, or else its own record, asks for, and is scored.
 
-    After a kill between the last save and its score, train.py makes the score.
+    A run that was killed between its last save and the score is not finished: train.py then makes the score.
     """
     meta = record_of(run)
     if meta is None or meta["step"] < (run.steps or meta["config"]["steps"] or math.inf):
@@ -292,7 +260,7 @@ def finished(run: Run) -> bool:
 
 
 def score_checkpoints(cfg: StudySettings, run: Run) -> None:
-    """Scores a finished run's checkpoints in every way asked for, the last one first; nothing is scored again."""
+    """Scores a finished run's checkpoints at all their points, the last one first; skips scores that exist."""
     results, held_out = run.folder / "results.jsonl", run.folder / "held_out.jsonl"
     last, *earlier = reversed(checkpoints.all_steps(run.folder))
     for folder in (last, *earlier):
@@ -304,7 +272,7 @@ def score_checkpoints(cfg: StudySettings, run: Run) -> None:
 
 
 def score_floor(cfg: StudySettings) -> None:
-    """Scores sets of real images, as test images, against the same reference: what a perfect model could reach."""
+    """Scores sets of real images, such as test images, by the same reference: what a perfect model could reach."""
     results = Path(cfg.out).resolve() / "floor" / "results.jsonl"
     settings = [text for text in cfg.study.score if re.match(r"\w+", text)[0] not in OF_SAMPLING]
     for point in cfg.study.floor:
@@ -316,7 +284,7 @@ def score_once(
 ) -> None:
     """Runs fid.py, which tags its rows with the point, unless `results` has a row of this point and step.
 
-    Raises ValueError where that row was scored by other settings of the study.
+    Raises ValueError if that row was scored by other settings of the study.
     """
     scored_by = [text for text in cfg.study.score if tells_scores_apart(text.split("=")[0])]
     for row in read_results(results):
@@ -329,28 +297,28 @@ def score_once(
 
 
 def tag_of(row: dict) -> dict:
-    """Reads the tag that `score_once` gives to a row; {} of other rows."""
+    """Returns the tag of a row that `score_once` added; {} for other rows."""
     with contextlib.suppress(LookupError, ValueError, TypeError):
         return dict(json.loads(row["tag"]))
     return {}
 
 
 def point_of(row: dict) -> list[str] | None:
-    """Returns the point of a study that a row is of, [] for an unguided score in training; None for another score."""
+    """Returns the point of the study at which a row was scored: [] in training, unguided; None if at no point."""
     own = [] if row["source"].get("in_training") and not row["source"].get("guidance") else None
     return tag_of(row).get("study", own)
 
 
 def changes_route(run: Run) -> bool:
-    """True if a run's routes change at some step, so that no one time is that of its steps."""
+    """True if a run's routes change at some step, so that its steps take different times."""
     schedule = {key: value for key, value in settings_of(run.train).items() if key.startswith("route_schedule")}
     return bool(schedule.keys() - {"route_schedule", "route_schedule.selection_ratios"}
                 or schedule.get("route_schedule") == "off_ramp")
 
 
 def without_start(run: Run) -> list[str]:
-    """Returns a run's settings without the weights that it starts from, as only an adapter's steps need them."""
-    if run.last("lora.rank") not in (None, "null"):
+    """Returns a run's settings without the weights that it starts from, which only an adapter's steps need."""
+    if values_by_key(tuple(run.train)).get("lora.rank") is not None:
         return run.train
     of_weights = ("init_from", "diffusion_name", "new_label_table")
     return [*(text for text in run.train if text.partition("=")[0] not in of_weights), "init_from=null"]
@@ -359,8 +327,8 @@ def without_start(run: Run) -> list[str]:
 def time_in_turns(cfg: StudySettings) -> None:
     """Times the training step of each variant, one after the other, again and again, and writes timing.json.
 
-    Turns from before count where machine, code and length are the same. Variants whose steps are not all alike, as
-    before and after an off-ramp, are left out.
+    Earlier turns count if machine, code and length are the same. Variants whose steps differ, as before and after an
+    off-ramp, are left out.
     """
     path, timing = Path(cfg.out) / "timing.json", read_timing(cfg)
     firsts = {run.variant: run for run in reversed(runs_of(cfg))}
@@ -406,15 +374,21 @@ def guidance_name(guidance: dict | None) -> str:
     return ("label, " if guidance["drop_label"] else "") + ", ".join(parts)
 
 
+@cache
+def values_by_key(train: tuple[str, ...]) -> dict[str, object]:
+    """Reads a run's settings; of equal keys the last one counts."""
+    return {key: leaf(OmegaConf.from_dotlist([f"{key}={value}"]), key)
+            for key, value in (text.split("=", 1) for text in train)}
+
+
 def settings_of(train: list[str]) -> dict[str, object]:
-    """Reads a run's settings but for those that two machines may set otherwise; of equal keys the last one counts."""
-    given = {key: leaf(OmegaConf.from_dotlist([f"{key}={value}"]), key)
-             for key, value in (text.split("=", 1) for text in train)}
-    return {key: value for key, value in given.items() if value is not None and tells_runs_apart(key)}
+    """Reads a run's settings except those that may differ between two machines."""
+    values = values_by_key(tuple(train))
+    return {key: value for key, value in values.items() if value is not None and tells_runs_apart(key)}
 
 
 def leaf(tree: object, key: str) -> object:
-    """Finds in a tree of settings what stands at a dotted key, of a group its name; None where nothing does."""
+    """Returns the value at a dotted key of nested settings, the name of a group; None if it has no value."""
     value = OmegaConf.select(OmegaConf.create(tree), key, default=None)
     value = OmegaConf.to_container(value) if OmegaConf.is_config(value) else value
     if key == "model.routes" and isinstance(value, list):  # a record spells out what a study need not
@@ -423,7 +397,7 @@ def leaf(tree: object, key: str) -> object:
 
 
 def refuse_foreign(run: Run, where: object, other: dict[str, object], step: int) -> None:
-    """Raises ValueError where a run at `step` is longer, or its settings are others, by key, than this study asks."""
+    """Raises ValueError for a run that is at a later `step`, or has `other` settings, than this study asks for."""
     for key, asked in settings_of(run.train).items():
         if other.get(key) not in (None, asked):
             raise ValueError(f"{where} holds another {run.variant}, seed {run.seed}: {key}={other[key]} there, "
@@ -436,13 +410,8 @@ def refuse_foreign(run: Run, where: object, other: dict[str, object], step: int)
 def from_disk(run: Run) -> dict | None:
     """Gathers what a run's folder holds; None without a checkpoint. Raises ValueError for another run's.
 
-    Left out are scores that neither its training nor this study asked for, as a sweep's.
+    Scores that neither its training nor this study asked for, such as a sweep's, are left out.
     """
-    with as_recorded(run.folder):
-        return from_folder(run)
-
-
-def from_folder(run: Run) -> dict | None:
     meta = record_of(run)
     if meta is None:
         return None
@@ -470,9 +439,9 @@ def from_folder(run: Run) -> dict | None:
 
 
 def score_of(row: dict, results: Path) -> dict:
-    """Returns the distance in a row of results.jsonl, precision and recall, and code, device and files behind them.
+    """Returns the distance, precision and recall in a row of results.jsonl, and the code, device and files behind them.
 
-    A distance on a TorchScript file's features bears the file's name, so that those of two files are kept apart.
+    A distance on features of a TorchScript file has the file's name, so that those of two files are told apart.
     """
     metrics, extractor = row["metrics"], row["extractor"]
     distance = next((metric for metric in metrics if metric == "fid" or metric.startswith("fd_")), None)
@@ -487,35 +456,33 @@ def score_of(row: dict, results: Path) -> dict:
             "reference_sha256": row["reference"].get("sha256")}
 
 
-def recorded(cfg: StudySettings) -> list[StartedStudy]:
+def recorded(cfg: StudySettings) -> list[RecordedStudy]:
     """Reads what was recorded before: this study's own study.json, then those of `rows`, from other machines."""
-    own = Path(cfg.out) / "study.json"
+    own, runs = Path(cfg.out) / "study.json", {(run.variant, run.seed): run for run in runs_of(cfg)}
     studies = []
     for path in ([own] if own.is_file() else []) + [Path(path) for path in cfg.rows]:
-        studies.append(read_record(StartedStudy, path, "Move it away, or take it out of rows."))
+        studies.append(read_record(RecordedStudy, path, "Move it away, or take it out of rows."))
         if studies[-1].name != cfg.study.name:
             raise ValueError(f"{path} is of the study {studies[-1].name}, and this one is {cfg.study.name}: take it "
                              f"out of rows, or set out=<another>.")
         with as_recorded(path):
-            for run in runs_of(cfg):
-                for old in records_of(run, studies[-1:]):
+            for old in studies[-1].runs:
+                if run := runs.get((old["variant"], old["seed"])):
                     refuse_foreign(run, path, settings_of(old.get("train", [])), old["step"])
     return studies
 
 
-def records_of(run: Run, studies: list[StartedStudy]) -> list[dict]:
-    return [old for study in studies for old in study.runs if (old["variant"], old["seed"]) == (run.variant, run.seed)]
+def furthest(records: Iterable[dict | None]) -> dict[tuple[str, int], dict]:
+    """Returns the furthest record of each run, by variant and seed; in a tie the first, which is the one on disk."""
+    found: dict[tuple[str, int], dict] = {}
+    for record in filter(None, records):
+        key = record["variant"], record["seed"]
+        found[key] = max(found.get(key, record), record, key=lambda run: (run["step"], len(run["scores"])))
+    return found
 
 
-def furthest(candidates: Iterable[dict | None]) -> dict | None:
-    """Returns the record of a run that has come furthest; in a tie the first, which is the one on disk."""
-    found = [run for run in candidates if run is not None]
-    return max(found, key=lambda run: (run["step"], len(run["scores"])), default=None)
-
-
-def complete(run: Run, studies: list[StartedStudy]) -> bool:
-    """True if a run was recorded to its end with all its scores, so that nothing of it is made again."""
-    old = furthest(records_of(run, studies))
+def complete(run: Run, old: dict | None) -> bool:
+    """True if `old` records a run to its end with all its scores, so that there is nothing left to do."""
     steps = old and (run.steps or old["steps"])
     if not steps or old["step"] < steps:
         return False
@@ -526,26 +493,26 @@ def complete(run: Run, studies: list[StartedStudy]) -> bool:
 
 def collect(cfg: StudySettings) -> dict:
     """Gathers every score of every run, on disk or recorded before, with the images, FLOPs and seconds until then."""
-    studies, runs, known = recorded(cfg), [], runs_of(cfg)
+    studies, listed, here = recorded(cfg), {(run.variant, run.seed): run for run in runs_of(cfg)}, []
     timing = next((timing for timing in (read_timing(cfg), *(study.timing for study in studies)) if timing), None)
-    for run in known:
-        if record := furthest([from_disk(run), *records_of(run, studies)]):
-            runs.append(record | {"steps": run.steps or record["steps"]})
+    for run in listed.values():
+        with as_recorded(run.folder):
+            here.append(from_disk(run))
+    found = furthest([*here, *(old for study in studies for old in study.runs)])
+    runs = [found[key] | {"steps": run.steps or found[key]["steps"]} for key, run in listed.items() if key in found]
     # Of a variant or a seed that the study no longer lists: what was measured stays in the file.
-    listed = {(run.variant, run.seed) for run in known}
-    gone = {key: old for study in reversed(studies) for old in study.runs
-            if (key := (old["variant"], old["seed"])) not in listed and old["scores"]}
-    for run in (*runs, *gone.values()):
+    runs += [old for key, old in found.items() if key not in listed and old["scores"]]
+    for run in runs:
         second = timing.seconds(run["variant"]) if timing else None  # one machine's, whoever trained
         for score in run["scores"]:
             score["seconds"] = None if second is None else score["step"] * second
     home = Path(cfg.out) / "floor" / "results.jsonl"
     floor = [{"images": Path(str(row["source"].get("path"))).name, **score_of(row, home)} for row in read_results(home)]
     floor = floor or next((study.floor for study in studies if study.floor), [])
-    return {"name": cfg.study.name, "commit": commit(), "runs": [*runs, *gone.values()], "floor": floor,
+    return {"name": cfg.study.name, "commit": commit(), "runs": runs, "floor": floor,
             "timing": timing and timing.model_dump(),
-            "crossings": [found for pair in cfg.study.compare for metric in metrics_of(runs, *pair) for axis in AXES
-                          if (found := crossing(runs, *pair, axis, metric))["n"]]}
+            "crossings": [crossed for pair in cfg.study.compare for metric in metrics_of(runs, *pair) for axis in AXES
+                          if (crossed := crossing(runs, *pair, axis, metric))["n"]]}
 
 
 def read_timing(cfg: StudySettings) -> Timing | None:
@@ -571,13 +538,13 @@ def main(cfg: StudySettings) -> None:
                          f"set tasks=[train,score], and tasks=[time,report] once all parts have ended.")
     runs = runs_of(cfg)
     check_commands(cfg, runs)
-    studies = recorded(cfg)
+    old = furthest(run for study in recorded(cfg) for run in study.runs)
     own = [run for run in share(runs, cfg.part) if cfg.only is None or run.variant in cfg.only]
     for run in own:
         record_of(run)  # refuses another run's folder before anything slow
     if "score" in cfg.tasks and (cfg.part or "1/").startswith("1/"):
         score_floor(cfg)  # first, as it takes no training to find that its images are not there
-    done = {run.folder for run in runs if complete(run, studies)}
+    done = {run.folder for run in runs if complete(run, old.get((run.variant, run.seed)))}
     for run in own:
         children = [child for child in runs if child.folder not in done and f"init_from={run.folder}" in child.train]
         if run.folder in done and not children and not finished(run):  # what is here may lack an earlier score

@@ -47,7 +47,7 @@ def make_run(folder, *, shift=0.0, grids=(2, 4), config="seed: 0"):
 
 def make_study(folder):
     """Writes a study of dit over two seeds, tread over one, and a fine-tune."""
-    runs = [{"variant": variant, "seed": seed, "scores": [
+    runs = [{"variant": variant, "seed": seed, "step": 4, "scores": [
         {"step": step, "images": 6 * step, "seconds": None, "flops": 1e9 * step, "metric": "fd_pixels", "value": value,
          "num_samples": 4,
          "guidance": "unguided", "extractor": "pixels", "a key of later": 1}
@@ -170,7 +170,7 @@ def test_comparable_scores_are_plotted_together(tmp_path):
 def test_the_page_of_a_study_shows_what_the_study_has_drawn(tmp_path):
     folder = make_study(tmp_path / "study")
     name, tables = report.read_study(folder / "study.json")
-    assert name == "tiny" and tables.keys() == {"crossings", "scores"} and len(tables["scores"]) == 8
+    assert name == "tiny" and [*tables] == ["floor", "crossings", "scores"] and len(tables["scores"]) == 8
     (folder / "private.png").symlink_to(folder.parent / "outside.png")
     for place, colour in ((folder / "differences.png", "red"), (folder.parent / "outside.png", "blue")):
         Image.new("RGB", (8, 8), colour).save(place)

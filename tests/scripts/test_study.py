@@ -144,8 +144,8 @@ def test_a_study_trains_scores_and_plots_and_does_nothing_twice(shapes, pixel_re
 
     # A point that the study asks for later is not taken for one that was scored.
     told_study, [run, *_] = read_record(study.RecordedStudy, tmp_path / "study/study.json", ""), study.runs_of(cfg)
-    assert study.complete(run, [told_study])
-    assert not study.complete(run.model_copy(update={"at_end": [["guidance=cfg", "scale=3"]]}), [told_study])
+    assert study.complete(run, told_study.runs[0])
+    assert not study.complete(run.model_copy(update={"at_end": [["guidance=cfg", "scale=3"]]}), told_study.runs[0])
 
     # Scores of more steps are not those of fewer.
     for home, rows in (("study", []), ("other", [str(tmp_path / "study/study.json")])):
