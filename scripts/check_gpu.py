@@ -8,7 +8,6 @@ CHECKS is the list. A check that raises has failed, and the others still run. Ex
 compared with those of the CPU in float32, from the same weights and random numbers, within TOLERANCES.
 """
 
-import contextlib
 import copy
 import gc
 import json
@@ -18,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -118,6 +117,25 @@ def require_precision(machine: Machine, precision: str) -> None:
             raise Skipped(str(lacking)) from None
 
 
+def require_at_most(message: str, *measured: tuple[float, float]) -> str:
+    """Returns the message; raises ValueError with it where a measured value exceeds its limit, or is NaN."""
+    if not all(value <= most for value, most in measured):
+        raise ValueError(message)
+    return message
+
+
+def make_stepper(
+    accelerator: Accelerator, objective: DiffusionLoss, how: bool | str = False, num_parts: int = 1,
+    sharded: bool = False, optimizer: dict | None = None, **options: object,
+) -> Callable[..., tuple[Tensor, Tensor, Tensor, Tensor]]:
+    """Wraps an objective as train.py does; returns its step, a function of latents, labels and extra arrays."""
+    speed.compile_blocks(objective.net, how)
+    called = speed.replicate(accelerator, record_passes(objective, how, accelerator.device, num_parts), sharded)
+    prepared = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW | (optimizer or {})))
+    return partial(train_step, accelerator, called, objective, prepared, num_parts=num_parts,
+                   **{"label_dropout": 0.0, "clip_norm": None, **options})
+
+
 # ---- the same step on a CPU and here --------------------------------------------------------------------------------
 
 
@@ -139,10 +157,12 @@ def make_batch(network: dict, count: int) -> tuple[Tensor, Tensor, dict[str, Ten
     return x, torch.arange(count) % network["num_classes"], given
 
 
-def make_objective(network: dict, routed: bool, place: Callable[[nn.Module], nn.Module] = nn.Module.cpu) -> GivenLoss:
+def make_objective(
+    network: dict, routed: bool, device: torch.device | str = "cpu", sharded: bool = False,
+) -> GivenLoss:
     torch.manual_seed(0)
-    net = place(build_network(network | ({} if routed else {"routes": []})))
-    return GivenLoss(net, EDM())
+    net = build_network(network | ({} if routed else {"routes": []}))
+    return GivenLoss(sharding.shard(net, device, torch.float32) if sharded else net.to(device), EDM())
 
 
 def on_the_cpu(network: dict, count: int, routed: bool) -> list[tuple[float, float]]:
@@ -164,23 +184,17 @@ def here(
 ) -> list[tuple[float, float]]:
     """Returns loss and gradient norm of STEPS of train.py's steps on all ranks together, skipped ones left out."""
     accelerator, device = machine.accelerator(precision, num_parts), machine.device
-    if sharded:
-        objective = make_objective(machine.network, routed, partial(sharding.shard, device=device, dtype=torch.float32))
-    else:
-        objective = make_objective(machine.network, routed, partial(nn.Module.to, device=device))
+    objective = make_objective(machine.network, routed, device, sharded)
     if precision == "fp8":
         speed.multiply_in_float8(objective.net)
-    speed.compile_blocks(objective.net, how)
-    called = speed.replicate(accelerator, record_passes(objective, how, device, num_parts), sharded)
-    optimizer = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW))
+    step = make_stepper(accelerator, objective, how, num_parts, sharded)
     count = IMAGES * num_parts
     share = slice(machine.rank * count, (machine.rank + 1) * count)
     x, y, given = make_batch(machine.network, count * machine.world)
     x, y, given = send_to_device((x[share], y[share], {name: a[share] for name, a in given.items()}), device)
     measured: list[tuple[float, float]] = []
     for _ in range(10 * STEPS):  # the first of fp16's are skipped until its scale fits
-        loss, norm, skipped, _ = train_step(accelerator, called, objective, optimizer, x, y, given, label_dropout=0.0,
-                                            clip_norm=None, num_parts=num_parts)
+        loss, norm, skipped, _ = step(x, y, given)
         if not skipped:
             measured.append((accelerator.reduce(loss, "mean").item(), norm.item()))
         if len(measured) == STEPS:
@@ -204,10 +218,8 @@ def compared(
                       on_the_cpu(machine.network, IMAGES * parts * machine.world, routed)) for routed, parts in cases]
     loss, norm = (max(each) for each in zip(*apart, strict=True))
     most = TOLERANCES[precision]
-    message = f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the CPU's (at most {most:g})"
-    if not max(loss, norm) <= most:
-        raise ValueError(message)
-    return message
+    return require_at_most(f"loss within {loss:.1e} and gradient norm within {norm:.1e} of the CPU's (at most "
+                           f"{most:g})", (loss, most), (norm, most))
 
 
 def check_step(machine: Machine, precision: str, mode: str) -> str:
@@ -217,19 +229,17 @@ def check_step(machine: Machine, precision: str, mode: str) -> str:
     require(not (machine.rehearsal and mode == "compiled" and precision != "fp32"), "a rehearsal compiles fp32 alone")
     speed.check_compiler(COMPILED[mode], machine.device)
     few = machine.rehearsal and mode == "compiled"  # as compiling for a CPU takes long
-    return compared(machine, precision, COMPILED[mode], [(True, 1)] if few else [(True, 1), (True, 2), (False, 1),
-                                                                                   (False, 2)])
+    cases = [(True, 1)] if few else [(True, 1), (True, 2), (False, 1), (False, 2)]
+    return compared(machine, precision, COMPILED[mode], cases)
 
 
 def check_random(machine: Machine) -> str:
-    """Steps with random numbers of their own, plain and in CUDA graphs, at a change of the routes, too."""
+    """Steps that sample their own random numbers, plain and in CUDA graphs, also where the routes change."""
     require(machine.device.type == "cuda", "CUDA graphs need a GPU")
     found = [six_losses(machine, how) for how in (False, "reduce-overhead")]
     apart = max(abs(ours / theirs - 1) for theirs, ours in zip(*found, strict=True))
-    message = f"losses within {apart:.1e} of plain ones (at most {TOLERANCES['fp32']:g})"
-    if not apart <= TOLERANCES["fp32"]:
-        raise ValueError(message)
-    return message
+    most = TOLERANCES["fp32"]
+    return require_at_most(f"losses within {apart:.1e} of plain ones (at most {most:g})", (apart, most))
 
 
 def six_losses(machine: Machine, how: bool | str) -> list[float]:
@@ -239,15 +249,12 @@ def six_losses(machine: Machine, how: bool | str) -> list[float]:
     torch.manual_seed(0)
     net = build_network(network).to(device)
     objective = DiffusionLoss(net, EDM(), schedule=RouteSchedule(net.routes, dense_after=3))
-    speed.compile_blocks(net, how)
-    called = speed.replicate(accelerator, record_passes(objective, how, device, 2))
-    optimizer = accelerator.prepare(build_optimizer(trained_parameters(objective), **ADAMW))
+    step = make_stepper(accelerator, objective, how, num_parts=2, label_dropout=0.1, clip_norm=1.0)
     x, y, _ = send_to_device(make_batch(network, 2 * IMAGES), device)
     losses = []
     for objective.step in range(6):
         torch.manual_seed(objective.step)
-        losses.append(train_step(accelerator, called, objective, optimizer, x, y, {}, label_dropout=0.1,
-                                 clip_norm=1.0, num_parts=2)[0].item())
+        losses.append(step(x, y, {})[0].item())
     return losses
 
 
@@ -276,14 +283,16 @@ def check_waits(
     net = build_network(network).to(device)
     loss = build_objective(net, EDM(), objective, keep_masked, {"teacher": (tokens, 64)}).to(device)
     ema, sums = copy.deepcopy(net), Sums(device, loss.terms)
-    called = speed.replicate(accelerator, loss)
-    stepped = accelerator.prepare(build_optimizer(trained_parameters(loss), **ADAMW | (optimizer or {})))
-    with watched(device) as watch:
-        for step in range(5):
-            watch(step >= 2)
-            sums.add(*train_step(accelerator, called, loss, stepped, x, y, arrays, label_dropout=0.1, clip_norm=1.0,
-                                 num_parts=1))
+    step = make_stepper(accelerator, loss, optimizer=optimizer, label_dropout=0.1, clip_norm=1.0)
+    try:
+        for number in range(5):
+            if device.type == "cuda" and number == 2:  # from here on what makes the host wait raises an error
+                torch.cuda.set_sync_debug_mode("error")
+            sums.add(*step(x, y, arrays))
             update_ema(ema, net, 0.999)
+    finally:
+        if device.type == "cuda":
+            torch.cuda.set_sync_debug_mode("default")
     counted = dict(zip(sums.names, sums.values.tolist(), strict=True))
     if counted["steps"] != 5 or not math.isfinite(counted["loss"]):
         raise ValueError(f"the sums of 5 steps are {counted}")
@@ -291,68 +300,32 @@ def check_waits(
     return f"5 steps, {counted['skipped']:g} skipped; {message}"
 
 
-@contextlib.contextmanager
-def watched(device: torch.device) -> Iterator[Callable[[bool], None]]:
-    """Yields a switch: while it is on, what makes the host wait for a GPU raises an error."""
-    def watch(on: bool) -> None:
-        if device.type == "cuda":
-            torch.cuda.set_sync_debug_mode("error" if on else "default")
-
-    try:
-        yield watch
-    finally:
-        watch(False)
-
-
 def check_graphs(machine: Machine, mode: str) -> str:
-    """Graphs that are compiled, dense, routed, and at an off-ramp; after the second step none are.
-
-    Of CUDA graphs also their number and their own memory, by blocks and parts.
-    """
+    """Graphs that are compiled, dense, routed, and at an off-ramp; after the second step none are."""
     require(machine.device.type == "cuda" or mode != "CUDA graphs", "CUDA graphs need a GPU")
-    depth, compiled, late, recorded, records = machine.network["depth"], [], 0, [], mode == "CUDA graphs"
+    compiled, late = [], 0
     for name, routed, dense_after in (("dense", False, None), ("routed", True, None), ("off-ramp", True, 4)):
-        for blocks, parts in ((depth, 1), (2 * depth, 1), (depth, 2))[: 3 if records else 1]:
-            network = machine.network | {"depth": blocks}
-            seen, (count, size) = graphs_by_step(machine, COMPILED[mode], network, routed, dense_after, parts)
-            late += seen[-1] - seen[2]
-            if records:
-                recorded.append(f"{name}, {blocks} blocks, {parts} parts: {count} graphs of {size / 2**20:.0f} MiB")
+        seen = graphs_by_step(machine, COMPILED[mode], machine.network, routed, dense_after)
         compiled.append(f"{name} {seen[2] - seen[0]}")
-    message = f"{', '.join(compiled)}; {late} compiled after the second step"
-    if late:
-        raise ValueError(message)
-    return "; ".join([message, *recorded])
+        late += seen[-1] - seen[2]
+    return require_at_most(f"{', '.join(compiled)}; {late} compiled after the second step", (late, 0))
 
 
 def graphs_by_step(
-    machine: Machine, how: bool | str, network: dict, routed: bool, dense_after: int | None, parts: int,
-) -> tuple[list[int], tuple[int, int]]:
-    """Takes six steps; returns how many graphs had been compiled before each, and at the end, and `held_by_graphs`."""
+    machine: Machine, how: bool | str, network: dict, routed: bool, dense_after: int | None,
+) -> list[int]:
+    """Takes six steps; returns how many graphs had been compiled before each, and at the end."""
     torch._dynamo.reset()
-    accelerator, device = machine.accelerator("fp32", parts), machine.device
-    loss = make_objective(network, routed, partial(nn.Module.to, device=device))
+    accelerator, device = machine.accelerator("fp32"), machine.device
+    loss = make_objective(network, routed, device)
     loss.schedule = RouteSchedule(loss.net.routes, dense_after=dense_after)
-    speed.compile_blocks(loss.net, how)
-    called = speed.replicate(accelerator, record_passes(loss, how, device, parts))
-    optimizer = accelerator.prepare(build_optimizer(trained_parameters(loss), **ADAMW))
-    x, y, given = send_to_device(make_batch(network, IMAGES * parts), device)
+    step = make_stepper(accelerator, loss, how)
+    x, y, given = send_to_device(make_batch(network, IMAGES), device)
     seen = []
     for loss.step in range(6):
         seen.append(counters["stats"]["unique_graphs"])
-        train_step(accelerator, called, loss, optimizer, x, y, given, label_dropout=0.0, clip_norm=None,
-                   num_parts=parts)
-    return [*seen, counters["stats"]["unique_graphs"]], held_by_graphs()
-
-
-def held_by_graphs() -> tuple[int, int]:
-    """Counts the CUDA graphs of this process, and the bytes of the memory pools that are theirs alone; 0 on a CPU."""
-    if not torch.cuda.is_initialized():
-        return 0, 0
-    gc.collect()  # the graphs of the last network
-    graphs = sum(isinstance(each, torch.cuda.CUDAGraph) for each in gc.get_objects())
-    return graphs, sum(segment["total_size"] for segment in torch.cuda.memory_snapshot()
-                       if tuple(segment["segment_pool_id"]) != (0, 0))
+        step(x, y, given)
+    return [*seen, counters["stats"]["unique_graphs"]]
 
 
 # ---- a run, images and scores ---------------------------------------------------------------------------------------
@@ -368,7 +341,7 @@ def alone(arguments: list[str]) -> subprocess.Popen:
 
 
 def losses_of(run: Path, step: int, process: subprocess.Popen) -> dict[int, float]:
-    """Returns a run's losses by step once it has that step; raises ValueError where its process ends before."""
+    """Returns a run's losses by step once it has that step; raises ValueError if its process ends before."""
     while True:
         ended, log = process.poll() is not None, run / "metrics.jsonl"
         rows = {row["step"]: row["loss"] for row in files.read_rows(log)} if log.exists() else {}
@@ -409,21 +382,18 @@ def check_resuming(machine: Machine) -> str:
         if resumed.communicate() and resumed.returncode:
             raise ValueError(f"the resumed run ended with {resumed.returncode}")
     apart = max(abs(after[step] / before[step] - 1) for step in range(5, 9))
-    message = f"losses of steps 5 to 8 within {apart:.1e} of those before the kill (at most {RESUMED:g})"
-    if not apart <= RESUMED:
-        raise ValueError(message)
-    return message
+    return require_at_most(f"losses of steps 5 to 8 within {apart:.1e} of those before the kill (at most {RESUMED:g})",
+                           (apart, RESUMED))
 
 
 def check_sampling(machine: Machine) -> str:
     """Images sampled in bf16, and decoded in fp16 by an untrained autoencoder."""
-    precision = "bf16"
-    require_precision(machine, precision)
+    require_precision(machine, "bf16")
     state = machine.accelerator("fp32")  # whose ranks share the seeds
-    net = make_objective(machine.network, True, partial(nn.Module.to, device=machine.device)).net.eval()
+    net = make_objective(machine.network, True, machine.device).net.eval()
     seeds = list(range(4 * machine.world))
     [(_, _, latents)] = generate(state, net, EDM(), lambda latents: latents, seeds, seeds, batch_size=4,
-                                 num_steps=2, precision=precision)
+                                 num_steps=2, precision="bf16")
     if not latents.isfinite().all():
         raise ValueError(f"{int((~latents.isfinite()).sum())} values of the latents are not finite")
     torch.manual_seed(0)
@@ -433,11 +403,8 @@ def check_sampling(machine: Machine) -> str:
         decoder = DiffusersAutoencoder("untrained", nn.Module.to(vae, dtype), machine.device)  # whose own `to` warns
         pictures.append(decoder.decode(latents).float())
     apart = (pictures[0] - pictures[1]).abs().mean().item()
-    message = (f"latents of deviation {latents.std():.3g}; fp16 decodes within {apart:.2g} levels of fp32 (at most "
-               f"{LEVELS:g})")
-    if not apart <= LEVELS:
-        raise ValueError(message)
-    return message
+    return require_at_most(f"latents of deviation {latents.std():.3g}; fp16 decodes within {apart:.2g} levels of fp32 "
+                           f"(at most {LEVELS:g})", (apart, LEVELS))
 
 
 def pool(network: nn.Module, images: Tensor) -> dict[str, Tensor]:
@@ -466,11 +433,9 @@ def check_scores(machine: Machine) -> str:
     apart = max(((ours - theirs).norm() / theirs.norm()).item()
                 for theirs, ours in zip(found[:2], found[2:], strict=True))
     distance = abs(distances[1] / distances[0] - 1)
-    message = (f"features within {apart:.1e} (at most {FEATURES:g}), distance {distances[1]:.4g} within "
-               f"{distance:.1e} of the CPU's (at most {DISTANCE:g})")
-    if not (apart <= FEATURES and distance <= DISTANCE):
-        raise ValueError(message)
-    return message
+    return require_at_most(f"features within {apart:.1e} (at most {FEATURES:g}), distance {distances[1]:.4g} within "
+                           f"{distance:.1e} of the CPU's (at most {DISTANCE:g})",
+                           (apart, FEATURES), (distance, DISTANCE))
 
 
 # ---- several GPUs ---------------------------------------------------------------------------------------------------
@@ -513,7 +478,7 @@ state.wait_for_everyone()
 
 
 def check_lost_rank(machine: Machine) -> str:
-    """Two ranks of which one is killed: the launcher ends the other one."""
+    """Two ranks, one of which is killed: the launcher ends the other."""
     require_ranks(machine)
     require(machine.rank == 0, "of the main rank")
     began = time.perf_counter()
@@ -600,7 +565,7 @@ CHECKS: dict[str, Callable[[Machine], str]] = {
 
 
 def outcome(check: Callable[[Machine], str], machine: Machine) -> tuple[str, str]:
-    """Runs a check on this rank; returns PASS, FAIL or SKIP, and what it says."""
+    """Runs a check on this rank; returns PASS, FAIL or SKIP, and its message."""
     try:
         return "PASS", check(machine)
     except Skipped as lacking:
@@ -614,7 +579,7 @@ def outcome(check: Callable[[Machine], str], machine: Machine) -> tuple[str, str
 
 
 def worst(of_ranks: list[tuple[str, str]]) -> tuple[str, str]:
-    """Returns what the ranks say together: the first failure, or else what the main one says."""
+    """Returns the first failure of any rank, or else the outcome of the main one."""
     return next((each for each in of_ranks if each[0] == "FAIL"), of_ranks[0])
 
 
