@@ -19,14 +19,12 @@ from functools import partial
 from pathlib import Path
 from statistics import mean, median
 from types import SimpleNamespace
-from typing import Annotated
 
 import numpy as np
 import torch
 from accelerate import Accelerator
 from accelerate.utils import send_to_device
 from matplotlib.figure import Figure
-from pydantic import Field
 from torch import Tensor, nn
 from torch._dynamo.utils import counters
 
@@ -44,6 +42,7 @@ from runtime.schema import (
     Classes,
     Count,
     Location,
+    NonEmptyList,
     NonNegativeInt,
     Positive,
     Size,
@@ -70,7 +69,7 @@ Batches = Iterator[tuple[Tensor, Tensor, dict[str, Tensor]]]
 
 
 class BenchmarkSettings(GuidanceSettings, ModelSettings):
-    """configs/benchmark.yaml; `routes` are the network's, which guidance takes too."""
+    """configs/benchmark.yaml; `routes` are those of the network and of guidance."""
 
     mode: one_of(["train", "sample", "data", "score", "scaling"])
     out: Location | None
@@ -88,7 +87,7 @@ class BenchmarkSettings(GuidanceSettings, ModelSettings):
     compile: bool | one_of(speed.COMPILE_MODES)
     compile_cache: Location | None
     activation_checkpointing: bool
-    variants: Annotated[list[one_of(["dit", "tread", "dit-eager", "tread-eager"])], Field(min_length=1)]
+    variants: NonEmptyList[one_of(["dit", "tread", "dit-eager", "tread-eager"])]
     rounds: Count
     steps: Count
     warmup: NonNegativeInt
@@ -151,7 +150,7 @@ def latents_of(cfg: BenchmarkSettings, net: DiT) -> Iterator[Latents]:
 
 
 class Variant:
-    """A network in training, set up as train.py does, past its first step; and what is measured of it."""
+    """A network in training, set up as in train.py and past its first step, with its measurements."""
 
     def __init__(self, cfg: BenchmarkSettings, accelerator: Accelerator, name: str, loader: Batches, kind: str):
         device = accelerator.device
@@ -225,9 +224,9 @@ def steps_in_turn(cfg: BenchmarkSettings, accelerator: Accelerator, make: Callab
 
 
 def time_train(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Times training steps of all variants in turn; the first ones only where no earlier try has compiled code.
+    """Times training steps of all variants in turn, and first steps unless an earlier try has compiled their code.
 
-    The forward part begins with the latents on the device: it draws them, labels to drop, noise, and the tokens' masks.
+    The forward part begins with the stored rows on the device. It samples latents, labels to drop, noise and masks.
     """
     is_warm = cfg.compile_cache is not None and any(path.is_file() for path in Path(cfg.compile_cache).rglob("*"))
     nets = {name: make_network(cfg, name, "meta") for name in {*cfg.variants, "dit"}}
@@ -265,9 +264,9 @@ def stable_diffusion_autoencoder(widths: tuple[int, ...] = (128, 256, 512, 512))
 
 
 def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Times the drawing of one batch a rank, decoded; the plain pass is dense, so tread counts as dit.
+    """Times sampling and decoding one batch per rank; the unguided pass is dense, so tread counts as dit.
 
-    The network's part holds the diffusion's scalings around it. Guidance by selection ratios takes the network's route.
+    The network's part includes the diffusion's scalings. Guidance by selection ratios uses the network's route.
     """
     device, seeds = accelerator.device, list(range(cfg.batch_size * accelerator.num_processes))
     labels = [seed % cfg.num_classes for seed in seeds]
@@ -315,7 +314,7 @@ def time_sample(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 
 
 def time_data(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
-    """Times latents.loader.batches from page cache: at once, with pauses as of a step, and all on the device."""
+    """Times latents.loader.batches from the page cache: at once, with pauses as long as a step, and on the device."""
     device, rows = accelerator.device, []
     with latents_of(cfg, make_network(cfg, "dit", "meta")) as latents:
         epoch = latents.count // cfg.batch_size
@@ -370,7 +369,7 @@ def time_score(cfg: BenchmarkSettings, accelerator: Accelerator) -> dict:
 
 
 def run_apart(line: list[str], **environment: str) -> dict:
-    """Runs this program in a process of its own; returns its record. Raises ValueError where it fails."""
+    """Runs this program in a process of its own; returns its record. Raises ValueError if it fails."""
     with tempfile.TemporaryDirectory() as folder:
         ended = subprocess.run([*line, f"out={folder}/apart"], env=os.environ | environment, capture_output=True,
                                text=True, check=False)

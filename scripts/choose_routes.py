@@ -19,7 +19,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 from dit import multiply_adds
 from routing_module import Route, resolve_routes
 from runtime.command import command
-from runtime.schema import CONFIGS, Count, Settings, Tokens, as_text, refuse
+from runtime.schema import CONFIGS, Count, NonEmptyList, Settings, Tokens, as_text, refuse
 from runtime.typed import read_yaml
 from scripts.benchmark import PROGRAM, network_of, run_apart
 from scripts.presentation import table
@@ -48,7 +48,7 @@ class ChoiceSettings(Settings):
     """configs/choose_routes.yaml."""
 
     speedup: Annotated[float, Field(gt=1, le=1000)] | None
-    tokens: Annotated[list[Tokens], Field(min_length=1)]
+    tokens: NonEmptyList[Tokens]
     count: Count
     measure: bool
     benchmark: dict
@@ -56,7 +56,7 @@ class ChoiceSettings(Settings):
 
 
 class Costs:
-    """Multiply-adds of a network whose route covers one block, from which follow those of all routes."""
+    """Multiply-adds of a network whose route covers one block; those of any other route follow from them."""
 
     def __init__(self, network: dict):
         with torch.device("meta"):

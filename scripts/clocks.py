@@ -30,7 +30,7 @@ def seconds(device: torch.device, work: Callable[[], object]) -> float:
 
 
 def seconds_of_parts(device: torch.device, work: Callable[[Mark], object], count: int = 1) -> dict[str, float]:
-    """Times work by its marks, and starts a new peak of a GPU's memory; of one of its `count` repetitions.
+    """Returns the seconds between marks of work, for one of its `count` repetitions, and resets the peak of memory.
 
     The clock is the GPU's, by events on its stream: they wait for nothing, and time in which the GPU is idle is in the
     part whose work it waits for.
@@ -105,7 +105,7 @@ def medians(rounds: list[dict[str, float]]) -> dict[str, float]:
 def take_turns(
     rounds: int, device: torch.device, precision: str, works: dict[str, Callable[[], dict[str, float]]],
 ) -> tuple[dict[str, list[float]], dict[str, dict[str, float]], dict[str, float]]:
-    """Takes the seconds of parts of all works in turn, round after round.
+    """Times the parts of all works in turn, round after round.
 
     Returns by name the seconds of each round and the median ones of each part, and the FLOP/s of matrix products.
     """

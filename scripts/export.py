@@ -55,7 +55,7 @@ class ExportSettings(WeightsSettings):
 
 
 def stored(tensors: Mapping[str, Tensor], dtype: str) -> dict[str, Tensor]:
-    """Returns tensors in the precision of the file; raises ValueError where a value has no place in it."""
+    """Returns tensors in the precision of the file; raises ValueError if it cannot hold a value."""
     held = {name: value.to(DTYPES[dtype]).clone(memory_format=torch.contiguous_format)
             for name, value in tensors.items()}
     if not all(value.isfinite().all() for value in held.values()):
@@ -89,7 +89,7 @@ def without_head(trained: Trained) -> Trained:
 
 
 def write_diffusers(trained: Trained, folder: Path, dtype: str) -> dict:
-    """Writes a folder that diffusers alone loads and samples with; returns how it decodes, as meta.json says it."""
+    """Writes a folder that diffusers alone can load and sample; returns meta.json's entries about decoding."""
     net, network = trained.net, trained.recorded["network"]
     if autoencoders.runs_code(trained.autoencoder):
         raise ValueError(f"autoencoder={trained.autoencoder} is code of your own, which the folder cannot hold: name "
@@ -144,7 +144,7 @@ def write_dit(trained: Trained, path: Path, dtype: str) -> None:
 
 
 def command_to_sample(trained: Trained, out: Path) -> str:
-    """Returns the command that samples a bare state dict here, and what of its diffusion the command cannot say."""
+    """Returns the command that samples a bare state dict here, and the settings that the command cannot express."""
     recorded = dict(trained.recorded["diffusion"])
     name, heads = recorded.pop("name"), trained.recorded["network"]["num_heads"]
     usual = vars(build_diffusion({"name": name}))
@@ -179,7 +179,7 @@ def scores_of(trained: Trained) -> list[dict]:
 
 
 def without_paths(value: Any) -> Any:
-    """Returns a record with the last part of each absolute path in its place, which says where a file is here."""
+    """Returns a record in which absolute paths are reduced to names, as the folders are those of this machine."""
     if isinstance(value, dict):
         return {key: without_paths(part) for key, part in value.items()}
     if isinstance(value, list):
@@ -199,7 +199,7 @@ def find_grid(trained: Trained) -> Path | None:
 
 
 def table_of_scores(rows: list[dict]) -> str:
-    """Tabulates scores and what they depend on most; the whole record is in scores.jsonl."""
+    """Tabulates scores and what they depend on most; the complete record is in scores.jsonl."""
     lines = []
     for row in rows:
         source, reference = row["source"], Path(row["reference"]["path"]).name
@@ -211,7 +211,7 @@ def table_of_scores(rows: list[dict]) -> str:
 
 
 def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict], has_grid: bool) -> str:
-    """Writes a hub's README.md: what the weights are, a grid, scores, the commands to draw and score, the licence."""
+    """Returns a hub's README.md: facts about the weights, a grid, scores, commands to sample and score, the licence."""
     net, network, diffusion = trained.net, trained.recorded["network"], trained.recorded["diffusion"]
     routes = "; ".join(f"blocks {route['start_layer_idx']} to {route['end_layer_idx']} without "
                        f"{route['selection_ratio']:.0%} of the tokens" for route in network.get("routes", []))
@@ -229,7 +229,7 @@ def model_card(trained: Trained, cfg: ExportSettings, name: str, rows: list[dict
     }
     scores = table_of_scores(rows) + "\n\nAll that each number depends on: `scores.jsonl`, a line each." if rows else (
         "These weights have not been scored.")
-    grid = "![one row a class](grid.png)" if has_grid else "No grid was drawn: the first command below makes one."
+    grid = "![one row a class](grid.png)" if has_grid else "There is no grid yet: `python sample.py` makes one."
     head = yaml.safe_dump({"license": cfg.license, "pipeline_tag": "unconditional-image-generation",
                            "tags": ["diffusion", "dit", "tread", "class-conditional"]},
                           sort_keys=False, allow_unicode=True, width=math.inf)
@@ -251,7 +251,7 @@ A class-conditional diffusion transformer.
 ## Use
 
 The weights have the keys of a DiT state dict (`weights.safetensors`), and `meta.json` says how to build the network.
-They are drawn by the code that trained them, a PyTorch reproduction of TREAD:
+They are sampled by the code that trained them, a PyTorch reproduction of TREAD:
 
 ```
 hf download {shlex.quote(place)} --local-dir {shlex.quote(name)}
@@ -281,7 +281,7 @@ def write_hub(trained: Trained, folder: Path, cfg: ExportSettings, name: str) ->
 
 
 def check_out(cfg: ExportSettings, cli_overrides: Mapping[str, str]) -> Path:
-    """Returns the place to write to; raises ValueError for what does not go together, or must not be replaced."""
+    """Returns the place to write to; raises ValueError for settings that contradict, or if it must not be replaced."""
     if cfg.to != "hub":
         refuse(cli_overrides, "repo", "license", "private", "upload", why="it is for to=hub")
     if cfg.upload and not cfg.repo:

@@ -93,7 +93,7 @@ def measured_rates(files: list[Path]) -> dict[tuple[str, float], tuple[float, st
 
 
 def training(rates: dict, flops_a_second: float, gpus: int, efficiency: float, schedule: RouteSchedule) -> str:
-    """`schedule` is of PARTS steps. Measured is what it takes where each of its ratios was."""
+    """Tabulates hours by size; `schedule` has PARTS steps. A rate is measured if each ratio of the schedule was."""
     rows, ratios = [], Counter()
     for (route,), count in schedule.counts(PARTS).items():
         ratios[route.selection_ratio] += count / PARTS
@@ -175,9 +175,9 @@ def main(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--efficiency", type=float, default=0.95, help="of several GPUs over one (0.95: assumed)")
     parser.add_argument("--measured", type=as_path, nargs="*", default=[],
                         help="JSON of scripts/benchmark.py mode=train")
-    parser.add_argument("--memory", action="store_true", help="what a GPU holds in training, and no hours")
+    parser.add_argument("--memory", action="store_true", help="GPU memory in training instead of hours")
     parser.add_argument("--dense-after", type=float, help="share of the steps after which TREAD is dense")
-    parser.add_argument("--selection-ratios", type=float, nargs="+", default=[], help="of which a step samples one")
+    parser.add_argument("--selection-ratios", type=float, nargs="+", default=[], help="a step samples one of these")
     given = parser.parse_args()
     if given.memory:
         print(memory() + "\n\n" + activations())

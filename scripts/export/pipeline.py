@@ -53,7 +53,7 @@ class Network:
 
 
 class LatentDiTPipeline(DiffusionPipeline):
-    """Draws images of classes; without a vae the latents are pixels."""
+    """Samples images of classes; without a vae the latents are pixels."""
 
     model_cpu_offload_seq = "transformer->vae"
     _optional_components = ["vae"]
@@ -69,7 +69,7 @@ class LatentDiTPipeline(DiffusionPipeline):
                                 null_label=null_label, record=record)
 
     def save_config(self, save_directory: str | Path, **options: object) -> None:
-        """Ends `save_pretrained`: adds the code, by which alone the folder can be loaded again.
+        """Ends `save_pretrained`: adds the code, without which the folder cannot be loaded again.
 
         A meta.json of the first export describes weights that have just been replaced, so it is deleted.
         """
@@ -169,10 +169,10 @@ class LatentDiTPipeline(DiffusionPipeline):
     ) -> Guidance | None:
         """Builds classifier-free guidance, None without a scale; raises ValueError where a setting does not fit."""
         if scale is None:
-            given = {key: value for key, value in (("interval", interval), ("channels", channels)) if value is not None}
-            if given:
-                key, value = next(iter(given.items()))
-                raise ValueError(f"{key}={value!r} changes nothing without guidance_scale: give guidance_scale=1.5.")
+            for key, value in (("interval", interval), ("channels", channels)):
+                if value is not None:
+                    raise ValueError(f"{key}={value!r} changes nothing without guidance_scale: give "
+                                     f"guidance_scale=1.5.")
             return None
         if not is_number(scale):
             raise ValueError(f"guidance_scale={scale!r}: give a finite number, or None.")

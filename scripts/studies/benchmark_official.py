@@ -24,8 +24,7 @@ from statistics import median
 import torch
 from accelerate import Accelerator
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from latents.loader import to_latent
 from runtime.command import command
 from runtime.device import DTYPES

@@ -22,8 +22,7 @@ from statistics import median
 import torch
 from accelerate import Accelerator
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from dit import DiT
 from runtime import sharding
 from runtime.command import commit, program

@@ -18,16 +18,14 @@ from statistics import median
 
 import torch
 from accelerate import Accelerator
-from hydra import compose, initialize_config_dir
-from omegaconf import OmegaConf
 from torch.utils.flop_counter import FlopCounterMode
 
-ROOT = Path(__file__).resolve().parents[2]
-sys.path.insert(0, str(ROOT))
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
 from objectives import DiffusionLoss, Objective, build_objective, class_of, trained_parameters
 from runtime.command import commit, program
 from runtime.device import device_name
 from runtime.schema import as_path, read
+from runtime.typed import compose
 from scripts.clocks import seconds
 from train import train_step, update_ema
 from training import speed
@@ -57,9 +55,9 @@ RECIPES = {
 
 
 def settings(backbone: str, overrides: list[str]) -> TrainSettings:
-    with initialize_config_dir(str(ROOT / "configs"), version_base="1.3"):
-        cfg = compose("config", ["model=tread", "diffusion=rf_uniform", *overrides, f"model.backbone_type={backbone}"])
-    return read(TrainSettings, OmegaConf.to_container(cfg, resolve=True))
+    [plain] = compose("config", TrainSettings, [
+        "model=tread", "diffusion=rf_uniform", *overrides, f"model.backbone_type={backbone}"])
+    return read(TrainSettings, plain)
 
 
 def make_objective(cfg: TrainSettings, device: str) -> Objective | DiffusionLoss:
