@@ -24,7 +24,7 @@ from sampling.checks import sampler_settings
 from scripts.choose_routes import Costs
 from training.run import describe_network
 from training.settings import MuonSettings, TrainSettings, check_settings
-from weights.records import architecture, build_diffusion, build_network, with_objective
+from weights.records import architecture, build_diffusion, build_network
 
 CONFIGS = Path(__file__).resolve().parents[1] / "configs"
 EXPERIMENTS = sorted(path.stem for path in (CONFIGS / "experiment").glob("*.yaml"))
@@ -55,12 +55,12 @@ def network(cfg):
 
 def objective_of(cfg, model):
     """Builds what is minimised around a network of `cfg`, with a teacher's tokens beside the latents."""
-    diffusion, parts = with_objective(dict(cfg.diffusion), settings(cfg).objective)
+    parts = settings(cfg).objective
     keywords = {key: value for name, given in parts.items()
                 for key, value in class_of(name).network_keywords(len(model.blocks), **given).items()}
     assert not keywords  # or the network would have to be built with them
     with torch.device("meta"):
-        return build_objective(model, build_diffusion(diffusion), parts, False,
+        return build_objective(model, build_diffusion(dict(cfg.diffusion)), parts, False,
                                {"teacher": (model.pos_embed.shape[1], 768)})
 
 
@@ -147,8 +147,7 @@ def test_a_row_of_a_published_table_has_its_network_routes_and_training(experime
     drawn = "uniform" if "sit" in kind else "logit_normal" if block == "lightning" else None
     assert (cfg.diffusion.name, cfg.diffusion.get("timestep_sampling")) == ("rf" if drawn else "edm", drawn)
     assert cfg.diffusion.get("cosine_weight", 0) == (block == "lightning")
-    _, objective = with_objective(dict(cfg.diffusion), {})
-    assert objective.get("version1") == ({"mae_weight": 0} if kind == "tread_v1" else None)
+    assert settings(cfg).objective.get("version1") == ({"mae_weight": 0} if kind == "tread_v1" else None)
     published = settings(cfg).published
     assert sampler_settings(build_diffusion({"name": published.diffusion}), published.sampler.model_dump())
     assert (published.diffusion == "rf") == bool(drawn)

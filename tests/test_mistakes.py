@@ -46,7 +46,7 @@ TYPED = {
          "route_schedule.changes=[[5,[{start_layer_idx: 1, end_layer_idx: 2, selection_ratio: 0.5}]]]",
          "fuses after route"),
         ("model=dit", "route_schedule=off_ramp", "model.routes is empty"),
-        ("model=dit", "diffusion=edm_v1", "model.routes"), ("+diffusion.mae_weight=0.1", "mae_weight=0.1"),
+        ("model=dit", "objective=version1", "model.routes"), ("+diffusion.mae_weight=0.1", "no setting mae_weight"),
         # the data
         ("data.path=nowhere", "nowhere"), ("data.path=four", "source=four out=data/four"),
         ("data.path=null", "data.path"), ("data.input_size=32", "data.input_size=8"),

@@ -269,7 +269,7 @@ def test_train_py_ends_where_that_of_sprint_does(case, tmp_path, replay, monkeyp
 @cases("tread_v1")
 def test_train_py_ends_where_that_of_tread_nano_does(case, tmp_path, replay, fresh_accelerator):
     replay(case)
-    model, ema, losses = train(tmp_path, case, NETWORK, {"name": "edm", "sigma_data": 0.5}, "edm_v1")
+    model, ema, losses = train(tmp_path, case, NETWORK, {"name": "edm", "sigma_data": 0.5}, "edm", objective="version1")
     assert_same_training(case, model, ema, losses)
     net, noise, y = network_of(case, ema, **NETWORK), wave((2, 4, 8, 8), 2, 1.4), torch.tensor([3, 7])
     for name, guidance in (("unguided", None), ("guided", Guidance(1.5))):

@@ -522,7 +522,7 @@ def masked(tmp_path) -> Path:
     return folder
 
 
-V1 = ["model=tread_v1", "diffusion=edm_v1", "keep_masked=true"]
+V1 = ["model=tread_v1", "objective=version1", "keep_masked=true"]
 SMALL = ["data=folder", "model.backbone_type=DiT-S/2", "model.hidden_size=16", "model.depth=10", "model.num_heads=2",
          "batch_size=6", "log.every=2",
          "checkpoint.every=2", "samples.every=0", "precision=fp32", "compile=false", "cpu=true"]
@@ -540,13 +540,13 @@ def test_a_folder_with_masks_trains_by_version_1_and_resumes_bit_for_bit(masked,
     meta = checkpoints.read_meta(checkpoints.latest(tmp_path / "whole"))
     assert meta["network"]["routes"][1] == {"start_layer_idx": 6, "end_layer_idx": 9, "selection_ratio": 0.5,
                                             "x_T": 1.0}
-    assert meta["objective"] == {"version1": {"mae_weight": 0.0}} and "routed_loss" not in meta["diffusion"]
+    assert meta["objective"] == {"version1": {"mae_weight": 0.0}}
     assert "selection" not in meta["network"]
     assert [row["loss"] for row in rows(tmp_path / "unmasked")] != [row["loss"] for row in rows(tmp_path / "whole")]
 
 
 @pytest.mark.parametrize(("overrides", "says"), [
-    (["model=tread_v1", "diffusion=edm_v1", "model.selection=l1"],
+    (["model=tread_v1", "objective=version1", "model.selection=l1"],
      "and model.selection=random, as it must know which are kept"),
     (["keep_masked=true", "model.routes=[{start_layer_idx: 0, end_layer_idx: 4, selection_ratio: 0.75}]"],
      "the mask of image 0 keeps 8 of 16 tokens, but route 0→4 at selection ratio 0.75 keeps only 4. Set "

@@ -38,7 +38,7 @@ from training.settings import ModelSettings, TrainSettings
 from weights import autoencoders
 from weights import lora as adapters
 from weights.averages import kinds
-from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, build_schedule, with_objective
+from weights.records import ROUTER_DEFAULTS, build_diffusion, build_network, build_schedule
 
 # ---- a run ----------------------------------------------------------------------------------------------------------
 
@@ -228,10 +228,9 @@ def describe_schedule(cfg: TrainSettings) -> dict:
 
 def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch.device) -> dict:
     """Returns what a checkpoint records of its run."""
-    diffusion, objective = with_objective(dict(cfg.diffusion), cfg.objective)
     num_classes, schedule = cfg.data.num_classes or latents.num_classes, describe_schedule(cfg)
     network = describe_network(cfg.model, latent_shape(cfg, latents), num_classes)
-    for name, settings in objective.items():
+    for name, settings in cfg.objective.items():
         network |= class_of(name).network_keywords(network["depth"], **settings)
     data = {"fingerprint": latents.fingerprint, "autoencoder": cfg.data.autoencoder or latents.autoencoder,
             "convention": latents.convention.record(), "class_names": latents.class_names,
@@ -239,7 +238,7 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
     begun = {"step": 0, "commit": commit(), "device": device_name(device), "torch": torch.__version__,
              "tf32": multiplies_in_tf32(device), "python": platform.python_version()}
     record = {
-        "network": network, "diffusion": diffusion, "data": data,
+        "network": network, "diffusion": dict(cfg.diffusion), "data": data,
         "world": world, "seed": cfg.seed, "batch_size": cfg.batch_size, "optimizer": cfg.optimizer.name,
         "init_from": cfg.init_from, "parent": None, "null_label": cfg.label_dropout > 0,
         "published": cfg.published and cfg.published.model_dump(exclude_none=True),
@@ -247,8 +246,8 @@ def describe_run(cfg: TrainSettings, latents: Latents, world: int, device: torch
     }
     if schedule:
         record["route_schedule"] = schedule
-    if objective:
-        record["objective"] = objective
+    if cfg.objective:
+        record["objective"] = cfg.objective
     if len(latents.classes) != num_classes:
         data["classes"] = latents.classes
     if cfg.lora.rank is not None:

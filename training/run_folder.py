@@ -43,7 +43,6 @@ from weights.records import (
     DataRecord,
     architecture,
     diffusion_keywords,
-    with_objective,
 )
 
 
@@ -118,7 +117,6 @@ def without_weights(settings: dict) -> dict:
 
 def numbers(record: dict) -> dict[str, object]:
     """Returns the settings that change a run's numbers, by name; the run may resume with other values of most."""
-    diffusion, objective = with_objective(record["diffusion"], record.get("objective", {}))
     config, network = leaves(record.get("config", {})), {"routes": [], **ROUTER_DEFAULTS, **record["network"]}
     length = {"steps": config.get("steps")} if config.get("optimizer.schedule") == "cosine" else {}
     return {
@@ -126,7 +124,8 @@ def numbers(record: dict) -> dict[str, object]:
         **{key: network[key] for key in ("routes", *ROUTER_DEFAULTS)},
         "route_schedule": record.get("route_schedule", {}), **length,
         **{key: value for key, value in config.items() if not is_among(key, WITHOUT_EFFECT)},
-        **leaves(diffusion_keywords(diffusion), "diffusion."), **leaves(objective, "objective."),
+        **leaves(diffusion_keywords(record["diffusion"]), "diffusion."),
+        **leaves(record.get("objective", {}), "objective."),
     }
 
 
@@ -144,10 +143,9 @@ def check_resumable(meta: dict, now: dict, run_dir: Path) -> list[str]:
     Raises ValueError for another network, diffusion, objective, data set, start, adapter or optimizer.
     """
     def facts(record: dict) -> dict:
-        _, objective = with_objective(record["diffusion"], record.get("objective", {}))
         return {"network": architecture(record["network"]),
                 "diffusion": without_weights(diffusion_keywords(record["diffusion"])),
-                "objective": without_weights(objective), "data set": record["data"]["fingerprint"],
+                "objective": without_weights(record.get("objective", {})), "data set": record["data"]["fingerprint"],
                 "init_from": record.get("init_from"),
                 "adapter": {**(record.get("lora") or {"rank": None}), "base": None},
                 "optimizer": record.get("optimizer", "adamw")}

@@ -40,7 +40,6 @@ from weights.records import (
     ParentRecord,
     build_diffusion,
     build_network,
-    with_objective,
 )
 
 # ---- what is named --------------------------------------------------------------------------------------------------
@@ -236,7 +235,7 @@ def load_trained(
         data.convention and Convention.read(data.convention.model_dump()), data.class_names,
         data.display_names or data.class_names,
         data.classes or list(range(net.num_classes)), record.step, record.weights,
-        {"network": record.network, "diffusion": with_objective(record.diffusion, {})[0],
+        {"network": record.network, "diffusion": record.diffusion,
          **({"published": record.published} if record.published else {})}, **bare)
 
 

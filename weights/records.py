@@ -132,18 +132,6 @@ def build_schedule(net: DiT, record: dict, seed: int) -> RouteSchedule:
     return schedule
 
 
-def with_objective(diffusion: dict, objective: dict) -> tuple[dict, dict]:
-    """Separates the objective from a diffusion's record, in which version 1's loss once was a part of EDM."""
-    if diffusion.get("name") != "edm":
-        return diffusion, objective
-    kept, mae_weight = diffusion.get("routed_loss", "all"), diffusion.get("mae_weight", 0.0)
-    if kept not in ("all", "kept") or (kept == "all" and mae_weight):
-        raise ValueError(f"diffusion.routed_loss={kept} diffusion.mae_weight={mae_weight}: set objective=version1 for "
-                         f"the loss over kept tokens, to which mae_weight belongs.")
-    diffusion = {key: value for key, value in diffusion.items() if key not in ("routed_loss", "mae_weight")}
-    return diffusion, {"version1": {"mae_weight": mae_weight}, **objective} if kept == "kept" else objective
-
-
 def check_objective(objective: dict[str, dict]) -> None:
     """Raises ValueError for a part without a file, a keyword that it lacks or of another type, a negative weight."""
     for name, given in objective.items():
@@ -154,7 +142,6 @@ def check_objective(objective: dict[str, dict]) -> None:
 
 def diffusion_keywords(diffusion: dict) -> dict:
     """Completes a diffusion's name and keywords by defaults; raises ValueError for those that do not fit."""
-    diffusion, _ = with_objective(diffusion, {})  # of a record
     name = diffusion.get("name")
     if name not in [*DIFFUSIONS]:  # which may be a list, say
         raise ValueError(f"There is no diffusion {name!r}; choose one of {', '.join(DIFFUSIONS)}.")

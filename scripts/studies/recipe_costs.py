@@ -32,7 +32,7 @@ from training import speed
 from training.optimizers import build_optimizer
 from training.run import describe_network
 from training.settings import TrainSettings
-from weights.records import build_diffusion, build_network, with_objective
+from weights.records import build_diffusion, build_network
 
 LATENT, TEACHER, CLASSES = (4, 32, 32), (256, 768), 1000
 ROUTE = "model.routes=[{{selection_ratio: 0.5, start_layer_idx: {}, end_layer_idx: {}, return_from: {}}}]"
@@ -49,7 +49,7 @@ RECIPES = {
     "internal": ["objective=internal"],
     "LayerSync": ["objective=layer_sync"],
     "dispersive": ["objective=dispersive", "objective.dispersive.pooled=true"],
-    "version 1": ["model=tread_v1", "diffusion=edm_v1"],
+    "version 1": ["model=tread_v1", "diffusion=edm", "objective=version1"],
     "Muon": ["optimizer=muon"],
 }
 
@@ -62,12 +62,12 @@ def settings(backbone: str, overrides: list[str]) -> TrainSettings:
 
 def make_objective(cfg: TrainSettings, device: str) -> Objective | DiffusionLoss:
     """Builds the network and what is minimised, as a run does, on `device`."""
-    diffusion, parts = with_objective(dict(cfg.diffusion), cfg.objective)
     network = describe_network(cfg.model, LATENT, CLASSES)
-    for name, keywords in parts.items():
+    for name, keywords in cfg.objective.items():
         network |= class_of(name).network_keywords(network["depth"], **keywords)
     with torch.device(device):
-        return build_objective(build_network(network), build_diffusion(diffusion), parts, False, {"teacher": TEACHER})
+        diffusion = build_diffusion(dict(cfg.diffusion))
+        return build_objective(build_network(network), diffusion, cfg.objective, False, {"teacher": TEACHER})
 
 
 def inputs(objective: Objective | DiffusionLoss, batch: int, device: str) -> tuple:

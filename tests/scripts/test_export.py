@@ -26,7 +26,7 @@ from weights.records import build_network
 NETWORK = dict(input_size=8, patch_size=2, in_channels=4, hidden_size=32, depth=3, num_heads=2, num_classes=5,
                init="xavier",
                routes=[dict(selection_ratio=0.5, start_layer_idx=1, end_layer_idx=-1)])
-EDM = {"name": "edm", "P_mean": -1.0, "P_std": 1.2, "sigma_data": 0.4, "routed_loss": "all", "mae_weight": 0.0}
+EDM = {"name": "edm", "P_mean": -1.0, "P_std": 1.2, "sigma_data": 0.4}
 RF = {"name": "rf", "timestep_sampling": "uniform", "cosine_weight": 0.0}
 
 

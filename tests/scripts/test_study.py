@@ -440,7 +440,7 @@ def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypa
     [run] = study.runs_of(settings(tmp_path, study=MATRIX | {"variants": {"flow": flow}, "compare": []}))
     run.folder.mkdir(parents=True)
     assert study.record_of(run) == record
-    for other, seen in (("diffusion=edm_v1", "diffusion=rf"), ("routes=paper", "model=tread-balanced")):
+    for other, seen in (("diffusion=edm", "diffusion=rf"), ("routes=paper", "model=tread-balanced")):
         with pytest.raises(ValueError, match=f"holds another flow, seed 0: {seen} there"):
             study.record_of(run.model_copy(update={"train": [*run.train, other]}))
 
