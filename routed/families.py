@@ -4,6 +4,7 @@ import inspect
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import prod
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -53,13 +54,12 @@ class Family:
     """A network's lists of blocks in the order of their call, and which tokens of a joined sequence are never routed.
 
     `text` counts them from the network and its arguments: a number, or one for each sample (B,). Where it is absent,
-    an earlier block's text counts, or `free` says from the arguments how many tokens may be routed. They stand before
-    the others, or after them if `text_last`. `never` names them for the reader. `alone` has arguments of the call that
-    no route may meet. `reads` returns the blocks after which the network itself reads all tokens: {block: its setting}.
+    an earlier block's text counts, or `free` counts by the arguments how many tokens may be routed. They stand before
+    the others, or after them if `text_last`. `alone` has arguments that no call on a route may have. `reads` returns
+    the blocks after which the network itself reads all tokens, with the name of the setting: {block: name}.
     """
 
     lists: tuple[Blocks, ...]
-    never: str = ""
     text: Callable[[nn.Module, dict], Any] | None = None
     free: Callable[[dict], int] | None = None
     text_last: bool = False
@@ -109,12 +109,11 @@ def first_of_shapes(call: dict) -> int:
 
 
 def in_front(network: nn.Module, call: dict) -> int:
-    return network.num_prefix_tokens
-
-
-def class_and_storage(network: nn.Module, call: dict) -> int:
-    """Counts DINOv2's and DINOv3's class and register tokens, by the names of facebookresearch."""
-    return 1 + getattr(network, "num_register_tokens", getattr(network, "n_storage_tokens", 0))
+    """Counts class and register tokens, by the names of timm, of transformers and of facebookresearch."""
+    if hasattr(network, "num_prefix_tokens"):
+        return network.num_prefix_tokens
+    owner = getattr(network, "config", network)
+    return 1 + getattr(owner, "num_register_tokens", getattr(owner, "n_storage_tokens", 0))
 
 
 def encoder_depths(network: nn.Module) -> dict[int, str]:
@@ -137,6 +136,11 @@ def fewer(count: Any, stay: Any) -> Any:
 def fewer_in_all(ends: Tensor, stay: Any) -> Tensor:
     """For the ends (2B + 1,) of each sample's tokens and of their padding, as flash attention takes them."""
     return ends - stay.gone * ((torch.arange(len(ends), device=ends.device) + 1) // 2).to(ends.dtype)
+
+
+def alike(mask: Tensor, stay: Any) -> Tensor:
+    """For a mask (N,) of images, whose kept tokens have the same one in all samples."""
+    return mask[stay.places()[0]]
 
 
 def pairs(mask: Tensor, stay: Any) -> Tensor:
@@ -162,27 +166,19 @@ def by_place(axis: int) -> Callable:
 class OfSample(int):
     """A number of tokens that knows its sample, as Wan's blocks take a table's rows sample by sample."""
 
-    sample = 0
+    def __new__(cls, count: int, sample: int):
+        number = super().__new__(cls, count)
+        number.sample = sample
+        return number
 
 
-class Line:
-    """Grids (B, 3) of the kept tokens: of each sample a line of `count` of them."""
-
-    def __init__(self, batch: int, count: int):
-        self.counts = [OfSample(count) for _ in range(batch)]
-        for sample, n in enumerate(self.counts):
-            n.sample = sample
-
-    def tolist(self) -> list[list[int]]:
-        return [[n, 1, 1] for n in self.counts]
-
-
-def grid_line(grids: Tensor, stay: Any) -> Tensor:
-    """For Wan's grids (B, 3): frames, rows and columns of the tokens."""
+def grid_line(grids: Tensor, stay: Any) -> SimpleNamespace:
+    """For Wan's grids (B, 3), frames, rows and columns: a line of the kept tokens of each sample."""
     if any(prod(grid) != stay.length for grid in grids.tolist()):
         raise ValueError(f"The videos have {grids.tolist()} tokens in a sequence of {stay.length}: those of several "
                          f"sizes, or padded ones, cannot be routed. Batch videos of one size, and set seq_len to it.")
-    return Line(len(grids), stay.length - stay.gone)
+    lines = [[OfSample(stay.length - stay.gone, sample), 1, 1] for sample in range(len(grids))]
+    return SimpleNamespace(tolist=lambda: lines)
 
 
 class Lines:
@@ -249,162 +245,143 @@ def fewer_in_params(params: Any, stay: Any) -> Any:
 
 
 TEXT, ROPE, MASK = "encoder_hidden_states", "image_rotary_emb", "attention_mask"
-CLASS_TOKENS = "class and register tokens"
 CONTROLNETS = ("controlnet_block_samples", "controlnet_single_block_samples")
 FAMILIES = {
     "dit.DiT": Family((Blocks("blocks", {"positions": 1}),), alone=("routes", "mask_noise")),
     "timm.VisionTransformer": Family(
-        (Blocks("blocks", {"attn_mask": None}, joined=True),), CLASS_TOKENS, in_front),
+        (Blocks("blocks", {"attn_mask": None}, joined=True),), text=in_front),
     "timm.Eva": Family(
-        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}, "attn_mask": None}, joined=True),), CLASS_TOKENS,
-        in_front),
-    "transformers.ViTModel": Family(
-        (Blocks("layers", {MASK: None}, joined=True),), CLASS_TOKENS, lambda network, call: 1),
-    "transformers.Dinov2Model": Family(
-        (Blocks("encoder.layer", {MASK: None}, joined=True),), CLASS_TOKENS, lambda network, call: 1),
-    "transformers.Dinov2WithRegistersModel": Family(
-        (Blocks("encoder.layer", {MASK: None}, joined=True),), CLASS_TOKENS,
-        lambda network, call: 1 + network.config.num_register_tokens),
+        (Blocks("blocks", {"rope": {2: (0, 4), 3: (1, 4), 4: 2}, "attn_mask": None}, joined=True),), text=in_front),
+    "transformers.ViTModel": Family((Blocks("layers", {MASK: None}, joined=True),), text=in_front),
+    **dict.fromkeys(
+        ("transformers.Dinov2Model", "transformers.Dinov2WithRegistersModel"),
+        Family((Blocks("encoder.layer", {MASK: None}, joined=True),), text=in_front)),
     "transformers.DINOv3ViTModel": Family(
-        (Blocks("model.layer", {"position_embeddings": {2: (0, 4)}, MASK: None}, joined=True),), CLASS_TOKENS,
-        lambda network, call: 1 + network.config.num_register_tokens),
+        (Blocks("model.layer", {"position_embeddings": {2: (0, 4)}, MASK: None}, joined=True),), text=in_front),
     "diffusers.DiTTransformer2DModel": Family((Blocks("transformer_blocks"),)),
-    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),), "text"),
+    "diffusers.PixArtTransformer2DModel": Family((Blocks("transformer_blocks", {MASK: 2}),)),
     "diffusers.SD3Transformer2DModel": Family(
-        (Blocks("transformer_blocks", text=TEXT, out=1),), "text", alone=("block_controlnet_hidden_states",)),
+        (Blocks("transformer_blocks", text=TEXT, out=1),), alone=("block_controlnet_hidden_states",)),
     **dict.fromkeys(
         ("diffusers.FluxTransformer2DModel", "diffusers.BriaTransformer2DModel",
          "diffusers.LongCatImageTransformer2DModel", "diffusers.OvisImageTransformer2DModel"),
         Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)), "text and condition images",
+                Blocks("single_transformer_blocks", {ROPE: 0}, text=TEXT, out=1)),
                free=first_image, alone=CONTROLNETS)),
     **dict.fromkeys(
         ("diffusers.Flux2Transformer2DModel", "diffusers.BriaFiboTransformer2DModel"),
         Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT, out=1),
-                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), "text and condition images",
-               free=first_image)),
+                Blocks("single_transformer_blocks", {ROPE: 0}, joined=True)), free=first_image)),
     "diffusers.Flux3Transformer2DModel": Family(
         (Blocks("mode_blocks.image", {"temb_mod": 1, ROPE: 0}),
          Blocks("single_transformer_blocks", {"temb_mod": 1, ROPE: 0}, text=TEXT, out=1)),
-        "text and condition images", free=lambda call: call["hidden_states"].shape[1]),
+        free=lambda call: call["hidden_states"].shape[1]),
     "diffusers.ChromaTransformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, MASK: 1}, text=TEXT, out=1),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}, joined=True)), "text", alone=CONTROLNETS),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 1}, joined=True)), alone=CONTROLNETS),
     "diffusers.Krea2Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, joined=True),), "text",
-        lambda network, call: call[TEXT].shape[1]),
-    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),), "text"),
+        (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, joined=True),),
+        text=lambda network, call: call[TEXT].shape[1]),
+    "diffusers.PRXTransformer2DModel": Family((Blocks("blocks", {ROPE: 2}),)),
     "diffusers.HiDreamImageTransformer2DModel": Family(
         (Blocks("double_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, text=TEXT, whole=True),
-         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, joined=True, whole=True)),
-        "text", text_last=True),
-    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),), "text"),
+         Blocks("single_stream_blocks", {ROPE: 1, "hidden_states_masks": 1}, joined=True, whole=True)), text_last=True),
+    "diffusers.CogView3PlusTransformer2DModel": Family((Blocks("transformer_blocks", text=TEXT),)),
     **dict.fromkeys(
         ("diffusers.CogView4Transformer2DModel", "diffusers.CogVideoXTransformer3DModel"),
-        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),), "text")),
+        Family((Blocks("transformer_blocks", {ROPE: 0}, text=TEXT),))),
     "diffusers.HunyuanImageTransformer2DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), "text", text_last=True),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT)), text_last=True),
     "diffusers.AuraFlowTransformer2DModel": Family(
-        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks", joined=True)),
-        "text and registers"),
+        (Blocks("joint_transformer_blocks", text=TEXT, out=1), Blocks("single_transformer_blocks", joined=True))),
     "diffusers.Lumina2Transformer2DModel": Family(
-        (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),), "text of any lengths",
-        lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
+        (Blocks("layers", {MASK: 1, ROPE: 1}, joined=True),),
+        text=lambda network, call: call["encoder_attention_mask"].sum(dim=1)),
     "diffusers.QwenImageTransformer2DModel": Family(
         (Blocks("transformer_blocks", {f"{ROPE}.0": 0, "modulate_index": 1}, text=TEXT, out=1),),
-        "text and condition images", free=first_of_shapes, alone=("controlnet_block_samples",)),
+        free=first_of_shapes, alone=("controlnet_block_samples",)),
     "diffusers.QwenImage21Transformer2DModel": Family(
-        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": {1: 0}, "key_valid": 1, MASK: None},
-                joined=True),),
-        "text and condition images", free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
+        (Blocks("transformer_blocks", {"rotary_emb": 0, "target_token_mask": alike, "key_valid": 1, MASK: None},
+                joined=True),), free=lambda call: prod(call["img_shapes"][0][-1]), alone=("kv_cache",)),
     "diffusers.ZImageTransformer2DModel": Family(
-        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),), "text of any lengths", free=padded_image,
-        text_last=True, alone=("controlnet_block_samples", "siglip_feats")),
+        (Blocks("layers", {"attn_mask": 1, "freqs_cis": 1}, joined=True),), free=padded_image, text_last=True,
+        alone=("controlnet_block_samples", "siglip_feats")),
     "diffusers.HunyuanVideoTransformer3DModel": Family(
         (Blocks("transformer_blocks", {"freqs_cis": 0, MASK: 3}, text=TEXT, front="num_tokens"),
-         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT, front="num_tokens")),
-        "text; a given first frame", text_last=True),
-    "diffusers.HunyuanVideo15Transformer3DModel": Family(
-        (Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),), "text and the condition image"),
+         Blocks("single_transformer_blocks", {ROPE: 0, MASK: 3}, text=TEXT, front="num_tokens")), text_last=True),
+    "diffusers.HunyuanVideo15Transformer3DModel": Family((Blocks("transformer_blocks", {"freqs_cis": 0}, text=TEXT),)),
     **dict.fromkeys(
         ("diffusers.WanTransformer3DModel", "diffusers.ChronoEditTransformer3DModel"),
-        Family((Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),), "text")),
-    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),), "text"),
+        Family((Blocks("blocks", {"rotary_emb": 1, "temb": {4: 1}}),))),
+    "diffusers.WanVACETransformer3DModel": Family((Blocks("blocks", {"rotary_emb": 1}, whole=True),)),
     "diffusers.SkyReelsV2Transformer3DModel": Family(
-        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 2}, MASK: None}),), "text"),
-    "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),), "text"),
+        (Blocks("blocks", {"rotary_emb": 1, "temb": {4: 2}, MASK: None}),)),
+    "diffusers.LTXVideoTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: 1, "temb": 1}),)),
     "diffusers.LTX2VideoTransformer3DModel": Family(
         (Blocks("transformer_blocks", {
             "video_rotary_emb": {3: 1, 4: 2}, "ca_video_rotary_emb": {3: 1, 4: 2}, "temb": 1, "temb_ca_scale_shift": 1,
-            "temb_ca_gate": 1, "self_attention_mask": None}),),
-        "text and sound"),
+            "temb_ca_gate": 1, "self_attention_mask": None}),)),
     "diffusers.CosmosTransformer3DModel": Family(
         (Blocks("transformer_blocks", {ROPE: 0, "extra_pos_emb": 1, "embedded_timestep": {3: 1}, "temb": {3: 1}}),),
-        "text", alone=("block_controlnet_hidden_states",)),
-    "diffusers.MochiTransformer3DModel": Family(
-        (Blocks("transformer_blocks", {ROPE: {3: (0, 4)}}, text=TEXT),), "text"),
+        alone=("block_controlnet_hidden_states",)),
+    "diffusers.MochiTransformer3DModel": Family((Blocks("transformer_blocks", {ROPE: {3: (0, 4)}}, text=TEXT),)),
     "diffusers.Kandinsky5Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": None}),), "text"),
+        (Blocks("visual_transformer_blocks", {"rope": 1, "sparse_params": None}),)),
     "diffusers.Kandinsky6Transformer3DModel": Family(
-        (Blocks("visual_transformer_blocks", {"vis_rope": {5: (0, 6)}}),), "text and sound"),
+        (Blocks("visual_transformer_blocks", {"vis_rope": {5: (0, 6)}}),)),
 }
 ENDS = dict(cu_seqlens_q=fewer_in_all, cu_seqlens_kv=fewer_in_all, max_seqlen_q=fewer, max_seqlen_kv=fewer)
 HUNYUAN = {"freqs_cis": 0, "attn_mask": pairs, "total_len": fewer, **ENDS}
 FLUX = Family((Blocks("double_blocks", {"pe": 2}, text="txt",
                       takes="img txt vec pe txt_attention_mask control_lengths"),
                Blocks("single_blocks", {"pe": 2}, joined=True, takes="x vec pe txt_attention_mask control_lengths")),
-              "text and condition images", free=first_image,
-              alone=("block_controlnet_hidden_states", "block_controlnet_single_hidden_states"))
+              free=first_image, alone=("block_controlnet_hidden_states", "block_controlnet_single_hidden_states"))
 CODES = {  # original codes, known by the class, and by lists and arguments of its blocks
     "DiT": (Family((Blocks("blocks", takes="x c"),)),),
     "SiT": (Family((Blocks("blocks", takes="x c"),), reads=encoder_depths),),
-    **dict.fromkeys(("PixArt", "PixArtMS"), (Family((Blocks("blocks", takes="x y t mask"),), "text"),)),
+    **dict.fromkeys(("PixArt", "PixArtMS"), (Family((Blocks("blocks", takes="x y t mask"),)),)),
     "LightningDiT": (Family((Blocks("blocks", {"feat_rope": by_place(2)}, takes="x c feat_rope"),)),),
     "DiT_Llama": (Family((Blocks("layers", {"freqs_cis": first_rows}, takes="x freqs_cis adaln_input"),)),),
     "MMDiT": (
         Family((Blocks("double_layers", tokens="x", text="c", out=1, takes="c x global_cond"),
-                Blocks("single_layers", joined=True, takes="cx global_cond")), "text and registers"),
-        Family((Blocks("joint_blocks", tokens=1, text=0, out=1, takes="context x c"),), "text")),
+                Blocks("single_layers", joined=True, takes="cx global_cond"))),
+        Family((Blocks("joint_blocks", tokens=1, text=0, out=1, takes="context x c"),))),
     "MMDiTX": (
-        Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), "text", alone=("controlnet_hidden_states",)),),
+        Family((Blocks("joint_blocks", tokens=1, text=0, out=1),), alone=("controlnet_hidden_states",)),),
     "DinoVisionTransformer": (
         Family((Blocks("blocks", {"rope_or_rope_list": in_lists}, joined=True,
-                       takes="x x_or_x_list rope_or_rope_list"),),
-               CLASS_TOKENS, class_and_storage),),
+                       takes="x x_or_x_list rope_or_rope_list"),), text=in_front),),
     "Flux": (FLUX,),
     "Flux2": (
         Family((Blocks("double_blocks", {"pe": 2}, text="txt", takes="img txt pe pe_ctx mod_img mod_txt attn_params"),
-                Blocks("single_blocks", {"pe": 2}, joined=True, takes="x pe mod attn_params")),
-               "text and condition images", free=first_image),),
+                Blocks("single_blocks", {"pe": 2}, joined=True, takes="x pe mod attn_params")), free=first_image),),
     "ZImageTransformer2DModel": (
         Family((Blocks("layers", {"freqs_cis": 1, "attn_params": fewer_in_params}, joined=True,
-                       takes="x freqs_cis adaln_input attn_params"),), "text", free=patches_of, text_last=True),),
+                       takes="x freqs_cis adaln_input attn_params"),), free=patches_of, text_last=True),),
     "SingleStreamDiT": (
         Family((Blocks("blocks", {"freqs": 1, "attn_params": fewer_in_params}, joined=True,
-                       takes="x vec freqs attn_params"),),
-               "text", free=lambda call: call["img"].shape[1], text_last=True),),
+                       takes="x vec freqs attn_params"),), free=lambda call: call["img"].shape[1], text_last=True),),
     "QwenImageTransformer2DModel": (
         Family((Blocks("transformer_blocks", {f"{ROPE}.0": 0, "timestep_zero_index": fewer}, text=TEXT, out=1,
                        takes="hidden_states encoder_hidden_states encoder_hidden_states_mask temb image_rotary_emb "
-                             "txt_seq_lens joint_attention_kwargs timestep_zero_index"),),
-               "text and condition images", free=first_of_shapes),),
+                             "txt_seq_lens joint_attention_kwargs timestep_zero_index"),), free=first_of_shapes),),
     "NextDiT": (
         Family((Blocks("layers", {"x_mask": 1, "freqs_cis": 1, "pe": 1}, joined=True,
-                       takes="x x_mask freqs_cis pe adaln_input"),), "text of any lengths", words_of_one_size),),
+                       takes="x x_mask freqs_cis pe adaln_input"),), text=words_of_one_size),),
     "WanModel": (
         Family((Blocks("blocks", {"e": {4: 1}, "seq_lens": fewer, "grid_sizes": grid_line, "freqs": grid_rows},
-                       takes="x e seq_lens grid_sizes freqs context context_lens"),), "text"),),
+                       takes="x e seq_lens grid_sizes freqs context context_lens"),)),),
     "HYVideoDiffusionTransformer": (
         Family((Blocks("double_blocks", HUNYUAN, text="txt", takes=f"img txt vec {' '.join(HUNYUAN)}"),
                 Blocks("single_blocks", HUNYUAN, joined=True, takes=f"x vec txt_len {' '.join(HUNYUAN)}")),
-               "text", text_last=True),),
+               text_last=True),),
     "HunyuanVideo_1_5_DiffusionTransformer": (
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_param": full_attention}, text="txt",
-                       takes="img txt vec freqs_cis text_mask attn_param is_flash block_idx"),),
-               "text", text_last=True),     # its single blocks see all: it counts the image between the lists
+                       # Its single blocks see all tokens, as it counts the image's between the two lists.
+                       takes="img txt vec freqs_cis text_mask attn_param is_flash block_idx"),), text_last=True),
         Family((Blocks("double_blocks", {"freqs_cis": 0, "attn_params": fewer_in_params}, text="txt",
-                       takes="img txt vec freqs_cis attn_params"),), "text", text_last=True)),
+                       takes="img txt vec freqs_cis attn_params"),), text_last=True)),
 }
 GRIDS = "its blocks convolve over the grid of tokens, so tokens cannot be removed"
 UNETS = "a UNet has no row of like blocks that tokens could skip"

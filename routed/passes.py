@@ -100,39 +100,145 @@ LIFT = ("a table without a batch axis, after each sample has kept rows of its ow
         "size 1, and name its axis of tokens in along=")
 
 
-@dataclass(frozen=True)
-class Stay:
-    """The kept tokens of a block, for a function in `along`: it gets an argument of the block and this.
+class Block:
+    """A block of the network, what its description says of it by the names of its arguments, and its route."""
 
-    `length` counts the block's stream with the tokens that are away, `gone` these tokens.
+    def __init__(self, index: int, module: nn.Module, spec: Blocks):
+        self.index, self.module, self.spec, self.inner = index, module, spec, bare(module)
+        if isinstance(self.inner, nn.ModuleList | nn.ModuleDict):
+            raise ValueError(f"{spec.path}.{index} is a {type(self.inner).__name__} of {len(self.inner)} modules, and "
+                             f"no block: indices of routes would count such groups. Build the network with a list of "
+                             f"blocks (DINOv2: block_chunks=0), each with its own forward and residuals.")
+        self.eager = vars(self.inner).get("forward") or partial(type(self.inner).forward, self.inner)
+        self.names = names_of(self.inner)
+        self.tokens, self.text, self.front = map(self.name_of, (spec.tokens, spec.text, spec.front))
+        self.along = []                     # arguments along the tokens, their parts if they are tuples, axes
+        for key, axis in spec.along.items():
+            name, _, part = key.partition(".") if isinstance(key, str) else (self.name_of(key), "", "")
+            self.along.append((name, part, axis))
+        self.known = {self.tokens, self.text, self.front, *(name for name, _, _ in self.along)}
+        self.r: int | None = None           # the number of its route
+        self.route: Route | None = None
+        self.starts = self.ends = False
+
+    def __str__(self) -> str:
+        return f"Route {self.route}, block {self.index} of {self.spec.path}"
+
+    def name_of(self, key: Any) -> Any:
+        """Returns the name of an argument that is given by its number, or the number where it has no name."""
+        return self.names[key] if isinstance(key, int) and key < len(self.names) else key
+
+    def put_on(self, route: Route, r: int) -> None:
+        """Puts the block on a route; raises ValueError if it convolves, or does not have its tokens in axis 1."""
+        self.r, self.route = r, route
+        self.starts, self.ends = self.index == route.start_layer_idx, self.index == route.end_layer_idx
+        for part in self.module.modules():
+            if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(part.kernel_size) > 1:
+                raise ValueError(f"{self} convolves over the grid of tokens, so tokens cannot be removed.")
+            if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
+                raise ValueError(f"{self} attends over tokens (N, B, D): set batch_first=True.")
+
+
+class Stay:
+    """The tokens that are kept on a route of one pass; a function in `along` gets an argument of a block and this.
+
+    `ids` (B, K) count the tokens that may be routed, and `away` are all tokens before the route's start. `length`
+    counts the block's stream with the tokens that are away, `gone` these tokens. `given` are the block's arguments, by
+    name or number, before tokens are taken out.
     """
 
-    run: "Pass"
-    block: nn.Module
-    index: int
-    length: int
-    gone: int
+    def __init__(self, run: "Pass", ids: Tensor, away: Tensor):
+        self.run, self.ids, self.away = run, ids, away
+        # Where the kept tokens are, by the length of a sequence. A dict would fix the length in a compiled graph.
+        self.index: list[tuple[int, Tensor]] = []
+        # The latest argument of a name and a list of blocks, its version, and what is kept of it.
+        self.along: dict[tuple[str, str], tuple[Any, int, Any]] = {}
 
-    @property
-    def given(self) -> dict:
-        """The block's arguments, by name or number, before tokens were taken out."""
-        return self.run.given
-
-    @property
-    def network(self) -> nn.Module:
-        return self.run.routing.modules[0]
+    length = property(lambda self: self.run.stream)
+    gone = property(lambda self: self.run.free - self.ids.shape[1])
+    given = property(lambda self: self.run.given)
+    block = property(lambda self: self.run.block.module)
+    network = property(lambda self: self.run.routing.modules[0])
 
     def places(self, length: int | None = None) -> Tensor:
         """Returns where the kept tokens are (B, length - gone), in the stream or in a sequence of a length."""
-        return self.run.stayed(self.run.routing.route_of[self.index], self.length if length is None else length)
+        length, ids = self.length if length is None else length, self.ids
+        if length == self.run.free:
+            return ids
+        for known, index in self.index:
+            if known == length:
+                return index
+        places = self.run.places(ids, length)
+        left = ids.new_zeros(len(ids), length).scatter(1, places, 1).scatter(1, places.gather(1, ids), 0)
+        index = left.argsort(dim=1, stable=True)[:, :length - self.gone]
+        self.index.append((length, index))
+        return index
 
-    def rows(self, value: Tensor, axis: int) -> Tensor:
-        """Keeps the rows of these tokens along an axis that follows one of the samples, or of size 1."""
-        return self.run.rows(value, axis, "", self.index, self.length)
+    def take(self, given: dict) -> dict:
+        """Returns a block's arguments, of those that run along its tokens what belongs to the kept ones."""
+        block, taken = self.run.block, dict(given)
+        for name, part, axis in block.along:
+            value = taken.get(name)
+            if value is None:
+                continue
+            if axis is None:
+                raise ValueError(f"{block}: {name} relates the tokens to one another, so tokens cannot be removed: "
+                                 f"call the network without it, or without routed().")
+            if isinstance(value, tuple | list) and not callable(axis):
+                taken[name] = type(value)(self.kept(v, axis, f"{name}.{i}") if part in ("", str(i)) else v
+                                          for i, v in enumerate(value))
+            else:
+                taken[name] = self.kept(value, axis, name)
+        return taken
+
+    def kept(self, value: Any, axis: Any, name: str) -> Any:
+        """Returns what a block is given of an argument along the tokens; of the same value once."""
+        key, version = (name, self.run.block.spec.path), version_of(value)
+        source, seen, result = self.along.get(key, (None, 0, None))
+        if source is not value or seen != version:
+            result = axis(value, self) if callable(axis) else self.rows(value, axis, name)
+            if not getattr(value, "requires_grad", False):  # a recomputation must record the same operations
+                self.along[key] = value, version, result
+        return result
+
+    def rows(self, value: Tensor, axis: Any, name: str = "") -> Any:
+        """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`); all where it has none."""
+        ndim, batch = value.ndim, len(self.ids)
+        axis = axis.get(ndim) if isinstance(axis, Mapping) else axis
+        axis, rank = axis if isinstance(axis, tuple) else (axis, ndim)
+        if axis is None or axis > 0 and value.shape[axis] == 1:         # the same for all tokens
+            return value
+        axis = range(ndim)[axis]
+        has_rows = rank > ndim or (ndim == 2 if axis == 0 else len(value) == 1 or len(value) == batch)
+        # `in` would not tell that sizes which a compiled graph leaves open are equal.
+        sizes = self.run.free, self.run.stream, self.run.length
+        if all(value.shape[axis] != size for size in sizes) or not has_rows:
+            whose = dict(zip(sizes, ("the tokens that may be routed", "the blocks' stream", "the whole sequence"),
+                             strict=True))
+            lengths = [f"{length} long ({of})" for length, of in whose.items()]
+            raise ValueError(f"{self.run.block}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
+                             f"{' or '.join(lengths)}, behind an axis of {batch} samples or of size 1.")
+        index = self.places(value.shape[axis])
+        if axis == 0 and rank == ndim:
+            return PerSample(value[index])
+        table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
+        # take_along_dim would fix the sizes in a compiled graph.
+        before, behind = table.shape[1:axis], table.shape[axis + 1:]
+        index = index.view(batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)).expand(batch, *before, -1, *behind)
+        return table.expand(batch, *table.shape[1:]).gather(axis, index)
+
+    def rejoin(self, x: Tensor) -> Tensor:
+        """Puts the tokens of a block's stream among those that are away."""
+        run, spec, away = self.run, self.run.block.spec, self.away
+        if spec is not run.routing.blocks[run.block.route.start_layer_idx].spec:
+            # they were taken out before text, say, was in their sequence
+            before = run.before if spec.joined else 0
+            away = nn.functional.pad(away, (0, 0, before, self.length - before - away.shape[1]))
+        return run.routing.router.end_route(x, self.places(), away.to(x.dtype))
 
 
 class Pass:
-    """One forward pass: its masks, and the tokens that are away.
+    """One forward pass: the tokens that stay on each route, and the block at hand.
 
     Of a sequence, `free` tokens may be routed, in one run behind `front` and `text` others. Blocks whose text has a
     stream of its own see their stream without the text, and some of their tables run along the whole sequence.
@@ -144,79 +250,137 @@ class Pass:
         self.text: Any = None if routing.family.free else routing.keep
         self.free = 0
         self.keep_mask: Tensor | None = None    # (B, free) bool: these are kept
-        # Of the block at hand, with the tokens that are away: its stream, the whole sequence; text and others in front.
-        self.stream, self.length, self.before, self.front = 0, 0, 0, 0
-        self.given: dict[str | int, Any] = {}
-        self.between = False                    # true after a block of a route, until the next one
+        self.stays: dict[int, Stay] = {}        # by the number of the route
         self.ids_keep: list[Tensor | None] = [None] * len(routing.routes)
-        # Of a route and a length: where the kept tokens are. A dict would fix the length in a compiled graph.
-        self.index: list[tuple[int, int, Tensor]] = []
-        self.away: dict[int, Tensor] = {}  # the tokens before its start
-        # The latest table of a name, a route and a list of blocks, its version, and what is kept of it.
-        self.along: dict[tuple[str, int, str], tuple[Any, int, Any]] = {}
+        self.between = False                    # true after a block of a route, until the next one
+        self.block: Block | None = None         # the one at hand, and its arguments
+        self.given: dict[str | int, Any] = {}
+        # With the tokens that are away: its stream, the whole sequence; text and others in front.
+        self.stream, self.length, self.before, self.front = 0, 0, 0, 0
+
+    @property
+    def trials(self) -> Trials | None:
+        """What tries the blocks of this pass; compiled code and a block that is recomputed are not tried."""
+        routing = self.routing
+        return None if torch.compiler.is_compiling() or routing.recomputed is not None else routing.trials
 
     def advance(self, block: int) -> None:
         """Notes that a block is called, or at the number of blocks that the pass is over."""
         depth = len(self.routing.blocks)
         if block == depth and self.last == -1:
             raise ValueError(f"{type(self.routing.modules[0]).__name__} called none of its {depth} blocks in "
-                             f"{self.routing.specs[0].path}: it calls their parts, or others. Name the blocks that its "
-                             f"forward calls.")
+                             f"{self.routing.blocks[0].spec.path}: it calls their parts, or others. Name the blocks "
+                             f"that its forward calls.")
         if block != self.last + 1:
             raise ValueError(f"After block {self.last} came {'the end' if block == depth else f'block {block}'}: a "
                              f"route needs each of the {depth} blocks once, from the first to the last.")
         self.last = block
 
-    def read_call(self, network: nn.Module, given: dict[str, Any]) -> None:
+    def read_call(self, given: dict[str, Any]) -> None:
         """Counts tokens by the network's arguments, and refuses what cannot be routed."""
         family, mask = self.routing.family, self.routing.keep_mask
         if self.trials:
             self.trials.read_call(given)
         for name in family.alone:
-            if given.get(name) is not None and not (isinstance(given[name], tuple) and not given[name]):
+            if given.get(name) not in (None, ()):
                 raise ValueError(f"{name} goes to blocks inside a route, past the routed tokens: call the network "
                                  f"without {name}, or without routed().")
         if family.text:
-            self.text = family.text(network, given)
+            self.text = family.text(self.routing.modules[0], given)
         if family.free:
             self.free = family.free(given)
         self.keep_mask = mask(given) if callable(mask) else mask
 
-    def measure(self, spec: Blocks, length: int, front: int) -> None:
-        """Notes what is in the sequence or stream of a block, which has a length with the tokens that are away."""
+    def call(self, block: Block, forward: Callable, args: tuple, kwargs: dict, recomputable: bool) -> Any:
+        """Calls a block, on a route with the kept tokens; returns its output, at the end of a route of all tokens."""
+        def with_arguments(function: Callable, given: dict) -> Any:
+            return function(*[given[block.name_of(i)] for i in range(len(args))],
+                            **{name: given[name] for name in kwargs})
+
+        self.block, self.between = block, False
+        given = {block.name_of(i): value for i, value in enumerate(args)} | kwargs
+        x = alone(given.get(block.tokens))
+        if block.text is not None:
+            self.text = given[block.text].shape[1]
+        if block.route is None:
+            if self.trials:
+                self.trials.compare(self, x)
+            output = forward(*args, **kwargs)
+            x = output[block.spec.out] if isinstance(output, tuple | list) else output
+        else:
+            given = self.enter(given, x, with_arguments)
+            output, x = self.leave(alone(given[block.tokens]), with_arguments(forward, given), recomputable)
+        if self.trials:
+            self.trials.leave(block, x)
+        return output
+
+    def enter(self, given: dict, x: Any, with_arguments: Callable) -> dict:
+        """Returns the arguments of a block on a route for the kept tokens, which are drawn before its first block."""
+        routing, block, trials = self.routing, self.block, self.trials
+        plain = bool | int | float | str | None
+        for name, value in given.items():
+            unknown = value.values() if isinstance(value, dict) and name not in block.spec.along else ()
+            if not all(isinstance(v, plain) for v in unknown):
+                raise ValueError(f"{block}: {name} holds {sorted(value)}, and it is not known which of them have a "
+                                 f"value per token: call the network without it, or without routed().")
+        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
+            found = (type(x).__name__ if not isinstance(x, Tensor) else
+                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
+            raise ValueError(f"{block}: {block.tokens} is {found}, but tokens (B, N, D) are routed: name their "
+                             f"argument by family=Family((Blocks(path, tokens=),)).")
+        are_all = block.starts or block.spec.whole
+        self.measure(x.shape[1] + (0 if are_all else self.stays[block.r].gone), given.get(block.front) or 0)
+        if trials:
+            trials.compare(self, x)
+            trials.check_batch(block, x)
+        if block.starts:
+            self.draw(x)
+            if routing.own:
+                self.check_named(given, x)
+        stay, self.given = self.stays[block.r], given
+        if trials:
+            trials.try_block(stay, given, with_arguments)
+        if are_all:
+            x = routing.router.start_route(x, stay.places())
+            given = given | {block.tokens: [x] if isinstance(given[block.tokens], list) else x}
+        taken, self.given = stay.take(given), {}
+        return taken
+
+    def measure(self, length: int, front: int) -> None:
+        """Notes what is in the sequence or stream of the block, which has a length with the tokens that are away."""
+        spec, has_stream = self.block.spec, self.block.text is not None
         if isinstance(self.text, tuple):
             self.text = sorted({range(length)[i] for i in self.text})
         if spec.joined and self.text is None:
             self.text = length - self.free
-        self.stream, self.length = length, length + (0 if spec.text is None else self.text)
-        self.before = self.text if (spec.text is not None or spec.joined) and not self.routing.family.text_last else 0
-        self.front = front
+        self.stream, self.length, self.front = length, length + (self.text if has_stream else 0), front
+        self.before = self.text if (has_stream or spec.joined) and not self.routing.family.text_last else 0
 
-    def draw(self, x: Tensor, r: int, block: int) -> None:
-        """Draws the mask of route r before its first block, from all tokens x of that block."""
-        routing, (batch, length) = self.routing, x.shape[:2]
+    def draw(self, x: Tensor) -> None:
+        """Draws the mask of a route before its first block, from all tokens x of that block."""
+        routing, block, (batch, length) = self.routing, self.block, x.shape[:2]
         if not routing.family.free:
-            text = self.text if routing.specs[block].joined else 0
+            text = self.text if block.spec.joined else 0
             self.free = length - self.front - (len(text) if isinstance(text, list) else
                                                int(text.max()) if isinstance(text, Tensor) else text)
         if self.free < 1:
-            raise ValueError(f"{routing.place(block)}: {length - self.free} of {length} tokens are never routed, so "
-                             f"there are none to route; see keep=.")
+            raise ValueError(f"{block}: {length - self.free} of {length} tokens are never routed, so there are none to "
+                             f"route; see keep=.")
         noise, shape = routing.mask_noise, (batch, len(routing.routes), self.free)
         if noise is not None and noise.shape != shape:
             raise ValueError(f"mask_noise is {tuple(noise.shape)}, but it must be {shape}: {batch} samples, {shape[1]} "
                              f"routes, and {self.free} tokens that may be routed.")
         if routing.router.selection == "grid":
             routing.router.check(routing.routes, math.sqrt(self.free))
-        ratio, noise = self.forced(r, x, None if noise is None else noise[:, r])
+        ratio, noise = self.forced(x, None if noise is None else noise[:, block.r])
         free = routing.router.start_route(x.detach(), self.places(x, length))
         ids = routing.router.get_mask(free, ratio, noise)
-        if self.ids_keep[r] is None:  # a recomputation draws only so that later dropout finds its numbers
-            self.ids_keep[r], self.away[r] = ids, x
+        if block.r not in self.stays:           # a recomputation draws only so that later dropout finds its numbers
+            self.stays[block.r], self.ids_keep[block.r] = Stay(self, ids, x), ids
 
-    def forced(self, r: int, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
+    def forced(self, x: Tensor, noise: Tensor | None) -> tuple[float | Fraction, Tensor | None]:
         """Returns the ratio and the noise that keep the tokens of keep_mask; the ratio may fall, so that all can."""
-        mask, ratio = self.keep_mask, self.routing.routes[r].selection_ratio
+        mask, ratio = self.keep_mask, self.block.route.selection_ratio
         if self.routing.keep_mask is None:
             return ratio, noise
         if not isinstance(mask, Tensor):
@@ -244,195 +408,38 @@ class Pass:
             free = first + torch.arange(self.free, device=like.device)[None]
         return free.expand(len(like), -1)
 
-    def stayed(self, r: int, length: int) -> Tensor:
-        """Returns the places (B, …) of the tokens kept on route r, in a sequence or stream of a length."""
-        ids = self.ids_keep[r]
-        if length == self.free:
-            return ids
-        for of_route, of_length, index in self.index:
-            if of_route == r and of_length == length:
-                return index
-        places = self.places(ids, length)
-        left = ids.new_zeros(len(ids), length).scatter(1, places, 1).scatter(1, places.gather(1, ids), 0)
-        index = left.argsort(dim=1, stable=True)[:, :length - self.free + ids.shape[1]]
-        self.index.append((r, length, index))
-        return index
-
-    def kept(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
-        """Returns what a block on a route is given of an argument along the tokens; of the same value once."""
-        r = self.routing.route_of[block]
-        key, version = (name, r, self.routing.specs[block].path), version_of(value)
-        source, seen, result = self.along.get(key, (None, 0, None))
-        if source is value and seen == version:
-            return result
-        if callable(axis):
-            gone = self.free - self.ids_keep[r].shape[1]
-            result = axis(value, Stay(self, self.routing.blocks[block], block, stream, gone))
-        else:
-            result = self.rows(value, axis, name, block, stream)
-        if callable(axis) or not value.requires_grad:  # a recomputation must record the same operations
-            self.along[key] = value, version, result
-        return result
-
-    def rows(self, value: Tensor, axis: Any, name: str, block: int, stream: int) -> Any:
-        """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`); all where it has none."""
-        r, ndim, by_ndim = self.routing.route_of[block], value.ndim, isinstance(axis, Mapping)
-        axis = axis.get(ndim) if by_ndim else axis
-        axis, rank = axis if isinstance(axis, tuple) else (axis, ndim)
-        if axis is None or axis > 0 and value.shape[axis] == 1:         # the same for all tokens
-            return value
-        axis, batch = range(ndim)[axis], len(self.ids_keep[r])
-        has_batch = axis > 0 and (len(value) == 1 or len(value) == batch)
-        bare = axis == 0 and (ndim == 2 or ndim == 1 and by_ndim)
-        # `in` would not tell that sizes which a compiled graph leaves open are equal.
-        sizes = self.free, stream, self.length
-        if all(value.shape[axis] != size for size in sizes) or not (has_batch or bare or rank > ndim):
-            whose = dict(zip(sizes, ("the tokens that may be routed", "the blocks' stream", "the whole sequence"),
-                             strict=True))
-            lengths = [f"{length} long ({of})" for length, of in whose.items()]
-            raise ValueError(f"{self.routing.place(block)}: {name} is {tuple(value.shape)}. Its axis {axis} must be "
-                             f"{' or '.join(lengths)}, behind an axis of {batch} samples or of size 1.")
-        index = self.stayed(r, value.shape[axis])
-        if bare and rank == ndim:
-            return value[index[0]] if ndim == 1 else PerSample(value[index])
-        table, axis = value[(None,) * (rank - ndim)], axis + rank - ndim
-        # take_along_dim would fix the sizes in a compiled graph.
-        before, behind = table.shape[1:axis], table.shape[axis + 1:]
-        index = index.view(batch, *[1] * (axis - 1), -1, *[1] * (rank - axis - 1)).expand(batch, *before, -1, *behind)
-        return table.expand(batch, *table.shape[1:]).gather(axis, index)
-
-    def enter(self, block: int, args: tuple, kwargs: dict[str, Any]) -> tuple[tuple, dict[str, Any]]:
-        """Returns a block's arguments, on a route those of the kept tokens."""
-        self.between = False
-        routing, spec, names = self.routing, self.routing.specs[block], self.routing.names[block]
-        given, r = dict(enumerate(args)) | kwargs, routing.route_of[block]
-        given = {argument(names, key): value for key, value in given.items()}
-        tokens, trials = self.tokens_of(block), self.trials
-        x = alone(given.get(tokens))
-        if spec.text is not None:
-            self.text = given[argument(names, spec.text)].shape[1]
-        if r is None:
-            if trials:
-                trials.compare(self, block, x)
-            return args, kwargs
-        for name, value in given.items():
-            plain = bool | int | float | str | None
-            if name in spec.along or not isinstance(value, dict):
-                continue
-            if not all(isinstance(v, plain) for v in value.values()):
-                raise ValueError(f"{routing.place(block)}: {name} holds {sorted(value)}, and it is not known which of "
-                                 f"them have a value per token: call the network without it, or without routed().")
-        starts = block == routing.routes[r].start_layer_idx
-        if not isinstance(x, Tensor) or x.is_nested or x.ndim != 3:
-            found = (type(x).__name__ if not isinstance(x, Tensor) else
-                     "a nested tensor (set enable_nested_tensor=False)" if x.is_nested else tuple(x.shape))
-            raise ValueError(f"{routing.place(block)}: {tokens} is {found}, but tokens (B, N, D) are routed: name "
-                             f"their argument by family=Family((Blocks(path, tokens=),)).")
-        stream = x.shape[1] + (0 if starts or spec.whole else self.free - self.ids_keep[r].shape[1])
-        self.measure(spec, stream, given.get(spec.front) or 0)
-
-        def as_called(given: dict) -> tuple[tuple, dict]:
-            return tuple(given[argument(names, i)] for i in range(len(args))), {name: given[name] for name in kwargs}
-
-        if trials:
-            trials.compare(self, block, x)
-            trials.check_batch(self, block, x)
-        if starts:
-            self.draw(x, r, block)
-            if routing.own:
-                self.check_named(block, given, stream)
-        self.given = dict(given)
-        if trials:
-            trials.try_block(self, block, self.given, as_called)
-        if starts or spec.whole:
-            x = routing.router.start_route(x, self.stayed(r, stream))
-            given[tokens] = [x] if isinstance(given[tokens], list) else x
-        self.given = dict(given)
-        self.take(block, given)
-        return as_called(given)
-
-    @property
-    def trials(self) -> Trials | None:
-        """What tries the blocks of this pass; compiled code and a block that is recomputed are not tried."""
-        routing = self.routing
-        return None if torch.compiler.is_compiling() or routing.recomputed is not None else routing.trials
-
-    def tokens_of(self, block: int) -> str | int:
-        return argument(self.routing.names[block], self.routing.specs[block].tokens)
-
-    def streams_of(self, block: int) -> set:
-        """Returns the arguments of a block that are its streams, or count their tokens."""
-        spec = self.routing.specs[block]
-        return {argument(self.routing.names[block], key) for key in (spec.tokens, spec.text, spec.front)}
-
-    def take(self, block: int, given: dict) -> None:
-        """Replaces the arguments of a block that run along its tokens by those of the kept tokens."""
-        routing = self.routing
-        for name, part, axis in routing.along[block]:
-            value = given.get(name)
-            if axis is None and value is not None:
-                raise ValueError(f"{routing.place(block)}: {name} relates the tokens to one another, so tokens "
-                                 f"cannot be removed: call the network without it, or without routed().")
-            if isinstance(value, tuple | list) and not callable(axis):
-                given[name] = type(value)(v if part not in ("", str(i)) else
-                                          self.kept(v, axis, f"{name}.{i}", block, self.stream)
-                                          for i, v in enumerate(value))
-            elif value is not None:
-                given[name] = self.kept(value, axis, name, block, self.stream)
-
-    def rejoin(self, block: int, x: Tensor) -> Tensor:
-        """Puts the tokens of a block's stream among those that are away."""
-        routing, spec, r = self.routing, self.routing.specs[block], self.routing.route_of[block]
-        ids, away = self.ids_keep[r], self.away[r]
-        length = x.shape[1] + self.free - ids.shape[1]
-        if spec is not routing.specs[routing.routes[r].start_layer_idx]:
-            # they were taken out before text, say, was in their sequence
-            before = self.before if spec.joined else 0
-            away = nn.functional.pad(away, (0, 0, before, length - before - away.shape[1]))
-        return routing.router.end_route(x, self.stayed(r, length), away.to(x.dtype))
-
-    def check_named(self, block: int, given: dict[str | int, Any], stream: int) -> None:
+    def check_named(self, given: dict[str | int, Any], x: Tensor) -> None:
         """Raises ValueError for a value as long as the tokens that is not named: a block might cut it to its own."""
-        routing, (batch, _, width) = self.routing, alone(given[self.tokens_of(block)]).shape
-        for name in given.keys() - {name for name, _, _ in routing.along[block]} - self.streams_of(block):
+        block, (batch, _, width) = self.block, x.shape
+        for name in given.keys() - block.known:
             for value in given[name] if isinstance(given[name], tuple | list) else [given[name]]:
                 is_wide = isinstance(value, Tensor) and value.ndim > 1
                 lengths = value.shape[int(len(value) == batch):-1] if is_wide else ()
                 if is_wide and value.ndim == 2 and len(value) == batch and value.shape[1] != width:     # a mask (B, N)
                     lengths = value.shape[1:]
-                if any(length in (self.free, stream) for length in lengths):
-                    raise ValueError(f"{routing.place(block)}: {name} is {tuple(value.shape)}, as long as the tokens. "
-                                     f"Name its axis in along=, or write along={{{name!r}: {{}}}} if it has no value "
-                                     f"per token.")
+                if any(length in (self.free, self.stream) for length in lengths):
+                    raise ValueError(f"{block}: {name} is {tuple(value.shape)}, as long as the tokens. Name its axis "
+                                     f"in along=, or write along={{{name!r}: {{}}}} if it has no value per token.")
 
-    def leave(self, block: int, output: Any, recomputable: bool) -> Any:
-        """Returns a block's output, at the end of a route that of all tokens."""
-        routing, given, self.given = self.routing, self.given, {}
-        r, spec, several = routing.route_of[block], routing.specs[block], isinstance(output, tuple | list)
-        x = output[spec.out] if several else output
-        if r is not None:
-            streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
-            tokens = alone(given[self.tokens_of(block)])
-            is_open = len(streams) > 1 and routing.own and spec.text is None
-            if is_open or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
-                found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_open else
-                         tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
-                raise ValueError(f"{routing.place(block)} gets tokens {tuple(tokens.shape)} and returns {found}: say "
-                                 f"what is routed by family=Family((Blocks(path, tokens=, text=, out=),)).")
-            ends = block == routing.routes[r].end_layer_idx
-            self.between = not ends
-            if ends or spec.whole:
-                x = self.rejoin(block, x)
-            if ends:                        # without its graph, which leads to this pass
-                away = self.away.pop(r)
-                if recomputable or spec.whole:
-                    self.away[r] = away.detach()
-                self.along.clear()
-            if ends or spec.whole:
-                output = type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x
-        if self.trials:
-            self.trials.leave(self, block, x)
-        return output
+    def leave(self, tokens: Tensor, output: Any, recomputable: bool) -> tuple[Any, Tensor]:
+        """Returns the output of a block that was given tokens on a route, and the tokens in it; at the end, of all."""
+        block, spec, several = self.block, self.block.spec, isinstance(output, tuple | list)
+        stay, x = self.stays[block.r], output[spec.out] if several else output
+        streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
+        is_open = len(streams) > 1 and self.routing.own and block.text is None
+        if is_open or not isinstance(x, Tensor) or x.shape[:2] != tokens.shape[:2]:
+            found = (f"{len(streams)} streams, {[tuple(part.shape) for part in streams]}" if is_open else
+                     tuple(x.shape) if isinstance(x, Tensor) else type(x).__name__)
+            raise ValueError(f"{block} gets tokens {tuple(tokens.shape)} and returns {found}: say what is routed by "
+                             f"family=Family((Blocks(path, tokens=, text=, out=),)).")
+        self.between = not block.ends
+        if not (block.ends or spec.whole):
+            return output, x
+        x = stay.rejoin(x)
+        if block.ends:                      # without its graph, which leads to this pass
+            stay.away = stay.away.detach() if recomputable or spec.whole else None
+            stay.along.clear()
+        return type(output)([*output[:spec.out], x, *output[spec.out + 1:]]) if several else x, x
 
 
 @dataclass
@@ -450,8 +457,8 @@ class Routing:
 
     def __init__(self, network, routes, blocks, along, keep, mask_noise, keep_mask, grow, router, compiled, family,
                  probe, ordered):
-        self.own = family is not None or blocks is not None
-        if (family is not None or blocks is None) and (family and blocks, along, keep) != (None, None, None):
+        self.own = family is not None or blocks is not None     # described by the user
+        if family is not None and blocks is not None or blocks is None and (along, keep) != (None, None):
             raise ValueError("along= and keep= describe the blocks that blocks= names: leave them out with family=, or "
                              "for a known network.")
         if family is None and blocks is not None:
@@ -459,50 +466,31 @@ class Routing:
                             reads=encoder_depths)
         self.family = family_of(network) if family is None or type(network).__name__ in families.REFUSED else family
         self.keep = keep if isinstance(keep, int) else tuple(keep or ()) or 0  # how many are never routed, or which
-        self.blocks: list[nn.Module] = []
-        self.specs: list[Blocks] = []           # of each block, the list that it is in
+        self.blocks: list[Block] = []
         for spec in self.family.lists:
-            found = list(blocks) if isinstance(blocks, nn.Module) else spec.found_in(network)
-            self.blocks += (getattr(block, "_orig_mod", block) for block in found) if compiled else found
-            self.specs += [spec] * len(found)
-        inner = [bare(block) for block in self.blocks]
-        self.eager = [vars(block).get("forward") or partial(type(block).forward, block) for block in inner]
-        self.names = [names_of(block) for block in inner]
-        self.along = []                         # of each block: arguments along its tokens, parts of tuples, axes
-        for names, spec in zip(self.names, self.specs, strict=True):
-            keys = [key.split(".") if isinstance(key, str) else [argument(names, key)] for key in spec.along]
-            self.along.append([(*key, "")[:2] + (axis,) for key, axis in zip(keys, spec.along.values(), strict=True)])
-        for i, block in enumerate(inner):
-            if isinstance(block, nn.ModuleList | nn.ModuleDict):
-                raise ValueError(f"{self.specs[i].path}.{i} is a {type(block).__name__} of {len(block)} modules, and "
-                                 f"no block: indices of routes would count such groups. Build the network with a list "
-                                 f"of blocks (DINOv2: block_chunks=0), each with its own forward and residuals.")
-        if repeated := len(self.blocks) - len({*self.blocks}):
+            for module in blocks if isinstance(blocks, nn.Module) else spec.found_in(network):
+                module = getattr(module, "_orig_mod", module) if compiled else module
+                self.blocks.append(Block(len(self.blocks), module, spec))
+        if repeated := len(self.blocks) - len({block.module for block in self.blocks}):
             raise ValueError(f"{repeated} of {len(self.blocks)} blocks repeat an earlier one, but a route needs "
                              f"blocks that are called once.")
-        known = {name for names in self.names for name in names[1:]}
+        known = {name for block in self.blocks for name in block.names[1:]}
         if unknown := [key for key in along or () if isinstance(key, str) and key.partition(".")[0] not in known
-                       and not all(map(takes_any, inner))]:
+                       and not all(takes_any(block.inner) for block in self.blocks)]:
             raise ValueError(f"along= names {unknown[0]!r}; besides tokens the blocks take {sorted(known)}.")
         self.routes = resolve_routes(routes, len(self.blocks))
-        self.route_of: list[int | None] = [None] * len(self.blocks)
+        read = self.family.reads(network) if self.family.reads else {}
         for r, route in enumerate(self.routes):
             if not route.is_identity or route.path_drop:
                 raise ValueError(f"Route {route}: routed() returns tokens unchanged, so it does not support x_T, "
                                  f"x_D_last, return_from and path_drop.")
-            span = range(route.start_layer_idx, route.end_layer_idx + 1)
-            for i, name in self.family.reads(network).items() if self.family.reads else ():
-                if route.selection_ratio > 0 and route.start_layer_idx <= i < route.end_layer_idx:
-                    raise ValueError(f"Route {route}: the network reads all tokens after block {i} ({name}={i + 1}). "
-                                     f"Start it at block {i + 1} or later, or end it at block {i} or earlier.")
-            for i in span if route.selection_ratio > 0 else ():
-                self.route_of[i] = r
-                for part in self.blocks[i].modules():
-                    if isinstance(part, nn.Conv1d | nn.Conv2d | nn.Conv3d) and max(part.kernel_size) > 1:
-                        raise ValueError(f"{self.place(i)} convolves over the grid of tokens, so tokens cannot be "
-                                         f"removed.")
-                    if isinstance(part, nn.MultiheadAttention) and not part.batch_first:
-                        raise ValueError(f"{self.place(i)} attends over tokens (N, B, D): set batch_first=True.")
+            span = range(route.start_layer_idx, route.end_layer_idx + 1) if route.selection_ratio > 0 else range(0)
+            for i in span[:-1]:
+                if i in read:
+                    raise ValueError(f"Route {route}: the network reads all tokens after block {i} ({read[i]}={i + 1})."
+                                     f" Start it at block {i + 1} or later, or end it at block {i} or earlier.")
+            for i in span:
+                self.blocks[i].put_on(route, r)
         own = getattr(network, "router", None)
         if isinstance(own, nn.Module):
             raise ValueError("This network fuses its own route: call it with routes=net.routes instead.")
@@ -514,7 +502,7 @@ class Routing:
         if keep_mask is not None and grow and compiled:
             raise ValueError("keep_mask may raise the number of kept tokens, and so compile the network again: set "
                              "grow=False, or compile its blocks.")
-        self.call = names_of(network)
+        self.arguments = names_of(network)
         self.defaults = {name: p.default for name, p in inspect.signature(type(network).forward).parameters.items()
                          if p.default is not p.empty}
 
@@ -525,15 +513,12 @@ class Routing:
         self.latest: Pass | None = None
         self.recomputed: Pass | None = None  # the pass whose blocks a backward computes again, while it does
         self.taken = Taken([None] * len(self.routes))
-        self.modules = [network, *self.blocks]
+        self.modules = [network, *(block.module for block in self.blocks)]
         # What a call of a module runs: a compiled block is wrapped outside of its graph, where checkpoints are seen.
-        self.slots = ["forward", *("_compiled_call_impl" if block._compiled_call_impl and not compiled else "forward"
-                                   for block in self.blocks)]
+        self.slots = ["forward", *("_compiled_call_impl" if module._compiled_call_impl and not compiled else "forward"
+                                   for module in self.modules[1:])]
         self.before = [vars(module).get(slot) for module, slot in zip(self.modules, self.slots, strict=True)]
-        self.wraps = [self.wrap(i, module) for i, module in enumerate(self.modules, start=-1)]
-
-    def place(self, block: int) -> str:
-        return f"Route {self.routes[self.route_of[block]]}, block {block} of {self.specs[block].path}"
+        self.wraps = list(map(self.wrap, self.modules, self.before, [None, *self.blocks]))
 
     def wrapped(self) -> AbstractContextManager[None]:
         """Wraps the network and its blocks; a bound method, so that a copy of a module has its own."""
@@ -545,36 +530,33 @@ class Routing:
     @contextmanager
     def with_forwards(self, forwards: Iterable[Callable | None]) -> Iterator[None]:
         """Gives the network and its blocks other forwards, or for None those of their classes."""
-        slots = list(zip(self.modules, self.slots, strict=True))
-        before = [vars(module).pop(slot, None) for module, slot in slots]
-
         def give(forwards: Iterable[Callable | None]) -> None:
-            for (module, slot), forward in zip(slots, forwards, strict=True):
+            for module, slot, forward in zip(self.modules, self.slots, forwards, strict=True):
                 vars(module).pop(slot, None)
                 if forward is not None:
                     vars(module)[slot] = forward
 
+        before = [vars(module).get(slot) for module, slot in zip(self.modules, self.slots, strict=True)]
         try:
             give(forwards)
             yield
         finally:
             give(before)
 
-    def wrap(self, i: int, routed_module: nn.Module) -> Callable:
-        """Returns what a call runs of block i, or for i = -1 of the network."""
-        of_class, own = type(routed_module).forward, self.before[i + 1]
+    def wrap(self, routed_module: nn.Module, own: Callable | None, block: Block | None) -> Callable:
+        """Returns what a call runs of a block, or for None of the network, whose own forward is that of its class."""
+        of_class = type(routed_module).forward
 
         def routed_forward(module, *args, **kwargs):
             forward = own or partial(of_class, module)
             if module is not routed_module:  # a copy made inside the `with` block is dense, with weights of its own
                 return (deepcopy(own, {id(routed_module): module}) or forward)(*args, **kwargs)
-            run = self.pass_of(i, args, kwargs)
+            run = self.pass_of(block, args, kwargs)
             if run is None:
                 return forward(*args, **kwargs)
             recomputable = mark_checkpoint(run)
-            if i >= 0:
-                args, kwargs = run.enter(i, args, kwargs)
-                return run.leave(i, forward(*args, **kwargs), recomputable)
+            if block is not None:
+                return run.call(block, forward, args, kwargs, recomputable)
             output = forward(*args, **kwargs)
             if self.recomputed is None:
                 run.advance(len(self.blocks))
@@ -583,37 +565,42 @@ class Routing:
         routed_forward.routing = self
         return routed_forward
 
-    def pass_of(self, i: int, args: tuple, kwargs: dict[str, Any]) -> Pass | None:
-        """Returns the pass that a call of block i belongs to; the network's call begins one, else its first block's."""
+    def pass_of(self, block: Block | None, args: tuple, kwargs: dict[str, Any]) -> Pass | None:
+        """Returns the pass of a call of a block, or for None of the network, which begins one; else block 0 does."""
         if self.recomputed is not None or not self.open:
             return self.recomputed
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
             raise ValueError("A backward inside routed() recomputes a block of an unknown pass. Call backward of a "
                              "dense pass outside, and set use_reentrant=False.")
-        if i == -1 or i == 0 and (self.latest is None or self.latest.last >= len(self.blocks) - 1):
-            self.begin(Pass(self))
-            self.taken.ids_keep = self.latest.ids_keep
-            if i == 0:
-                self.latest.read_call(self.modules[0], {})
-        if i >= 0:
-            self.latest.advance(i)
-            needs_gradient = self.latest.has_gradient and self.route_of[i] is not None
-        else:
-            given = dict(zip(self.call, args, strict=False)) | kwargs
-            self.latest.read_call(self.modules[0], self.defaults | given)
+        if block is None:
+            given = dict(zip(self.arguments, args, strict=False)) | kwargs
+            self.begin(self.defaults | given)
             needs_gradient = any(isinstance(value, Tensor) and value.requires_grad for value in given.values())
+        else:
+            if block.index == 0 and (self.latest is None or self.latest.last >= len(self.blocks) - 1):
+                self.begin({})
+            self.latest.advance(block.index)
+            needs_gradient = self.latest.has_gradient and block.route is not None
         if needs_gradient and not torch.is_grad_enabled():
-            raise ValueError(f"{self.place(i) if i >= 0 else 'The network'} runs without the gradient that its input "
-                             f"needs, as in a reentrant checkpoint or one that offloads activations: use torch's "
-                             f"checkpoint with use_reentrant=False, or detach the input.")
+            raise ValueError(f"{block or 'The network'} runs without the gradient that its input needs, as in a "
+                             f"reentrant checkpoint or one that offloads activations: use torch's checkpoint with "
+                             f"use_reentrant=False, or detach the input.")
         return self.latest
 
-    def begin(self, run: Pass | None) -> None:
-        """Goes on to another pass; tokens away in one that broke off lose the graph, which would hold them for ever."""
+    def begin(self, given: dict[str, Any]) -> None:
+        """Begins a pass of the network with these arguments."""
+        self.end()
+        self.latest = Pass(self)
+        self.taken.ids_keep = self.latest.ids_keep
+        self.latest.read_call(given)
+
+    def end(self) -> None:
+        """Leaves the latest pass; tokens away in one that broke off lose the graph, which would hold them for ever."""
         if self.latest is not None:
-            self.latest.away = {r: x.detach() for r, x in self.latest.away.items()}
             self.latest.given = {}
-        self.latest = run
+            for stay in self.latest.stays.values():
+                stay.away = None if stay.away is None else stay.away.detach()
+        self.latest = None
 
 
 def mark_checkpoint(run: Pass) -> bool:
@@ -658,11 +645,6 @@ def version_of(value: Any) -> int:
     if torch.compiler.is_compiling() or not isinstance(value, Tensor) or value.is_inference():
         return 0
     return value._version
-
-
-def argument(names: tuple[str, ...], key: str | int) -> str | int:
-    """Returns the name of an argument that is said by its number, or the number where it has no name."""
-    return names[key] if isinstance(key, int) and key < len(names) else key
 
 
 @cache
@@ -754,7 +736,7 @@ def routed(
     compiled = any(hasattr(part, "_orig_mod") or part._compiled_call_impl for part in around)
     routing = Routing(network, read_routes(routes), blocks, along, keep, mask_noise, keep_mask, grow, router, compiled,
                       family, probe, ordered)
-    if routing.route_of.count(None) == len(routing.blocks):     # dense: what was compiled without a route is used
+    if not any(block.route for block in routing.blocks):     # dense: what was compiled without a route is used
         with other.unwrapped() if is_routed else nullcontext():
             yield routing.taken
         return
@@ -776,7 +758,7 @@ def routed(
                              f"blocks. Name blocks that contain its residuals and skips.") from error
         raise
     finally:
-        routing.begin(None)
+        routing.end()
         routing.open = False
 
 

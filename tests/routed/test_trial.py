@@ -240,8 +240,8 @@ def test_no_routes_inside_of_routes_are_dense_until_they_are_left():
 
 def test_a_description_that_is_made_anew_in_each_step_is_tried_once(monkeypatch):
     net, seen, measure = CODES["LightningDiT"](), [], Trials.measure
-    monkeypatch.setattr(Trials, "measure", lambda self, run, block,
-                        *rest: seen.append(block) or measure(self, run, block, *rest))
+    monkeypatch.setattr(Trials, "measure", lambda self, stay, *rest: (
+        seen.append(stay.run.block.index) or measure(self, stay, *rest)))
     for _ in range(3):
         with routed(net, HALF, blocks="blocks", along={"feat_rope": by_place(2)}):
             called(net, X, PLACES)
