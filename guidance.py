@@ -8,7 +8,7 @@ import hashlib
 import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from functools import partial
+from functools import cache, lru_cache, partial
 
 import torch
 from torch import Tensor, nn
@@ -125,7 +125,7 @@ class Guidance:
         """
         self.check(net)
         net2 = net.internal_head.answer if self.internal else self.net2 or net
-        mask_noise_at = MaskNoise(noise)
+        mask_noise_at = draws_of_masks(noise)
 
         def guided(x: Tensor, t: float, step: int) -> Tensor:
             def run(network: nn.Module, routes: tuple[Route, ...], x: Tensor, y: Tensor) -> Tensor:
@@ -154,29 +154,24 @@ class Guidance:
 UNGUIDED = Guidance(scale=1)
 
 
-class MaskNoise:
-    """The uniform noise behind a sampling's masks, a function of each image's own initial noise and of the step.
+def draws_of_masks(noise: Tensor) -> Callable[[int, int, int], Tensor]:
+    """Returns the uniform noise behind a sampling's masks, a function of each image's initial noise and of the step.
 
-    So an image depends neither on its batch nor on the order of evaluations, and needs no seed beside its noise.
+    So an image depends neither on its batch nor on the order of evaluations, and needs no seed beside its noise. The
+    function maps step, num_routes and num_tokens to (B, num_routes, num_tokens) float32 in [0, 1).
     """
+    @cache
+    def seeds() -> list[int]:  # only where masks are drawn, since it brings the noise to the host
+        digests = [hashlib.sha256(row.tobytes()).digest() for row in noise.float().cpu().numpy()]
+        return [int.from_bytes(digest[:6]) for digest in digests]
 
-    def __init__(self, noise: Tensor):
-        self.noise = noise
-        self.seeds: list[int] | None = None
-        self.asked: tuple[int, int, int] | None = None  # what `drawn` was drawn for
-        self.drawn: Tensor | None = None
+    @lru_cache(maxsize=1)  # once for all passes of a step
+    def mask_noise_at(step: int, num_routes: int, num_tokens: int) -> Tensor:
+        generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in seeds()]
+        rows = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
+        return torch.stack(rows).to(noise.device)
 
-    def __call__(self, step: int, num_routes: int, num_tokens: int) -> Tensor:
-        """Draws (B, num_routes, num_tokens) float32, uniform in [0, 1)."""
-        if self.seeds is None:  # only where masks are drawn, since it brings the noise to the host
-            digests = [hashlib.sha256(row.tobytes()).digest() for row in self.noise.float().cpu().numpy()]
-            self.seeds = [int.from_bytes(digest[:6]) for digest in digests]
-        asked = (step, num_routes, num_tokens)
-        if asked != self.asked:  # once for all passes of a step
-            generators = [torch.Generator().manual_seed(1000 * seed + step) for seed in self.seeds]
-            rows = [torch.rand(num_routes, num_tokens, generator=generator) for generator in generators]
-            self.asked, self.drawn = asked, torch.stack(rows).to(self.noise.device)
-        return self.drawn
+    return mask_noise_at
 
 
 def shape_of(net: nn.Module) -> tuple[int, int, int]:
