@@ -186,14 +186,14 @@ class Trained:
 
 
 def other_data(trained: Trained, class_names: list[str] | None, convention: Convention | None) -> list[str]:
-    """Says in what the latents that a network was trained on differ from latents of these classes and convention."""
+    """Lists how the latents that a network was trained on differ from latents of these classes and convention."""
     theirs = {name: i for i, name in enumerate(trained.class_names or ())}
-    said = [f"{name} is class {theirs[name]} there and {i} here" for i, name in enumerate(class_names or ())
-            if theirs.get(name, i) != i][:1]
+    found = [f"{name} is class {theirs[name]} there and {i} here" for i, name in enumerate(class_names or ())
+             if theirs.get(name, i) != i][:1]
     if None not in (trained.convention, convention) and trained.convention != convention:
         there, here = vars(trained.convention), vars(convention)
-        said.append(f"its latents have another {' and '.join(key for key in here if there[key] != here[key])}")
-    return said
+        found.append(f"its latents have another {' and '.join(key for key in here if there[key] != here[key])}")
+    return found
 
 
 def load_trained(

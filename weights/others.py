@@ -75,7 +75,6 @@ def read_weights(path: Path, weights: str | None = None) -> Weights:
 WEIGHTS = re.compile(r".+\.(safetensors|bin|pt|pth|ckpt)(\.index(\.\w+)?\.json)?")
 INDEX = re.compile(r"\.index(\.\w+)?\.json$")  # of shards; diffusers puts a variant such as fp16 in the middle
 SHARD = re.compile(r"-\d{5}-of-(?!00001)\d{5}(?=\.)")
-LIBRARY = re.compile(r"model(_\d+)?|diffusion_pytorch_model")  # as accelerate and diffusers name them
 NO_WEIGHTS = re.compile(r"(opt|scheduler|sampler|scaler|random_states|rng_state|training|vae|latents_stats|"
                         r".*optim_states)", re.I)
 CUSTOM = "custom_checkpoint_*.pkl"  # what accelerate's save_state makes of a registered object, as an average
@@ -96,13 +95,12 @@ def find_in_folder(folder: Path, weights: str) -> Path | None:
             if WEIGHTS.fullmatch(file.name) and not SHARD.search(file.name) and not NO_WEIGHTS.match(file.name):
                 name = re.sub(r"(\.(fp16|bf16|fp32))?\.[a-z]+(\.index(\.\w+)?\.json)?$", "", file.name)
                 named.setdefault(re.sub("^pytorch_model", "model", name), file)
-        library = {name: file for name, file in named.items() if LIBRARY.fullmatch(name)}
         averages = [file for name, file in named.items() if AVERAGE.search(name)]
         for file in sorted(place.glob(CUSTOM)) if weights == "ema" else ():
             held = networks_in(read_tensors(file))
             if any(isinstance(one.tensors, list) or {*MARKS} & one.tensors.keys() for one in held):
                 averages.append(file)
-        raw = [file for file in (library or named).values() if file not in averages]
+        raw = [file for file in named.values() if file not in averages]
         found = averages if weights == "ema" and averages else raw
         if len(found) > 1:
             raise ValueError(f"{place} holds several weights files, {', '.join(sorted(file.name for file in found))}: "
