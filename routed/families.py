@@ -13,21 +13,21 @@ from torch import Tensor, nn
 
 @dataclass(frozen=True)
 class Blocks:
-    """A list of blocks, and what matters of the arguments of a block, each by its name or its number.
+    """A list of blocks, and the arguments of a block that matter, each by its name or its number.
 
-    `tokens` is the argument that is routed, the first if not said. `text` is the one with the text tokens, where text
+    `tokens` is the argument that is routed, by default the first. `text` is the argument with the text tokens, if text
     has a stream of its own; `joined` blocks have tokens that are never routed in the same sequence as the others. `out`
-    is the place of the tokens in a tuple that a block returns.
+    is the index of the tokens in a tuple that a block returns.
 
     `along` has the arguments that run along the tokens, each with its axis of tokens, which follows an axis of the
-    samples, or of size 1; "name.0" is the first of a tuple. {ndim: axis} says it for tensors of so many axes only, and
-    {ndim: (axis, rank)} for tables without an axis of the samples, which the block broadcasts to `rank` axes. An axis
-    that has size 1 is left as it is. None is for what a block may not be given. A function gets the argument and a
-    `Stay`, and returns what the block is given instead: `fewer`, `by_place(axis)` and others below.
+    samples or of size 1; "name.0" is the first element of a tuple. {ndim: axis} applies to tensors of ndim axes only,
+    and {ndim: (axis, rank)} to tables without an axis of the samples, which the block broadcasts to `rank` axes. An
+    axis of size 1 is left as it is. None marks an argument that a block must not get. A function gets the argument and
+    a `Stay`, and returns what the block gets instead: `fewer`, `by_place(axis)` and others below.
 
-    `front` is the argument that counts the first tokens of the stream, where they are never routed. Where the network
-    changes all tokens between two blocks they must be `whole` there: each block then takes its own out, and puts them
-    back. `takes` has the arguments that a block of an original code may have, by which it is known.
+    `front` is the argument that counts the first tokens of the stream, if those are never routed. If the network
+    changes all tokens between two blocks, they must be `whole` there: each block then takes its own out, and puts them
+    back. `takes` lists the arguments that identify a block of an original code: it has no others.
     """
 
     path: str
@@ -139,7 +139,7 @@ def fewer_in_all(ends: Tensor, stay: Any) -> Tensor:
 
 
 def alike(mask: Tensor, stay: Any) -> Tensor:
-    """For a mask (N,) of images, whose kept tokens have the same one in all samples."""
+    """For a mask (N,) for all samples, which is the same for all tokens that may be routed."""
     return mask[stay.places()[0]]
 
 
@@ -419,7 +419,7 @@ def lists_of_blocks(network: nn.Module) -> str:
 
 
 def names_of(module: nn.Module) -> tuple[str, ...]:
-    """Returns the arguments of a module's forward by their places, as of `_forward` where forward hands all on."""
+    """Returns the names of a module's arguments in order, those of `_forward` if forward passes all of its own on."""
     for forward in (getattr(type(module), name, None) for name in ("forward", "_forward")):
         parts = inspect.signature(forward).parameters.values() if forward else ()
         kinds = [inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_KEYWORD]

@@ -101,7 +101,7 @@ LIFT = ("a table without a batch axis, after each sample has kept rows of its ow
 
 
 class Block:
-    """A block of the network, what its description says of it by the names of its arguments, and its route."""
+    """A block of the network, its description by the names of its arguments, and its route."""
 
     def __init__(self, index: int, module: nn.Module, spec: Blocks):
         self.index, self.module, self.spec, self.inner = index, module, spec, bare(module)
@@ -175,7 +175,7 @@ class Stay:
         return index
 
     def take(self, given: dict) -> dict:
-        """Returns a block's arguments, of those that run along its tokens what belongs to the kept ones."""
+        """Returns a block's arguments, those along its tokens reduced to the kept tokens."""
         block, taken = self.run.block, dict(given)
         for name, part, axis in block.along:
             value = taken.get(name)
@@ -192,7 +192,7 @@ class Stay:
         return taken
 
     def kept(self, value: Any, axis: Any, name: str) -> Any:
-        """Returns what a block is given of an argument along the tokens; of the same value once."""
+        """Reduces an argument along the tokens to the kept ones; computes it once for the same value."""
         key, version = (name, self.run.block.spec.path), version_of(value)
         source, seen, result = self.along.get(key, (None, 0, None))
         if source is not value or seen != version:
@@ -202,7 +202,7 @@ class Stay:
         return result
 
     def rows(self, value: Tensor, axis: Any, name: str = "") -> Any:
-        """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`); all where it has none."""
+        """Returns the rows of the kept tokens along an axis of a tensor (see `Blocks`); all rows without an axis."""
         ndim, batch = value.ndim, len(self.ids)
         axis = axis.get(ndim) if isinstance(axis, Mapping) else axis
         axis, rank = axis if isinstance(axis, tuple) else (axis, ndim)
@@ -292,7 +292,7 @@ class Pass:
         self.keep_mask = mask(given) if callable(mask) else mask
 
     def call(self, block: Block, forward: Callable, args: tuple, kwargs: dict, recomputable: bool) -> Any:
-        """Calls a block, on a route with the kept tokens; returns its output, at the end of a route of all tokens."""
+        """Calls a block, on a route with the kept tokens; the output at the end of a route is that of all tokens."""
         def with_arguments(function: Callable, given: dict) -> Any:
             return function(*[given[block.name_of(i)] for i in range(len(args))],
                             **{name: given[name] for name in kwargs})
@@ -422,7 +422,7 @@ class Pass:
                                      f"in along=, or write along={{{name!r}: {{}}}} if it has no value per token.")
 
     def leave(self, tokens: Tensor, output: Any, recomputable: bool) -> tuple[Any, Tensor]:
-        """Returns the output of a block that was given tokens on a route, and the tokens in it; at the end, of all."""
+        """Returns the output of a block on a route that got `tokens`, and the tokens in it; at the end, all tokens."""
         block, spec, several = self.block, self.block.spec, isinstance(output, tuple | list)
         stay, x = self.stays[block.r], output[spec.out] if several else output
         streams = [part for part in output if isinstance(part, Tensor) and part.ndim == 3] if several else []
@@ -523,9 +523,6 @@ class Routing:
     def wrapped(self) -> AbstractContextManager[None]:
         """Wraps the network and its blocks; a bound method, so that a copy of a module has its own."""
         return self.with_forwards(map(MethodType, self.wraps, self.modules))
-
-    def unwrapped(self) -> AbstractContextManager[None]:
-        return self.with_forwards(self.before)
 
     @contextmanager
     def with_forwards(self, forwards: Iterable[Callable | None]) -> Iterator[None]:
@@ -737,7 +734,7 @@ def routed(
     routing = Routing(network, read_routes(routes), blocks, along, keep, mask_noise, keep_mask, grow, router, compiled,
                       family, probe, ordered)
     if not any(block.route for block in routing.blocks):     # dense: what was compiled without a route is used
-        with other.unwrapped() if is_routed else nullcontext():
+        with other.with_forwards(other.before) if is_routed else nullcontext():
             yield routing.taken
         return
     if is_routed:

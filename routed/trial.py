@@ -75,7 +75,7 @@ class Trials:
     def try_block(self, stay: Any, given: dict, with_arguments: Callable) -> None:
         """Raises ValueError for a block whose output depends on more than its tokens and the arguments in `along`.
 
-        `given` are its arguments by name, with the tokens that are left, and `with_arguments` calls a function of such.
+        `given` are its arguments by name, before tokens are taken out; `with_arguments` calls a function with such.
         """
         block = stay.run.block
         kinds = tuple((name, type(value).__name__, getattr(value, "ndim", 0)) for name, value in given.items())
@@ -130,7 +130,7 @@ class Trials:
 
 
 def in_order(stay: Any, order: Tensor) -> Any:
-    """Returns a `Stay` of all tokens that may be routed, which a block is given in an order (B, free)."""
+    """Returns a `Stay` that keeps all tokens that may be routed, in an order (B, free)."""
     run, other = stay.run, copy(stay)
     other.ids, other.index, other.along = order, [], {}
     for length in (run.stream, run.length):
@@ -141,10 +141,10 @@ def in_order(stay: Any, order: Tensor) -> Any:
 
 
 def with_open_gates(block: Any, generator: torch.Generator) -> Callable:
-    """Returns the call of a block without its hooks and its route, whose parameters near 0 are noise.
+    """Returns a function that calls a block without its hooks and its route, with noise for parameters near 0.
 
-    So blocks that start as the identity, as of adaLN-Zero or LayerScale, show what they will do. Its buffers are
-    copies.
+    So blocks that start as the identity, as with adaLN-Zero or LayerScale, show what they will do. It gets copies of
+    the block's buffers.
     """
     holder, device = nn.Module(), generator.device
     holder.block, holder.forward = block.inner, block.eager
