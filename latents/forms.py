@@ -21,7 +21,7 @@ import numpy as np
 import torch
 
 from autoencoder import SD_VAE_SCALE, Convention
-from latents.listing import TARS, Listing, UnreadableImage, find_tars, list_folder, list_zip, open_zip, tar_members
+from latents.listing import TARS, Listing, UnreadableImage, find_tars, list_folder, list_zip, tar_members
 from latents.tars import map_tars, refuse_two_splits
 from runtime.files import NPY_ERRORS, is_pointer, parse_json, refuse_pointer
 from runtime.schema import as_argument, first_line
@@ -375,7 +375,7 @@ def find_form(source: str) -> tuple[str, str] | None:
             folder = next((path / name for name in sorted(os.listdir(path)) if (path / name).is_dir()), path)
             found = by_name(os.listdir(folder), source)
     elif path.is_file() and (path.suffix == ".zip" or zipfile.is_zipfile(path)):
-        found = by_name(open_zip(path).namelist(), source)
+        found = by_name(list_zip(path).names, source)
     tars = [tar for tar in find_tars(source) if not found and re.search(TARS, tar.name)]
     if tars:
         refuse_pickles(tars[0])

@@ -192,10 +192,10 @@ class Arrow:
             yield chunk.to_pylist()
 
     def image(self, row: int, column: Column) -> bytes | None:
-        value = self.table.column(column[0])[row]
+        value = self.table.column(column[0])[row].as_py()
         for part in column[1:]:
-            value = value[part] if value.is_valid else value
-        return value.as_py()
+            value = value and value[part]
+        return value
 
 
 def open_shard(path: Path) -> Parquet | Arrow:
@@ -385,11 +385,10 @@ class Rows:
 def open_rows(listing: Listing, names: list[str], where: str, image_column: str | None = None) -> Rows:
     """Opens shards as rows; raises ValueError where they hold no images or differ in their columns."""
     import_pyarrow()
-    opened = [(name, open_shard(listing.path / name)) for name in names]
-    opened = [(name, shard) for name, shard in opened if shard.starts[-1]]
+    opened = {name: shard for name in names if (shard := open_shard(listing.path / name)).starts[-1]}
     if not opened:
         raise ValueError(f"{where} holds {len(names)} shards without rows.")
-    rows = Rows(where, listing, [name for name, _ in opened], [shard for _, shard in opened])
+    rows = Rows(where, listing, [*opened], [*opened.values()])
     known = columns_of(rows.shards[0])
     parts = {name: part for name, (part, _) in known.items() if part}
     images = [name for name in parts if rows.features.get(name, {}).get("_type") == "Image"] or [*parts]
@@ -403,7 +402,7 @@ def open_rows(listing: Listing, names: list[str], where: str, image_column: str 
     if len(images) > 1:
         raise ValueError(f"{where} has {len(images)} columns of images ({', '.join(images)}): choose "
                          f"one, as in image_column={images[0]}.")
-    for name, shard in opened:
+    for name, shard in opened.items():
         if columns_of(shard) != known:
             raise ValueError(f"{name} has other columns or classes than {rows.shown[0]}: name shards of one set.")
     rows.image = parts[images[0]]

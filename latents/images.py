@@ -307,21 +307,21 @@ def of_choice(listing: Listing, images: list[int], labels: str) -> ImageSource:
 
 def of_rows(rows: Rows, labels: str, label_column: str | None) -> ImageSource:
     """Labels the rows of shards, in their order, which is the fast one to read them in."""
-    listing = rows.listing(named=labels not in ("folders", "none"))
+    listing, images = rows.listing(named=labels not in ("folders", "none")), [*range(len(rows))]
     column = rows.choose_labels(label_column) if labels == "folders" else None
     if column is not None:
         values, class_names = rows.labels(column)
         labelled = f"labels of column {column}"
-        found = label_images(listing, [*range(len(rows))], values, f"column {column}", class_names,
+        found = label_images(listing, images, values, f"column {column}", class_names,
                              remedy="choose another label_column")
     elif label_column is not None:
         raise ValueError(f"label_column={label_column} would change nothing: labels={labels} has the classes.")
     elif labels == "folders":
         labelled = "one class, as no column is named like labels: label_column= names one"
-        found = one_class(listing, [*range(len(rows))])
+        found = one_class(listing, images)
     else:
         labelled = f"labels={labels}"
-        found = of_choice(listing, [*range(len(rows))], labels)
+        found = of_choice(listing, images, labels)
     found.notes = [f"Images of column {rows.image[0]}, {labelled}. The columns are {rows.columns}.",
                    *filter(None, [count_lacking(rows)]), *found.notes]
     return found
@@ -382,7 +382,7 @@ def from_folders(listing: Listing, images: list[int]) -> ImageSource:
             raise ValueError(f"source={source} has {len(stray)} images next to its class folders, such as {stray[0]}: "
                              f"move them into a class folder, or set labels=none for a set without classes.")
         class_of = {parent: posixpath.relpath(parent, common or ".").split("/")[0] for parent in parents}
-    class_names = sorted(set(class_of.values()))
+    class_names = sorted({*class_of.values()})
     splits = [name for name in class_names if name.lower() in SPLITS]
     if len(splits) > 1:
         split = max(splits, key=lambda name: name.lower() == "train")
@@ -392,11 +392,11 @@ def from_folders(listing: Listing, images: list[int]) -> ImageSource:
         raise ValueError(f"source={source} has no class for the images of {listing.tars} tars, such as "
                          f"{listing.shown[images[0]]}: {HOW_SAMPLES_ARE_LABELLED}")
     index_of = {name: index for index, name in enumerate(class_names)}
-    label_of = {parent: index_of[name] for parent, name in class_of.items()}
-    order = sorted(range(len(images)), key=lambda k: (label_of[folders[k]], listing.names[images[k]]))
+    labels = [index_of[class_of[folder]] for folder in folders]
+    order = sorted(range(len(images)), key=labels.__getitem__)  # within a class by name, as the images are
     hints = [hint] if len(class_names) == 1 and (hint := find_unread_labels(listing, images)) else []
-    return label_images(listing, [images[k] for k in order], [label_of[folders[k]] for k in order],
-                        f"source={source}", class_names, notes=hints, remedy="rename it")
+    return label_images(listing, [images[k] for k in order], [labels[k] for k in order], f"source={source}",
+                        class_names, notes=hints, remedy="rename it")
 
 
 def warn_of_masks(listing: Listing, images: list[int]) -> None:

@@ -160,8 +160,9 @@ class Table:
     def pairs(self, asked: str | None = None) -> tuple[Pairs, str | None]:
         """Returns names and labels by the column that is asked for or chosen, and a line on the choice of several."""
         if asked is None and self.in_columns():
-            head_of_one = [next(self.head(i) for i in self.others if float(row[i]) == 1) for row in self.rows]
-            return [(str(row[self.name]), head) for row, head in zip(self.rows, head_of_one, strict=True)], None
+            columns = self.others
+            return [(str(row[self.name]), self.head(next(i for i in columns if float(row[i]) == 1)))
+                    for row in self.rows], None
         column, note = self.choose() if asked is None else (self.find(asked), None)
         return self.labels(column), note
 

@@ -45,8 +45,8 @@ class Listing:
     `shown[i]` names the file for people, and of a tar also says which one it is in. `left_out` are [name, reason] of
     what is there and no file, `title` is the class of a set without classes, `path` the file or folder on disk.
     `tar_of[i]` is the number of the tar that holds file i: several may hold files with the same names. `quick` are the
-    numbers of files that are read without others before them, where that is not all. `above` has all files of an
-    archive, of which these are in one folder.
+    numbers of files that are read without others before them, None for all. `above` has all files of an archive if
+    these are those of one of its folders.
     """
 
     names: list[str]
@@ -199,15 +199,6 @@ def list_files(files: list[Path]) -> Listing:
     return Listing(names, lambda index: files[index].read_bytes(), names, folder, title)
 
 
-def open_zip(path: str | Path) -> zipfile.ZipFile:
-    """Opens a zip, for any thread to read; raises ValueError where it is damaged."""
-    refuse_pointer(Path(path))
-    try:
-        return zipfile.ZipFile(path)
-    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
-        raise ValueError(f"source={path} is not a complete zip file ({error}): copy it again.") from error
-
-
 def as_text(name: str) -> str:
     """Returns the name of a file whose bytes may not be UTF-8: each such byte as a character of its own, of cp437."""
     if not any("\udc80" <= letter <= "\udcff" for letter in name):
@@ -232,8 +223,15 @@ def name_in_zip(info: zipfile.ZipInfo, has_slashes: bool) -> str:
 
 
 def list_zip(path: Path) -> Listing:
-    """Lists a zip; of two entries with one name the later counts, which unpacking would leave."""
-    archive = open_zip(path)
+    """Lists a zip; of two entries with one name the later counts, which unpacking would leave.
+
+    Raises ValueError where it is damaged.
+    """
+    refuse_pointer(path)
+    try:
+        archive = zipfile.ZipFile(path)  # which any thread may read
+    except (zipfile.BadZipFile, NotImplementedError, ValueError) as error:
+        raise ValueError(f"source={path} is not a complete zip file ({error}): copy it again.") from error
     has_slashes = any("/" in name for name in archive.namelist())
     found = {name_in_zip(info, has_slashes): info for info in archive.infolist()}
     infos = [info for name, info in found.items() if not name.endswith("/")]
