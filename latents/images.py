@@ -459,16 +459,14 @@ def find_file(listing: Listing, labels: str) -> int | None:
                  or path == name and not is_here), None)
 
 
-def of_file(
-    listing: Listing, images: list[int], labels: str, member: int | None = None, column: str | None = None,
-) -> ImageSource:
+def of_file(listing: Listing, images: list[int], labels: str, member: int | None = None) -> ImageSource:
     """Reads the classes from a file, on disk or in the source, or from a column of it, `<file>:<column>`.
 
     Raises ValueError where it labels no image.
     """
-    file = labels
+    file, column = labels, None
     member = find_file(listing, file) if member is None else member
-    if member is None and column is None and not Path(file).is_file() and ":" in file:
+    if member is None and not Path(file).is_file() and ":" in file:
         file, _, column = labels.rpartition(":")
         member = find_file(listing, file)
     if member is not None:
