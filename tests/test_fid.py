@@ -419,16 +419,11 @@ def test_files_of_several_frames_are_counted_in_images_to_be_scored(tmp_path, ca
 
 
 @pytest.mark.parametrize("version", [(1, 0), (2, 0), (3, 0)])
-def test_an_npy_of_any_version_is_read_and_one_that_is_a_pickle_is_not(tmp_path, version):
+def test_an_npy_of_any_version_is_read(tmp_path, version):
     with open(tmp_path / "images.npy", "wb") as file:
         np.lib.format.write_array(file, shapes(4).numpy(), version=version)
     opened = image_sets.open_images(one_rank(), "images", str(tmp_path / "images.npy"))
     assert np.array_equal(opened.read(np.array([2, 0])), shapes(4).numpy()[[2, 0]])
-    for value in ({"mu": 0}, [{}, None]):
-        np.save(tmp_path / "pickle.npy", np.array(value), allow_pickle=True)
-        with pytest.raises(ValueError,
-                           match="reference=.*pickle.npy holds Python objects as a pickle, .* mu and sigma in an .npz"):
-            image_sets.open_images(one_rank(), "reference", str(tmp_path / "pickle.npy"))
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [

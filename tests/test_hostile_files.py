@@ -1,41 +1,47 @@
-"""Files that somebody made to do harm: no command crashes, hangs, or reads or changes a file outside of what it was
-given.
-
-Damage without intent is in test_damaged_files.py.
+"""Files that somebody made to do harm: no command runs code in them, crashes or hangs because of them, or reads or
+changes a file outside of what it was given.
 """
 
 import json
 import os
+import pickle
 import shutil
 import subprocess
 import zipfile
+from functools import partial
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from conftest import one_rank
+from conftest import one_rank, save_vae
 from PIL import Image
 from safetensors.torch import save_file
-from test_data import labels_of, numbered, write_folder, write_tars
+from test_data import COUNT, labels_of, numbered, write_folder, write_tars
+from test_import_latents import import_latents, npy, write_lightningdit, write_repa, write_tar
 from training_runs import command, rows, write_run
 
 import fid
 import sample
 import train
+from dit import DiT
 from latents import tars
 from latents.folder import map_npy, open_latents
 from latents.images import open_source
 from latents.labels import check_names, read_table
 from runtime import files
-from runtime.typed import read_yaml_of_others
+from runtime.typed import compose, read_yaml_of_others
 from sampling.pictures import draw_grid
+from scoring.features import load_extractor
 from scoring.image_sets import open_images
+from scoring.reference import open_reference
 from scoring.results import read_results
 from scoring.statistics import FeatureCache, save_cached
 from scripts import export, merge_lora, report
+from training.settings import TrainSettings
 from weights import averages
 from weights import checkpoint as checkpoints
+from weights.autoencoders import load_autoencoder
 from weights.loading import load_trained
 from weights.others import read_weights
 
@@ -55,6 +61,110 @@ def in_a_line(call, *arguments) -> str:
         assert "\n" not in str(error)
         return str(error)
     return ""
+
+
+# ---- pickles --------------------------------------------------------------------------------------------------------
+
+
+class Harm:
+    """A pickle of it makes a file named `executed` where it is loaded by a reader that trusts it."""
+
+    def __reduce__(self):
+        return os.system, ("touch executed",)
+
+
+HARM = np.array([Harm()], object)
+NEVER = "which can run code and are never loaded"
+FOUND = f"it holds pickled Python objects (posix.system), {NEVER}"
+AMONG_WEIGHTS = [lambda state: Harm(), lambda state: [Harm()], lambda state: {"ema": state, "opt": Harm()},
+                 lambda state: {"ema": Harm(), "model": state}, lambda state: {**state, "pos_embed": Harm()}]
+
+
+def save(content, file: Path, is_new: bool = True) -> None:
+    torch.save(content, file, _use_new_zipfile_serialization=is_new)
+
+
+def save_among_weights(form: int, is_new: bool, at: Path) -> None:
+    tiny = DiT(input_size=4, patch_size=2, in_channels=4, hidden_size=8, depth=1, num_heads=2, num_classes=2)
+    save(AMONG_WEIGHTS[form](tiny.state_dict()), at / "x.pt", is_new)
+
+
+def save_vae_with_pickle(at: Path) -> None:
+    save_vae(at / "vae")
+    (at / "vae/diffusion_pytorch_model.safetensors").unlink()
+    save(Harm(), at / "vae/diffusion_pytorch_model.bin")
+
+
+def write_lmdb_of_meanflow(at: Path) -> None:
+    import lmdb
+
+    with lmdb.open(str(at / "lmdb"), map_size=2**20) as env, env.begin(write=True) as transaction:
+        transaction.put(b"num_samples", b"1")
+        transaction.put(b"0", pickle.dumps(Harm()))
+
+
+def write_tar_of_maskdit(at: Path) -> None:
+    write_tar(at / "latent_imagenet_512_train-0000.tar",
+              {"0000000.latent": pickle.dumps(Harm()), "0000000.cls": b"1"})
+
+
+PICKLES = {  # where one is: what writes it in a folder, what reads it there, what is said; "": it is read otherwise
+    **{f"weights {form} {is_new}": (partial(save_among_weights, form, is_new), lambda at: read_weights(at / "x.pt"),
+                                    FOUND) for form in range(len(AMONG_WEIGHTS)) for is_new in (True, False)},
+    "Inception": (lambda at: save({"fc.weight": Harm()}, at / "x.pt"),
+                  lambda at: load_extractor("inception", at / "x.pt"), f"weights alone: {FOUND}"),
+    "timm": (lambda at: save({"fc.weight": Harm()}, at / "x.pt"),
+             lambda at: load_extractor("timm:vit_tiny_patch16_224", at / "x.pt"), "x.pt is not timm's"),
+    "autoencoder's file": (lambda at: save({"state_dict": Harm()}, at / "x.pt"),
+                           lambda at: load_autoencoder(str(at / "x.pt")), FOUND),
+    "autoencoder's folder": (save_vae_with_pickle, lambda at: load_autoencoder(str(at / "vae")),
+                             "vae has no diffusion_pytorch_model.safetensors that can be read"),
+    "statistics of latents": (lambda at: save({"mean": Harm(), "std": 1},
+                                              write_lightningdit(at)[0] / "latents_stats.pt"),
+                              lambda at: import_latents(at / "vavae", at / "out"),
+                              "does not hold tensors mean and std"),
+    "latent folder": (lambda at: np.save(write_folder(at / "set", numbered(), labels_of()) / "labels-00001.npy", HARM),
+                      lambda at: open_latents(at / "set"), "is not a complete npy file of numbers"),
+    "tars": (lambda at: write_tars(at, [*numbered(), HARM], labels_of(COUNT + 1)),
+             lambda at: open_latents(at, kind="sample"), "object (1,)"),
+    "index of tars": (lambda at: np.savez(write_tars(at, numbered(), labels_of()) / tars.TAR_INDEX, starts=HARM),
+                      lambda at: open_latents(at, kind="sample"), ""),
+    "REPA's arrays": (lambda at: (write_repa(at)[0] / "vae-sd/00000/img-mean-std-00000011.npy").write_bytes(npy(HARM)),
+                      lambda at: import_latents(at / "repa", at / "out"), NEVER),
+    "MeanFlow's lmdb": (write_lmdb_of_meanflow, lambda at: import_latents(at / "lmdb", at / "out"),
+                        "pickles, which are never loaded"),  # zhuyu-cs/MeanFlow#7
+    **{f"MaskDiT's tar {form}": (write_tar_of_maskdit,
+                                 lambda at, form=form: import_latents(*at.glob("*.tar"), at / "out", form),
+                                 "never loaded. Import the lmdb that the tars were made from (format=maskdit)")
+       for form in ("auto", "tread")},
+    "reference": (lambda at: np.savez(at / "x.npz", mu=HARM, sigma=np.eye(192)),
+                  lambda at: open_reference(one_rank(), at / "x.npz", load_extractor("pixels")),
+                  f"it is damaged, or holds pickled Python objects, {NEVER}"),
+    **{f"images {i}": (lambda at, value=value: np.save(at / "x.npy", np.array(value)),
+                       lambda at: open_images(one_rank(), "reference", str(at / "x.npy")),
+                       "x.npy holds Python objects as a pickle, which can run code and is never loaded: save images")
+       for i, value in enumerate(({"mu": Harm()}, [Harm(), None]))},
+    **{f"Hydra's run {option}": (lambda at: (at / "x.pkl").write_bytes(pickle.dumps(Harm())),
+                                 lambda at, option=option: compose("config", TrainSettings, [option]),
+                                 "settings have no dashes")
+       for option in ("--experimental-rerun=x.pkl", "--experimental-rerun", "--exp=x.pkl")},
+}
+
+
+@pytest.mark.parametrize("place", PICKLES)
+def test_a_pickle_is_refused_where_it_is_read_and_never_run(tmp_path, monkeypatch, place):
+    write, read, words = PICKLES[place]
+    monkeypatch.chdir(tmp_path)
+    write(tmp_path)
+    said = in_a_line(read, tmp_path)
+    assert words in said and bool(words) == bool(said) and not (tmp_path / "executed").exists()
+    assert not any(advice in said for advice in ("weights_only", "allow_pickle", "trust"))
+
+
+def test_the_pickle_of_these_tests_runs_where_it_is_trusted(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    pickle.loads(pickle.dumps(Harm()))
+    assert (tmp_path / "executed").exists()
 
 
 # ---- links in a run -------------------------------------------------------------------------------------------------
@@ -155,6 +265,17 @@ def test_a_record_cannot_have_a_snapshot_copied_over_a_file_elsewhere(tmp_path):
     checkpoints.write_meta(folder, checkpoints.read_meta(folder) | {"files": {"ema-std": record, "ema-std/x": record}})
     averages.keep_snapshots(run)
     assert target.read_text() == "mine" and not (run / SNAPSHOT).exists()
+
+
+def test_a_link_instead_of_a_checkpoint_is_skipped_and_set_aside(tmp_path):
+    checkpoints.save(checkpoints.step_folder(tmp_path, 2), {"model": {"a": torch.ones(1)}}, {"step": 2})
+    place = checkpoints.step_folder(tmp_path, 4)
+    place.symlink_to("nothing")
+    with pytest.warns(UserWarning, match="step-00000004 is damaged"):
+        assert checkpoints.latest(tmp_path) == checkpoints.step_folder(tmp_path, 2)
+    checkpoints.set_aside_after(tmp_path, 2)
+    checkpoints.save(place, {"model": {"a": torch.ones(1)}}, {"step": 4})
+    assert checkpoints.problem(place) is None and place.with_name("damaged-step-00000004").is_symlink()
 
 
 @pytest.mark.parametrize("name", ["../x", "/x", "ema/../../x", "a" * 100_000, "a\0b", ""])
@@ -359,6 +480,22 @@ def test_the_header_of_an_array_may_say_anything(tmp_path, header):
     assert in_a_line(map_npy, tmp_path / "x.npy", [(2, 8, 8, 3)], ["uint8"])
 
 
+@pytest.mark.parametrize("where", ["../outside.npy", "sub/../latents-00000.npy", "/absolute", "link"])
+@pytest.mark.parametrize("part", ["latents", "labels"])
+def test_the_record_of_latents_names_files_of_its_folder_alone(tmp_path, where, part):
+    out = write_folder(tmp_path / "set", numbered(), labels_of(), shard=1000)
+    record = json.loads((out / "metadata.json").read_text())
+    file = out / record["shards"][0][part]
+    if where == "link":
+        file.rename(tmp_path / "outside.npy")
+        file.symlink_to(tmp_path / "outside.npy")
+    else:
+        shutil.copy(file, tmp_path / "outside.npy")
+        record["shards"][0][part] = str(file) if where == "/absolute" else where
+    (out / "metadata.json").write_text(json.dumps(record))
+    assert "which is not a plain file in that folder" in in_a_line(open_latents, out)
+
+
 @pytest.mark.parametrize("name",
                          ["latents-00000.npy", "labels-00000.npy", "metadata.json", "shard-000000.tar", tars.TAR_INDEX])
 def test_a_pipe_in_place_of_latents_is_not_waited_for(tmp_path, name):
@@ -392,17 +529,24 @@ def test_weights_that_name_one_dictionary_in_many_others_are_a_line(tmp_path):
 
 
 @pytest.mark.parametrize("change", [
+    0, -5,  # bytes that are kept of the file
     {"indices": torch.tensor([4, 9])}, {"indices": torch.tensor([-1, 4])}, {"indices": torch.tensor([4, 4])},
-    {"indices": torch.tensor([4.0, 5.0])},
-    {"pool": torch.ones(2, 4)}, {"pool": torch.ones(3, 3)}, {"pool": torch.tensor([[1.0, 2, 3], [4, 5, torch.nan]])},
-    {"pool": torch.ones(2, 3).int()},
+    {"indices": torch.tensor([4.0, 5.0])}, {"pool": torch.ones(2, 4)}, {"pool": torch.ones(3, 3)},
+    {"pool": torch.tensor([[1.0, 2, 3], [4, 5, torch.nan]])}, {"pool": torch.ones(2, 3).int()},
 ])  # fmt: skip
-def test_kept_features_that_could_not_be_of_the_images_are_measured_again(tmp_path, fresh_accelerator, change):
+def test_kept_features_that_are_damaged_or_not_of_the_images_are_measured_again(tmp_path, capsys, fresh_accelerator,
+                                                                                change):
     features = FeatureCache(one_rank(), tmp_path, {}, 6, {"pool": 3})
-    features.save(torch.arange(2), {"pool": torch.ones(2, 3)})
-    save_cached(features.folder / "00000004.safetensors",
-                {"indices": torch.tensor([4, 5]), "pool": torch.ones(2, 3), **change})
-    assert FeatureCache(one_rank(), tmp_path, {}, 6, {"pool": 3}).missing().tolist() == [2, 3, 4, 5]
+    for first in (0, 2, 4):
+        features.save(torch.arange(first, first + 2), {"pool": torch.ones(2, 3)})
+    file = features.folder / "00000004.safetensors"
+    if isinstance(change, dict):
+        save_cached(file, {"indices": torch.tensor([4, 5]), "pool": torch.ones(2, 3), **change})
+    else:
+        file.write_bytes(file.read_bytes()[:change])
+    again = FeatureCache(one_rank(), tmp_path, {}, 6, {"pool": 3})
+    assert again.missing().tolist() == [4, 5] and [rows.tolist() for rows, _ in again.load()] == [[0, 1], [2, 3]]
+    assert ("00000004.safetensors is damaged" in capsys.readouterr().out) == isinstance(change, int)
 
 
 # ---- tables that the report writes ----------------------------------------------------------------------------------

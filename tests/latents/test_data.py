@@ -444,8 +444,6 @@ TAR, SAMPLE, MOMENTS = "shard-000001.tar", {"kind": "sample", "scale": 1}, {"kin
 INFINITE = numbered()
 INFINITE[41, 1, 2, 2] = np.inf
 BAD = {
-    "pickled": (lambda folder: np.save(folder / "labels-00001.npy", np.array([{}] * 40), allow_pickle=True), {},
-                ["not a complete npy file of numbers", "Python objects"]),
     "display names": (record(display_names=["a"]), {}, ["says 7", "display_names have 1"]),
     "kind argument": (None, {"kind": "moments"}, ["'moments'", "'sample'"]),
     "scale argument": (None, {"scale": 1.0}, ["1.0", "0.18215"]),
@@ -473,7 +471,6 @@ BAD_TARS = {
     "not npy": (in_tar("10.json", "10b.latent.npy"), SAMPLE, [TAR, "n00000010b.latent.npy", "magic"]),
     "another shape": (one_more(np.zeros((4, 8, 8), np.float16)), SAMPLE, ["(4, 8, 8)", "(4, 4, 4)"]),
     "two axes": (one_more(np.zeros((4, 4), np.float16)), SAMPLE, ["(4, 4)", "(channels, height, width)"]),
-    "pickled": (one_more(np.array([{}])), SAMPLE, ["object", "float32"]),
 }
 
 

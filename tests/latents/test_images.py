@@ -228,11 +228,11 @@ def test_the_exif_orientation_is_not_applied():
     assert np.array_equal(decode_image(buffer.getvalue()), noise(4, 8))
 
 
-def test_broken_files_raise_one_exception():
-    whole = encoded(noise(64, 64), "jpeg")
-    broken = [b"", b"not an image", whole[: len(whole) // 2], encoded(noise(64, 64))[:500],
-              b"\x89PNG\r\n\x1a\n" + bytes(50)]
-    for data in broken:
+def test_broken_files_and_what_pillow_would_hand_to_another_program_raise_one_exception():
+    whole, postscript = encoded(noise(64, 64), "jpeg"), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%End\n"
+    assert Image.open(io.BytesIO(postscript)).format == "EPS"
+    for data in (b"", b"not an image", whole[: len(whole) // 2], encoded(noise(64, 64))[:500],
+                 b"\x89PNG\r\n\x1a\n" + bytes(50), postscript):
         with pytest.raises(UnreadableImage):
             decode_image(data)
 

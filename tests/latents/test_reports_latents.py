@@ -103,15 +103,6 @@ def same_key_twice(root):
     return root / "tars"
 
 
-def pickled_lmdb(root):
-    import lmdb
-
-    with lmdb.open(str(root), map_size=2**20) as env, env.begin(write=True) as transaction:
-        transaction.put(b"num_samples", b"1")
-        transaction.put(b"0", b"a pickle")
-    return root
-
-
 def with_validation(root):
     source, _ = write_tread(root)
     write_tar(source / "val-0000.tar", sample_of("a", normal(4, 8, 8)))
@@ -207,7 +198,6 @@ REFUSED = [  # source, situation, what was brought, settings, words
     ("webdataset/webdataset#157", "two samples of one key", same_key_twice, {}, "a second sample of that key"),
     ("huggingface/diffusers#7188", "NaN of an encoder in half precision",
      tread(np.full((COUNT, 4, 8, 8), np.nan, np.float32)), {}, "not finite"),
-    ("zhuyu-cs/MeanFlow#7", "MeanFlow's lmdb", pickled_lmdb, {}, "pickles, which are never loaded"),
     ("LTH14/mar#52", "MAR's npz files", lambda root: (root / "n01").mkdir() or root, {},
      "Write any other as examples/write_latents.py does"),
 ]  # fmt: skip

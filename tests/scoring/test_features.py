@@ -1,7 +1,6 @@
 """Feature extractors: their inputs, the weights that they accept, and what they refuse."""
 
 import hashlib
-import random
 import urllib.error
 
 import pytest
@@ -161,21 +160,6 @@ def test_inception_gives_pool_spatial_and_probabilities(inception_weights):
     assert net.space == "inception-2015" and net.sha256 == sha256(inception_weights)
 
 
-class RunsCode:
-    def __reduce__(self):
-        return random.seed, (1,)
-
-
-def test_inception_weights_that_would_run_code_are_refused(tmp_path):
-    torch.save({"fc.weight": RunsCode()}, tmp_path / "weights.pth")
-    before = random.getstate()
-    with pytest.raises(ValueError,
-                       match="weights alone: it holds pickled Python objects .random.Random.seed|weights alone: it "
-                             "holds pickled"):
-        load_extractor("inception", tmp_path / "weights.pth")
-    assert random.getstate() == before
-
-
 # ---- DINOv2 and TorchScript
 
 
@@ -229,11 +213,9 @@ def test_timms_features_are_those_before_the_classifier(name, side, pool, tmp_pa
 
 
 def test_timms_other_weights_and_other_names_raise_a_one_line_error(tmp_path):
-    torch.save({"fc.weight": RunsCode()}, tmp_path / "code.pth")
     torch.save({"fc.weight": torch.zeros(3)}, tmp_path / "other.pth")
-    for file in ("code.pth", "other.pth"):
-        with pytest.raises(ValueError, match=rf"{file} is not timm's vit_tiny_patch16_224"):
-            load_extractor("timm:vit_tiny_patch16_224", tmp_path / file)
+    with pytest.raises(ValueError, match="other.pth is not timm's vit_tiny_patch16_224"):
+        load_extractor("timm:vit_tiny_patch16_224", tmp_path / "other.pth")
     with pytest.raises(ValueError, match="timm has no such network; did you mean .*vit_tiny_patch16_224"):
         load_extractor("timm:vit_tiny_patch16_225")
 

@@ -108,8 +108,7 @@ for name, (folder, call) in json.loads(sys.argv[1]).items():
     found[f"{name} latents"] = pipe(3, seeded(), output_type="latent", **call).images.numpy()
 pipe = DiffusionPipeline.from_pretrained("saved-edm", trust_remote_code=True)
 for name, form in {"shards": {"max_shard_size": "50KB"}, "variant": {"variant": "fp16"},
-                   "both": {"variant": "fp16", "max_shard_size": "50KB"},
-                   "pickles": {"safe_serialization": False}}.items():
+                   "both": {"variant": "fp16", "max_shard_size": "50KB"}}.items():
     pipe.save_pretrained(f"saved-{name}", **form)
 half = DiffusionPipeline.from_pretrained("saved-edm", trust_remote_code=True, torch_dtype=torch.float16)
 half.save_pretrained("saved-half")
@@ -289,11 +288,6 @@ def test_shards_variants_halves_and_an_export_saved_over_itself_are_read_with_th
                             tmp_path / "renamed")
     images, ours = (drawn(given, tmp_path / "x.npz", "num_steps=4").astype(int) for given in (saved, runs / "edm"))
     assert abs(images - ours).max() <= (2 if form == "half" else 0)
-
-
-def test_an_autoencoder_in_pickles_raises_a_one_line_error(elsewhere):
-    with pytest.raises(SystemExit, match="saved-pickles/vae has no .*save_pretrained writes safetensors"):
-        drawn(elsewhere[0].with_name("saved-pickles"), "x.npz")
 
 
 def test_a_pipeline_decodes_with_its_own_autoencoder_where_it_is_copied_to(elsewhere, vae, tmp_path):
