@@ -1,4 +1,7 @@
-"""Hugging Face's data sets: parquet shards and folders of save_to_disk are the folder of the same images."""
+"""Hugging Face's data sets: parquet shards and folders of save_to_disk are the folder of the same images.
+
+Remarks such as huggingface/datasets#4299 name public reports of what is tested.
+"""
 
 import builtins
 import errno
@@ -16,6 +19,7 @@ from test_labels import png, put, put_zip
 from test_prepare_latents import prepare, read_folder, same_folder
 
 from latents import hub
+from latents.folder import open_latents
 from latents.images import note_on_dark, open_source
 
 PETS = ["cat", "dog", "owl"]
@@ -77,7 +81,7 @@ def of_pets(folder: Path) -> tuple[Path, list[pa.Table]]:
     return folder, [pets(LABELS[:5]), pets(LABELS[5:9], 5), pets(LABELS[9:], 9)]
 
 
-@pytest.mark.parametrize("form", ["parquet", "save_to_disk"])
+@pytest.mark.parametrize("form", ["parquet", "save_to_disk"])  # huggingface/diffusers#10913
 def test_latents_are_bit_for_bit_those_of_the_folder_of_the_same_images(form, tmp_path):
     folder, tables = of_pets(tmp_path / "files")
     source = (write(tmp_path / "hub/data/train", *tables) if form == "parquet"
@@ -111,6 +115,7 @@ def test_after_a_stop_and_from_any_row_on_the_rows_are_the_same(tmp_path, monkey
 
 
 def test_of_a_large_row_group_no_more_is_read_than_was_asked_for(tmp_path, monkeypatch):
+    """huggingface/dataset-viewer#1771."""
     monkeypatch.setattr(hub, "IN_MEMORY", 100)
     group = []
     monkeypatch.setattr(hub, "RowGroup", lambda *how, make=hub.RowGroup: group.append(made := make(*how)) or made)
@@ -161,13 +166,10 @@ def test_a_split_must_be_chosen(tmp_path):
         with pytest.raises(ValueError, match=rf"2 splits or sets .*source=\".*{folder}/train\""):
             open_source(tmp_path / folder)
         assert len(open_source(tmp_path / folder / "train")) == 2
-
-
-def test_two_versions_of_a_split_in_one_folder_are_two_sets(tmp_path):
-    write(tmp_path / "train", pets([0, 1]), pets([2, 0], 2))
-    write(tmp_path / "train-00000-of-00001.parquet", pets([0, 1, 2, 0]))
+    write(tmp_path / "versions/train", pets([0, 1]), pets([2, 0], 2))
+    write(tmp_path / "versions/train-00000-of-00001.parquet", pets([0, 1, 2, 0]))
     with pytest.raises(ValueError, match="2 splits or sets"):
-        open_source(tmp_path)
+        open_source(tmp_path / "versions")
 
 
 def test_shards_that_are_missing_are_counted(tmp_path):
@@ -210,6 +212,7 @@ def test_shards_in_an_archive_or_beside_images_are_refused(tmp_path):
 
 
 def test_damaged_shards_and_pointers_to_them_are_named(tmp_path):
+    """huggingface/datasets#4077, policy-gradient/GRPO-Zero#1."""
     good = write(tmp_path / "good.parquet", pets([0] * 300), group=300).read_bytes()
     bad = {"cut.parquet": good[:-9], "cut.arrow": good[:40],
            "pointer.parquet": b"version https://git-lfs.github.com/spec/v1\n"}
@@ -231,7 +234,8 @@ def test_shards_of_other_classes_or_columns_are_refused(tmp_path):
         open_source(tmp_path)
 
 
-def test_without_pyarrow_one_line_says_how_to_install_it(tmp_path, monkeypatch):
+def test_without_pyarrow_one_line_says_how_to_install_the_version_that_is_required(tmp_path, monkeypatch):
+    assert hub.PYARROW in (ROOT / "requirements-train.txt").read_text()
     write(tmp_path / "x.parquet", pets([0]))
     real = builtins.__import__
 
@@ -245,8 +249,21 @@ def test_without_pyarrow_one_line_says_how_to_install_it(tmp_path, monkeypatch):
         open_source(tmp_path / "x.parquet")
 
 
-def test_the_line_installs_the_version_that_is_required():
-    assert hub.PYARROW in (ROOT / "requirements-train.txt").read_text()
+def test_links_of_the_hubs_cache_are_followed_to_images_and_not_to_latents(tmp_path):
+    """huggingface/huggingface_hub#1240: what is downloaded without --local-dir are links to ../../blobs."""
+    prepare(write(tmp_path / "images/x.parquet", pets([0, 1, 2, 1])), tmp_path / "latents", resolution=8,
+            autoencoder="identity")
+    for place in ("images", "latents"):
+        files = [file for file in (tmp_path / place).rglob("*") if file.is_file() and not file.name.startswith(".")]
+        for number, file in enumerate(files):
+            blob = tmp_path / f"blobs/{place}-{number}"
+            blob.parent.mkdir(exist_ok=True)
+            file.rename(blob)
+            file.symlink_to(blob)
+    found = open_source(tmp_path / "images")
+    assert found.labels.tolist() == [0, 1, 2, 1] and numbers(found) == [0, 1, 2, 3]
+    with pytest.raises(ValueError, match="copy the file there, as hf download --local-dir does"):
+        open_latents(tmp_path / "latents")
 
 
 def test_a_thread_keeps_one_row_group_in_memory_of_all_the_shards_that_it_has_read(tmp_path, monkeypatch):
@@ -284,25 +301,33 @@ def test_of_several_columns_of_images_one_is_chosen(tmp_path):
             open_source(path, image_column=asked)
 
 
-@pytest.mark.parametrize(("column", "feature", "said"), [
-    (pa.array([[image(1), image(2)]], pa.list_(IMAGE)), {"_type": "List", "feature": {"_type": "Image"}},
-     "list of Image"),
-    (pa.array(["https://x.org/1.jpg"]), None, "string"),
-    (pa.array([[[0, 1], [2, 3]]]), None, "list"),
-])
-def test_columns_without_one_image_a_row_are_listed_with_their_types(column, feature, said, tmp_path):
-    path = write(tmp_path / "x.parquet",
-                 table({"image": column, "label": pa.array([0])}, {"image": feature} if feature else None))
-    with pytest.raises(ValueError,
-                       match=f"no column with one image a row: its columns are image: {said}, label: int64"):
+TWO = pa.array([image(0), image(1)], IMAGE)
+FEATURES = {"image": {"_type": "Image"}, "label": CLASSES}
+OF_LISTS = {"_type": "List", "feature": CLASSES}
+
+
+@pytest.mark.parametrize(("columns", "features", "words"), [
+    ({"image": pa.array([[image(1), image(2)]], pa.list_(IMAGE)), "label": [0]},
+     {"image": {"_type": "List", "feature": {"_type": "Image"}}},
+     "no column with one image a row: its columns are image: list of Image, label: int64"),
+    ({"image": [[[0, 1], [2, 3]]], "label": [0]}, None, "its columns are image: list, label: int64"),
+    ({"URL": ["https://x.org/1.jpg"], "TEXT": ["a cat"]}, None,  # victorchall/EveryDream#7
+     "no column with one image a row: its columns are URL: string, TEXT: string"),
+    ({"image": pa.array([{"bytes": None, "path": "/data/cat.jpg"}] * 2, IMAGE)}, None,
+     "paths such as /data/cat.jpg in its column image, and not the images: name their folder"),
+    ({"image": TWO, "label": [0.5, 1.0]}, {"image": {"_type": "Image"}}, "labels such as 0.5, which is not a class"),
+    ({"image": TWO, "label": [[0, 1], [1]]}, FEATURES | {"label": OF_LISTS},
+     r"has \[0, 1\] as labels, but an image can have only one class"),
+    ({"image": TWO, "label": [-1, -1]}, FEATURES,  # huggingface/datasets#4299
+     "no label .-1 or null. for any of 2 rows, as the Hub's test splits have: choose another split"),
+    ({"image": TWO, "label": pa.nulls(2)}, FEATURES, "no label .-1 or null. for any of 2 rows"),
+])  # fmt: skip
+def test_shards_without_one_image_and_one_class_a_row_are_refused(columns, features, words, tmp_path):
+    path = write(tmp_path / "x.parquet", table(columns, features))
+    with pytest.raises(ValueError, match=words):
         open_source(path)
-
-
-def test_paths_without_the_images_are_refused(tmp_path):
-    paths = pa.array([{"bytes": None, "path": "/data/cat.jpg"}] * 2, IMAGE)
-    with pytest.raises(ValueError,
-                       match="paths such as /data/cat.jpg in its column image, and not the images: name their folder"):
-        open_source(write(tmp_path / "x.parquet", table({"image": paths})))
+    if "column" not in words:
+        assert open_source(path, labels="none").class_names == ["x"]
 
 
 def test_a_row_without_a_readable_image_is_named_and_left_out(tmp_path, capsys):
@@ -351,7 +376,7 @@ TEXT = ["dog", "cat", "dog", None]
     (pa.array(TEXT, pa.large_string()), ["cat", "dog"], [1, 0, 1]),
     (pa.array(TEXT, pa.string_view()), ["cat", "dog"], [1, 0, 1]),
     (pa.array(TEXT).dictionary_encode(), ["cat", "dog"], [1, 0, 1]),
-    (pa.array([2, 0, -1, 2], pa.int8()), ["0", "1", "2"], [2, 0, 2]),
+    (pa.array([2, 0, -1, 2], pa.int8()), ["0", "1", "2"], [2, 0, 2]),  # huggingface/datasets#3578
     (pa.array([2.0, 0.0, float("nan"), 2.0]), ["0", "1", "2"], [2, 0, 2]),
     (pa.array([True, False, None, True]), ["False", "True"], [1, 0, 1]),
     (pa.array([[2], [0], [], [2]]), ["0", "1", "2"], [2, 0, 2]),
@@ -359,29 +384,12 @@ TEXT = ["dog", "cat", "dog", None]
 @pytest.mark.parametrize("form", ["parquet", "arrow"])
 def test_labels_are_numbers_or_text_and_rows_without_one_are_left_out(labels, names, expected, form, tmp_path):
     made = table({"image": pa.array([image(i) for i in range(4)], IMAGE), "label": labels},
-                 {"image": {"_type": "Image"}})
+                 {"image": {"_type": "Image"}, "label": {"_type": "Value"}})
     source = open_source(write(tmp_path / "x.parquet", made) if form == "parquet"
                          else save_to_disk(tmp_path / "saved", made))
     assert source.class_names == names and source.labels.tolist() == expected
     assert any("column label: 1 of 4 images have no label and are left out" in note for note in source.notes)
     assert [reason for _, reason in source.left_out] == ["has no label by column label"]
-
-
-@pytest.mark.parametrize(("labels", "said"), [
-    (pa.array([0.5, 1.0]), "labels such as 0.5, which is not a class"),
-    (pa.array([[0, 1], [1]]), r"has \[0, 1\] as labels, but an image can have only one class"),
-    (pa.array([-1, -1]),
-     "no label .-1 or null. for any of 2 rows, as the Hub's test splits have: choose another split"),
-    (pa.nulls(2), "no label .-1 or null. for any of 2 rows"),
-])
-def test_labels_that_are_no_classes_are_refused(labels, said, tmp_path):
-    feature = {"_type": "List", "feature": CLASSES} if pa.types.is_list(labels.type) else CLASSES
-    features = {"image": {"_type": "Image"}} | ({"label": feature} if not pa.types.is_floating(labels.type) else {})
-    path = write(tmp_path / "x.parquet",
-                 table({"image": pa.array([image(0), image(1)], IMAGE), "label": labels}, features))
-    with pytest.raises(ValueError, match=said):
-        open_source(path)
-    assert open_source(path, labels="none").class_names == ["x"]
 
 
 def test_of_several_columns_of_labels_one_is_chosen(tmp_path):
@@ -408,6 +416,7 @@ def test_folders_may_stand_for_the_column_of_labels(tmp_path):
     made = table({"image": pa.array([image(i) for i in range(3)], IMAGE),
                   "label": pa.array(["wild cat", "dog", "wild cat"])})
     pq.write_to_dataset(made, tmp_path / "x", partition_cols=["label"])
+    pq.write_metadata(made.schema, tmp_path / "x/_common_metadata")  # apache/arrow#38808
     source = open_source(tmp_path / "x")
     assert source.class_names == ["dog", "wild cat"]
     assert {number: source.class_names[label]

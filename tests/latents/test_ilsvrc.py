@@ -1,5 +1,6 @@
 """ILSVRC2012 as it is downloaded: a tar of tars, and validation images with the devkit's labels, in the order of ids.
 
+Remarks such as FixRes#32 name public reports of what is tested.
 """
 
 import io
@@ -97,26 +98,33 @@ def test_validation_labels_of_the_devkit_are_in_the_order_of_wordnet_ids(form, t
 
 
 def test_kaggles_and_other_lists_of_validation_labels_give_the_same(tmp_path):
-    rows = "".join(f"ILSVRC2012_val_{i:08d},{IDS[label]} 1 2 3 4 {IDS[label]} 5 6 7 8\n"
-                   for i, label in enumerate(LABELS, 1))
-    put(tmp_path, {"LOC_val_solution.csv": "ImageId,PredictionString\n" + rows,
-                   "synset_labels.txt": "".join(f"{IDS[label]}\n" for label in LABELS)})
+    """huggingface/pytorch-image-models#1081."""
+    rows = [f"ILSVRC2012_val_{i:08d},{IDS[label]}" for i, label in enumerate(LABELS, 1)]
+    boxes = [f"{row} 1 2 3 4 {row[-9:]} 5 6 7 8" for row in rows]
+    lists = {"LOC_val_solution.csv": "\n".join(["ImageId,PredictionString", *boxes]),
+             "labels.csv": "\n".join(["ImageId,Class", *rows]),
+             "synset_labels.txt": "\n".join(IDS[label] for label in LABELS)}
+    put(tmp_path, lists)
     source = put_tar(tmp_path / "val.tar", VAL)
-    for name in ("LOC_val_solution.csv", "synset_labels.txt"):
+    for name in lists:
         found = open_source(source, labels=str(tmp_path / name))
         assert found.class_names == IDS and found.labels.tolist() == LABELS, name
 
 
 @pytest.mark.parametrize(("change", "said"), [
-    ({f"{DEVKIT}/meta.mat": None}, "counts classes in the devkit's own order, which its meta.mat has"),
+    ({f"{DEVKIT}/meta.mat": None}, "counts classes in the devkit's own order, .*meta.mat"),  # open-mmlab/mmpretrain#11
     ({f"{DEVKIT}/meta.mat": b"no matrix"}, "meta.mat is not the devkit's"),
     ({f"{DEVKIT}/{ilsvrc.TRUTH}": "1\n9\n"}, "has the class 9, which meta.mat does not have"),
 ])
 def test_a_devkit_that_lacks_something_is_refused(change, said, tmp_path):
     put(tmp_path / "kit", {name: content for name, content in (devkit() | change).items() if content is not None})
-    with pytest.raises(ValueError, match=said):
-        open_source(put_tar(tmp_path / "val.tar", VAL), labels=str(tmp_path / "kit"))
+    source = put_tar(tmp_path / "val.tar", VAL)
+    for given in (tmp_path / "kit", tmp_path / "kit" / DEVKIT / ilsvrc.TRUTH):
+        with pytest.raises(ValueError, match=said):
+            open_source(source, labels=str(given))
 
 
-def test_validation_images_in_one_class_are_told_where_their_labels_are(tmp_path):
-    assert "labels=ILSVRC2012_devkit_t12.tar.gz" in open_source(put_tar(tmp_path / "val.tar", VAL)).notes[0]
+def test_a_line_says_where_the_labels_of_validation_images_in_one_class_are(tmp_path):
+    """facebookresearch/FixRes#32."""
+    found = open_source(put_tar(tmp_path / "val.tar", VAL))
+    assert found.class_names == ["val"] and "labels=ILSVRC2012_devkit_t12.tar.gz" in found.notes[0]

@@ -1,14 +1,13 @@
 """Folders, zips, tars and shapes: RGB squares by ADM's rule in a fixed order, and nothing silently dropped."""
 
 import io
-import json
 import tarfile
 import zipfile
 
 import numpy as np
 import pytest
 from PIL import Image
-from test_labels import put, put_zip
+from test_labels import put, put_tar, put_zip
 
 from latents.images import SHAPES, UnreadableImage, center_crop, decode_image, draw_shape, open_source, to_rgb
 
@@ -29,9 +28,10 @@ PETS = {f"{name}/{i}.png": encoded(noise(8, 8, seed=i)) for i, name in enumerate
 # Listing
 
 
-def test_a_folder_is_sorted_by_class_and_name(tmp_path):
+def test_a_folder_is_sorted_by_class_and_name_and_a_class_without_images_is_named(tmp_path):
+    (tmp_path / "bird").mkdir()  # pytorch/vision#4925 and #8297, huggingface/pytorch-image-models#957
     source = open_source(put(tmp_path, PETS))
-    assert source.class_names == ["cat", "dog", "emu"]
+    assert source.class_names == ["cat", "dog", "emu"] and source.left_out == [("bird/", "an empty folder")]
     assert source.names == ["cat/1.png", "dog/0.png", "dog/2.png", "emu/3.png"]
     assert source.labels.tolist() == [0, 1, 1, 2] and source.labels.dtype == np.int64
     for index, seed in enumerate([1, 0, 2, 3]):
@@ -173,6 +173,7 @@ def test_an_archive_is_known_by_its_content_whatever_it_is_called(tmp_path):
 
 
 def test_every_kind_of_image_becomes_rgb():
+    """mseitzer/pytorch-fid#1, layumi/University1652-Baseline#17."""
     rgb = Image.fromarray(noise(8, 8))
     grey = rgb.convert("L")
     assert np.array_equal(to_rgb(rgb), noise(8, 8))
@@ -186,6 +187,7 @@ def test_every_kind_of_image_becomes_rgb():
 
 
 def test_transparency_is_laid_over_white():
+    """kohya-ss/sd-scripts#1269: colours under full transparency do not show."""
     red = np.array([255, 0, 0])
     for alpha, expected in [(255, red), (0, [255, 255, 255]), (128, [255, 127, 127])]:
         rgba = Image.new("RGBA", (2, 2), (255, 0, 0, alpha))
@@ -216,7 +218,7 @@ def test_16_bit_grey_is_scaled_not_clipped():
     for strange in (*(values.astype(np.float32) for values in strange_values), np.full((2, 2), 1 << 20, np.int32)):
         buffer = io.BytesIO()
         Image.fromarray(strange).save(buffer, "tiff")
-        with pytest.raises(UnreadableImage, match="no known range"):
+        with pytest.raises(UnreadableImage, match="have no known range: save 8 or 16 bits"):
             decode_image(buffer.getvalue())
 
 
@@ -228,13 +230,17 @@ def test_the_exif_orientation_is_not_applied():
     assert np.array_equal(decode_image(buffer.getvalue()), noise(4, 8))
 
 
-def test_broken_files_and_what_pillow_would_hand_to_another_program_raise_one_exception():
+def test_broken_files_and_what_pillow_would_hand_to_another_program_raise_one_exception(monkeypatch):
+    """pytorch/vision#138 (54 bytes fewer), Project-MONAI/MONAILabel#1230 (too many pixels)."""
     whole, postscript = encoded(noise(64, 64), "jpeg"), b"%!PS-Adobe-3.0 EPSF-3.0\n%%BoundingBox: 0 0 16 16\n%%End\n"
     assert Image.open(io.BytesIO(postscript)).format == "EPS"
-    for data in (b"", b"not an image", whole[: len(whole) // 2], encoded(noise(64, 64))[:500],
+    for data in (b"", b"not an image", whole[: len(whole) // 2], whole[:-54], encoded(noise(64, 64))[:500],
                  b"\x89PNG\r\n\x1a\n" + bytes(50), postscript):
         with pytest.raises(UnreadableImage):
             decode_image(data)
+    monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 2000)
+    with pytest.raises(UnreadableImage, match=r"DecompressionBombError: Image size \(4096 pixels\) exceeds"):
+        decode_image(whole)
 
 
 def test_a_damaged_zip_entry_is_one_unreadable_image(tmp_path):
@@ -283,12 +289,6 @@ def test_a_shape_is_a_function_of_seed_and_index():
 
 
 def test_json_labels_survive_odd_json(tmp_path):
-    members = {"a.png": PETS["cat/1.png"], "a.json": json.dumps([1]).encode(), "b.png": PETS["cat/1.png"],
-               "b.json": b"{",
-               "b.txt": b"4", "a.cls": b"3\n"}
-    with tarfile.open(tmp_path / "x.tar", "w") as archive:
-        for name, data in members.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(data)
-            archive.addfile(member, io.BytesIO(data))
-    assert open_source(tmp_path / "x.tar").labels.tolist() == [3, 4]
+    source = put_tar(tmp_path / "x.tar", {"a.png": PETS["cat/1.png"], "a.json": "[1]", "b.png": PETS["cat/1.png"],
+                                          "b.json": "{", "b.txt": "4", "a.cls": "3\n"})
+    assert open_source(source).labels.tolist() == [3, 4]

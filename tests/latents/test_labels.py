@@ -1,5 +1,6 @@
 """Classes as people bring them: in files, names and archives, whatever wrote them; what is chosen or missing is said.
 
+Remarks such as NVIDIA/DIGITS#1462 name public reports of what is tested.
 """
 
 import io
@@ -13,9 +14,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
+from conftest import one_rank
 from PIL import Image
+from test_prepare_latents import prepare
 
 from latents.images import decode_image, note_on_dark, open_source
+from scoring.image_sets import open_images
 
 PETS = ["cat", "dog", "owl"]
 
@@ -76,6 +80,7 @@ def dataset(labels) -> dict[str, str]:
     lambda names: [[name, [float(i % 3 == k) for k in range(3)]] for i, name in enumerate(names)],
 ], ids=["pairs", "object", "floats", "one-hot"])
 def test_dataset_json_labels_a_folder_and_its_archives(tmp_path, write, top, form):
+    """NVlabs/stylegan2-ada-pytorch#111."""
     files = {top + name: data for name, data in (EDM | dataset(form(list(EDM)))).items()}
     source = open_source(write(tmp_path / "edm.zip", files) if write is put_zip else write(tmp_path / "edm.tar", files))
     assert source.labels.tolist() == [0, 1, 2] * 3 and source.class_names == ["0", "1", "2"]
@@ -83,6 +88,7 @@ def test_dataset_json_labels_a_folder_and_its_archives(tmp_path, write, top, for
 
 
 def test_dataset_json_without_labels_is_one_class_and_one_that_lacks_some_says_so(tmp_path):
+    """NVlabs/stylegan2-ada-pytorch#126."""
     none = open_source(put(tmp_path / "none", EDM | dataset(None)))
     assert none.class_names == ["none"] and not none.labels.any() and len(none) == 9
     some = open_source(put_zip(tmp_path / "some.zip",
@@ -117,12 +123,19 @@ def lines(mark: str, head: str = "", of=lambda name: name) -> str:
     return head + "".join(f"{of(name)}{mark}{label}\n" for name, label in ROWS)
 
 
+COLUMNS = f"image,{','.join(PETS)}\n" + "".join(  # PyJulie/MONICA#5, as ISIC's
+    f"{name[:-4]},{','.join(str(float(label == pet)) for pet in PETS)}\n" for name, label in ROWS)
+COCO = {"images": [{"id": name, "file_name": f"train/{name}"} for name, _ in ROWS],  # alcunha/iwildcam2021ufam#4
+        "categories": [{"id": 2 * i + 3, "name": pet} for i, pet in enumerate(PETS)],
+        "annotations": [{"image_id": name, "category_id": 2 * PETS.index(label) + 3} for name, label in ROWS * 2]}
+
+
 @pytest.mark.parametrize(("name", "content"), [
-    ("metadata.csv", lines(",", "file_name,label\n")), ("train.csv", lines(",")),
-    ("train.csv", "\ufeff" + lines(";", "id;breed\n")),
-    ("labels.csv", lines(",", "", lambda name: name.removesuffix(".png"))), ("labels.txt", lines(" ")),
-    ("labels.txt", lines(", ")),
-    ("labels.csv", lines(",", "", lambda name: f"/data/other/train/{name}")),
+    ("metadata.csv", lines(",", "file_name,label\n")), ("train.csv", lines(",")), ("labels.txt", lines(" ")),
+    ("labels.txt", lines(", ")), ("truth.csv", COLUMNS), ("train.json", json.dumps(COCO)),
+    ("train.csv", "\ufeff" + lines(";", "id;breed\n").replace("\n", "\r\n")),  # pandas-dev/pandas#13497, of Excel
+    ("labels.csv", lines(",", "", lambda name: name.removesuffix(".png"))),
+    ("labels.csv", lines(",", "", lambda name: f"/data/other/train/{name}")),  # NVIDIA/DIGITS#1462
     ("labels.csv", lines(",", "", lambda name: f".\\{name}")),
     ("labels.tsv", lines("\t", "image\tclass\n")),
     ("labels.csv", "".join(f'{label},"{name}"\r\n' for name, label in ROWS)),
@@ -149,8 +162,10 @@ def test_numbers_are_the_labels_themselves_and_columns_of_numbers_are_distinguis
     folder = put(tmp_path / "set", numbered(*(f"{i}.png" for i in range(6))))
     put(tmp_path,
         {"a.txt": "".join(f"{i % 2} {i}\n" for i in range(6)),
-         "b.csv": "label,id\n" + "".join(f"{i % 2 + 1},{i}\n" for i in range(6))})
-    assert classes(open_source(folder, labels=str(tmp_path / "a.txt"))) == {i: str(i % 2) for i in range(6)}
+         "b.csv": "label,id\n" + "".join(f"{i % 2 + 1},{i}\n" for i in range(6)),
+         "c.csv": "file,label\n" + "".join(f"{i}.png,{i % 2}.0\n" for i in range(6))})  # asreview/asreview#1636
+    for name in ("a.txt", "c.csv"):
+        assert classes(open_source(folder, labels=str(tmp_path / name))) == {i: str(i % 2) for i in range(6)}
     source = open_source(folder, labels=str(tmp_path / "b.csv"))
     assert classes(source) == {i: str(i % 2 + 1) for i in range(6)} and source.class_names == ["0", "1", "2"]
     assert "1 of these 3 classes have no image" in source.notes[0]
@@ -238,7 +253,21 @@ def test_a_name_in_several_folders_needs_its_folder_and_of_two_label_columns_one
     assert "label is read" in source.notes[0]
 
 
+@pytest.mark.parametrize(("content", "words"), [
+    ("{", "is not JSON"), ('{"0.png": 0.5, "1.png": 1}', "0.5"), ('{"0.png": [1, 1]}', "one class"),
+    ('[["0.png", "a"], ["0.png", "b"]]', "two labels"), ('{"ant": 0}', "labels none of the 2 images"),
+    (json.dumps(COCO | {"images": [{"id": "x", "file_name": "train/0.png"}],
+                        "annotations": [{"image_id": "x", "category_id": number} for number in (3, 7)]}),
+     "several categories for train/0.png, but an image can have only one class"),
+])  # fmt: skip
+def test_labels_that_are_damaged_ambiguous_or_of_other_images_are_refused(tmp_path, content, words):
+    put(tmp_path, {"labels.json": content})
+    with pytest.raises(ValueError, match=words):
+        open_source(put(tmp_path / "set", numbered("0.png", "1.png")), labels=str(tmp_path / "labels.json"))
+
+
 def test_names_and_none(tmp_path):
+    """openai/guided-diffusion#95."""
     adm = put(tmp_path / "adm", numbered("x/cat_0.png", "x/dog_1.png", "y/big_cat_2.JPG", "3.png"))
     source = open_source(adm, labels="names")
     assert classes(source) == {0: "cat", 1: "dog", 2: "big_cat"} and "1 of 4 images have no label" in source.notes[0]
@@ -251,6 +280,7 @@ def test_names_and_none(tmp_path):
 
 @pytest.mark.parametrize(("files", "source", "words"), [
     (FLAT | {"metadata.csv": lines(",", "file_name,label\n")}, "", "metadata.csv"),
+    (FLAT | {"truth.csv": COLUMNS}, "", "truth.csv"), (FLAT | {"train.json": json.dumps(COCO)}, "", "train.json"),
     ({f"train/{name}": data for name, data in FLAT.items()} | {"train.csv": lines(",", "id,label\n")}, "train",
      "train.csv"),
     ({f"val/images/{name}": data for name, data in FLAT.items()}
@@ -308,18 +338,23 @@ def test_masks_beside_pictures_are_warned_of(tmp_path, recwarn, pictures, masks,
     assert not recwarn.list
 
 
-def test_captions_and_files_of_other_images_are_not_read_as_labels(tmp_path):
+def test_captions_scores_and_files_of_other_images_are_not_read_as_labels(tmp_path):
     put(tmp_path,
         {"other.csv": "9999.png,cat\n", "set/readme.txt": "two words\n", "set/0000.txt": "a caption"}
         | {f"set/{name}": data for name, data in FLAT.items()})
     found = open_source(tmp_path / "set")
     assert found.class_names == ["set"] and found.notes == [] and len(found) == 9
+    scores = [{"images": 1, "batch_size": 0, "tag": name} for name in ("a", "b")]  # whose numbers are images' names
+    put(tmp_path / "scored", {f"train/{name}": data for name, data in numbered("0.png", "1.png", "10.png").items()}
+        | {"results.jsonl": "\n".join(map(json.dumps, scores))})
+    assert not open_source(tmp_path / "scored/train").notes
 
 
 # ---- archives -------------------------------------------------------------------------------------------------------
 
 TREE = numbered("größe/0.png", "dog/1.JPG", "dog/a b/2.png")
 WANTED = {0: "größe", 1: "dog", 2: "dog"}
+# pytorch/vision#79
 JUNK = {"__MACOSX/dog/._1.JPG": "x", "dog/._1.JPG": "x", ".DS_Store": "x", "@eaDir/dog/1.JPG": "x"}
 
 
@@ -414,6 +449,19 @@ def test_a_tree_means_the_same_whichever_way_it_is_reached(tmp_path, monkeypatch
 # ---- samples of webdataset ------------------------------------------------------------------------------------------
 
 
+@pytest.mark.parametrize("files", [
+    {"22.00.png": png(0), "22.00.cls": "0", "22.01.png": png(1), "22.01.cls": "1"},
+    {"22.05-0.png": png(0), "22.05-0.cls": "0", "22.05-1.png": png(1), "22.05-1.cls": "1"},
+    {"a/22.0/1.png": png(0), "a/22.0/1.cls": "0", "a/22.0/2.png": png(1), "a/22.0/2.cls": "1"},
+    {"foo.left.png": png(0), "foo.right.png": png(9), "foo.cls": "0",
+     "bar.left.png": png(1), "bar.right.png": png(8), "bar.cls": "1"},
+], ids=["webdataset/webdataset#237, dots in keys", "huggingface/datasets#7144, dots in names",
+        "huggingface/datasets#7150, a dot in a folder", "webdataset/webdataset#20, two images in a sample"])
+@pytest.mark.parametrize("write", [put, put_tar])
+def test_each_sample_has_its_own_label(tmp_path, write, files):
+    assert classes(open_source(write(tmp_path / "set.tar", files))) == {0: "0", 1: "1"}
+
+
 @pytest.mark.parametrize("write", [put, put_zip, put_tar])
 def test_one_of_two_images_and_two_labels_is_chosen_and_announced(tmp_path, write):
     files = {"0.mask.png": png(9), "0.png": png(0), "0.cls": "2", "0.json": '{"label": 1}', "1.png": png(1),
@@ -493,8 +541,6 @@ def test_grey_whose_white_is_0_looks_as_in_a_viewer(kind):
 
 
 def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(tmp_path, capsys):
-    from test_prepare_latents import prepare
-
     pages, files = [Image.new("RGB", (4, 4), (k, 0, 0)) for k in (9, 8, 7)], {"0.png": png(5)}
     for kind in ("tiff", "gif", "png", "webp"):
         buffer = io.BytesIO()
@@ -515,6 +561,19 @@ def test_of_several_pages_or_frames_the_first_is_used_and_the_files_are_counted(
         (tmp_path / "out/latents-00000.npy").unlink()
 
 
+def test_photographs_that_a_viewer_turns_are_counted(tmp_path, capsys):
+    """kohya-ss/sd-scripts#1316, huggingface/diffusers#3465."""
+    for turned in (0, 1, 6, 8):
+        exif = Image.Exif()
+        exif[0x0112] = turned
+        put(tmp_path / "photos", {f"{turned}.jpg": png(turned, exif=exif)})
+    said = "2 of 4 images: the file has an EXIF orientation, which is not applied, as in ADM: 6.jpg, 8.jpg"
+    prepare(tmp_path / "photos", tmp_path / "out", resolution=4)
+    assert said in capsys.readouterr().out
+    open_images(one_rank(), "images", str(tmp_path / "photos"))
+    assert f"images={tmp_path}/photos: {said}" in capsys.readouterr().out
+
+
 @pytest.mark.parametrize("kind", [np.uint16, np.int32, np.float32])
 def test_images_of_12_bits_in_16_get_a_line_unless_one_exceeds_them(tmp_path, kind):
     dark = open_source(put(tmp_path / "dark", {"0.tiff": grey(4095, kind), "1.png": png(3)}))
@@ -522,6 +581,8 @@ def test_images_of_12_bits_in_16_get_a_line_unless_one_exceeds_them(tmp_path, ki
     assert note_on_dark(open_source(put(tmp_path / "full",
                                         {"0.tiff": grey(4095, kind), "1.tiff": grey(4096, kind)}))) is None
     assert note_on_dark(open_source(put(tmp_path / "plain", {"1.png": png(3)}))) is None
+    if kind == np.float32:  # python-pillow/Pillow#3159: levels from 0 to 1, which are refused
+        assert note_on_dark(open_source(put(tmp_path / "floats", {"1.tiff": grey(0.9, kind)}))) is None
 
 
 def test_a_png_with_long_text_is_read(tmp_path):
