@@ -18,7 +18,8 @@ from conftest import one_rank, save_vae
 from PIL import Image
 from safetensors.torch import save_file
 from test_data import COUNT, labels_of, numbered, write_folder, write_tars
-from test_import_latents import import_latents, npy, write_lightningdit, write_repa, write_tar
+from test_import_latents import import_latents, npy, write_lightningdit, write_repa
+from test_labels import put_tar
 from training_runs import command, rows, write_run
 
 import fid
@@ -104,8 +105,8 @@ def write_lmdb_of_meanflow(at: Path) -> None:
 
 
 def write_tar_of_maskdit(at: Path) -> None:
-    write_tar(at / "latent_imagenet_512_train-0000.tar",
-              {"0000000.latent": pickle.dumps(Harm()), "0000000.cls": b"1"})
+    put_tar(at / "latent_imagenet_512_train-0000.tar",
+            {"0000000.latent": pickle.dumps(Harm()), "0000000.cls": b"1"})
 
 
 PICKLES = {  # where one is: what writes it in a folder, what reads it there, what is said; "": it is read otherwise

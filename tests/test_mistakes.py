@@ -272,7 +272,7 @@ def packed(name: str, how: str = "") -> Callable:
 LATENTS, LABELS, META = "latents-00000.npy", "labels-00000.npy", "metadata.json"
 VAE = {"autoencoder": "sd_vae_ema", "scale": 0.18215}
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
-FEATURE, PAIR = "imagenet256_features/3.npy", "imagenet256_labels/3.npy"
+FEATURE = "imagenet256_features/3.npy"
 
 SPOILT = {
     # a latent folder, and tars
@@ -296,16 +296,7 @@ SPOILT = {
         (both(), "data.kind"), (packed("a.tar", ":gz"), "a.tar"), (cut("train-0000.tar"), "train-0000.tar"),
     ],
     # others' latents
-    ("import_latents", "source", "pairs"): [
-        (cut(FEATURE), FEATURE), (array(put(np.nan), FEATURE), "latent 3"), (array(lambda a: a - 9, PAIR), "label -9"),
-    ],
-    ("import_latents", "source", "repa"): [(gone("vae-sd/dataset.json"), "dataset.json")],
-    ("import_latents", "source", "repa.zip"): [(cut(), "repa.zip")],
-    ("import_latents", "source", "lmdb"): [(cut("train/data.mdb"), "lmdb")],
-    ("import_latents", "source", "vavae"): [
-        (cut("latents_rank00_shard000.safetensors"), "safetensors"), (gone("latents_stats.pt"), "latent_norm=false"),
-        (cut("latents_stats.pt"), "latents_stats.pt"),
-    ],
+    ("import_latents", "source", "pairs"): [(cut(FEATURE), FEATURE)],
     # images
     ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip")],

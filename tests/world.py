@@ -14,7 +14,7 @@ import torch
 from conftest import ROOT, run_command
 from PIL import Image
 from safetensors.torch import load_file
-from test_import_latents import write_fastdit, write_lightningdit, write_maskdit, write_repa, write_tread
+from test_import_latents import write_fastdit, write_tread
 
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
@@ -64,11 +64,8 @@ def make(place: Path) -> Path:
     (place / "pets.tar.gz").touch()
     (place / "map.json").write_text('{"ant": 0, "bee": 1}')
     (place / "study.json").write_text('{"name": "study-rehearsal", "runs": []}')
-    for write in (write_fastdit, write_tread, write_repa, write_lightningdit, write_maskdit):
-        write(place)  # fast, tars, repa, vavae, lmdb
-    (place / "fast").rename(place / "pairs")
-    write_repa(place, zipped=True)
-    (place / "vae.zip").rename(place / "repa.zip")
+    write_tread(place)  # tars
+    write_fastdit(place)[0].rename(place / "pairs")
     return place
 
 

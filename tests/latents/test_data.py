@@ -501,6 +501,10 @@ def test_tars_of_another_kind_than_they_are_read_as_do_not_fit_the_network(tmp_p
         as_moments = open_latents(tmp_path / "samples", kind="moments", scale=1)
     refused(["(8, 4, 4)", "(4, 4, 4)", "or data.kind=moments"], as_samples.require, shape=(4, 4, 4), num_classes=1000)
     refused(["(2, 4, 4)", "(4, 4, 4)", "or data.kind=sample"], as_moments.require, shape=(4, 4, 4), num_classes=1000)
+    # google-deepmind/representations4d#13, Zhendong-Wang/Patch-Diffusion#2
+    wide = open_latents(write_tars(tmp_path / "wide", numbered()[:, :, :2], labels_of()), kind="sample")
+    refused(["move the channels to the front, or crop the images to squares"], wide.require, shape=(4, 4, 4),
+            num_classes=1000)
 
 
 def test_arguments_that_agree_with_the_folder_are_accepted(folder):
