@@ -1,19 +1,18 @@
 """Common mistakes: each raises a one-line error before anything is written.
 
 A row of TYPED is what somebody types over settings that work (tests/world.py), and words of the sentence: mostly a
-setting and its value. A row of SPOILT is what is wrong with a file or a folder, and such words.
+setting and its value. A row of SPOILT is what is wrong with a file or a folder, and such words. The tests of each
+reader have more such files: latents/test_data.py, scripts/test_import_latents.py, latents/test_labels.py and others.
 """
 
-import json
-import os
 import shutil
-import tarfile
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
+from spoils import as_it_is, cut, gone, put
 from world import EMA, STEP, make, run, seen
 
 TYPED = {
@@ -209,31 +208,7 @@ TYPED = {
 }
 
 
-
 # ---- files ----------------------------------------------------------------------------------------------------------
-
-
-def cut(name: str = "", share: float = 0.5) -> Callable:
-    """Keeps the first part of a file, as a download that was stopped."""
-    return lambda path: os.truncate(path / name, int(share * (path / name).stat().st_size))
-
-
-def gone(name: str) -> Callable:
-    return lambda path: (path / name).unlink()
-
-
-def text(content: str | bytes, name: str = "") -> Callable:
-    """Writes something else in the place of a file."""
-    return lambda path: (path / name).write_bytes(content if isinstance(content, bytes) else content.encode())
-
-
-def array(change: Callable, name: str) -> Callable:
-    """Changes the values of an npy."""
-    return lambda path: np.save(path / name, change(np.load(path / name)))
-
-
-def record(name: str, **changes) -> Callable:
-    return lambda path: (path / name).write_text(json.dumps(json.loads((path / name).read_text()) | changes))
 
 
 def arrays(**changes) -> Callable:
@@ -246,67 +221,24 @@ def eight_bits(path: Path) -> None:
     torch.save({"ema": {key: value.to(torch.float8_e4m3fn) for key, value in state.items()}}, path)
 
 
-def both(*spoils: Callable) -> Callable:
-    return lambda path: [spoil(path) for spoil in spoils]
-
-
-def put(value: float) -> Callable:
-    """Writes a value into the middle of an array."""
-    def change(values: np.ndarray) -> np.ndarray:
-        values.flat[values.size // 2] = value
-        return values
-    return change
-
-
-def packed(name: str, how: str = "") -> Callable:
-    """Packs the files of a folder into a tar of another form."""
-    def pack(path: Path) -> None:
-        files = sorted(path.iterdir())
-        with tarfile.open(path / name, f"w{how}") as tar:
-            for file in files:
-                tar.add(file, file.name)
-                file.unlink()
-    return pack
-
-
-LATENTS, LABELS, META = "latents-00000.npy", "labels-00000.npy", "metadata.json"
-VAE = {"autoencoder": "sd_vae_ema", "scale": 0.18215}
 IMAGES = np.zeros((4, 8, 8, 3), np.uint8)
 FEATURE = "imagenet256_features/3.npy"
 
 SPOILT = {
-    # a latent folder, and tars
-    ("train", "data.path", "latents"): [
-        (gone(META), "new-latents"), (text("{", META), META), (gone(LATENTS), LATENTS), (cut(LATENTS), LATENTS),
-        (array(lambda a: a.astype(np.float32), LATENTS), "float32"),
-        (array(lambda a: a.astype(np.int32), LABELS), "int32"), (array(lambda a: a + 1, LABELS), "label 6"),
-        (array(put(np.nan), LATENTS), "NaN"), (array(lambda a: a * 99, LATENTS), "127.5"),
-        (record(META, count=13), "13"), (record(META, kind="moments"), "(12, 6, 8, 8)"),
-        (record(META, class_names=["a"]), "class_names"),
-        (both(record(META, **VAE), array(lambda a: a * 9, LATENTS)), "unscaled"),
-        (both(record(META, **VAE), array(lambda a: a * 0.2, LATENTS)), "scaled twice"),
-        (lambda path: np.save(path / "masks-00000.npy", np.ones((12, 4, 4), np.uint8)), "masks-00000.npy"),
-        (lambda path: np.save(path / "masks-00000.npy", np.full((12, 8, 8), 255, np.uint8)), "255"),
-    ],
-    ("train objective=alignment", "data.path", "taught"): [
-        (array(lambda a: a[..., :5], "teacher-00000.npy"), "teacher-00000.npy"),
-        (gone("teacher-00000.npy"), "teacher-00000.npy"), (cut("teacher-00000.npy"), "teacher-00000.npy"),
-    ],
-    ("train", "data.path", "tars"): [
-        (both(), "data.kind"), (packed("a.tar", ":gz"), "a.tar"), (cut("train-0000.tar"), "train-0000.tar"),
-    ],
-    # others' latents
+    # latents
+    ("train", "data.path", "latents"): [(gone("metadata.json"), "new-latents")],
+    ("train objective=alignment", "data.path", "taught"): [(gone("teacher-00000.npy"), "teacher-00000.npy")],
+    ("train", "data.path", "tars"): [(as_it_is, "data.kind"), (cut("train-0000.tar"), "train-0000.tar")],
     ("import_latents", "source", "pairs"): [(cut(FEATURE), FEATURE)],
     # images
     ("prepare_latents", "source", "pets"): [(lambda path: shutil.copy(path / "ant/0.png", path), "0.png")],
     ("prepare_latents", "source", "pets.zip"): [(cut(), "pets.zip")],
-    ("prepare_latents", "source", "bare.tar"): [(cut(share=0.15), "bare.tar")],
-    ("prepare_latents", "labels", "map.json"): [(both(), "labels none of the 2 images")],
+    ("prepare_latents", "labels", "map.json"): [(as_it_is, "labels none of the 2 images")],
     ("prepare_latents", "label_map", "map.json"): [
-        (text('{"ant": 0}'), "bee"), (text('{"ant": 0, "bee": 2}'), "0 to 1"),
+        (put("", '{"ant": 0}'), "bee"), (put("", '{"ant": 0, "bee": 2}'), "0 to 1"),
     ],
-    ("prepare_latents", "words", "map.json"): [(text("cow Bos"), "ant")],
-    ("fid", "images", "four"): [(text("<html>", "0.png"), "0.png")],
+    ("prepare_latents", "words", "map.json"): [(put("", "cow Bos"), "ant")],
+    ("fid", "images", "four"): [(put("0.png", "<html>"), "0.png")],
     ("fid", "images", "images.npz"): [
         (cut(), "images.npz"), (arrays(x=IMAGES), "arr_0"), (arrays(arr_0=IMAGES / 255), "float64"),
         (arrays(arr_0=IMAGES.transpose(0, 3, 1, 2)), "(4, 3, 8, 8); images are uint8 (N, H, W, 3)"),  # clean-fid#52
@@ -320,25 +252,23 @@ SPOILT = {
     ("fid images=four features=inception", "features_weights", "weights.pt"): [(cut(), "weights.pt")],
     # checkpoints, and anybody's weights
     ("sample", "checkpoint", "run"): [
-        (cut(EMA), "checkpoint"), (text("{", f"{STEP}/meta.json"), "checkpoint"),
+        (cut(EMA), "checkpoint"), (put(f"{STEP}/meta.json", "{"), "checkpoint"),
         (lambda path: shutil.rmtree(path / STEP), "checkpoint"),
     ],
     ("sample diffusion_name=edm num_heads=2", "checkpoint", "weights.pt"): [
-        (cut(), "weights.pt"), (text("<html>"), "it is damaged, or holds pickled"),
+        (cut(), "weights.pt"), (put("", "<html>"), "it is damaged, or holds pickled"),
         (lambda path: torch.save({"epoch": 3}, path), "state dict"), (eight_bits, "float8_e4m3fn"),
         (lambda path: torch.save({"conv.weight": torch.zeros(3)}, path), "not a DiT's"),
         (lambda path: torch.save({key: a * torch.nan for key, a in torch.load(path, weights_only=True)["ema"].items()},
                                  path), "finite"),
     ],
-    ("sample", "autoencoder", "weights.pt"): [
-        (both(), "AutoencoderKL"), (cut(), "weights.pt"),
-    ],
+    ("sample", "autoencoder", "weights.pt"): [(as_it_is, "AutoencoderKL"), (cut(), "weights.pt")],
     # a run that goes on
-    ("train", "run_dir", "run"): [(cut(EMA), "None of the checkpoints"), (both(), "steps=1")],
-    ("train model.hidden_size=16", "run_dir", "run"): [(both(), "another network")],
-    ("train diffusion=rf", "run_dir", "run"): [(both(), "diffusion")],
+    ("train", "run_dir", "run"): [(cut(EMA), "None of the checkpoints"), (as_it_is, "steps=1")],
+    ("train model.hidden_size=16", "run_dir", "run"): [(as_it_is, "another network")],
+    ("train diffusion=rf", "run_dir", "run"): [(as_it_is, "diffusion")],
     ("train", "init_from", "run"): [(cut(EMA), "checkpoint")],
-    ("study", "rows", "study.json"): [(text("{"), "study.json")],
+    ("study", "rows", "study.json"): [(put("", "{"), "study.json")],
 }
 
 

@@ -10,6 +10,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 from scipy.io import savemat
+from spoils import refused
 from test_hub import numbers
 from test_labels import numbered, png, put, put_tar
 from test_prepare_latents import prepare, read_folder
@@ -74,12 +75,9 @@ def test_a_tar_of_tars_that_ends_early_is_refused(tmp_path):
     with tarfile.open(tmp_path / "x.tar") as tar:
         last = tar.getmembers()[-1]
     (tmp_path / "x.tar").write_bytes(whole[: last.offset_data + 700])
-    with pytest.raises(ValueError, match="x.tar is not a complete, uncompressed tar"):
-        open_source(tmp_path / "x.tar")
+    refused(lambda: open_source(tmp_path / "x.tar"), "x.tar is not a complete, uncompressed tar")
     cut = put_tar(tmp_path / "inner.tar", {"0.png": png(0), "1.png": png(1)}).read_bytes()[:700]
-    put_tar(tmp_path / "y.tar", {"n1.tar": cut, "n2.tar": cut})
-    with pytest.raises(ValueError, match="y.tar.*not (a )?complete"):
-        open_source(tmp_path / "y.tar")
+    refused(lambda: open_source(put_tar(tmp_path / "y.tar", {"n1.tar": cut, "n2.tar": cut})), "y.tar", "complete")
 
 
 @pytest.mark.parametrize("form", ["tar.gz", "folder", "data", "file"])
@@ -111,17 +109,16 @@ def test_kaggles_and_other_lists_of_validation_labels_give_the_same(tmp_path):
         assert found.class_names == IDS and found.labels.tolist() == LABELS, name
 
 
-@pytest.mark.parametrize(("change", "said"), [
-    ({f"{DEVKIT}/meta.mat": None}, "counts classes in the devkit's own order, .*meta.mat"),  # open-mmlab/mmpretrain#11
+@pytest.mark.parametrize(("change", "words"), [
+    ({f"{DEVKIT}/meta.mat": None}, "counts classes in the devkit's own order"),  # open-mmlab/mmpretrain#11
     ({f"{DEVKIT}/meta.mat": b"no matrix"}, "meta.mat is not the devkit's"),
     ({f"{DEVKIT}/{ilsvrc.TRUTH}": "1\n9\n"}, "has the class 9, which meta.mat does not have"),
 ])
-def test_a_devkit_that_lacks_something_is_refused(change, said, tmp_path):
+def test_a_devkit_that_lacks_something_is_refused(change, words, tmp_path):
     put(tmp_path / "kit", {name: content for name, content in (devkit() | change).items() if content is not None})
     source = put_tar(tmp_path / "val.tar", VAL)
     for given in (tmp_path / "kit", tmp_path / "kit" / DEVKIT / ilsvrc.TRUTH):
-        with pytest.raises(ValueError, match=said):
-            open_source(source, labels=str(given))
+        refused(lambda given=given: open_source(source, labels=str(given)), words)
 
 
 def test_a_line_says_where_the_labels_of_validation_images_in_one_class_are(tmp_path):

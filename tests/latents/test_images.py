@@ -7,19 +7,14 @@ import zipfile
 import numpy as np
 import pytest
 from PIL import Image
-from test_labels import put, put_tar, put_zip
+from spoils import refused
+from test_labels import classes, encoded, numbered, put, put_tar, put_zip
 
 from latents.images import SHAPES, UnreadableImage, center_crop, decode_image, draw_shape, open_source, to_rgb
 
 
 def noise(height: int, width: int, seed: int = 0) -> np.ndarray:
     return np.random.default_rng(seed).integers(0, 256, (height, width, 3), dtype=np.uint8)
-
-
-def encoded(pixels: np.ndarray, kind: str = "png", **options) -> bytes:
-    buffer = io.BytesIO()
-    Image.fromarray(pixels).save(buffer, kind, **options)
-    return buffer.getvalue()
 
 
 PETS = {f"{name}/{i}.png": encoded(noise(8, 8, seed=i)) for i, name in enumerate(["dog", "cat", "dog", "emu"])}
@@ -38,19 +33,11 @@ def test_a_folder_is_sorted_by_class_and_name_and_a_class_without_images_is_name
         assert np.array_equal(source.pixels(index), noise(8, 8, seed))
 
 
-def test_the_class_is_the_first_of_nested_folders(tmp_path):
-    nested = {
-        "cat/black/0.png": PETS["cat/1.png"],
-        "dog/big/old/0.png": PETS["dog/0.png"],
-        "dog/1.png": PETS["dog/2.png"],
-    }
-    source = open_source(put(tmp_path, nested))
-    assert source.class_names == ["cat", "dog"] and source.labels.tolist() == [0, 1, 1]
-
-
-def test_folders_named_by_numbers_are_in_the_order_of_names_as_torchvisions(tmp_path):
-    put(tmp_path, {f"{name}/x.png": encoded(noise(4, 4)) for name in (10, 9, 1)})
-    assert open_source(tmp_path).class_names == ["1", "10", "9"]
+def test_the_class_is_the_first_of_nested_folders_and_numbers_are_in_the_order_of_names_as_torchvisions(tmp_path):
+    nested = numbered("cat/black/0.png", "dog/big/old/0.png", "dog/1.png")
+    assert classes(open_source(put(tmp_path / "nested", nested))) == {0: "cat", 1: "dog", 2: "dog"}
+    of_numbers = numbered("10/x.png", "9/x.png", "1/x.png")
+    assert open_source(put(tmp_path / "numbers", of_numbers)).class_names == ["1", "10", "9"]
 
 
 def test_the_fingerprint_depends_on_names_labels_and_classes(tmp_path):
@@ -89,8 +76,7 @@ def test_class_folders_may_be_links_to_folders_elsewhere(tmp_path):
 def test_tars_next_to_class_folders_are_refused(tmp_path):
     put(tmp_path, PETS)
     write_webdataset(tmp_path / "left-over.tar", samples_of(range(2), "cls"))
-    with pytest.raises(ValueError, match=r"1 tars and 4 images.*such as cat/1.png.*/\*.tar"):
-        open_source(tmp_path)
+    refused(lambda: open_source(tmp_path), "1 tars and 4 images", "such as cat/1.png", "/*.tar")
 
 
 def write_webdataset(path, samples):
@@ -119,8 +105,8 @@ def test_webdatasets_own_tars_are_read(tmp_path, label_kind):
         for index in range(5):
             assert np.array_equal(source.pixels(index), noise(8, 8, index))
     assert len(open_source(tmp_path / "set-001.tar")) == 2
-    with pytest.raises(ValueError, match="names 3 tars, but 1 of them are missing, .*set-002.tar"):
-        open_source(tmp_path / "set-{000..002}.tar")
+    refused(lambda: open_source(tmp_path / "set-{000..002}.tar"), "names 3 tars, but 1 of them are missing, ",
+            "set-002.tar")
 
 
 def test_labels_with_names_are_numbered_by_name_and_other_members_are_named(tmp_path):
@@ -141,8 +127,7 @@ def test_damaged_tars_are_refused(tmp_path):
     data[offset : offset + 100] = b"\xff" * 100
     (tmp_path / "damaged.tar").write_bytes(data)
     for name in ("endless.tar", "damaged.tar"):
-        with pytest.raises(ValueError, match=f"{name} is not a complete, uncompressed tar"):
-            open_source(tmp_path / name)
+        refused(lambda name=name: open_source(tmp_path / name), f"{name} is not a complete, uncompressed tar")
 
 
 @pytest.mark.parametrize(("name", "content", "what"), [
@@ -150,18 +135,17 @@ def test_damaged_tars_are_refused(tmp_path):
     ("x.jpg", b"\xff\xd8\xff", "is one image"),
     ("x.h5", b"\x89HDF\r\n\x1a\n", "is an HDF5 file"), ("x.pkl", b"\x80\x04K\x01.", "is a pickle, which can run code"),
     ("x.pt", None, "is a pickle"),
-    ("x.mat", b"MATLAB 5.0", r"is a file of another kind \(.mat\)"),
-    ("*.jpg", b"\xff\xd8\xff", "names 2 files, of which .*a.jpg is one image"),
-    ("*.zip", None, "names 2 files, of which .*a.zip is a zip"),
+    ("x.mat", b"MATLAB 5.0", "is a file of another kind (.mat)"),
+    ("*.jpg", b"\xff\xd8\xff", "a.jpg is one image"), ("*.zip", None, "a.zip is a zip"),
 ])
 def test_a_source_that_is_no_folder_zip_or_tar_is_called_what_it_is(tmp_path, name, content, what):
-    for file in (name,) if "*" not in name else (name.replace("*", "a"), name.replace("*", "b")):
+    for file in {name.replace("*", letter) for letter in "ab"}:
         if content is None:
             put_zip(tmp_path / file, {"archive/data.pkl": b"", "arr_0.npy": b""})
         else:
             (tmp_path / file).write_bytes(content)
-    with pytest.raises(ValueError, match=f"source=.*{what}.*: give a folder of images, or one zip or tar of them"):
-        open_source(tmp_path / name)
+    refused(lambda: open_source(tmp_path / name), f"source={tmp_path}/{name}", what,
+            ": give a folder of images, or one zip or tar of them", "names 2 files, of which " if "*" in name else "")
 
 
 def test_an_archive_is_known_by_its_content_whatever_it_is_called(tmp_path):
@@ -180,9 +164,7 @@ def test_every_kind_of_image_becomes_rgb():
     assert np.array_equal(to_rgb(grey), np.repeat(np.asarray(grey)[..., None], 3, axis=2))
     assert np.array_equal(np.unique(to_rgb(rgb.convert("1"))), [0, 255])
     assert np.array_equal(to_rgb(rgb.quantize(16)), rgb.quantize(16).convert("RGB"))
-    buffer = io.BytesIO()
-    Image.new("CMYK", (8, 8), (255, 0, 0, 0)).save(buffer, "jpeg")
-    cyan = np.asarray(decode_image(buffer.getvalue())).astype(int)
+    cyan = np.asarray(decode_image(encoded(Image.new("CMYK", (8, 8), (255, 0, 0, 0)), "jpeg"))).astype(int)
     assert cyan.shape == (8, 8, 3) and np.abs(cyan - [0, 255, 255]).max() < 8
 
 
@@ -195,39 +177,25 @@ def test_transparency_is_laid_over_white():
     assert np.asarray(to_rgb(Image.new("LA", (2, 2), (0, 0)))).min() == 255
     palette = Image.new("P", (2, 2), 1)
     palette.putpalette([0, 0, 0, 255, 0, 0])
-    buffer = io.BytesIO()
-    palette.save(buffer, "png", transparency=1)
-    assert np.asarray(decode_image(buffer.getvalue())).min() == 255
-    buffer = io.BytesIO()
-    Image.new("RGB", (2, 2), (1, 2, 3)).save(buffer, "png", transparency=(1, 2, 3))  # a colour key
-    assert np.asarray(decode_image(buffer.getvalue())).min() == 255
+    keyed = Image.new("RGB", (2, 2), (1, 2, 3))
+    for content in (encoded(palette, transparency=1), encoded(keyed, transparency=(1, 2, 3))):  # a colour key
+        assert np.asarray(decode_image(content)).min() == 255
 
 
 def test_16_bit_grey_is_scaled_not_clipped():
     values = np.array([[0, 128, 129, 257, 32768, 65535]], dtype=np.uint16)
-    for kind in ("png", "tiff", "ppm"):
-        buffer = io.BytesIO()
-        Image.fromarray(values).save(buffer, kind)
-        pixels = np.asarray(decode_image(buffer.getvalue()))
-        assert pixels[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255], kind
-    for alike in (np.int32, np.float32):
-        buffer = io.BytesIO()
-        Image.fromarray(values.astype(alike)).save(buffer, "tiff")
-        assert np.asarray(decode_image(buffer.getvalue()))[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255], alike
-    strange_values = (np.full((2, 2), 1e6), np.full((2, 2), 0.25), np.full((2, 2), np.nan))
-    for strange in (*(values.astype(np.float32) for values in strange_values), np.full((2, 2), 1 << 20, np.int32)):
-        buffer = io.BytesIO()
-        Image.fromarray(strange).save(buffer, "tiff")
+    for content in (encoded(values, "png"), encoded(values, "tiff"), encoded(values, "ppm"),
+                    encoded(values.astype(np.int32), "tiff"), encoded(values.astype(np.float32), "tiff")):
+        assert np.asarray(decode_image(content))[0, :, 0].tolist() == [0, 0, 1, 1, 128, 255]
+    for value, kind in ((1e6, np.float32), (0.25, np.float32), (np.nan, np.float32), (1 << 20, np.int32)):
         with pytest.raises(UnreadableImage, match="have no known range: save 8 or 16 bits"):
-            decode_image(buffer.getvalue())
+            decode_image(encoded(np.full((2, 2), value, kind), "tiff"))
 
 
 def test_the_exif_orientation_is_not_applied():
     exif = Image.Exif()
     exif[0x0112] = 6  # turn by 90 degrees
-    buffer = io.BytesIO()
-    Image.fromarray(noise(4, 8)).save(buffer, "png", exif=exif)
-    assert np.array_equal(decode_image(buffer.getvalue()), noise(4, 8))
+    assert np.array_equal(decode_image(encoded(noise(4, 8), exif=exif)), noise(4, 8))
 
 
 def test_broken_files_and_what_pillow_would_hand_to_another_program_raise_one_exception(monkeypatch):

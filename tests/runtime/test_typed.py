@@ -1,6 +1,7 @@
 """Text on a command line is what was typed, or an error says what to type; a mistake in YAML names file and line."""
 
 import contextlib
+import importlib
 import os
 import re
 import shlex
@@ -26,11 +27,11 @@ from sample import SampleSettings
 from scripts import plan, prepare_latents, report
 from training.settings import TrainSettings
 
-ODD = ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "null", "true", "False", "yes", "no", "on", "~", ".5", "1.",
-       "inf", "-nan", "+3", "5",
-       "größe", "it's", "a (1)", "a=b", "a,b", "[a]", "{a: 1}", "a b", "a#b", 'say "a"', "back\\slash", "a\\", "a\\'b",
-       "$HOME", "${name}", "`x`", "!x",
-       "a: b", "int(3)", "-x", "*.tar", "{000..012}", "a;b", "&a", "%", "@"]  # fmt: skip
+# what needs no quotes, and what does
+PLAIN = ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "False", "yes", "on", ".5", "1.", "inf", "nan", "5",
+         "+3", "größe", "it's", "a (1)", "a=b", "a b", "a#b", "int(3)", "s/größe=1/a"]
+ODD = [*PLAIN, "null", "no", "~", "-nan", "a,b", "[a]", "{a: 1}", 'say "a"', "back\\slash", "a\\", "a\\'b", "$HOME",
+       "${name}", "`x`", "!x", "a: b", "-x", "*.tar", "{000..012}", "a;b", "&a", "%", "@"]  # fmt: skip
 
 
 def train_settings(*arguments):
@@ -39,8 +40,6 @@ def train_settings(*arguments):
 
 
 def settings_of(name):
-    import importlib
-
     file, declared = commands()[name]
     return getattr(importlib.import_module(".".join(file.relative_to(ROOT).with_suffix("").parts)), declared)
 
@@ -48,10 +47,7 @@ def settings_of(name):
 # ---- the command line -----------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("text",
-                         ["2025_11_25", "1_1", "007", "1e3", "0x1f", "1:30", "true", "False", "yes", "on", ".5", "1.",
-                          "inf", "nan", "5", "+3",
-                                  "größe", "it's", "a (1)", "a=b", "a b", "a#b", "int(3)", "s/größe=1/a"])  # fmt: skip
+@pytest.mark.parametrize("text", PLAIN)
 def test_text_without_quotes_is_what_was_typed(text):
     cfg = train_settings(f"name={text}", f"evaluate.sha256={text}")
     assert (cfg.name, cfg.run_dir, cfg.evaluate.sha256) == (text, f"runs/{text}", text)
@@ -87,8 +83,8 @@ def test_text_in_a_list_is_what_was_typed_or_an_error_says_that_it_needs_quotes(
     assert cfg.classes == ["yes", "007", 7, "8", "1e3", "größe, klein"] and cfg.checkpoint is None and cfg.seeds == 7
     with pytest.raises(ValueError, match=r"^samples.classes.0=1000.0: .* Text needs quotes\.$"):
         train_settings("samples.classes=[1e3,a]")
-    assert train_settings("samples.classes=[größe, klein (1),1e3, "
-                          "7]").samples.classes == ["größe", "klein (1)", "1e3", 7]
+    cfg = train_settings("samples.classes=[größe, klein (1),1e3, 7]")
+    assert cfg.samples.classes == ["größe", "klein (1)", "1e3", 7]
     with pytest.raises(ValueError, match=r"^samples.classes=\[größe,'b'\] cannot be read: .*'größe'"):
         train_settings("samples.classes=[größe,'b']")
 

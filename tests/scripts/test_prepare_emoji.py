@@ -1,34 +1,21 @@
 """scripts/prepare_emoji.py: packages of emoji become class folders in a zip, some of the emoji kept apart."""
 
-import io
 import json
-import tarfile
 import zipfile
 
 import forked
 import numpy as np
 import pytest
 from PIL import Image
+from test_labels import encoded, inside, put_tar
 
 MAKERS = ("google", "twitter")
 
 
-def png(colour):
-    written = io.BytesIO()
-    Image.new("RGBA", (64, 64), colour).save(written, "PNG")
-    return written.getvalue()
-
-
 def package(path, maker, emoji, pictures):
     """Packs emoji.json and pictures by file name as npm does."""
-    files = {"package/emoji.json": json.dumps(emoji).encode(),
-             **{f"package/img/{maker}/64/{name}": content for name, content in pictures.items()}}
-    with tarfile.open(path, "w:gz") as archive:
-        for name, content in files.items():
-            member = tarfile.TarInfo(name)
-            member.size = len(content)
-            archive.addfile(member, io.BytesIO(content))
-    return path
+    files = {"package/emoji.json": json.dumps(emoji)} | inside(f"package/img/{maker}/64", pictures)
+    return put_tar(path, files, "w:gz")
 
 
 @pytest.fixture
@@ -37,9 +24,9 @@ def packages(tmp_path):
     emoji = [{"image": f"{i:02}.png", "category": "People & Body",
               "skin_variations": {"1F3FB": {"image": f"{i:02}-1f3fb.png"}}} for i in range(20)]
     return [package(tmp_path / f"{maker}.tgz", maker, emoji, {
-        f"{i:02}{tone}.png": png((12 * (5 if (maker, i, tone) == ("google", 9, "") else i), 9 * len(maker),
-                                  8 * len(tone),
-                                  128)) for i in range(20) for tone in ("", "-1f3fb")}) for maker in MAKERS]
+        f"{i:02}{tone}.png": encoded(Image.new("RGBA", (64, 64), (
+            12 * (5 if (maker, i, tone) == ("google", 9, "") else i), 9 * len(maker), 8 * len(tone), 128)))
+        for i in range(20) for tone in ("", "-1f3fb")}) for maker in MAKERS]
 
 
 def prepare(*arguments):
