@@ -4,8 +4,6 @@ import contextlib
 import importlib
 import json
 import shutil
-import tarfile
-import zipfile
 from collections.abc import Callable
 from pathlib import Path
 
@@ -15,6 +13,7 @@ from conftest import ROOT, run_command
 from PIL import Image
 from safetensors.torch import load_file
 from test_import_latents import write_fastdit, write_tread
+from test_labels import put_zip
 
 EMA, STEP = "checkpoints/step-00000004/ema.safetensors", "checkpoints/step-00000004"
 NETWORK = ["model.backbone_type=DiT-S/4", "model.hidden_size=8", "model.depth=7", "model.num_heads=2"]
@@ -57,10 +56,7 @@ def make(place: Path) -> Path:
         Image.new("RGB", (8, 8)).save(place / file)
     Image.new("RGB", (9, 8)).save(place / "mixed/1.png")
     (place / "empty").mkdir()
-    with zipfile.ZipFile(place / "pets.zip", "w") as archive, tarfile.open(place / "bare.tar", "w") as tar:
-        for name in ("ant/0.png", "bee/1.png"):
-            archive.write(place / "pets" / name, name)
-            tar.add(place / "pets" / name, Path(name).name)
+    put_zip(place / "pets.zip", {name: (place / "pets" / name).read_bytes() for name in ("ant/0.png", "bee/1.png")})
     (place / "pets.tar.gz").touch()
     (place / "map.json").write_text('{"ant": 0, "bee": 1}')
     (place / "study.json").write_text('{"name": "study-rehearsal", "runs": []}')

@@ -5,7 +5,6 @@ import json
 import zipfile
 
 import numpy as np
-import pytest
 import torch
 from conftest import save_vae
 from PIL import Image
@@ -48,15 +47,3 @@ def test_imagenette_goes_through_a_local_autoencoder(real_data, tmp_path):
         rows = torch.from_numpy(np.load(tmp_path / "out" / f"{name}-00000.npy")[picked]).float()
         torch.testing.assert_close(rows, torch.cat(autoencoders.load_autoencoder(folder).encode(side), dim=1),
                                    atol=2e-3, rtol=2e-3)
-
-
-def test_grey_photographs_become_rgb(real_data):
-    source = open_source(real_data / "imagenette-1000.zip")
-    grey = 0
-    for index in range(len(source)):
-        if Image.open(io.BytesIO(source.read(index))).mode == "L":
-            pixels = source.pixels(index, 64)
-            assert pixels.shape == (64, 64, 3) and np.ptp(pixels, axis=2).max() == 0
-            grey += 1
-    if grey == 0:
-        pytest.fail("the Imagenette zip is said to hold grey photographs, and none was met")
