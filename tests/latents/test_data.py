@@ -454,7 +454,7 @@ BAD = [  # what is wrong with a folder, arguments, words
     (latents(numbered() * 99, autoencoder="identity", scale=1.0), {}, "lie in -1..1: store image / 127.5 - 1"),
     (latents(numbered() * 9), {}, "looks unscaled: 0.18215 times"),
     (latents(numbered() * 0.2), {}, "looks scaled twice: divided by 0.18215"),
-    (moments(numbered(), numbered() - 9), {}, "is never negative. These look like [mean, logvar]"),
+    (moments(numbered(), numbered() - 9), {}, "is never negative, so these look like [mean, logvar]"),
     (moments(numbered() * 4.7, abs(numbered()) * 0.01), {}, "looks unscaled"),
     (masks(0 * masks_of()), {}, "masks range from 0 to 0, but weights of the loss must lie in 0..1 and not all be 0"),
     (masks(np.full((COUNT, 4, 4), 255, np.uint8)), {}, "masks range from 255 to 255"),
