@@ -50,7 +50,6 @@ from scoring.image_sets import (
     read_share,
 )
 from scoring.metrics import frechet_distance  # noqa: F401      (the name that others import it by)
-from scoring.reference import available_metrics, is_replaceable, open_references, write_reference
 from scoring.results import (
     FORMS,
     AtLeastTwo,
@@ -66,7 +65,15 @@ from scoring.results import (
     scored_before,
     with_mean_fdr,
 )
-from scoring.score import Evaluator, measure_references, score_on
+from scoring.score import (
+    Evaluator,
+    available_metrics,
+    is_replaceable,
+    measure_references,
+    open_references,
+    score_on,
+    write_reference,
+)
 from scoring.statistics import FeatureCache, measure
 from weights.averages import AnyWeights
 from weights.loading import Checkpoint, find_on_main_rank
@@ -269,16 +276,11 @@ def open_cache(
 def find_scores(
     state: PartialState, cfg: ScoringSettings, evaluators: list[Evaluator], images: ImageSet, results: Path,
 ) -> dict | None:
-    """Returns the row that `score_images` would, where the main rank finds it in the results.
-
-    A rank that does not see it gets it without its numbers.
-    """
+    """Returns the row that `score_images` would, where the main rank finds it in the results."""
     wanted = [result_row(state, images, one, batch_size=cfg.batch_size, resolution=cfg.resolution)
               for one in evaluators]
-    found = [scored_before(row, results) for row in wanted]
-    if ranks.broadcast_from_main(state, None in found):
-        return None
-    return with_mean_fdr([before or row for before, row in zip(found, wanted, strict=True)])
+    found = ranks.from_main(state, lambda: [scored_before(row, results) for row in wanted])
+    return None if None in found else with_mean_fdr(found)
 
 
 def measure_all(

@@ -18,6 +18,7 @@ import signal
 import sys
 import time
 from collections.abc import Iterator, Mapping
+from functools import partial
 
 import numpy as np
 import torch
@@ -261,7 +262,7 @@ def evaluate(run: Run) -> None:
             batch_size=cfg.batch_size, num_steps=cfg.num_steps, precision=run.sampling_precision, weights=weights,
             guidance=None if scale is None else Guidance(scale))
         row = result_row(accelerator, images, evaluator, batch_size=cfg.batch_size)
-        if not ranks.broadcast_from_main(accelerator, scored_before(row, results, any_version=True) is None):
+        if ranks.from_main(accelerator, partial(scored_before, row, results, any_version=True)) is not None:
             continue
         [scores] = score_on(accelerator, [evaluator], images.sample(np.arange(len(seeds))), len(seeds))
         if accelerator.is_main_process:
@@ -288,7 +289,7 @@ def pause(run: Run, bar: tqdm, stop: ranks.StopRequest, finished: bool) -> int:
                 save(run)
         # Right after resuming, too: a kill may have come between a save and its grid.
         due_grid = (run.step or cfg.samples.at_start) and run.grid and (due(run.step, cfg.samples.every) or finished)
-        if due_grid and not stopped_by and ranks.broadcast_from_main(run.accelerator, not run.grid_path.exists()):
+        if due_grid and not stopped_by and not ranks.from_main(run.accelerator, run.grid_path.exists):
             with paused(run, bar, "sampling"):
                 sample_grid(run)
         # The untrained network, too, for comparison.

@@ -22,11 +22,10 @@ from omegaconf.errors import OmegaConfBaseException
 from torch.distributed.elastic.multiprocessing.errors import ErrorHandler
 
 from runtime import notebook, ranks
-from runtime.schema import CONFIGS, Settings, first_line
+from runtime.schema import CONFIGS, Settings, first_line, leaves
 from runtime.typed import (
     cli_overrides,
-    compose_jobs,
-    declared_keys,
+    compose,
     group_defaults,
     parse_options,
     read_job,
@@ -54,23 +53,20 @@ def command(
             if options.help:
                 print(help_of(main, config_name))
                 return
-            composed = compose_jobs(config_name, declared, arguments)
+            composed = compose(config_name, declared, arguments)
             if options.cfg:
-                print("\n---\n".join(OmegaConf.to_yaml(cfg).rstrip() for cfg in composed))
+                print("\n---\n".join(OmegaConf.to_yaml(plain).rstrip() for plain in composed))
                 return
-            plain = [OmegaConf.to_container(cfg, resolve=True) for cfg in composed]
-            jobs = [read_job(declared, each, config_name, typed) for each in plain]
+            jobs = [read_job(declared, plain, config_name, typed) for plain in composed]
             check_places(jobs)  # before the first one starts
             given = {"cli_overrides": typed} if "cli_overrides" in inspect.signature(main).parameters else {}
-            for each, cfg in zip(plain, jobs, strict=True):
+            for plain, cfg in zip(composed, jobs, strict=True):
                 try:
                     main(cfg, **given)
-                except ValueError as error:
-                    raise ValueError(with_places(str(error), config_name, declared)) from error
                 except (MemoryError, RuntimeError) as error:
                     if not is_full_memory(error):
                         raise
-                    raise ValueError(what_helps(error, each, when_full)) from error
+                    raise ValueError(what_helps(error, plain, when_full)) from error
         return entry_point(main, work)
     return decorate
 
@@ -116,7 +112,7 @@ def entry_point(main: Callable, work: Callable[[list[str]], None]) -> Callable[.
         if settings or not notebook.has_command_line():
             call(run, Path(main.__code__.co_filename).name, [*settings])
         else:
-            sys.stdout, sys.stderr = LenientStream.of(sys.stdout), LenientStream.of(sys.stderr)
+            sys.stdout, sys.stderr = LenientStream(sys.stdout), LenientStream(sys.stderr)
             run(Path(sys.argv[0]).name, sys.argv[1:])
     return entry
 
@@ -126,10 +122,6 @@ class LenientStream:
 
     def __init__(self, stream: TextIO):
         self.stream = stream
-
-    @classmethod
-    def of(cls, stream: TextIO | None) -> TextIO | None:
-        return stream if isinstance(stream, cls | None) else cls(stream)
 
     def __getattr__(self, name: str) -> object:
         return getattr(self.stream, name)
@@ -212,22 +204,6 @@ def mistake(error: Exception) -> str | None:
     return None
 
 
-def with_places(sentence: str, config_name: str, declared: type[Settings]) -> str:
-    """Writes the settings that a sentence names as the command has them: autoencoder= as data.autoencoder= in training.
-
-    That is for a key that the command lacks, but for one nested key of that name. The arguments of another command,
-    after its name, stay.
-    """
-    known = [key for key in declared_keys(declared) if not key.startswith(("published.", "study."))]
-    top = {key for key in known if "." not in key} | {*group_defaults(config_name)}
-
-    def place(found: re.Match) -> str:
-        places = [key for key in known if key.rpartition(".")[2] == found[1]]
-        return f"{places[0]}=" if found[1] and found[1] not in top and len(places) == 1 else found[0]
-
-    return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+])([A-Za-z_]\w*)=", place, sentence)
-
-
 # Of any command.
 SAVES_MEMORY = ("batch_size", "grad_accum_steps", "activation_checkpointing", "sharding", "precision", "data.on_device",
                 "samples.batch_size", "evaluate.batch_size", "decode_batch_size", "decode_precision", "num_workers",
@@ -236,7 +212,8 @@ SAVES_MEMORY = ("batch_size", "grad_accum_steps", "activation_checkpointing", "s
 
 def what_helps(error: Exception, plain: dict, when_full: Callable[[dict], str]) -> str:
     """Writes that memory is full, and which of a command's settings need less."""
-    helpful = [key for key in SAVES_MEMORY if OmegaConf.select(OmegaConf.create(plain), key) is not None]
+    given = leaves(plain)
+    helpful = [key for key in SAVES_MEMORY if given.get(key) is not None]
     advice = ""
     with contextlib.suppress(Exception):  # the full memory is what matters
         advice = when_full(plain)
@@ -259,24 +236,21 @@ def help_of(main: Callable, config_name: str) -> str:
     groups = group_defaults(config_name)
     parts = [inspect.cleandoc(doc or "")]
     if groups:
-        lines = [textwrap.fill(" | ".join(choices_of(group)), 120, subsequent_indent=28 * " ",
-                               initial_indent=f"  {group}={choice or 'null'}".ljust(28))
-                 for group, choice in groups.items()]
-        parts.append("\n".join(["Groups of settings, their defaults and choices, from configs/:", *lines]))
+        parts.append("Groups of settings, their defaults and choices, from configs/:")
+    for group, choice in groups.items():
+        files = (file for place in (CONFIGS, CONFIGS / "presets") for file in (place / group).glob("*.yaml"))
+        choices = " | ".join(sorted(file.stem for file in files))
+        parts[-1] += "\n" + textwrap.fill(choices, 120, subsequent_indent=28 * " ",
+                                          initial_indent=f"  {group}={choice or 'null'}".ljust(28))
     parts.append("Settings, written as key=value, or key.key=value where they are nested:")
-    parts += [text for file in files_of(f"{config_name}.yaml") if (text := settings_in(file))]
+    parts += map(settings_in, files_of(f"{config_name}.yaml"))
     for group, choice in groups.items():
         for file in files_of(f"{group}/{choice}.yaml") if choice else ():
-            text = settings_in(file)
-            parts += [text if "@package _global_" in file.read_text(encoding="utf-8") or group == "objective" else
-                      f"{group}:\n" + "\n".join(f"  {line}".rstrip() for line in text.splitlines())] if text else []
+            is_global = "@package _global_" in file.read_text(encoding="utf-8")
+            parts.append(settings_in(file) if is_global else f"{group}:\n{textwrap.indent(settings_in(file), '  ')}")
     parts.append("Options: --multirun (or -m) tries several values, as seed=0,1. --cfg job prints the settings. "
                  "--config-dir <folder> adds a folder like configs/.")
-    return "\n\n".join(parts)
-
-
-def choices_of(group: str) -> list[str]:
-    return sorted(file.stem for place in (CONFIGS, CONFIGS / "presets") for file in (place / group).glob("*.yaml"))
+    return "\n\n".join(filter(None, parts))
 
 
 def files_of(name: str) -> Iterator[Path]:

@@ -1,4 +1,4 @@
-"""What the ranks of a command agree on: a number of the main one, and when to stop.
+"""What the ranks of a command agree on: what the main one finds, and when to stop.
 
 Where a rank fails or is killed, the launcher (torchrun, accelerate launch) ends the others. A rank that hangs makes
 them wait in a collective, until TIMEOUT ends them (docs/reliability.md).
@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from accelerate import Accelerator, PartialState
 from accelerate.state import AcceleratorState
-from accelerate.utils import broadcast, broadcast_object_list
+from accelerate.utils import broadcast_object_list
 
 from runtime import notebook
 
@@ -29,15 +29,8 @@ JOINING_SECONDS = 10.0  # after which a rank says for whom it waits
 Found = TypeVar("Found")
 
 
-def broadcast_from_main(state: Accelerator | PartialState, number: int) -> int:
-    """Gives every rank the main one's number; a single rank touches no device for it."""
-    if state.num_processes == 1:
-        return int(number)
-    return int(broadcast(torch.tensor(int(number), device=state.device)))
-
-
 def from_main(state: Accelerator | PartialState, work: Callable[[], Found]) -> Found:
-    """Returns on every rank what `work` returns on the main one, which alone calls it.
+    """Returns on every rank what `work` returns on the main one, which alone calls it; a single rank only calls it.
 
     Raises its ValueError or OSError on every rank, as a ValueError on the others.
     """

@@ -15,7 +15,7 @@ import re
 import shlex
 import typing
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal, TypeVar
 
@@ -163,32 +163,22 @@ def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
         raise ValueError(where + first_problem(plain, error.errors())) from None
 
 
-def nearest(key: str, known: typing.Iterable[str]) -> str | None:
-    """Finds the key that was meant: one spelled alike, one of that name elsewhere, or what a name abbreviates."""
-    def initials(name: str) -> str:
-        return "".join(word[:1] for word in name.split("_"))
-
-    known = [other for other in known if not key.startswith(f"{other}.")]
+def nearest(key: str, known: Sequence[str]) -> str | None:
+    """Finds the key that was meant: one spelled alike, one of that name elsewhere, or one with its initials."""
     parent, _, leaf = key.rpartition(".")
     names = {other.rpartition(".")[2]: other for other in reversed(known)}  # of two, the first
-    near = {name: other for name, other in names.items() if parent in ("", other.rpartition(".")[0])}
-    short = [name for name in near if min(len(leaf), len(name)) > 1 and leaf in (name, initials(name)) or
-             name == initials(leaf)]
-    found = (difflib.get_close_matches(key, known, n=1, cutoff=0.85) or
-             [names[name] for name in short or difflib.get_close_matches(leaf, near, n=1, cutoff=0.7)])
-    return found[0] if found else names.get(leaf)
+    beside = [name for name, other in names.items() if parent in ("", other.rpartition(".")[0])]
+    initials = "".join(word[:1] for word in leaf.split("_"))
+    meant = [*difflib.get_close_matches(key, known, n=1, cutoff=0.85),
+             *(names[name] for name in (leaf, initials) if name in names),
+             *(names[name] for name in difflib.get_close_matches(leaf, beside, n=1, cutoff=0.7))]
+    return meant[0] if meant else None
 
 
-def unknown(key: str, known: typing.Iterable[str], remedy: str) -> str:
-    """Says that a key does not exist, and which one was meant; else how to find it."""
+def unknown(what: str, key: str, known: Sequence[str], remedy: str) -> str:
+    """Says that something does not exist, and which of the `known` was meant; else how to find it."""
     near = nearest(key, known)
-    return f"There is no setting {key}: {f'did you mean {near}?' if near else remedy}"
-
-
-def dotted(plain: dict, prefix: str = "") -> list[str]:
-    """Lists the dotted keys of plain values, those of groups too."""
-    return [key for name, value in plain.items() for key in
-            (f"{prefix}{name}", *(dotted(value, f"{prefix}{name}.") if isinstance(value, dict) else ()))]
+    return f"There is no {what}: {f'did you mean {near}?' if near else remedy}"
 
 
 def leaves(plain: dict, prefix: str = "") -> dict[str, Any]:
@@ -226,10 +216,12 @@ def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
 
 def first_problem(plain: Any, errors: list) -> str:
     """Writes pydantic's words for the first key that is wrong, after the key and the value that was given."""
-    top = value_at(plain, errors[0]["loc"])[0]
-    alike = [error for error in errors if f"{value_at(plain, error['loc'])[0]}.".startswith(f"{top}.")] or errors
+    def key_of(error: Mapping) -> str:
+        return value_at(plain, error["loc"])[0]
+
     # Of what may be a list as well, the item that is wrong.
-    first = max(alike, key=lambda error: value_at(plain, error["loc"])[0].count("."))
+    alike = [error for error in errors if f"{key_of(error)}.".startswith(f"{key_of(errors[0])}.")]
+    first = max(alike, key=lambda error: key_of(error).count("."))
     key, value = value_at(plain, first["loc"])
     kind = first["type"]
     if kind == "value_error":  # of a validator of ours, which says it all
@@ -239,12 +231,9 @@ def first_problem(plain: Any, errors: list) -> str:
     if kind == "extra_forbidden":
         _, siblings = value_at(plain, first["loc"][:-1])
         others = [str(other) for other in siblings if other != first["loc"][-1]]
-        known = [other for other in dotted(plain) if other != key and not other.startswith(f"{key}.")]
-        return unknown(key, known, f"there are {', '.join(others)}.")
-    here = [error for error in errors if value_at(plain, error["loc"])[0] == key]
-    if value == [] and any(error["type"] == "too_short" for error in here):  # of all that it may be, the nearest
-        return f"{key}=[]: it names nothing, and one at least is needed."
-    problems = dict.fromkeys(error["msg"] for error in here)
+        known = [other for other in [*plain, *leaves(plain)] if other != key and not other.startswith(f"{key}.")]
+        return unknown(f"setting {key}", key, known, f"there are {', '.join(others)}.")
+    problems = dict.fromkeys(error["msg"] for error in errors if key_of(error) == key)
     problems = "; or ".join(problems).replace("Input should", "it should").replace("String should", "it should")
     text = as_text(value)
     hint = " Text needs quotes." if isinstance(value, bool | int | float) and "valid string" in problems else ""

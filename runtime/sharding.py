@@ -81,13 +81,11 @@ def gather_full(tensor: Tensor) -> Tensor:
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
-def local(tensor: Tensor) -> Tensor:
-    """Returns the part of a sharded tensor that this rank holds, in the same memory; a plain one is that part."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
 def local_tensors(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Returns what `local` returns of each, for operations on lists of tensors, which are slow for sharded ones."""
+    """Returns the part of each tensor that this rank holds, in the same memory; of a plain one, all of it.
+
+    Operations on lists of tensors are slow for sharded ones.
+    """
     # `to_local` would make a Parameter of each Parameter, which takes longer than the operation.
     return [tensor._local_tensor if is_sharded(tensor) else tensor for tensor in tensors]
 

@@ -5,11 +5,10 @@ text, what was typed replaces such a value. In a list, a sweep or a YAML file it
 """
 
 import argparse
-import contextlib
 import itertools
 import re
 import typing
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +27,6 @@ from runtime.schema import (
     as_argument,
     first_problem,
     in_quotes,
-    nearest,
     unknown,
     value_at,
 )
@@ -77,15 +75,12 @@ def group_defaults(config_name: str) -> dict[str, str | None]:
     return found
 
 
-def without_null(settings: list[str], groups: dict[str, str | None]) -> Iterator[str]:
+def without_null(settings: list[str], groups: dict[str, str | None]) -> list[str]:
     """Writes group=null as Hydra has it: a default that is null is deleted, any other is `none`. The last counts."""
-    last = {setting.partition("=")[0]: i for i, setting in enumerate(settings)}
-    for i, setting in enumerate(settings):
-        key, _, value = setting.partition("=")
-        if key in groups and value.strip().lower() == "null":
-            setting = f"~{key}" if groups[key] is None else f"{key}=none"
-        if key not in groups or last[key] == i:
-            yield setting
+    last = {setting.partition("=")[0]: setting for setting in settings}
+    last |= {key: f"~{key}" if choice is None else f"{key}=none"
+             for key, choice in groups.items() if last.get(key) == f"{key}=null"}
+    return [*last.values()]
 
 
 def jobs_of(settings: Iterable[str], multirun: bool) -> list[list[str]]:
@@ -146,39 +141,37 @@ def declared_keys(declared: type[BaseModel], prefix: str = "") -> list[str]:
 
 
 def compose(config_name: str, declared: type[Settings], arguments: list[str]) -> list[dict]:
-    """Composes a config with the arguments of a command, as plain values; several of them for --multirun."""
-    return [OmegaConf.to_container(cfg, resolve=True) for cfg in compose_jobs(config_name, declared, arguments)]
+    """Composes a config with the arguments of a command, as plain values; several of them for --multirun.
 
-
-def compose_jobs(config_name: str, declared: type[Settings], arguments: list[str]) -> list[DictConfig]:
-    """Composes as `compose`, without resolving what refers to other settings; raises ValueError for what is wrong."""
+    Raises ValueError for a setting or a choice that does not exist, with the one that was meant.
+    """
     options, given = parse_options(arguments)
     groups = group_defaults(config_name)
-    settings = [*without_null(given, groups)]
+    settings = without_null(given, groups)
     if options.config_dir is not None:
         folders = [CONFIGS / "presets", options.config_dir]
         settings.append(f"hydra.searchpath=[{','.join(in_quotes(f'file://{folder}') for folder in folders)}]")
-    with own_hydra():
+    GlobalHydra.instance().clear()  # of a notebook that uses it, too
+    with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
         try:
             jobs = [hydra.compose(config_name, job) for job in jobs_of(settings, options.multirun)]
         except MissingConfigException as error:
             if not error.missing_cfg_file or not error.options:
                 raise
             group, _, name = error.missing_cfg_file.rpartition("/")
-            near = nearest(name, error.options)
-            raise ValueError(f"There is no {group}={name}: {f'did you mean {near}? ' if near else ''}There are "
-                             f"{', '.join(error.options)}.") from None
+            there_are = f"there are {', '.join(error.options)}."
+            raise ValueError(unknown(f"{group}={name}", name, error.options, there_are)) from None
         except ConfigCompositionException as error:
             if not (found := re.search(r"Could not override '([^']+)'", str(error))):
                 raise
-            raise ValueError(unknown(found[1], [*groups, *declared_keys(declared)],
+            raise ValueError(unknown(f"setting {found[1]}", found[1], [*groups, *declared_keys(declared)],
                                      f"configs/{config_name}.yaml names all.")) from None
         except TypeError:  # of Hydra, for a group with a list of dicts
             raise ValueError("A setting that takes a name of configs/ was given a list: write routes=balanced, say, "
                              "and 'model.routes=[…]' for routes of your own.") from None
     for cfg in jobs if not options.multirun else ():
         keep_text(cfg, declared, cli_overrides(given))
-    return jobs
+    return [OmegaConf.to_container(cfg, resolve=True) for cfg in jobs]
 
 
 def keep_text(cfg: DictConfig, declared: type[Settings], typed: Mapping[str, str]) -> None:
@@ -191,18 +184,6 @@ def keep_text(cfg: DictConfig, declared: type[Settings], typed: Mapping[str, str
             key, value = value_at(plain, each["loc"])
             if each["type"] == "string_type" and key in typed and isinstance(value, bool | int | float):
                 OmegaConf.update(cfg, key, typed[key])
-
-
-@contextlib.contextmanager
-def own_hydra() -> Iterator[None]:
-    """Points Hydra to configs/ within the block; a notebook that uses it too finds its own again."""
-    theirs = GlobalHydra.instance().hydra
-    GlobalHydra.instance().clear()
-    try:
-        with hydra.initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            yield
-    finally:
-        GlobalHydra.instance().hydra = theirs
 
 
 def read_job(declared: type[Declared], plain: dict, config_name: str, typed: Mapping[str, str]) -> Declared:

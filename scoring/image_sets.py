@@ -37,6 +37,7 @@ from sampling.generate import DRAWING_VERSION, generate, sampling_cost
 from weights import autoencoders
 
 ARRAYS = (".npz", ".npy")
+BALANCED = "class seed % number of classes"
 SAMPLED_RULE = "uint8 = floor(clip(127.5 x + 128, 0, 255))"
 H100 = {"fp32": 120e12, "bf16": 240e12, "fp16": 240e12}  # FLOP/s: 30 % of a large product's (fp32: TF32), assumed
 Indexed = Iterator[tuple[Tensor, Tensor]]  # indices (B,) int64, -1 for a copy; images (B, H, W, 3) uint8
@@ -92,10 +93,10 @@ def open_images(
     Raises ValueError for what cannot be scored, and for fewer than two images, which have no covariance.
     """
     file = Path(path)
-    if are_files(path) and file.is_file() and (what := what_else(file)):
-        raise ValueError(f"{key}={path} is {what}: give a folder, zip or tar of images, an .npz or .npy of them, "
-                         f"{'' if key == 'images' else 'an .npz of mu and sigma, '}or a latent folder.")
     if are_files(path):
+        if file.is_file() and (what := what_else(file)):
+            raise ValueError(f"{key}={path} is {what}: give a folder, zip or tar of images, an .npz or .npy of them, "
+                             f"{'' if key == 'images' else 'an .npz of mu and sigma, '}or a latent folder.")
         images = open_files(state, key, path, resolution)
     elif file.suffix in ARRAYS:
         images = open_array(key, path)
@@ -250,28 +251,20 @@ def read_share(
 # ---- sampled --------------------------------------------------------------------------------------------------------
 
 
-def describe_autoencoder(name: str, decode_precision: str) -> dict:
-    vae = Path(name) if Path(name).is_file() else Path(name) / "diffusion_pytorch_model.safetensors"
-    return {"autoencoder": name, "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None,
-            "decode_precision": decode_precision}
-
-
-def describe_classes(classes: list[int], num_classes: int) -> str | list[int] | dict:
-    """Records which classes are sampled: "all", a list, or in place of a long list its length and hash."""
-    if classes == list(range(num_classes)):
-        return "all"
-    if len(classes) <= 100:
-        return classes
-    return {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
-
-
 def describe_weights(
     checkpoint: str, step: int | None, weights: str, autoencoder: str, decode_precision: str, classes: list[int],
     num_classes: int, **more: object,
 ) -> dict:
-    """Records which weights sample, of which classes, and what decodes them."""
+    """Records which weights sample which classes (all, a list, or a long list's length and hash), and what decodes."""
+    if classes == list(range(num_classes)):
+        classes = "all"
+    elif len(classes) > 100:
+        classes = {"count": len(classes), "sha256": files.record_sha256({"classes": classes})}
+    vae = Path(autoencoder)
+    vae = vae if vae.is_file() else vae / "diffusion_pytorch_model.safetensors"
     return {"checkpoint": checkpoint, "step": step, "weights": weights, "ema": weights.startswith("ema"), **more,
-            "classes": describe_classes(classes, num_classes), **describe_autoencoder(autoencoder, decode_precision)}
+            "classes": classes, "autoencoder": autoencoder,
+            "autoencoder_sha256": files.sha256(vae) if vae.is_file() else None, "decode_precision": decode_precision}
 
 
 class SampledImages(ImageSet):
@@ -310,7 +303,7 @@ class SampledImages(ImageSet):
             "num_steps": num_steps, "guidance": guidance_record or (guidance and guidance.record()),
             "precision": precision,
             "size": None, "seeds": f"{seeds[0]}-{seeds[-1]}",
-            "labels": "class seed % number of classes", "order": "of the seeds",
+            "labels": BALANCED, "order": "of the seeds",
             "drawing_version": DRAWING_VERSION,  # and of one image:
             "evaluations": passes, "multiply_adds": {"linear": linear, "attention": attention},
         }

@@ -17,13 +17,12 @@ from runtime.schema import NonEmptyList, NonNegativeInt, Number, Record, Setting
 from sampling.checks import sampler_settings
 from sampling.options import NO_GUIDANCE, Pair, SamplerSettings, SamplingSettings
 from scoring.features import describe_extractor, versions
-from scoring.image_sets import ImageSet
+from scoring.image_sets import BALANCED, ImageSet
 from scoring.score import Evaluator
 from scoring.statistics import SCORING_VERSION
 from weights.loading import Checkpoint, Trained
 from weights.records import DIFFUSIONS
 
-BALANCED = "class seed % number of classes"  # how a sample's record puts it
 AtLeastTwo = Annotated[int, Field(ge=2, le=10**7)]  # images: one has no covariance
 TITLES = {"fid": "FID", "sfid": "sFID", "inception_score": "IS", "precision": "P", "recall": "R", "kid": "KID",
           "kdd": "KDD", "mind": "MIND", "fdr": "FDr", "fd_dinov2": "FD-DINOv2", "mind_dinov2": "MIND-DINOv2"}
@@ -125,7 +124,7 @@ def read_results(path: Path) -> list[dict]:
     return rows
 
 
-# What another version of the code changes in a row. Older rows lack the last two, and have a hash of all code instead.
+# What another version of the code changes in a row.
 OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
 COMPARED = ("images", "extractor", "reference", "floor", "image_rule", "resolution", "versions", "scoring_version")
 # Where a file lies, and the hash that tells what it holds wherever that is.
@@ -152,18 +151,13 @@ def facts_of(row: dict, any_version: bool) -> dict:
 def scored_before(row: dict, path: Path, any_version: bool = False, ignored: Sequence[dict] = ()) -> dict | None:
     """Finds in results.jsonl a row that has the scores which `row` asks for and has not measured yet.
 
-    Both must depend on the same facts. One that an old row lacks is taken to be the same, unless it is a version of the
-    code. With `any_version` versions may differ; rows that are `ignored` are passed over.
+    Both must depend on the same facts. With `any_version` versions of the code may differ; rows that are `ignored` are
+    passed over.
     """
     wanted = facts_of(json.loads(json.dumps(row)), any_version)  # as it would be read back
     for old in read_results(path):
-        if old in ignored:
-            continue
-        found = facts_of(old, any_version)
-        lacking = wanted.keys() - found.keys()
-        same = found and found.items() <= wanted.items() and not lacking & {*OF_THE_CODE}
-        named = row.get("tag") in (None, old.get("tag"))
-        if same and named and row["metrics"].keys() <= old["metrics"].keys():
+        has_scores = row["metrics"].keys() <= old["metrics"].keys() and row.get("tag") in (None, old.get("tag"))
+        if has_scores and old not in ignored and facts_of(old, any_version) == wanted:
             return old
     return None
 

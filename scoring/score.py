@@ -1,15 +1,225 @@
-"""Images of any origin, and a reference -> scores, over ranks."""
+"""A reference, read, measured and written in ADM's keys; images of any origin -> scores against it, over ranks."""
 
-from dataclasses import dataclass, replace
+import zipfile
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
 
+import numpy as np
+import torch
 from accelerate import PartialState
 from accelerate.utils import broadcast_object_list
+from torch import Tensor
 
-from scoring.features import Extractor
-from scoring.image_sets import Indexed
-from scoring.metrics import SPLIT, frechet_distance, kernel_distance, mind_distance, precision_recall
-from scoring.reference import Reference, measure_reference
-from scoring.statistics import FeatureCache, FeatureStats, fill
+from runtime import files, ranks
+from runtime.device import describe_device
+from runtime.schema import first_line
+from scoring.features import Extractor, describe_extractor, versions
+from scoring.image_sets import Images, Indexed, evenly, open_images
+from scoring.metrics import (
+    NEIGHBOUR,
+    SPLIT,
+    SUBSET,
+    frechet_distance,
+    kernel_distance,
+    mind_distance,
+    precision_recall,
+    why_no_covariance,
+)
+from scoring.statistics import (
+    FEATURE_KEYS,
+    SCORING_VERSION,
+    FeatureCache,
+    FeatureStats,
+    fill,
+    load_cached,
+    measure,
+    save_cached,
+)
+
+NEIGHBOURS = 10_000  # images of a folder that all but distances look at, evenly spread: as many as ADM's npz have
+
+
+@dataclass(frozen=True)
+class Reference:
+    """What images are compared with: statistics of each feature, and images where there are some."""
+
+    statistics: dict[str, tuple[Tensor, Tensor]]
+    images: Images | None
+    record: dict
+    pool: Tensor | None = field(default=None, repr=False)  # features of `images`, for neighbourhoods
+    is_measured: bool = False                              # on ranks other than the main one `pool` may be missing
+
+
+def measure_reference(
+    state: PartialState, reference: Reference, extractor: Extractor, metrics: Iterable[str], batch_size: int = 64,
+    keep: FeatureCache | None = None,
+) -> Reference:
+    """Returns the reference with what the metrics need of its images measured, or as it is where they need nothing.
+
+    What was measured is cached, and read by every later command with the same images and features.
+    """
+    needs_pool = extractor.sample_metrics & {*metrics}
+    if reference.is_measured or (not needs_pool and "pool" in reference.statistics):
+        return reference
+    images, file = reference.images, cached_file(reference.images, extractor, state.device)
+    measured = load_cached(file) if file and state.is_main_process else None
+    if ranks.from_main(state, lambda: measured is None):
+        count = images.count
+        stats = measure(state, images, extractor, batch_size, keep, min(count, images.neighbours or count))
+        measured = {"pool": stats.pool}
+        for name, moments in stats.moments.items():
+            measured |= dict(zip(FEATURE_KEYS[name], moments.mean_and_covariance(), strict=True))
+        try:
+            if file and state.is_main_process:
+                save_cached(file, measured)
+        except OSError as error:  # a full or read-only home is no reason to lose the scores
+            print(f"The reference's statistics are not kept, as {file} could not be written: {error.strerror}")
+    if measured is None:  # the main rank computes the scores
+        return replace(reference, is_measured=True)
+    found = {name: (measured[mu].cpu(), measured[sigma].cpu()) for name, (mu, sigma) in FEATURE_KEYS.items()
+             if mu in measured}
+    # What the npz holds takes precedence.
+    return replace(reference, statistics=found | reference.statistics, pool=measured["pool"], is_measured=True)
+
+
+def cached_file(images: Images, extractor: Extractor, device: torch.device) -> Path | None:
+    """Places what is measured of images in torch's cache (TORCH_HOME moves it), by a hash of all it depends on.
+
+    It is None for latents, whose content is not hashed.
+    """
+    if "sha256" not in images.record:
+        return None
+    of_images, of_extractor = dict(images.record), describe_extractor(extractor)
+    del of_images["path"], of_extractor["weights"]  # content counts, wherever it lies
+    record = {"images": of_images, "count": images.count, "neighbours": images.neighbours, "extractor": of_extractor,
+              "versions": versions(extractor), **describe_device(device),
+              "scoring_version": SCORING_VERSION}
+    return Path(torch.hub.get_dir()).parent / "tread_references" / f"{files.record_sha256(record)}.safetensors"
+
+
+def open_reference(
+    state: PartialState, path: str | Path, extractor: Extractor, resolution: int | None = None,
+    key: str = "reference",  # the setting that names the path, for messages
+) -> Reference:
+    """Opens and checks statistics in ADM's keys (mu, sigma, mu_s, sigma_s), images as `open_images` does, or both.
+
+    Statistics that are missing are measured on the images, as in ADM. Raises ValueError for what cannot be read,
+    for statistics of other features or dimensions than the extractor's, and for a sigma that is not a covariance.
+    """
+    path = Path(path)
+    if path.suffix != ".npz":
+        images = open_images(state, key, str(path), resolution)
+        images.neighbours = NEIGHBOURS
+        return Reference({}, images, images.record | {"images": images.count, "statistics": []})
+    files.refuse_pointer(path)
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            keys = set(arrays.files)
+            small = keys & {"mu", "sigma", "mu_s", "sigma_s", "space", "weights_sha256"}
+            found = {key: np.asarray(arrays[key]) for key in small}
+    except Exception as error:  # numpy and zipfile each have their own
+        raise ValueError(f"{key}={path} is not an npz that can be read: {first_line(error)}.") from error
+    if not {"mu", "sigma"} <= keys and "arr_0" not in keys:
+        raise ValueError(f"{key}={path} holds the keys {', '.join(sorted(keys)) or 'none'}; mu and sigma are "
+                         f"needed (and mu_s, sigma_s for sFID), or images under arr_0.")
+    space, (of, _, digest) = str(found.get("space", "")), str(found.get("weights_sha256", "")).partition(":")
+    if (space or extractor.space) != extractor.space or (of == extractor.name and digest != str(extractor.sha256)):
+        raise ValueError(f"{key}={path} was measured on {space} features by weights of SHA-256 {digest or 'unknown'}, "
+                         f"but features={extractor.name} are {extractor.space} by weights of {extractor.sha256}: make "
+                         f"the reference again with the same features.")
+    if not space and {"mu_s", "sigma_s"} & keys and "spatial" not in extractor.sizes:
+        raise ValueError(f"{key}={path} has mu_s and sigma_s, so it was measured on Inception, not on "
+                         f"features={extractor.name}: make a reference from images, such as an npy of its arr_0.")
+    statistics = {}
+    for feature, names in FEATURE_KEYS.items():
+        if not {*names} <= keys or feature not in extractor.sizes:
+            continue
+        size = extractor.sizes[feature]
+        for name, shape in zip(names, ((size,), (size, size)), strict=True):
+            if found[name].shape != shape or not np.isfinite(found[name]).all():
+                raise ValueError(f"{key}={path} has {name} of shape {found[name].shape}, and features={extractor.name} "
+                                 f"need {shape}, all finite: get or make it again, with these features.")
+        mu, sigma = (torch.from_numpy(found[name].astype(np.float64)) for name in names)
+        if why := why_no_covariance(sigma):
+            raise ValueError(f"{key}={path} has {names[1]} that is not a covariance, as {why}: get or make it again.")
+        statistics[feature] = mu, sigma
+    images = open_images(state, key, str(path)) if "arr_0" in keys else None
+    record = images.record if images else {"path": str(path), "sha256": files.sha256(path)}
+    return Reference(statistics, images, record | {"images": images and images.count, "statistics": sorted(statistics)})
+
+
+def is_replaceable(path: Path) -> bool:
+    """True if `path` is free, or holds what `write_reference` has written."""
+    try:
+        with np.load(path, allow_pickle=False) as arrays:
+            return {"space", "count", "weights_sha256"} <= {*arrays.files}
+    except FileNotFoundError:
+        return True
+    except Exception:  # numpy and zipfile each have their own
+        return False
+
+
+def write_reference(path: Path, stats: FeatureStats, extractor: Extractor, images: Images, num_images: int) -> None:
+    """Writes statistics in ADM's keys, what they were measured on, and `num_images` of the images as arr_0."""
+    arrays = {"space": np.array(extractor.space), "count": np.array(stats.count),
+              "weights_sha256": np.array(f"{extractor.name}:{extractor.sha256}")}
+    for name, moments in stats.moments.items():
+        mu, sigma = moments.mean_and_covariance()
+        arrays |= dict(zip(FEATURE_KEYS[name], (mu.cpu().numpy(), sigma.cpu().numpy()), strict=True))
+    with files.atomic_write(path) as partial, zipfile.ZipFile(partial, "w") as archive:
+        for key, array in arrays.items():
+            with archive.open(f"{key}.npy", "w") as file:
+                np.lib.format.write_array(file, array, allow_pickle=False)
+        if num_images:
+            batches = np.array_split(evenly(images.count, num_images), -(-num_images // 64))
+            files.write_array(archive, "arr_0", (images.read(indices).cpu().numpy() for indices in batches), num_images)
+
+
+def open_references(
+    state: PartialState, key: str, paths: list[str], extractors: list[Extractor], resolution: int | None,
+) -> Iterator[Reference]:
+    """Opens a reference for each extractor; one that several share, and that is no npz, is looked at once."""
+    opened: dict[str, Reference] = {}
+    for path, extractor in zip(paths, extractors, strict=True):
+        if path not in opened or Path(path).suffix == ".npz":
+            opened[path] = open_reference(state, path, extractor, resolution, key)
+        yield opened[path]
+
+
+def available_metrics(
+    extractor: Extractor, reference: Reference, asked: Iterable[str] | None = None, count: int | None = None,
+) -> list[str]:
+    """Lists the metrics that features and reference allow, or those asked for; raises ValueError for any other.
+
+    Asked for none, it leaves out KID and MIND, which cost time; asked for "all", it does not. `count` is the number of
+    images to be scored, where it is known.
+    """
+    why = {extractor.distance: None}  # a metric -> why it cannot be measured
+    if "spatial" in extractor.sizes:
+        has = "spatial" in reference.statistics or (not reference.statistics and reference.images)
+        why["sfid"] = None if has else "the reference has no mu_s and sigma_s"
+        why["inception_score"] = None
+    why |= dict.fromkeys(("precision", "recall", extractor.kid_name, extractor.mind_name),
+                         None if reference.images else "the reference has no images under arr_0")
+    fewest = min(SUBSET if n is None else n for n in (count, reference.images and reference.images.count))
+    if reference.images and fewest < SUBSET:
+        why[extractor.kid_name] = f"its subsets have {SUBSET} images, and there are {fewest}"
+    if reference.images and fewest <= NEIGHBOUR:
+        why["precision"] = why["recall"] = f"it needs more than {NEIGHBOUR} images of both sets, and there are {fewest}"
+    if asked is None or asked == "all":
+        if reference.images and why["precision"]:
+            raise ValueError(f"Precision cannot be measured, as {why['precision']}: take more images, or set "
+                             f"metrics=[{extractor.distance}].")
+        left_out = () if asked else (extractor.kid_name, extractor.mind_name)
+        return [name for name, reason in why.items() if reason is None and name not in left_out]
+    for name in asked:
+        if reason := why.get(name, f"features={extractor.name} give {', '.join(why)}"):
+            raise ValueError(f"metrics={list(asked)}: {name} cannot be measured, as {reason}.")
+    return list(asked)
+
+
+# ---- scores -------------------------------------------------------------------------------------------------------
 
 
 @dataclass(frozen=True)

@@ -55,8 +55,7 @@ def one_rank():
 
 def score_with(extractor, reference, batches, count: int, asked=None) -> dict[str, float]:
     """Scores images on one extractor, with its reference measured, as fid.py and training do."""
-    from scoring.reference import available_metrics
-    from scoring.score import Evaluator, measure_references, score_on
+    from scoring.score import Evaluator, available_metrics, measure_references, score_on
 
     evaluator = Evaluator(extractor, reference, available_metrics(extractor, reference, asked, count))
     return score_on(one_rank(), [measure_references(one_rank(), evaluator)], batches, count)[0]

@@ -84,7 +84,7 @@ def test_a_folders_file_is_found_by_its_name_alone():
 
 
 STATES = {"state", "accelerator", "run", "machine"}
-COLLECTIVES = {"broadcast_from_main", "from_main", "broadcast_object_list", "broadcast", "gather", "gather_object",
+COLLECTIVES = {"from_main", "broadcast_object_list", "broadcast", "gather", "gather_object",
                "all_reduce", "wait_for_everyone",
                "main_process_first", "local_main_process_first"}
 

@@ -21,11 +21,10 @@ from training_runs import write_run
 import fid
 from runtime import files
 from scoring import image_sets, metrics, results, score
-from scoring import reference as reference_module
 from scoring import statistics as statistics_module
 from scoring.features import EXTRACTORS, Extractor, load_extractor
-from scoring.reference import available_metrics, open_reference
 from scoring.results import read_results
+from scoring.score import available_metrics, open_reference
 from scoring.statistics import FeatureStats
 from weights import checkpoint as checkpoints
 
@@ -242,7 +241,7 @@ def test_kid_and_mind_are_measured_where_they_are_asked_for(reference_npz, monke
     with pytest.raises(ValueError,
                        match="kd_pixels cannot be measured, as its subsets have 1000 images, and there are 60"):
         score_with(pixels, reference, batches, 60, ["kd_pixels"])
-    for module in (metrics, reference_module):
+    for module in (metrics, score):
         monkeypatch.setattr(module, "SUBSET", 50)
     found = score_with(pixels, reference, batches, 60, "all")
     assert list(found) == ["fd_pixels", "precision", "recall", "kd_pixels", "mind_pixels"]
@@ -579,7 +578,7 @@ def test_a_kept_reference_is_never_that_of_other_images_or_another_size(tmp_path
 
 def test_precision_and_recall_use_as_many_images_of_a_large_reference_as_adms_has(tmp_path, monkeypatch):
     monkeypatch.setattr("torch.hub.get_dir", lambda: str(tmp_path / "torch/hub"))
-    monkeypatch.setattr("scoring.reference.NEIGHBOURS", 30)
+    monkeypatch.setattr("scoring.score.NEIGHBOURS", 30)
     np.save(tmp_path / "drawn.npy", shapes(40, seed=2).numpy())
     folder = write_folder(tmp_path / "folder", shapes(120))
     found = command(tmp_path, images=tmp_path / "drawn.npy", reference=folder)

@@ -27,7 +27,7 @@ from sampling.generate import DRAWING_VERSION
 from sampling.options import labels_of
 from scoring import features, image_sets, metrics
 from scoring.image_sets import SampledImages
-from scoring.reference import Reference
+from scoring.score import Reference
 from scoring.statistics import SCORING_VERSION
 
 FILE = Path(__file__).with_name("versions.json")

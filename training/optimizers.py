@@ -92,7 +92,8 @@ def tensors_of(optimizer: torch.optim.Optimizer) -> dict[int | tuple, Tensor]:
     """Names what a step of an optimizer may change, this rank's part of weights and of its own state."""
     weights = [p for group in optimizer.param_groups for p in group["params"]]
     state = {(i, name): value for i, p in enumerate(weights) for name, value in optimizer.state[p].items()}
-    return {key: sharding.local(tensor) for key, tensor in {**dict(enumerate(weights)), **state}.items()}
+    tensors = dict(enumerate(weights)) | state
+    return dict(zip(tensors, sharding.local_tensors(tensors.values()), strict=True))
 
 
 @torch.no_grad()

@@ -30,8 +30,7 @@ from runtime.command import commit
 from runtime.device import DTYPES, device_name, multiplies_in_tf32
 from sampling.options import GRID_CLASSES, empty_classes, labels_of, parse_classes, parse_seeds, unscored_classes
 from scoring.features import load_extractor
-from scoring.reference import available_metrics, open_reference
-from scoring.score import Evaluator, measure_references
+from scoring.score import Evaluator, available_metrics, measure_references, open_reference
 from training import speed
 from training.optimizers import build_optimizer
 from training.settings import ModelSettings, TrainSettings
@@ -65,31 +64,9 @@ class Sums:
         self.values[:-2].zero_()
 
 
-@dataclass(kw_only=True)
-class Progress:
-    """Where a run stands, which its checkpoints record."""
-
-    step: int = 0
-    saved: int = 0                          # the step of the latest checkpoint
-    images: int = 0
-    elapsed_before: float = 0.0             # seconds of training until this process resumed it
-    started: float = 0.0                    # this process's clock at its first step
-    run_id: str = ""
-    lowest_loss: float = math.inf           # of all reports
-
-    @property
-    def elapsed(self) -> float:
-        return self.elapsed_before + time.perf_counter() - self.started
-
-    def progress(self) -> dict:
-        """Returns it as meta.json has it."""
-        return {"step": self.step, "images": self.images, "elapsed_s": self.elapsed, "run_id": self.run_id,
-                "lowest_loss": self.lowest_loss if math.isfinite(self.lowest_loss) else None}
-
-
 @dataclass
-class Run(Progress):
-    """A training run: its parts, beside its progress."""
+class Run:
+    """A training run: its parts, and where it stands."""
 
     cfg: TrainSettings
     accelerator: Accelerator
@@ -97,16 +74,33 @@ class Run(Progress):
     latents: Latents
     decode: Callable[[Tensor], Tensor] | None   # latents (B, C, h, w) -> images; None: nothing is sampled
     grid: tuple[list[int], list[int]] | None    # seeds and labels of a grid of samples, if there are to be grids
-    evaluator: Evaluator | None                         # what averages are scored with, if they are to be
+    evaluator: Evaluator | None             # what averages are scored with, if they are to be
     record: dict                            # of network, diffusion, data and more, for checkpoints
     model: DiT                              # the plain network, which is saved
     averages: dict[str, DiT]                # of its weights, by name; the first is ema
     objective: Objective | DiffusionLoss    # what is minimised; has the network as a part
     optimizer: torch.optim.Optimizer
     sums: Sums
+    step: int = 0
+    saved: int = 0                          # the step of the latest checkpoint
+    images: int = 0
+    elapsed_before: float = 0.0             # seconds of training until this process resumed it
+    started: float = 0.0                    # this process's clock at its first step
+    run_id: str = ""
+    lowest_loss: float = math.inf           # of all reports
     paused: float = 0.0                     # seconds since the last report in which it saved, sampled or scored
     reported_loss: float = 0.0              # of the last report
     lock: object = None                     # on the folder, until the process ends; on the main rank
+
+    @property
+    def elapsed(self) -> float:
+        return self.elapsed_before + time.perf_counter() - self.started
+
+    @property
+    def progress(self) -> dict:
+        """Where it stands, as meta.json has it."""
+        return {"step": self.step, "images": self.images, "elapsed_s": self.elapsed, "run_id": self.run_id,
+                "lowest_loss": self.lowest_loss if math.isfinite(self.lowest_loss) else None}
 
     @property
     def ema(self) -> DiT:

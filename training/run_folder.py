@@ -94,8 +94,7 @@ def is_among(key: str, names: set[str]) -> bool:
 
 def require_no_steps(run: Run) -> None:
     """Raises ValueError where a run without a checkpoint has recorded steps past its first save, or its end."""
-    steps = [training_step(row) for row in files.read_rows(run.folder / "metrics.jsonl")]
-    last = ranks.broadcast_from_main(run.accelerator, max(steps, default=0))
+    last = max(map(training_step, files.read_rows(run.folder / "metrics.jsonl")), default=0)
     if 0 < last >= min(run.cfg.checkpoint.every + 1, run.cfg.steps):
         raise ValueError(f"{run.folder} has recorded {last} steps and has no checkpoint, so training would replace the "
                          f"record: restore its checkpoints, set name=<another>, or move the folder away.")
@@ -208,7 +207,7 @@ def resume(run: Run) -> tuple[Path, dict] | None:
         ranks.require_shared(run.accelerator, found[0])
         restore(run, *found)
     else:
-        require_no_steps(run)
+        ranks.from_main(run.accelerator, partial(require_no_steps, run))
         begin(run)
     for net in run.averages.values():
         net.null_label = run.record["null_label"]
@@ -317,7 +316,7 @@ def save(run: Run) -> None:
     sums = torch.tensor([total[name] for name in run.sums.names], dtype=torch.float64)
     training = optimizer_tensors(trained_parameters(run.objective), run.optimizer.optimizer) | own_state(run.objective)
     training["sums"] = sums
-    meta = {**run.progress(), "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
+    meta = {**run.progress, "scaler": accelerator.scaler and accelerator.scaler.state_dict(),
             "sound": not run.is_diverging(total), "planned": run.step % cfg.checkpoint.every == 0,
             **run.record, "torch": torch.__version__}
     tensors = {**{name: adapters.tensors(net) for name, net in run.averages.items()},

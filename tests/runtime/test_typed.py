@@ -246,7 +246,6 @@ def test_in_a_notebook_the_kernels_own_arguments_are_not_read(tiny, monkeypatch)
 
 def test_what_a_command_sets_for_its_process_is_restored(tiny):
     from accelerate import Accelerator
-    from hydra import initialize
 
     from runtime import ranks
 
@@ -258,10 +257,9 @@ def test_what_a_command_sets_for_its_process_is_restored(tiny):
         ranks.StopRequest(accelerator).listen()
         states.append(accelerator.mixed_precision)
 
-    with initialize(None, version_base="1.3"):
-        main, _ = tiny(train)
-        main("name=no")
-        main("name=bf16")
+    main, _ = tiny(train)
+    main("name=no")
+    main("name=bf16")
     assert states == ["no", "bf16"] and [signal.getsignal(number) for number in ranks.stop_signals()] == before
 
 

@@ -469,7 +469,7 @@ def test_no_images_of_none_are_scored_in_training(folder, tmp_path, fresh_accele
         train_on(folder, tmp_path / "run", "evaluate.every=1", "evaluate.reference=x.npz")
     with pytest.raises(ValueError, match="autoencoder=none: these latents cannot be decoded"):
         image_sets.open_images(one_rank(), "images", str(folder))
-    assert image_sets.describe_autoencoder(str(ROOT / "README.md"), "fp32")["autoencoder_sha256"]  # of a file: its own
+    assert image_sets.describe_weights("x", 1, "ema", str(ROOT / "README.md"), "fp32", [0], 1)["autoencoder_sha256"]
 
 
 def test_a_damaged_torchscript_decoder_raises_a_one_line_error(tmp_path):
