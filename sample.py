@@ -85,7 +85,7 @@ def sample_all(
 
 
 def name_set(cfg: SampleSettings, sampling: Sampling, seeds: list[int]) -> str:
-    """Hashes what a set of pictures depends on, by which a folder is known to hold the same one."""
+    """Hashes what a set of pictures depends on, to recognise a folder that holds the same set."""
     trained = sampling.trained
     settings = cfg.model_dump(include={"num_steps", "precision", "decode_precision"})
     return files.record_sha256({
@@ -135,7 +135,7 @@ def main(cfg: SampleSettings, cli_overrides: Mapping[str, str]) -> None:
 
 @command("rf", GridSettings)
 def compare_guided(cfg: GridSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Samples a flow-matching network guided and unguided, and says what each costs: `python rf.py`."""
+    """Samples a flow-matching network guided and unguided, and prints what each costs: `python rf.py`."""
     state = join_ranks(cfg.cpu, cfg.tf32, cfg.precisions)
     if cfg.out and Path(cfg.out).suffix != ".png":
         raise ValueError(f"out={cfg.out} is not a .png; python sample.py writes npz files and folders.")

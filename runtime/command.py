@@ -1,4 +1,4 @@
-"""The frame of a command: its config is composed and checked, and a mistake ends it in a sentence."""
+"""The entry point of a command: composes and checks its settings, and turns a mistake into a one-line error."""
 
 import argparse
 import contextlib
@@ -80,7 +80,7 @@ def program(main: Callable[[argparse.ArgumentParser], None]) -> Callable[..., No
 
 
 def entry_point(main: Callable, work: Callable[[list[str]], None]) -> Callable[..., None]:
-    """Returns `main` as an entry point; `work` does it with the arguments, which are also in sys.argv."""
+    """Returns `main` as an entry point, which passes the arguments to `work`."""
     def run(program: str, arguments: list[str]) -> None:
         try:
             with warnings.catch_warnings():
@@ -107,7 +107,7 @@ def entry_point(main: Callable, work: Callable[[list[str]], None]) -> Callable[.
     @functools.wraps(main)
     def entry(*settings: str) -> None:
         if hasattr(sys.stdout, "reconfigure"):
-            # A redirected log has each line at once, and letters that its encoding lacks as escapes.
+            # A redirected log gets each line at once, with escapes for letters that its encoding does not have.
             sys.stdout.reconfigure(line_buffering=True, errors="backslashreplace")
         if settings or not notebook.has_command_line():
             call(run, Path(main.__code__.co_filename).name, [*settings])
@@ -118,7 +118,7 @@ def entry_point(main: Callable, work: Callable[[list[str]], None]) -> Callable[.
 
 
 class LenientStream:
-    """A stream whose reader may be gone, as `head` or a closed terminal: the command continues, the rest is dropped."""
+    """A stream that drops what it cannot write, so that a command outlives `head`, a closed terminal or a full disk."""
 
     def __init__(self, stream: TextIO):
         self.stream = stream
@@ -146,7 +146,7 @@ def show_in_one_line(message: Warning | str, *_: object, **__: object) -> None:
 def call(run: Callable[[str, list[str]], None], program: str, settings: list[str]) -> None:
     """Runs a command within a program or a notebook, which continues afterwards and may run another one.
 
-    What a command sets for its process is set back. Raises ValueError for what would end a program with a
+    Settings of the process, such as signal handlers, are restored. Raises ValueError where a program would end with a
     one-line error, and KeyboardInterrupt where it was interrupted.
     """
     handlers, ended = {number: signal.getsignal(number) for number in ranks.stop_signals()}, None
@@ -194,7 +194,7 @@ def commit() -> str | None:
 
 
 def mistake(error: Exception) -> str | None:
-    """Returns a sentence for what a user can mend, settings or files, and None for our own mistakes."""
+    """Returns a sentence about a mistake in settings or files, which a user can correct; None for our own mistakes."""
     if isinstance(error, OSError) and error.strerror and error.filename:
         return f"reading or writing {error.filename} failed: {error.strerror}."
     if isinstance(error, ValueError | OSError):
@@ -211,7 +211,7 @@ SAVES_MEMORY = ("batch_size", "grad_accum_steps", "activation_checkpointing", "s
 
 
 def what_helps(error: Exception, plain: dict, when_full: Callable[[dict], str]) -> str:
-    """Writes that memory is full, and which of a command's settings need less."""
+    """Writes that memory is full, and which settings of the command use less."""
     given = leaves(plain)
     helpful = [key for key in SAVES_MEMORY if given.get(key) is not None]
     advice = ""

@@ -25,7 +25,7 @@ def set_float32(tf32: bool) -> None:
 def require_plain_launch() -> None:
     """Raises ValueError where accelerate's own config would wrap the network a second time.
 
-    And where srun has started several processes that do not know of each other, of which each would do all the work.
+    It also raises where srun started processes that do not know of each other, so that each would do all the work.
     """
     tasks = os.environ.get("SLURM_STEP_NUM_TASKS", "1")
     if "SLURM_PROCID" in os.environ and tasks != "1" and "WORLD_SIZE" not in os.environ:
@@ -100,7 +100,7 @@ def check_unused_gpu() -> None:
 
 
 def ask_driver() -> tuple[int | None, tuple[int, int] | None, int]:
-    """Asks NVIDIA's driver for its error, its newest CUDA, and the number of GPUs; (None, None, 0) where it lacks."""
+    """Asks NVIDIA's driver for its error, its newest CUDA, and the number of GPUs; (None, None, 0) if there is none."""
     try:
         driver = ctypes.CDLL("libcuda.so.1")
     except OSError:

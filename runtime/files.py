@@ -73,7 +73,7 @@ def require_room(out: Path, needed: int, remedy: str) -> None:
 
 @contextlib.contextmanager
 def naming_path(path: Path) -> Iterator[None]:
-    """Adds the path to an OSError without one, such as that of a full disk."""
+    """Adds the path to an OSError that has none, for example about a full disk."""
     try:
         yield
     except OSError as error:
@@ -91,7 +91,7 @@ def remove(path: Path) -> None:
 
 
 def require_plain(file: Path) -> None:
-    """Raises OSError for a pipe and the like, whose reading would wait for ever."""
+    """Raises OSError for a pipe or the like, as reading it could wait forever."""
     if file.exists() and not file.is_file():
         raise OSError(errno.EINVAL, "it is no plain file", str(file))
 
@@ -134,7 +134,7 @@ def is_inside(path: Path, folder: Path) -> bool:
 
 
 def inside(folder: Path, *names: str) -> Path:
-    """Returns a path in a folder such as a run, of which whatever is written, deleted or copied there must be.
+    """Returns a path that lies inside a folder such as a run, before something is written, deleted or copied there.
 
     The folder itself may be a link, as to a larger disk. Raises ValueError where a link or a name leads out of it.
     """

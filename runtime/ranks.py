@@ -67,10 +67,10 @@ def stop_signals() -> list[signal.Signals]:
 
 
 class Votes:
-    """What several ranks agree on, in calls that all of them make alike: a signal that one of them has had.
+    """Lets ranks that make the same calls agree on a signal that one of them received.
 
     They reduce their requests about every SECONDS and read the result one vote later, so that no call waits for a GPU.
-    How many calls that is they agree on likewise. Where a call alone takes as long, they wait for the device and read
+    They also agree on the number of calls between votes. If one call takes that long, they wait for the device and read
     the result at once, as few such calls fit into a launcher's patience.
     """
 
@@ -82,7 +82,7 @@ class Votes:
         self.voted, self.calls, self.call, self.next_vote = clock(), 1, 0, 0    # calls: from one vote to the next
 
     def agreed(self, number: int) -> int:
-        """Returns the signal on which all ranks leave at this call, or 0; this rank has had `number`."""
+        """Returns the signal on which all ranks leave at this call, or 0; this rank received `number`."""
         state, call = self.state, self.call
         if state.num_processes == 1:
             return number
@@ -101,7 +101,7 @@ class Votes:
         now = self.clock()
         vote = (number, (now - self.voted) / self.calls)
         votes = torch.stack([torch.full((), float(part), device=state.device) for part in vote])
-        dist.all_reduce(votes, dist.ReduceOp.MAX)  # on a GPU the host goes on at once
+        dist.all_reduce(votes, dist.ReduceOp.MAX)  # on a GPU the host does not wait
         votes = votes.to("cpu", non_blocking=True)
         self.votes = votes, torch.cuda.current_stream().record_event() if state.device.type == "cuda" else None
         if is_slow:
@@ -116,7 +116,7 @@ class Votes:
 
 
 class Stopped(Exception):
-    """Ends what a run does between two steps, on all ranks, by the signal in its argument."""
+    """Ends what a run does between two steps, on all ranks; its argument is the signal."""
 
 
 class StopRequest:
@@ -145,7 +145,7 @@ class StopRequest:
         return self.steps.agreed(self.signal)
 
     def end_sampling(self, *_: object) -> None:
-        """Raises Stopped on all ranks once one has had a signal; a hook before each pass of a network that samples."""
+        """Raises Stopped on all ranks once one received a signal; a hook before each pass of a network that samples."""
         if number := self.calls.agreed(self.signal):
             raise Stopped(number)
 
@@ -181,9 +181,9 @@ def joining() -> Iterator[None]:
 
 
 def exit_unsaved(number: int, frame: object) -> None:
-    """Ends the process at once, with another code than 128 + signal, which says that the run was saved.
+    """Ends the process at once. Its code is not 128 + signal, which would mean that the run was saved.
 
-    In a notebook it ends the cell alone.
+    In a notebook it only ends the cell.
     """
     if not notebook.has_command_line():
         signal.default_int_handler(number, frame)
@@ -191,9 +191,9 @@ def exit_unsaved(number: int, frame: object) -> None:
 
 
 def wait_for_root_cause(error: BaseException) -> None:
-    """Waits some seconds, in which the launcher ends this rank, where another rank prints the cause.
+    """Waits some seconds where another rank prints the cause, in which the launcher ends this rank.
 
-    That is so on every rank but the first, and for an error that only says that the connection to another rank broke.
+    It waits on every rank but the first, and for an error about nothing but a lost connection to another rank.
     """
     lost_connection = isinstance(error, dist.DistError) or (isinstance(error, RuntimeError) and "gloo" in str(error))
     if os.environ.get("RANK", "0") != "0" or lost_connection:

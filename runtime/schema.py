@@ -43,8 +43,9 @@ class Settings(BaseModel):
 
     model_config = ConfigDict(strict=True, extra="forbid", frozen=True, protected_namespaces=())
 
+
 class Record(Settings):
-    """What a file of ours must hold; further keys, which another version wrote, are ignored."""
+    """What a file of ours must hold; further keys are ignored."""
 
     model_config = ConfigDict(extra="ignore")
 
@@ -80,7 +81,7 @@ def one_of(choices: typing.Iterable) -> Any:
 
 
 class ConventionRecord(Record):
-    """What a record says of autoencoder.Convention, whose keys it has."""
+    """The keywords of autoencoder.Convention in a record."""
 
     scale: Positive = 1.0
     shift: Number = 0.0
@@ -129,7 +130,7 @@ def as_argument(key: str, value: object) -> str:
 def first_line(error: Exception) -> str:
     """Returns the first line of a library's error, or the error's name where it has no text.
 
-    Of a refused pickle it says what torch or numpy found, without their advice to load it in spite of that.
+    For a refused pickle it returns what torch or numpy found, without their advice to load it anyway.
     """
     text = str(error)
     if "weights_only" in text or "allow_pickle" in text:
@@ -142,9 +143,9 @@ def first_line(error: Exception) -> str:
 
 
 def refuse(cli_overrides: Mapping[str, str], *names: str, why: str) -> None:
-    """Raises ValueError, ending in `why`, where the command line gives any of these settings or groups.
+    """Raises ValueError, ending in `why`, if any of these settings or groups was typed, as nothing would read them.
 
-    It is for those that nothing would read. The values null and none pass.
+    The values null and none are accepted.
     """
     given = [f"{key}={value}" for key, value in cli_overrides.items() if value not in ("null", "none")
              and any(f"{key}.".startswith(f"{name}.") for name in names)]
@@ -156,7 +157,7 @@ Declared = TypeVar("Declared", bound=Settings)
 
 
 def read(declared: type[Declared], plain: dict, where: str = "") -> Declared:
-    """Checks plain values; raises ValueError with `where`, the key, its value and what pydantic says of it."""
+    """Checks plain values; raises ValueError with `where`, the key, its value and pydantic's message."""
     try:
         return declared.model_validate(plain)
     except ValidationError as error:
@@ -202,9 +203,9 @@ def name_of_changes(given: dict, usual: dict) -> str:
 
 
 def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
-    """Follows one of pydantic's places through plain values; returns the key and the value there.
+    """Follows one of pydantic's places through plain values; returns the dotted key and the value there.
 
-    Parts of a place that are not in the values, as the name of a union's choice, are left out.
+    Parts of a place that are not in the values, such as the name of a union's choice, are left out.
     """
     key = []
     for part in place:
@@ -215,16 +216,16 @@ def value_at(plain: Any, place: tuple) -> tuple[str, Any]:
 
 
 def first_problem(plain: Any, errors: list) -> str:
-    """Writes pydantic's words for the first key that is wrong, after the key and the value that was given."""
+    """Writes the first key that is wrong, the value that was given, and pydantic's message."""
     def key_of(error: Mapping) -> str:
         return value_at(plain, error["loc"])[0]
 
-    # Of what may be a list as well, the item that is wrong.
+    # Where a list is one of the types, the item that is wrong.
     alike = [error for error in errors if f"{key_of(error)}.".startswith(f"{key_of(errors[0])}.")]
     first = max(alike, key=lambda error: key_of(error).count("."))
     key, value = value_at(plain, first["loc"])
     kind = first["type"]
-    if kind == "value_error":  # of a validator of ours, which says it all
+    if kind == "value_error":  # from a validator of ours, with a complete sentence
         return str(first["ctx"]["error"])
     if kind == "missing":
         return f"{'.'.join(filter(None, [key, str(first['loc'][-1])]))} is missing."
@@ -256,7 +257,7 @@ def read_json(file: Path) -> dict:
 
 @contextlib.contextmanager
 def as_recorded(file: Path) -> Iterator[None]:
-    """Turns what the block raises where a record of somebody has another form into a ValueError that names its file."""
+    """Turns an error that the block raises, as a record has another form, into a ValueError that names its file."""
     try:
         yield
     except (LookupError, TypeError, AttributeError, ArithmeticError, RuntimeError) as error:

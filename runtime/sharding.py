@@ -27,7 +27,7 @@ def shard(net: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module
 
     layers = [layer for layer in net.blocks.modules() if isinstance(layer, nn.Linear)]
     linear = {p for layer in layers for p in layer.parameters()}
-    # The whole network's weights are freed after a pass like the blocks': the average's would stay while it is unused.
+    # The network's own weights are freed after a pass, too: the average's would remain while it is not used.
     unit = partial(fully_shard, mesh=all_ranks(device), reshard_after_forward=True)
     # The network first, as it would not look into blocks that are units already.
     unit(net, mp_policy=MixedPrecisionPolicy(cast_forward_inputs=False), ignored_params=linear)
@@ -65,7 +65,7 @@ def is_sharded(tensor: Tensor) -> bool:
 
 
 def bytes_a_rank(net: nn.Module, world: int) -> int:
-    """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is whole, and may lie on meta.
+    """Counts what the fullest of `world` ranks holds between passes, in bytes; `net` is unsharded, maybe on meta.
 
     That is STATE_BYTES a parameter, of a rank's share of its rows, rounded up. A pass needs activations and two
     gathered blocks on top.
@@ -77,7 +77,7 @@ def bytes_a_rank(net: nn.Module, world: int) -> int:
 
 
 def gather_full(tensor: Tensor) -> Tensor:
-    """Gathers a sharded tensor; all ranks call it together. A plain one is whole."""
+    """Gathers a sharded tensor; all ranks call it together. A plain one is returned as it is."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor
 
 
@@ -106,7 +106,7 @@ def total_norm(accelerator: Accelerator, tensors: Sequence[Tensor]) -> Tensor:
 
 @contextlib.contextmanager
 def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
-    """Yields the tensors, each gathered when it is its turn, so that one at a time is whole.
+    """Yields the tensors, each gathered when it is its turn, so that one at a time is complete.
 
     All ranks enter with the same ones. A rank that leaves before the end, as the main one on a full disk or the others
     at once, still takes part in gathering the rest, so that no rank waits for it.
@@ -120,7 +120,7 @@ def gathering(tensors: Iterable[Tensor]) -> Iterator[Iterator[Tensor]]:
 
 
 def local_shard(tensor: Tensor, like: Tensor) -> Tensor:
-    """Cuts out of a whole tensor the rows that `like`, of its shape, has on this rank.
+    """Cuts out of a complete tensor the rows that `like`, of its shape, has on this rank.
 
     It is returned as it is where `like` is plain, or of another shape, as AdamW's count of steps.
     """
@@ -133,7 +133,7 @@ def local_shard(tensor: Tensor, like: Tensor) -> Tensor:
 
 @torch.no_grad()
 def copy_into(own: Mapping[str, Tensor], state: Mapping[str, Tensor]) -> None:
-    """Copies whole tensors into those of the same names; into a sharded one, each rank its part."""
+    """Copies complete tensors into those of the same names; into a sharded one, each rank its part."""
     for name, tensor in state.items():
         assert tensor.shape == own[name].shape, name
         own[name].copy_(local_shard(tensor, own[name]))

@@ -68,7 +68,7 @@ def sampling_cost(
 
 
 class SeededNoise:
-    """One random generator per image, so that an image does not depend on its batch; drawn on the CPU, then moved."""
+    """One random generator per image, so that an image does not depend on its batch; sampled on the CPU, then moved."""
 
     def __init__(self, seeds: list[int], device: torch.device | str):
         self.generators = [torch.Generator().manual_seed(seed) for seed in seeds]

@@ -81,7 +81,7 @@ NO_GUIDANCE = read(GuidanceSettings, read_yaml(CONFIGS / "guidance/none.yaml"))
 
 
 class WeightsSettings(Settings):
-    """Names weights, and says what their file may not."""
+    """Which weights to load, and what their file may not say about them."""
 
     checkpoint: Location | None
     weights: AnyWeights | None

@@ -32,8 +32,8 @@ def draw_grid(
 ) -> Image.Image:
     """Lays out images in captioned rows of at most MOST_COLUMNS; each class begins one.
 
-    Where each class has a single image, eight share a row. A name with letters that the font lacks is replaced by the
-    class's number.
+    Where each class has a single image, eight share a row. A name with letters that the font does not have is replaced
+    by the class's number.
     """
     images = images.numpy()
     height, width = images.shape[1:3]
@@ -49,7 +49,7 @@ def draw_grid(
     # DejaVu Sans comes with matplotlib and has letters far beyond Latin.
     [folder] = importlib.util.find_spec("matplotlib").submodule_search_locations
     font = ImageFont.truetype(Path(folder) / "mpl-data/fonts/ttf/DejaVuSans.ttf", size=12)
-    unknown = bytes(font.getmask("\U0010ffff"))  # the box that stands for a letter the font lacks
+    unknown = bytes(font.getmask("\U0010ffff"))  # the box in place of a letter that the font does not have
 
     def caption(label: int) -> str:
         name = display_names[label] if display_names and label < len(display_names) else ""
@@ -139,7 +139,7 @@ def check_folder(folder: Path, name: str, overwrite: bool) -> list[Path]:
 def write_pngs(state: PartialState, batches: Iterable[Batch], folder: Path, name: str) -> None:
     """Consumes the gathered batches of all ranks; the main one writes each image as `<seed>_<label>.png`.
 
-    Each picture says to which set it belongs, by the set's name.
+    Each picture records the name of its set.
     """
     for seeds, labels, images in batches:
         if state.is_main_process:

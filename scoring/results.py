@@ -37,7 +37,7 @@ class Published(Settings):
     scores: dict[str, Number]
     tolerance: dict[str, Number] = {}               # how far from them ours may lie
     diffusion: one_of(DIFFUSIONS) | None = None     # that the network was trained with; None: that of ours
-    step: NonNegativeInt | None = None                       # after which they were sampled; None: whatever ours says
+    step: NonNegativeInt | None = None              # after which they were sampled; None: any step of ours
     num_samples: AtLeastTwo = 50_000
     num_steps: Steps | None = None                  # None where the images themselves are published
     sampler: SamplerSettings = SamplerSettings()
@@ -71,7 +71,7 @@ def result_row(
 
 
 def summary(source: dict, count: int) -> str:
-    """Says in a line what a paper has to say of how images were made, but for their guidance."""
+    """Returns a line with what a paper has to say about how images were made, except for their guidance."""
     if "sampler" not in source:
         return f"{count:,} images as they are stored in {source.get('path')}"
     step = "" if source.get("step") is None else f" at step {source['step']:,}"
@@ -127,12 +127,12 @@ def read_results(path: Path) -> list[dict]:
 # What another version of the code changes in a row.
 OF_THE_CODE = ("versions", "source.drawing_version", "scoring_version")
 COMPARED = ("images", "extractor", "reference", "floor", "image_rule", "resolution", "versions", "scoring_version")
-# Where a file lies, and the hash that tells what it holds wherever that is.
+# The path of a file, and the hash of its content.
 PLACES = {"checkpoint": "weights_sha256", "autoencoder": "autoencoder_sha256", "path": "sha256", "weights": "sha256"}
 
 
 def without_places(record: dict) -> dict:
-    """Leaves out of a record, and of those in it, each place beside which a hash of the content stands."""
+    """Removes paths from a record, and from the records in it, where the hash of the content is there as well."""
     return {key: without_places(value) if isinstance(value, dict) else value for key, value in record.items()
             if not (key in PLACES and record.get(PLACES[key]))}
 
@@ -163,7 +163,7 @@ def scored_before(row: dict, path: Path, any_version: bool = False, ignored: Seq
 
 
 def add_rows(path: Path, rows: list[dict], before: list[dict]) -> None:
-    """Appends rows to results.jsonl, but those that another process has added since it had the rows `before`."""
+    """Appends rows to results.jsonl, except those that another process has added since `before` was read."""
     with files.locked(path):
         for row in rows:
             if scored_before(row, path, ignored=before) is None:
@@ -178,7 +178,7 @@ def add_rows(path: Path, rows: list[dict], before: list[dict]) -> None:
 def with_mean_fdr(rows: list[dict]) -> dict:
     """Makes one row of those of several networks, with FDr as the mean over them (arXiv 2604.28190).
 
-    A metric of each network, as precision, is the first one's; the others' bear the network's name, or its file's.
+    The first network's metrics keep their names. Where another has one of the same name, its network's name is added.
     """
     if len(rows) == 1:
         return rows[0]
@@ -196,7 +196,7 @@ def with_mean_fdr(rows: list[dict]) -> dict:
 
 
 def as_table(rows: list[dict], form: str = "text") -> str:
-    """Writes rows as a table with a line each, and below it what a paper has to say of them."""
+    """Writes rows as a table with a line each, and below it what a paper has to say about them."""
     names = list(dict.fromkeys(name for row in rows for name in row["metrics"]))
     weights = [row["source"].get("weights") or "" for row in rows]
     lines = [["weights", "guidance", *(TITLES.get(name, name) for name in names)]]

@@ -28,7 +28,7 @@ FEATURE_KEYS = {"pool": ("mu", "sigma"), "spatial": ("mu_s", "sigma_s")}  # in a
 
 
 def load_cached(file: Path) -> dict[str, Tensor] | None:
-    """Reads a file of `save_cached`; None where there is none, or a damaged one, whose images are measured again."""
+    """Reads a file of `save_cached`; None if there is none or it is damaged, so that its images are measured again."""
     try:
         return load_file(file)
     except FileNotFoundError:

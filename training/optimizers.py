@@ -10,7 +10,7 @@ from runtime import sharding
 
 
 class ShardedAdamW(torch.optim.AdamW):
-    """torch's fused AdamW, whose steps after the first take this rank's shards past the dispatch of DTensors.
+    """torch's fused AdamW. Steps after the first work on this rank's shards, without the dispatch of DTensors.
 
     Its state is the same, so checkpoints do not differ.
     """

@@ -60,7 +60,7 @@ class Sums:
         return dict(zip(self.names, accelerator.reduce(self.values.clone(), "mean").tolist(), strict=True))
 
     def reset(self) -> None:
-        """Begins the next report's sums; skipped steps are counted over the whole run."""
+        """Begins the next report's sums; skipped steps are counted over the run."""
         self.values[:-2].zero_()
 
 
@@ -181,7 +181,7 @@ def choose_sizes(cfg: TrainSettings, accelerator: Accelerator, count: int) -> Tr
 
 
 def check_warmup(cfg: TrainSettings, accelerator: Accelerator, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for a warmup of the command line that is longer than the run; says so of a preset's."""
+    """Raises ValueError for a typed warmup that is longer than the run; prints a line about a preset's."""
     warmup, steps = cfg.optimizer.warmup_steps, cfg.steps
     if warmup > steps:
         reached = f"at steps={steps} the learning rate ends at {steps / warmup:.0%} of optimizer.lr"

@@ -70,15 +70,15 @@ class Meta(CheckpointRecord):
     route_schedule: dict = {}
 
 
-# Settings with an effect of which a checkpoint's record speaks by itself, so that WITHOUT_EFFECT has them, too.
+# Settings in WITHOUT_EFFECT that do change a run: a checkpoint's record has their values under other keys.
 RECORDED = {"seed", "batch_size", "model", "diffusion", "objective", "route_schedule", "lora", "diffusion_name",
             "new_label_table"}
 
 
 def tells_runs_apart(key: str) -> bool:
-    """True if runs that differ in the setting at a dotted key are two; where files are and what is shown is no matter.
+    """True if two runs that differ in the setting at a dotted key are different runs.
 
-    A run may also be trained on, on another kind of device.
+    Places of files, what is shown and the kind of device do not matter.
     """
     return not is_among(key, WITHOUT_EFFECT - RECORDED | {"compile", "cpu"})
 

@@ -38,7 +38,7 @@ from weights.averages import NARROWEST, WIDEST, WeightsName, kinds
 from weights.others import FAMILIES
 from weights.records import RouteSettings, ScheduleSettings, check_objective, keywords
 
-# Of an objective, whose own signature says which are paths.
+# A keyword of an objective. Its class knows which ones are paths.
 Keyword = Annotated[Any, AfterValidator(lambda value: os.path.expanduser(value) if isinstance(value, str) else value)]
 Decay = Annotated[float, Field(ge=0, lt=1)]
 
@@ -135,8 +135,8 @@ class EvaluateSettings(Settings):
     batch_size: Count
 
 
-# Changes of these are not announced on resuming: names, places, what is shown, kept or only faster, and what the first
-# start alone reads. A record has the others' values, as null has become a number there.
+# Changes of these are not announced on resuming: names, places, what is shown or kept, what only changes the speed, and
+# what only the first start reads. For the others the record is compared, in which null has become a number.
 WITHOUT_EFFECT = {
     "name", "run_dir", "log", "checkpoint", "samples", "evaluate", "published", "decode_precision", "decode_batch_size",
     "max_skipped_in_row", "activation_checkpointing", "init_from", "diffusion_name", "new_label_table", "lora", "seed",
@@ -211,7 +211,7 @@ def check_settings(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> Trai
 
 
 def check_pairs(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for two settings that are not supported together, or of which one takes the other's place."""
+    """Raises ValueError for two settings that are not supported together, or where one replaces the other."""
     adapter, muon, fsdp = f"lora.rank={cfg.lora.rank}", "optimizer=muon", "sharding=fsdp"
     fp8, fp16, graphs = "precision=fp8", "precision=fp16", f"compile={as_text(cfg.compile)}"
     preset, routes = (f"{key}={cli_overrides.get(key)}" for key in ("routes", "model.routes"))
@@ -246,7 +246,7 @@ def check_chosen(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
 
 
 def check_averages(cfg: TrainSettings) -> None:
-    """Raises ValueError for averages that are one and the same, and for names of others than the run tracks."""
+    """Raises ValueError for an average that is named twice, and for names of averages that the run does not track."""
     tracked = kinds(cfg.ema.decay, cfg.ema.std)
     if len({*tracked.values()}) < len(cfg.ema.std) + (len(cfg.ema.decay) if isinstance(cfg.ema.decay, list) else 1):
         raise ValueError(f"ema.decay={as_text(cfg.ema.decay)} ema.std={as_text(cfg.ema.std)} name an average twice: "
@@ -284,7 +284,7 @@ def check_run_dir(cfg: TrainSettings) -> None:
 
 
 def check_effect(cfg: TrainSettings, cli_overrides: Mapping[str, str]) -> None:
-    """Raises ValueError for settings that others make void; what a preset sets in vain is none of the user's."""
+    """Raises ValueError for typed settings that have no effect because of others; a preset may have such settings."""
     model = cfg.model
     for is_read, names, why in (
         (model.routes, ["model.selection", "route_schedule"], "model.routes is empty, so all tokens are kept"),
