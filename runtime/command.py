@@ -11,7 +11,7 @@ import subprocess
 import sys
 import textwrap
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import TextIO
 
@@ -26,10 +26,10 @@ from runtime.schema import CONFIGS, Settings, first_line, leaves
 from runtime.typed import (
     cli_overrides,
     compose,
+    files_of,
     group_defaults,
     parse_options,
     read_job,
-    read_yaml,
 )
 
 
@@ -251,16 +251,6 @@ def help_of(main: Callable, config_name: str) -> str:
     parts.append("Options: --multirun (or -m) tries several values, as seed=0,1. --cfg job prints the settings. "
                  "--config-dir <folder> adds a folder like configs/.")
     return "\n\n".join(filter(None, parts))
-
-
-def files_of(name: str) -> Iterator[Path]:
-    """Lists a file of configs/ after those that it includes."""
-    file = CONFIGS / name
-    for entry in read_yaml(file).get("defaults", []):
-        if isinstance(entry, str) and entry != "_self_":
-            included = entry.partition("@")[0]
-            yield from files_of(f"{included[1:] if included[0] == '/' else Path(name).parent / included}.yaml")
-    yield file
 
 
 def settings_in(file: Path) -> str:

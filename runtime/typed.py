@@ -8,7 +8,7 @@ import argparse
 import itertools
 import re
 import typing
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -60,19 +60,25 @@ def parse_options(arguments: list[str]) -> tuple[argparse.Namespace, list[str]]:
 
 def cli_overrides(arguments: Iterable[str]) -> dict[str, str]:
     """Reads the settings of a command line as text, by key; of a key that comes twice the last one counts."""
-    pairs = (argument.lstrip("+~").partition("=") for argument in arguments if not argument.startswith("-"))
+    pairs = (argument.lstrip("+~").partition("=") for argument in arguments)
     return {key.partition("@")[0]: value for key, _, value in pairs}
 
 
 def group_defaults(config_name: str) -> dict[str, str | None]:
     """Lists the groups of configs that a command has, and the choice of each where none is given."""
-    found = {}
-    for entry in read_yaml(CONFIGS / f"{config_name}.yaml").get("defaults", []):
+    entries = [entry for file in files_of(f"{config_name}.yaml") for entry in read_yaml(file).get("defaults", [])]
+    return {key.removeprefix("override "): choice for entry in entries if isinstance(entry, dict)
+            for key, choice in entry.items() if "@" not in key}
+
+
+def files_of(name: str) -> Iterator[Path]:
+    """Lists a file of configs/ after those that it includes."""
+    file = CONFIGS / name
+    for entry in read_yaml(file).get("defaults", []):
         if isinstance(entry, str) and entry != "_self_":
-            found |= group_defaults(entry)
-        elif isinstance(entry, dict):
-            found |= {key.removeprefix("override "): choice for key, choice in entry.items() if "@" not in key}
-    return found
+            included = entry.partition("@")[0]
+            yield from files_of(f"{included[1:] if included[0] == '/' else Path(name).parent / included}.yaml")
+    yield file
 
 
 def without_null(settings: list[str], groups: dict[str, str | None]) -> list[str]:
@@ -159,7 +165,7 @@ def compose(config_name: str, declared: type[Settings], arguments: list[str]) ->
             if not error.missing_cfg_file or not error.options:
                 raise
             group, _, name = error.missing_cfg_file.rpartition("/")
-            there_are = f"there are {', '.join(error.options)}."
+            there_are = f"There are {', '.join(error.options)}."
             raise ValueError(unknown(f"{group}={name}", name, error.options, there_are)) from None
         except ConfigCompositionException as error:
             if not (found := re.search(r"Could not override '([^']+)'", str(error))):
