@@ -47,7 +47,7 @@ class Muon(torch.optim.Optimizer):
     lr where it is None.
     """
 
-    _step_supports_amp_scaling = True  # as GradScaler and `step_unless` ask
+    _step_supports_amp_scaling = True  # GradScaler and `step_unless` ask for it
 
     def __init__(
         self, trained: Mapping[str, nn.Parameter], lr: float, matrix_lr: float | None, momentum: float,
@@ -88,33 +88,17 @@ def build_optimizer(trained: Mapping[str, nn.Parameter], name: str, **settings: 
     return OPTIMIZERS[name](trained, **settings)
 
 
-def tensors_of(optimizer: torch.optim.Optimizer) -> dict[int | tuple, Tensor]:
-    """Names what a step of an optimizer may change, this rank's part of weights and of its own state."""
-    weights = [p for group in optimizer.param_groups for p in group["params"]]
-    state = {(i, name): value for i, p in enumerate(weights) for name, value in optimizer.state[p].items()}
-    tensors = dict(enumerate(weights)) | state
-    return dict(zip(tensors, sharding.local_tensors(tensors.values()), strict=True))
-
-
 @torch.no_grad()
 def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool = False) -> None:
     """Takes a step, or none where the tensor `skipped` is true, without waiting for the device.
 
-    `scaled` says that a GradScaler looks after this by itself. Fused optimizers and Muon read the flag on the device;
-    any other takes the step, and what it has changed is restored where the step is skipped. Its first step alone waits,
-    as its state begins there.
+    Fused optimizers and Muon read the flag on the device. `scaled` means that a GradScaler sets it.
     """
     plain = getattr(optimizer, "optimizer", optimizer)  # inside accelerate's wrapper
-    if scaled:
-        optimizer.step()
-    elif getattr(plain, "_step_supports_amp_scaling", False):
+    assert plain._step_supports_amp_scaling, plain
+    if not scaled:
         plain.grad_scale, plain.found_inf = None, skipped.float()
-        optimizer.step()
-    elif plain.state or not skipped:
-        before = {key: tensor.clone() for key, tensor in tensors_of(plain).items()}
-        optimizer.step()
-        for key, tensor in tensors_of(plain).items():
-            tensor.copy_(torch.where(skipped, before.get(key, tensor), tensor))
+    optimizer.step()
 
 
 # ---- state <-> named tensors ----------------------------------------------------------------------------------------
@@ -122,7 +106,7 @@ def step_unless(skipped: Tensor, optimizer: torch.optim.Optimizer, scaled: bool 
 
 def optimizer_tensors(trained: Mapping[str, nn.Parameter], optimizer: torch.optim.Optimizer) -> dict[str, Tensor]:
     """Flattens an optimizer's state to `<parameter>.<state>` tensors."""
-    # By `get`: `state[p]` would make an entry, and `step_unless` would take it for a state that has begun.
+    # By `get`: `state[p]` would make an entry, and the optimizer would take it for a state that has begun.
     return {f"{name}.{key}": value for name, p in trained.items() for key, value in optimizer.state.get(p, {}).items()}
 
 

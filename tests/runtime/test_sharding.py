@@ -357,7 +357,8 @@ def step_of_two_ranks(folder: Path, sharded: str, port: int, world: int, rank: i
     if sharded == "fsdp":
         sharding.shard_rest(objective, net, accelerator.device)
     called = speed.replicate(accelerator, objective, sharded == "fsdp")
-    optimizer = accelerator.prepare(torch.optim.SGD(trained_parameters(objective).values(), lr=0.1))
+    adamw = build_optimizer(trained_parameters(objective), "adamw", lr=0.1, eps=1.0, weight_decay=0.0)
+    optimizer = accelerator.prepare(adamw)
     share = slice(rank * 8 // world, (rank + 1) * 8 // world)
     _, norm, skipped, terms = train.train_step(accelerator, called, objective, optimizer, x[share], y[share], {},
                                                label_dropout=0.0, clip_norm=1.0, num_parts=1)

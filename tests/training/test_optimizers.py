@@ -69,11 +69,8 @@ def muon_of(parameters) -> torch.optim.Optimizer:
     return build_optimizer({"blocks.0.weight": weight, "blocks.0.bias": bias}, "muon", **SETTINGS)
 
 
-@pytest.mark.parametrize("make",
-                         [lambda p: torch.optim.SGD(p, lr=1.0, momentum=0.9),
-                          lambda p: torch.optim.AdamW(p, fused=True),
-                                  lambda p: torch.optim.NAdam(p), muon_of], ids=["sgd", "fused", "nadam", "muon"])
-def test_a_skipped_step_changes_nothing_and_state_resumes_for_any_optimizer(make):
+@pytest.mark.parametrize("make", [lambda p: torch.optim.AdamW(p, fused=True), muon_of], ids=["adamw", "muon"])
+def test_a_skipped_step_changes_nothing_and_state_resumes(make):
     torch.manual_seed(0)
     one, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
     other.load_state_dict(one.state_dict())
