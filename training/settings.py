@@ -186,7 +186,7 @@ AS_PUBLISHED = (
     "experiment", "name", "run_dir", "seed", "steps", "grad_accum_steps", "max_skipped_in_row", "precision",
     "decode_precision", "decode_batch_size", "tf32", "sharding", "compile", "activation_checkpointing", "cpu",
     "data.path", "data.kind", "data.scale", "data.on_device", "data.autoencoder", "data.grid_classes", "log",
-    "checkpoint", "samples", "evaluate", "hydra",
+    "checkpoint", "samples", "evaluate",
 )
 
 
