@@ -35,8 +35,8 @@ from runtime.typed import compose, read_yaml_of_others
 from sampling.pictures import draw_grid
 from scoring.features import load_extractor
 from scoring.image_sets import open_images
-from scoring.reference import open_reference
 from scoring.results import read_results
+from scoring.score import open_reference
 from scoring.statistics import FeatureCache, save_cached
 from scripts import export, merge_lora, report
 from training.settings import TrainSettings
