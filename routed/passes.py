@@ -240,8 +240,8 @@ class Stay:
 class Pass:
     """One forward pass: the tokens that stay on each route, and the block at hand.
 
-    Of a sequence, `free` tokens may be routed, in one run behind `front` and `text` others. Blocks whose text has a
-    stream of its own see their stream without the text, and some of their tables run along the whole sequence.
+    `free` tokens of a sequence may be routed, in one run behind `front` and `text` others. If text has a stream of its
+    own, the block's stream is without it, but some of its tables run along the complete sequence.
     """
 
     def __init__(self, routing: "Routing"):
@@ -255,7 +255,7 @@ class Pass:
         self.between = False                    # true after a block of a route, until the next one
         self.block: Block | None = None         # the one at hand, and its arguments
         self.given: dict[str | int, Any] = {}
-        # With the tokens that are away: its stream, the whole sequence; text and others in front.
+        # Lengths with the tokens that are away: of its stream, of the complete sequence; text and others in front.
         self.stream, self.length, self.before, self.front = 0, 0, 0, 0
 
     @property
@@ -277,7 +277,7 @@ class Pass:
         self.last = block
 
     def read_call(self, given: dict[str, Any]) -> None:
-        """Counts tokens by the network's arguments, and refuses what cannot be routed."""
+        """Counts tokens by the network's arguments; raises ValueError for arguments that cannot be routed."""
         family, mask = self.routing.family, self.routing.keep_mask
         if self.trials:
             self.trials.read_call(given)
@@ -347,7 +347,7 @@ class Pass:
         return taken
 
     def measure(self, length: int, front: int) -> None:
-        """Notes what is in the sequence or stream of the block, which has a length with the tokens that are away."""
+        """Notes what is in the stream of the block, whose length includes the tokens that are away."""
         spec, has_stream = self.block.spec, self.block.text is not None
         if isinstance(self.text, tuple):
             self.text = sorted({range(length)[i] for i in self.text})
@@ -541,7 +541,7 @@ class Routing:
             give(before)
 
     def wrap(self, routed_module: nn.Module, own: Callable | None, block: Block | None) -> Callable:
-        """Returns what a call runs of a block, or for None of the network, whose own forward is that of its class."""
+        """Returns what a call of a block (None: of the network) runs; `own` is a forward that the module itself has."""
         of_class = type(routed_module).forward
 
         def routed_forward(module, *args, **kwargs):
@@ -563,7 +563,7 @@ class Routing:
         return routed_forward
 
     def pass_of(self, block: Block | None, args: tuple, kwargs: dict[str, Any]) -> Pass | None:
-        """Returns the pass of a call of a block, or for None of the network, which begins one; else block 0 does."""
+        """Returns the pass of a call of a block (None: of the network); the network begins one, or else block 0."""
         if self.recomputed is not None or not self.open:
             return self.recomputed
         if not torch.compiler.is_compiling() and torch._C._current_graph_task_id() != -1:
@@ -668,7 +668,7 @@ def check_torch() -> None:
 
 
 def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any]) -> list[Route]:
-    """Returns routes that may be one alone, or mappings, alone or in a config as SimpleTuner's."""
+    """Reads routes: one, or a list of routes or of mappings, which may be in a config such as SimpleTuner's."""
     if isinstance(routes, Mapping):
         config = routes.get("tread_config", routes)
         if not isinstance(config, Mapping) or "routes" not in config:
@@ -681,7 +681,7 @@ def read_routes(routes: Iterable[Route | Mapping[str, Any]] | Mapping[str, Any])
 
 
 def read_route(route: Route | Mapping[str, Any]) -> Route:
-    """Returns a route that may be a mapping; raises ValueError with the key that is missing, unknown or of no sense."""
+    """Reads a route or a mapping; raises ValueError with the key that is missing, unknown or of another type."""
     if isinstance(route, Mapping):
         needed, known = list(Route.__annotations__)[:3], list(Route.__annotations__)
         if wrong := [f"no {key}" for key in needed if key not in route] + [
