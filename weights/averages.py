@@ -137,18 +137,13 @@ def delete_snapshots_after(run: Path, step: int) -> None:
             files.remove(folder)
 
 
-def average_folder(folder: Path, std: float) -> Path:
-    """Returns where the average of another width lies that is made for a checkpoint: `<run>/averages/step-…-std…`."""
-    return folder.parent.parent / "averages" / f"{folder.name}-{power_name(std).removeprefix('ema-')}"
-
-
 def reconstruct(folder: Path, meta: dict, std: float) -> Path:
     """Makes the average of a width at a checkpoint from what its run has stored up to it; returns its folder.
 
-    It is made once, and its meta.json says of what. Raises ValueError for a run that tracks no such average.
+    It is made once, in `<run>/averages/step-…-std…`. Raises ValueError for a run that tracks no such average.
     """
-    run, name, out = folder.parent.parent, power_name(std), average_folder(folder, std)
-    files.inside(run, "averages", out.name)
+    run, name = folder.parent.parent, power_name(std)
+    out = files.inside(run, "averages", f"{folder.name}-{name.removeprefix('ema-')}")
     if out.is_dir() and checkpoints.problem(out) is None:
         return out
     sources = {}
@@ -157,9 +152,9 @@ def reconstruct(folder: Path, meta: dict, std: float) -> Path:
         if (step := checkpoints.step_of(place)) <= meta["step"]:
             with contextlib.suppress(ValueError):
                 of_place = meta if place == folder else checkpoints.check(place)
-                names = sorted(Path(file).stem for file in of_place["files"])
-                found = {(step, width): place / f"{one}.safetensors" for one in names if (width := width_of(one))}
-                sources |= {key: file for key, file in found.items() if key not in sources}
+                for one in sorted(Path(file).stem for file in of_place["files"]):
+                    if width := width_of(one):
+                        sources.setdefault((step, width), place / f"{one}.safetensors")
     if not sources:
         raise ValueError(f"{run} tracks none to make it of, as ema.std=[0.05,0.10] does, but "
                          f"{', '.join(sorted(meta['files']))}")
