@@ -1,6 +1,6 @@
 """The plain objective: the diffusion's loss over all tokens. TREAD needs no other (arXiv 2501.04765)."""
 
-from collections.abc import Hashable, Iterator, Mapping
+from collections.abc import Hashable, Mapping
 from operator import attrgetter
 
 import torch
@@ -106,20 +106,15 @@ def trained_parameters(objective: Objective | DiffusionLoss) -> dict[str, nn.Par
     return {name: p for name, p in named if p.requires_grad}
 
 
-def own_modules(objective: Objective | DiffusionLoss) -> Iterator[tuple[str, nn.Module]]:
-    """Yields the objective's modules by name, but for the network and for frozen ones, as a teacher is."""
-    def walk(name: str, module: nn.Module) -> Iterator[tuple[str, nn.Module]]:
+def own_state(objective: Objective | DiffusionLoss) -> dict[str, Tensor]:
+    """Names the parameters and buffers beside the network, `objective.<name>`, without those of a frozen teacher."""
+    def state_of(module: nn.Module, name: str) -> dict[str, Tensor]:
         parameters = list(module.parameters())
         if module is objective.net or (parameters and not any(p.requires_grad for p in parameters)):
-            return
-        yield name, module
+            return {}
+        state = {f"{name}.{key}": value for key, value in module.state_dict().items() if "." not in key}
         for child_name, child in module.named_children():
-            yield from walk(f"{name}.{child_name}", child)
+            state |= state_of(child, f"{name}.{child_name}")
+        return state
 
-    return walk("objective", objective)
-
-
-def own_state(objective: Objective | DiffusionLoss) -> dict[str, Tensor]:
-    """Names the parameters and buffers beside the network, `objective.<name>`, without those of frozen parts."""
-    return {f"{name}.{key}": value for name, module in own_modules(objective)
-            for key, value in module.state_dict().items() if "." not in key}
+    return state_of(objective, "objective")
