@@ -26,6 +26,7 @@ from runtime.schema import CONFIGS, Settings, first_line, leaves
 from runtime.typed import (
     cli_overrides,
     compose,
+    declared_keys,
     files_of,
     group_defaults,
     parse_options,
@@ -63,6 +64,8 @@ def command(
             for plain, cfg in zip(composed, jobs, strict=True):
                 try:
                     main(cfg, **given)
+                except ValueError as error:
+                    raise ValueError(with_own_settings(str(error), config_name, declared)) from error
                 except (MemoryError, RuntimeError) as error:
                     if not is_full_memory(error):
                         raise
@@ -202,6 +205,22 @@ def mistake(error: Exception) -> str | None:
     if isinstance(error, HydraException | OmegaConfBaseException | yaml.YAMLError):  # the last with file and line
         return " ".join(str(error).partition("Config search path")[0].split())
     return None
+
+
+def with_own_settings(sentence: str, config_name: str, declared: type[Settings]) -> str:
+    """Spells the settings that an error names as this command has them: autoencoder= is data.autoencoder= in training.
+
+    A key is rewritten if the command lacks it and has exactly one nested key of that name. Examples of other commands
+    keep their settings.
+    """
+    known = [key for key in declared_keys(declared) if not key.startswith(("published.", "study."))]
+    top = {key for key in known if "." not in key} | {*group_defaults(config_name)}
+
+    def spell(found: re.Match) -> str:
+        nested = [key for key in known if key.rpartition(".")[2] == found[1]]
+        return f"{nested[0]}=" if found[1] and found[1] not in top and len(nested) == 1 else found[0]
+
+    return re.sub(r"\S+\.py(?: (?:-\S+|\S+=\S*|…))*|(?<![\w.+])([A-Za-z_]\w*)=", spell, sentence)
 
 
 # Of any command.

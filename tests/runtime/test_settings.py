@@ -1,5 +1,6 @@
 """Settings are declared: a value of a wrong type or range raises a one-line error, as every failure of a command."""
 
+import ast
 import importlib
 import io
 import json
@@ -17,7 +18,7 @@ from pydantic import Field
 from test_tf32 import commands
 
 from runtime import ranks, schema
-from runtime.command import command
+from runtime.command import command, with_own_settings
 from runtime.schema import (
     Count,
     Fraction,
@@ -325,3 +326,20 @@ def keys_of(declared):
 def keys_in(plain, declared):
     groups = groups_of(declared)
     return {key: keys_in(value, groups[key]) if key in groups else None for key, value in plain.items()}
+
+
+def test_an_error_names_settings_as_the_command_has_them():
+    train, fid = ((name, entry_and_settings(name)[1]) for name in ("config", "fid"))
+    sentences = [node.value for file in ("scoring/features.py", "scoring/statistics.py", "weights/autoencoders.py")
+                 for node in ast.walk(ast.parse((ROOT / file).read_text())) if isinstance(node, ast.Constant)
+                 and isinstance(node.value, str)]
+    sentences = [text
+                 for text in sentences if re.search(r"\b(autoencoder|features|features_weights|sha256|metrics)=", text)]
+    assert len(sentences) > 20
+    for text in sentences:
+        spelt = with_own_settings(text, *train)
+        assert not re.search(r"(?<![\w.])(autoencoder|features|features_weights|sha256|metrics)=", spelt), spelt
+    assert with_own_settings("set autoencoder=path, and seed=1", *fid) == "set autoencoder=path, and seed=1"
+    assert with_own_settings("set autoencoder=path, and seed=1", *train) == "set data.autoencoder=path, and seed=1"
+    command = "python scripts/prepare_latents.py source=x autoencoder=identity"
+    assert with_own_settings(f"Prepare it: {command}", *train) == f"Prepare it: {command}"
