@@ -7,13 +7,13 @@ import sys
 from collections import Counter
 from dataclasses import replace
 from functools import partial
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
 import training_runs
 from test_sharding import all_well, assert_same_losses, on_ranks
+from test_study import run_of
 from training_runs import assert_same_end, command
 
 import train
@@ -34,8 +34,8 @@ ROUTE = Route(2, 2, 0.5)  # of model=tread at a depth of 6
 NETWORK = dict(input_size=8, in_channels=3, hidden_size=32, depth=6, num_heads=2, num_classes=5)
 RAMPS = ("route_schedule.dense_before=1", "route_schedule.dense_after=4",
          "route_schedule.selection_ratios=[0.25,0.5,0.75]")
-TWO = ("route_schedule.changes=[[3,[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5}, {start_layer_idx: "
-       "4, end_layer_idx: 4, selection_ratio: 0.25}]]]")
+TWO = ("route_schedule.changes=[[3,[{start_layer_idx: 1, end_layer_idx: 1, selection_ratio: 0.5},"
+       "{start_layer_idx: 4, end_layer_idx: 4, selection_ratio: 0.25}]]]")
 SPRINT = ("model=sprint", "model.routes.0.path_drop=0.5", "diffusion=rf")
 V1 = ("objective=version1", "model.routes=[{start_layer_idx: 2, end_layer_idx: 3, selection_ratio: 0.5}]")
 
@@ -50,6 +50,7 @@ def ratios(schedule, steps):
 
 
 def ratios_of(schedule, steps):
+    """The ratio of each step's only route."""
     return [ratio for ratio, in ratios(schedule, steps)]
 
 
@@ -74,12 +75,10 @@ def test_a_schedule_gives_each_step_its_routes_and_says_when_they_change():
     other = Route(1, 1, 0.75)
     schedule = RouteSchedule((ROUTE,), dense_before=2, dense_after=7, changes=((4, (other,)), (6, ())))
     dense, other_dense = replace(ROUTE, selection_ratio=0.0), replace(other, selection_ratio=0.0)
-    assert [schedule.at(step) for step in range(9)] == [(route,)
-                                                        for route in (dense, dense, ROUTE, ROUTE, other, other,
-                                                                      *3 * [other_dense])]
+    taken = [route for step in range(9) for route in schedule.at(step)]
+    assert taken == [dense, dense, ROUTE, ROUTE, other, other, other_dense, other_dense, other_dense]
     assert str(schedule) == ("none; from step 2 on 2→2 at selection ratio 0.5; from step 4 on 1→1 at selection ratio "
-                             "0.75; "
-                             "from step 6 on none; from step 7 on none")
+                             "0.75; from step 6 on none; from step 7 on none")
     assert (str(RouteSchedule(())), str(RouteSchedule((ROUTE,)))) == ("none", "2→2 at selection ratio 0.5")
     assert RouteSchedule((ROUTE,)).at(10**6) == (ROUTE,)
     sampling = RouteSchedule((ROUTE,), selection_ratios=(0.3, 0.7), changes=((4, ()),))
@@ -92,8 +91,8 @@ def test_a_sampled_ratio_is_a_function_of_seed_and_step_equally_often_each_and_d
     first, again, other = (ratios(schedule, 3100) for schedule in schedules)
     assert first == again != other and first[3000:] == 100 * [[0, 0]]
     counted = Counter(map(tuple, first[:3000]))
-    assert counted.keys() == {(0.3, 0.3), (0.5, 0.5), (0.7, 0.7)} and all(abs(count - 1000) < 120
-                                                                          for count in counted.values())
+    assert counted.keys() == {(0.3, 0.3), (0.5, 0.5), (0.7, 0.7)}
+    assert all(abs(count - 1000) < 120 for count in counted.values())
     assert "at random each step; from step 3000 on none" in str(schedules[0])
     state = torch.get_rng_state()
     schedules[0].at(5)
@@ -103,9 +102,8 @@ def test_a_sampled_ratio_is_a_function_of_seed_and_step_equally_often_each_and_d
 def test_path_drop_continues_where_a_network_is_dense():
     sprint = Route(2, 3, 0.75, path_drop=0.1)
     assert RouteSchedule((sprint,), dense_after=1).at(1) == (Route(2, 3, 0.0, path_drop=0.1),)
-    assert str(RouteSchedule((sprint,),
-                             dense_after=1)).endswith("from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of "
-                                                      "the samples")
+    assert str(RouteSchedule((sprint,), dense_after=1)).endswith(
+        "from step 1 on 2→3 at selection ratio 0.0, path drop 0.1 of the samples")
 
 
 # ---- training on it -------------------------------------------------------------------------------------------------
@@ -121,8 +119,8 @@ def test_a_run_that_is_killed_before_or_after_a_change_resumes_bit_for_bit(taugh
         assert_same_end(tmp_path / f"killed-{step}", tmp_path / "whole")
 
 
-def test_a_schedule_that_changes_nothing_is_the_plain_run_bit_for_bit_and_an_off_ramp_the_dense_command_after_it(taught,
-        tmp_path):
+def test_a_schedule_without_changes_is_the_plain_run_bit_for_bit_and_an_off_ramp_the_dense_command_after_it(
+        taught, tmp_path):
     trained(tmp_path / "plain", taught)
     trained(tmp_path / "own ratio", taught, "route_schedule.selection_ratios=[0.5]")
     assert_same_end(tmp_path / "own ratio", tmp_path / "plain")
@@ -234,12 +232,10 @@ def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
     checkpoints.save(checkpoints.step_folder(tmp_path, 4), {"ema": state, "model": state}, meta)
     source = {"in_training": True, "guidance": None, "seeds": "0", "precision": "fp32", "multiply_adds": {}}
     for step in (0, 1, 4):
-        row = {"source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2,
-               "device": "cpu",
-               "versions": {}, "reference": {"path": "x"}}
-        files.append_row(tmp_path / "results.jsonl", row)
-    run = study.Run(variant="off", seed=3, folder=tmp_path, train=["route_schedule.dense_after=2"], at_end=[],
-                    at_each=[], held_out=[])
+        files.append_row(tmp_path / "results.jsonl", {
+            "source": {**source, "step": step}, "metrics": {"fid": 1.0}, "extractor": {"name": "x"}, "images": 2,
+            "device": "cpu", "versions": {}, "reference": {"path": "x"}})
+    run = run_of("route_schedule.dense_after=2", seed=3, folder=tmp_path)
     net = build_network(network)
     cost = [8 * 6 * sum(multiply_adds(net, routes)) for routes in map(build_schedule(net, changes, 3).at, range(4))]
     assert [score["flops"] for score in study.from_disk(run)["scores"]] == [0, cost[0], sum(cost)]
@@ -252,9 +248,7 @@ def test_flops_of_a_study_are_those_of_the_steps_that_were_taken(tmp_path):
     (("route_schedule.dense_before=9",), True),
 ])
 def test_a_study_times_no_variant_whose_steps_differ(settings, midway):
-    run = study.Run(variant="x", seed=0, folder=Path("x"), train=["model=tread", *settings], at_end=[], at_each=[],
-                    held_out=[])
-    assert study.changes_route(run) == midway
+    assert study.changes_route(run_of("model=tread", *settings)) == midway
 
 
 def test_a_plan_counts_each_phase(monkeypatch, capsys):

@@ -1,6 +1,4 @@
-"""A study: runs that resume after a kill, scores over seeds, interpolated crossings, the same randomness for dense and
-routed.
-"""
+"""A study: runs that resume after a kill, scores over seeds, crossings, and the same randomness dense and routed."""
 
 import json
 import os
@@ -39,8 +37,8 @@ from training.run_folder import tells_runs_apart
 from weights.records import RouteSettings
 
 TINY = ["experiment=quickstart", "batch_size=8", "model.hidden_size=32", "model.num_heads=2", "model.depth=6",
-        "steps=4", "samples.every=0",
-        "log.every=2", "checkpoint.every=2", "evaluate.every=2", "evaluate.num_samples=4", "evaluate.num_steps=2"]
+        "steps=4", "samples.every=0", "log.every=2", "checkpoint.every=2", "evaluate.every=2",
+        "evaluate.num_samples=4", "evaluate.num_steps=2"]
 MATRIX = {"name": "tiny", "train": TINY, "score": ["num_steps=2", "features=pixels"], "seeds": [0, 1],
           "variants": {"dit": {"train": ["model=dit"], "at_end": ["cfg"]},
                        "tread": {"train": ["model=tread"], "seeds": [0]},
@@ -52,10 +50,14 @@ TIMING = {"device": "one", "commit": "abc", "torch": "2.11.0", "rounds": {"dit":
 
 
 def settings(out, **changed) -> study.StudySettings:
-    return read(study.StudySettings,
-                {"study": MATRIX, "out": str(out), "rows": [], "also": [], "part": None,
-                 "tasks": ["train", "score", "report"], "rounds": 1,
-                                      "steps_timed": 1, "only": None, "nice": 0, "threads": 1, **changed})
+    return read(study.StudySettings, {
+        "study": MATRIX, "out": str(out), "rows": [], "also": [], "part": None, "tasks": ["train", "score", "report"],
+        "rounds": 1, "steps_timed": 1, "only": None, "nice": 0, "threads": 1, **changed})
+
+
+def run_of(*train, **changed) -> study.Run:
+    return study.Run(**{"variant": "x", "seed": 0, "folder": Path("x"), "train": [*train], "at_end": [], "at_each": [],
+                        "held_out": [], **changed})
 
 
 def test_every_run_is_in_exactly_one_part(tmp_path):
@@ -213,19 +215,19 @@ def test_rows_that_are_not_of_this_study_raise_a_one_line_error(tmp_path, change
 
 
 def test_seconds_are_of_one_machine_which_is_named(tmp_path):
+    def seconds_and_device(result):
+        return [run["scores"][0]["seconds"] for run in result["runs"][:2]], result["timing"]["device"]
+
     other = TIMING | {"device": "two", "rounds": {"dit": [9.0], "tread": [9.0]}}
-    scores = {variant: of(variant, 0, (8, 5.0))
-              | {"scores": [{**of(variant, 0, (8, 5.0))["scores"][0], "seconds": 77.0}]}
-              for variant in ("dit", "tread")}
-    rows = [recorded(tmp_path / "rows.json", *scores.values(), timing=other)]
-    result = study.collect(settings(tmp_path / "study", rows=rows))
-    assert [run["scores"][0]["seconds"]
-            for run in result["runs"][:2]] == [9.0, 9.0] and result["timing"]["device"] == "two"
+    runs = [of(variant, 0, (8, 5.0)) for variant in ("dit", "tread")]
+    for run in runs:
+        run["scores"][0]["seconds"] = 77.0
+    rows = [recorded(tmp_path / "rows.json", *runs, timing=other)]
+    assert seconds_and_device(study.collect(settings(tmp_path / "study", rows=rows))) == ([9.0, 9.0], "two")
     (tmp_path / "study").mkdir()
     (tmp_path / "study/timing.json").write_text(json.dumps(TIMING))
     result = study.collect(settings(tmp_path / "study", rows=rows))  # tread was not timed here, and has no seconds
-    assert [run["scores"][0]["seconds"]
-            for run in result["runs"][:2]] == [2.0, None] and result["timing"]["device"] == "one"
+    assert seconds_and_device(result) == ([2.0, None], "one")
     assert "timed in turns on one machine, one, torch 2.11.0, commit abc" in comparison.tables(result)
     result["timing"]["rounds"] = {"dit": [1.2, 3.0, 1.0], "tread": [0.6, 1.0]}
     assert "dit over tread, turn by turn: 1.2 / 0.6 = 2.00, 3 / 1 = 3.00; median 2.50." in comparison.tables(result)
@@ -238,8 +240,7 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     called, machine = [], {"device": "one", "commit": "abc", "torch": "2"}
 
     def timed(cfg, program, overrides):
-        folder = Path(next(text
-                           for text in reversed(overrides) if text.startswith("run_dir=")).removeprefix("run_dir="))
+        [*_, folder] = [Path(text.removeprefix("run_dir=")) for text in overrides if text.startswith("run_dir=")]
         called.append(folder.name)
         if len(called) == 4:
             raise KeyboardInterrupt
@@ -258,10 +259,10 @@ def test_turns_of_timing_are_kept_after_a_kill_and_are_of_one_machine(tmp_path, 
     told = json.loads((tmp_path / "timing.json").read_text())
     assert told == {**machine, "steps": 2, "rounds": {"dit": [1.0, 3.0], "tread": [2.0, 5.0]}}
     machine["device"] = "two"
-    study.time_in_turns(cfg)  # whole, whoever made it
+    study.time_in_turns(cfg)  # complete, whoever made it
     study.time_in_turns(cfg.model_copy(update={"rounds": 3}))
-    assert json.loads((tmp_path / "timing.json").read_text())["rounds"] == {"dit": [6.0, 8.0, 10.0],
-                                                                            "tread": [7.0, 9.0, 11.0]}
+    rounds = json.loads((tmp_path / "timing.json").read_text())["rounds"]
+    assert rounds == {"dit": [6.0, 8.0, 10.0], "tread": [7.0, 9.0, 11.0]}
 
 
 def test_the_loss_on_latents_without_class_names_goes_by_their_numbers(tmp_path):
@@ -277,9 +278,7 @@ def test_the_loss_on_latents_without_class_names_goes_by_their_numbers(tmp_path)
     (["init_from=x.pt", "diffusion_name=sit", "new_label_table=true"], ["init_from=null"]),
     (["init_from=runs/x", "lora.rank=2"], ["init_from=runs/x", "lora.rank=2"])])
 def test_a_fine_tune_is_timed_without_weights_and_an_adapter_on_its_base(asked, timed):
-    run = study.Run(variant="tuned", seed=0, folder=Path("x"), train=[*TINY, *asked], at_end=[], at_each=[],
-                    held_out=[])
-    assert study.without_start(run) == [*TINY, *timed]
+    assert study.without_start(run_of(*TINY, *asked)) == [*TINY, *timed]
 
 
 @pytest.mark.parametrize(("code", "ends"), [("143", SystemExit), ("0", SystemExit), ("1", ValueError)])
@@ -313,8 +312,7 @@ def test_a_signal_reaches_what_the_study_runs_once_and_its_failure_is_no_stop(tm
 def of(variant: str, seed: int, *scores: tuple[int, float]) -> dict:
     return {"variant": variant, "seed": seed, "scores": [
         {"step": images // 8, "images": images, "seconds": None, "flops": images, "metric": "fd", "value": value,
-         "num_samples": 9,
-         "guidance": "unguided"} for images, value in scores]}
+         "num_samples": 9, "guidance": "unguided"} for images, value in scores]}
 
 
 def three(variant: str, *scores: tuple[int, float]) -> list[dict]:
@@ -335,8 +333,7 @@ def test_a_crossing_is_where_the_lines_between_the_scores_meet():
     never = [*three("a", (10, 5), (20, 3)), *three("b", (10, 7), (20, 4))]
     assert comparison.crossing(never, "a", "b", "images") == {
         "between": ["a", "b"], "axis": "images", "metric": None, "at": None, "better_at_the_end": "a",
-        "verdict": "a (+1.000 to +1.000, n=3)",
-        "difference": 1, "interval": [1, 1], "n": 3, "seeds_lower": [3, 0]}
+        "verdict": "a (+1.000 to +1.000, n=3)", "difference": 1, "interval": [1, 1], "n": 3, "seeds_lower": [3, 0]}
     assert comparison.crossing([of("a", 0), of("b", 0)], "a", "b", "images")["better_at_the_end"] is None
     assert comparison.crossing(runs, "a", "b", "seconds")["at"] is None  # nothing was timed
 
@@ -356,8 +353,8 @@ def test_scores_of_one_metric_and_number_of_images_are_compared_those_of_which_t
 def test_curves_are_of_the_seeds_that_both_variants_have_where_the_shorter_one_ends():
     a = [of("a", 0, (10, 5), (20, 3)), of("a", 1, (10, 7), (20, 5)), of("a", 2, (10, 9))]
     b = [of("b", seed, (10, 6 + seed)) for seed in range(3)]
-    assert curves_of([*a, *b], "a", "b") == [[(10, 7, 2.0)],
-                                             [(10, 7, 1.0)]]  # not a's mean of two seeds after 20 images
+    # Not a's mean of two seeds after 20 images.
+    assert curves_of([*a, *b], "a", "b") == [[(10, 7, 2.0)], [(10, 7, 1.0)]]
     assert curves_of([*a, b[0]], "a", "b") == [[(10, 5, None), (20, 3, None)], [(10, 6, None)]]
 
 
@@ -377,8 +374,8 @@ def test_a_straight_learning_curve_is_neither_above_nor_below_its_own_points():
     """Both fall by 1 as the images double; b was scored half as often, and over images themselves would lie above a."""
     runs = [of("a", 0, (0, 9), (10, 7), (20, 6), (40, 5)), of("b", 0, (0, 9), (10, 7), (40, 5)), of("b", 1, (10, 1))]
     assert comparison.compared(runs, "a", "b", "images") == [(10, {0: (7, 7)}), (20, {0: (6, 6)}), (40, {0: (5, 5)})]
-    ahead = [*three("a", (10, 7), (40, 5)),
-             *three("b", (5, 7), (20, 5), (30, 4))]  # of what both have reached: 10 to 30
+    # Both have reached 10 to 30.
+    ahead = [*three("a", (10, 7), (40, 5)), *three("b", (5, 7), (20, 5), (30, 4))]
     assert [(place, seeds[0][0] > seeds[0][1]) for place, seeds in comparison.compared(ahead, "a", "b", "images")] == [
         (10, True), (20, True), (30, True)]
     assert comparison.crossing(ahead, "a", "b", "images")["at"] is None  # lower from the first place on
@@ -393,8 +390,8 @@ def test_a_seed_that_ends_early_makes_no_crossing():
 
 
 def test_a_route_that_a_variant_spells_out_is_that_of_its_record():
-    asked = study.settings_of(["model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: "
-                               "8}]"])["model.routes"]
+    typed = "model.routes=[{selection_ratio: 0.25, start_layer_idx: 2, end_layer_idx: 8}]"
+    asked = study.settings_of([typed])["model.routes"]
     route = RouteSettings(start_layer_idx=2, end_layer_idx=8, selection_ratio=0.25)
     assert study.leaf({"model": {"routes": [route.model_dump()]}}, "model.routes") == asked
     assert study.leaf({"model": {"routes": [route.model_dump() | {"x_T": 0.5}]}}, "model.routes") != asked
@@ -425,11 +422,11 @@ def test_the_rows_of_several_networks_are_all_the_studys_and_are_made_once(tmp_p
 
 
 def test_runs_and_scores_are_told_apart_by_what_changes_their_numbers():
-    same, other = ("run_dir", "data.path", "evaluate.every", "log", "compile", "cpu", "steps", "init_from"), ("seed",
-            "model.depth", "data", "ema.decay", "lora.rank")
-    assert [*map(tells_runs_apart, (*same, *other))] == [False] * len(same) + [True] * len(other)
-    assert [*map(tells_scores_apart, ("reference", "batch_size", "num_steps", "features"))] == [False, False, True,
-                                                                                                True]
+    for key in ("run_dir", "data.path", "evaluate.every", "log", "compile", "cpu", "steps", "init_from"):
+        assert not tells_runs_apart(key)
+    for key in ("seed", "model.depth", "data", "ema.decay", "lora.rank"):
+        assert tells_runs_apart(key)
+    assert [*map(tells_scores_apart, ("reference", "batch_size", "num_steps", "features"))] == 2 * [False] + 2 * [True]
 
 
 def test_a_run_of_presets_is_known_by_the_names_in_its_record(tmp_path, monkeypatch):
